@@ -1,0 +1,53 @@
+"""The five methods by which the loop drives any rollout engine.
+
+`tests/unit/test_engine_contract.py` holds every engine to what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from colocate.types import Completion, Prompt, SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """A source of completions that takes turns with the trainer on the same device.
+
+    An engine starts asleep. Only the training loop wakes it and puts it to sleep.
+    """
+
+    shares_weights: bool
+    """True: the engine reads the trainer's own parameters, and publishing moves no byte."""
+    policy_version: int
+    """Version of the weights the next `generate` uses; stamped on every completion."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Complete every prompt; `sum(len(p.samples) for p in prompts)` completions, prompt by prompt.
+
+        Raises:
+            ValueError: a prompt is empty, or prompt + `max_tokens` exceeds the engine's context.
+            RuntimeError: the engine is asleep.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back to the trainer. Sleeping twice is harmless."""
+        ...
+
+    def wake_up(self) -> None:
+        """Take the KV cache's memory again; its contents are undefined. Waking twice is harmless."""
+        ...
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Publish a policy version and forget everything computed with older ones (prefix pages).
+
+        With `shares_weights` the tensors are already in place and `named_tensors` is empty.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. The engine cannot be used afterwards."""
+        ...

@@ -1,0 +1,61 @@
+"""Metrics that add up: over micro-batches, then over ranks, and only then become numbers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class Metrics:
+    """Named means, minima and maxima that can be merged without losing their weights.
+
+    A mean of micro-batch means is not the mean of the step when micro-batches differ in tokens, so totals
+    and counts are kept apart until `compute`.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
+        self._minima: dict[str, float | Tensor] = {}
+        self._maxima: dict[str, float | Tensor] = {}
+
+    def add_mean(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
+        """Add `total` over `count` items (tensors stay on their device: no synchronisation here)."""
+        old_total, old_count = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (old_total + total, old_count + count)
+
+    def add_min(self, name: str, value: float | Tensor) -> None:
+        self._minima[name] = _extreme(torch.fmin, self._minima.get(name), value)
+
+    def add_max(self, name: str, value: float | Tensor) -> None:
+        self._maxima[name] = _extreme(torch.fmax, self._maxima.get(name), value)
+
+    def merge(self, other: Metrics) -> None:
+        for name, (total, count) in other._sums.items():
+            self.add_mean(name, total, count)
+        for name, value in other._minima.items():
+            self.add_min(name, value)
+        for name, value in other._maxima.items():
+            self.add_max(name, value)
+
+    def to_host(self) -> Metrics:
+        """The same metrics as Python floats, ready to be sent to another rank."""
+        host = Metrics()
+        host._sums = {name: (float(t), float(c)) for name, (t, c) in self._sums.items()}
+        host._minima = {name: float(v) for name, v in self._minima.items()}
+        host._maxima = {name: float(v) for name, v in self._maxima.items()}
+        return host
+
+    def compute(self) -> dict[str, float]:
+        """Final numbers. A mean over nothing is NaN."""
+        host = self.to_host()
+        means = {n: t / c if c else math.nan for n, (t, c) in host._sums.items()}
+        return {**means, **host._minima, **host._maxima}
+
+
+def _extreme(choose, old, new):
+    if old is None:
+        return new
+    # fmin/fmax ignore NaN: an empty micro-batch has no extreme and must not erase the others'.
+    return choose(torch.as_tensor(old), torch.as_tensor(new, device=getattr(old, "device", None)))

@@ -1,0 +1,89 @@
+"""The records that travel between the parts of a step.
+
+Shapes: B sequences, T tokens, P prompt tokens, C completion tokens, G completions per prompt.
+
+    Prompt, SamplingParams ──engine──▶ Completion ──rewards, advantages──▶ Sample ──policy──▶ metrics
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and which completions of its group are wanted.
+
+    A group of G completions may be split over data-parallel ranks, so a prompt names the members it wants
+    rather than a count: rank 0 may ask for `range(0, 4)` and rank 1 for `range(4, 8)` of the same `key`.
+    """
+
+    token_ids: tuple[int, ...]
+    """The prompt's tokens, never padded. Must not be empty."""
+    key: int
+    """Identifies the prompt in the run. With `SamplingParams.seed`, the member's number and the position it
+    determines the random draw, so a completion does not depend on its neighbours in the batch."""
+    samples: range = range(1)
+    """The members of the group to generate; the engine returns them in this order."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn; one set for a whole rollout. Filters apply in the order listed."""
+
+    max_tokens: int
+    """Completion tokens at most, the stop token included."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or completion."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the arg max (greedy)."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches p; 1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the most likely one; 0 keeps all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A completion ends with the first of these, which it includes."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine generated for one member of one prompt's group."""
+
+    token_ids: tuple[int, ...]
+    """[C] with the stop token, if one was drawn."""
+    logprobs: tuple[float, ...] | None
+    """[C] log-probability of each token under the distribution it was drawn from (after temperature and
+    filters), or None when the engine cannot tell."""
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+    """The version of the weights that generated it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A scored completion: all that training needs to know of it. Tensors live on the policy's device."""
+
+    prompt_ids: Tensor  # [P] int64
+    completion_ids: Tensor  # [C] int64
+    completion_mask: Tensor  # [C] float32, 1 where the token counts in the loss
+    advantage: float
+    rollout_logprobs: Tensor | None = None  # [C] float32, from the engine; NaN where it could not tell
+    old_logprobs: Tensor | None = None  # [C] float32, from the policy that generated; None: this very policy
+    reference_logprobs: Tensor | None = None  # [C] float32, None without KL penalty
+    loss_weight: float = 0.0
+    """Factor on the sum of this sequence's token losses: the loss type's normalisation, worked out over the
+    whole optimizer step, so that cutting the step into other micro-batches does not change the gradient."""
+    entropy_weight: float = 0.0
+    """Likewise for the entropy bonus."""
+    entropy_threshold: float | None = None
+    """Tokens with less entropy than this are left out of the policy loss; None keeps all."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
