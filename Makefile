@@ -1,0 +1,45 @@
+# Everything starts from `python3` and `make`: the first target that needs it creates .venv and installs into it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Without an NVIDIA GPU the CPU build of torch is enough (see the file).
+CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "--constraint constraints-cpu.txt")
+
+.PHONY: quickstart test lint gpu-test bench clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python examples/quickstart/warm_start.py --output_dir runs/quickstart/model
+	$(BIN)/colocate train recipes/quickstart.yaml
+	$(BIN)/colocate report runs/quickstart
+
+test: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not multi_gpu and not vllm"
+
+lint: $(VENV)/.installed-test $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu-test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "gpu and not multi_gpu"
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/cpu_step.py
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable .
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[test]"
+	touch $@
+
+$(VENV)/.installed-lint: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[lint]"
+	touch $@
