@@ -1,8 +1,8 @@
 """Checkpoints that are either whole or not there.
 
-A checkpoint is a plain Hugging Face model directory with the trainer's state beside it. It is written under a
-temporary name, listed in a manifest with sizes and checksums, flushed to disk and only then renamed, because a
-rename is atomic and a directory half written by a killed process is not a checkpoint.
+A checkpoint is a plain Hugging Face model directory with the trainer's state beside it. It is written under
+a temporary name, listed in a manifest with sizes and checksums, flushed to disk and only then renamed: a
+rename is atomic, and a directory half written by a killed process is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"^checkpoint-(\d+)$")
@@ -46,14 +48,15 @@ def writing(final_dir: Path, *, is_main: bool = True, barrier=lambda: None) -> I
         if is_main:
             _seal(partial_dir, final_dir)
         barrier()
-    except OSError as error:
+    # torch and safetensors report a full disk as errors of their own.
+    except (OSError, RuntimeError, SafetensorError) as error:
         free_bytes = shutil.disk_usage(_existing_parent(final_dir)).free
         written_bytes = sum(f.stat().st_size for f in partial_dir.rglob("*") if f.is_file())
         if is_main:
             shutil.rmtree(partial_dir, ignore_errors=True)
         raise CheckpointError(
-            f"could not write {final_dir}: {error}. {written_bytes / 1e6:.1f} MB were written before the error and "
-            f"are removed again; {free_bytes / 1e6:.1f} MB are free on that disk. Free some space, set "
+            f"could not write {final_dir}: {error}. {written_bytes / 1e6:.1f} MB were written before the error "
+            f"and are removed again; {free_bytes / 1e6:.1f} MB are free on that disk. Free some space, set "
             f"save_total_limit, or choose another output_dir. Earlier checkpoints are untouched."
         ) from error
 
@@ -76,11 +79,13 @@ def verify(directory: Path) -> None:
     for name, expected in manifest.items():
         file = directory / name
         if not file.is_file():
-            raise CheckpointError(f"{directory} is corrupt: {name} is missing. {_other_checkpoints(directory)}")
+            raise CheckpointError(
+                f"{directory} is corrupt: {name} is missing. {_other_checkpoints(directory)}"
+            )
         actual = _fingerprint(file)
         if actual != expected:
             raise CheckpointError(
-                f"{directory} is corrupt: {name} has {actual['bytes']} bytes with checksum {actual['crc32']}, "
+                f"{directory} is corrupt: {name} has {actual['bytes']} bytes and checksum {actual['crc32']}, "
                 f"but {expected['bytes']} bytes with checksum {expected['crc32']} were written. "
                 f"{_other_checkpoints(directory)}"
             )

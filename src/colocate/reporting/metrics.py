@@ -59,3 +59,29 @@ def _extreme(choose, old, new):
         return new
     # fmin/fmax ignore NaN: an empty micro-batch has no extreme and must not erase the others'.
     return choose(torch.as_tensor(old), torch.as_tensor(new, device=getattr(old, "device", None)))
+
+
+class MetricHistory:
+    """Values since the last log, averaged when logged; NaN values (nothing to measure) do not count."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._values.setdefault(name, []).append(value)
+
+    def flush(self) -> dict[str, float | None]:
+        """Average and forget. None where no value was a number (loggers cannot store NaN)."""
+        averages: dict[str, float | None] = {}
+        for name, values in self._values.items():
+            numbers = [v for v in values if not math.isnan(v)]
+            averages[name] = sum(numbers) / len(numbers) if numbers else None
+        self._values.clear()
+        return averages
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {name: list(values) for name, values in self._values.items()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self._values = {name: list(values) for name, values in state.items()}

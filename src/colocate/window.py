@@ -1,0 +1,102 @@
+"""Which completions which optimizer step trains on.
+
+A generation batch is cut into `steps_per_generation` slices of `per_device_train_batch_size` completions and
+visited `num_iterations` times; an optimizer step takes the next `gradient_accumulation_steps` slices. With
+steps_per_generation = 2, num_iterations = 2 and gradient_accumulation_steps = 1:
+
+    rollout 0              rollout 1
+    slice 0  1  0  1       slice 0  1  0  1
+    step  1  2  3  4             5  6  7  8
+
+Step 1 is on-policy: its own log-probs are the old ones. Steps 2 to 4 train on completions of an older
+policy and need that policy's log-probs. Slice 0's are those that step 1 computed anyway; only slice 1 costs
+a forward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from colocate.types import Sample
+
+
+@dataclass
+class Slice:
+    """Completions that TRL would put into one micro-batch, and how many passes over them are left."""
+
+    samples: list[Sample]
+    passes_left: int
+
+
+class TrainingWindow:
+    """Scored completions on their way into optimizer steps."""
+
+    def __init__(self, slices_per_step: int, num_iterations: int) -> None:
+        self.slices_per_step = slices_per_step
+        self.num_iterations = num_iterations
+        self._queue: deque[Slice] = deque()  # one entry per visit; the visits of a slice share one object
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is enough for an optimizer step."""
+        return len(self._queue) >= self.slices_per_step
+
+    def add(
+        self, slices: Sequence[list[Sample]], old_logprobs: Callable[[list[Sample]], list[Tensor]]
+    ) -> None:
+        """Queue a rollout's slices, `num_iterations` times over.
+
+        Args:
+            slices: freshly generated and scored samples.
+            old_logprobs: the current policy's log-probs of samples; asked only for slices whose first visit
+                comes after the policy has moved.
+        """
+        added = [Slice(list(samples), self.num_iterations) for samples in slices]
+        num_on_policy = max(0, self.slices_per_step - len(self._queue))
+        later = [sample for entry in added[num_on_policy:] for sample in entry.samples]
+        if later:
+            logprobs = iter(old_logprobs(later))
+            for entry in added[num_on_policy:]:
+                entry.samples = [replace(sample, old_logprobs=next(logprobs)) for sample in entry.samples]
+        for _ in range(self.num_iterations):
+            self._queue.extend(added)
+
+    def peek(self) -> list[list[Sample]]:
+        """The slices of the next optimizer step."""
+        return [entry.samples for _, entry in zip(range(self.slices_per_step), self._queue, strict=False)]
+
+    def advance(self, policy_logprobs: Sequence[Tensor]) -> None:
+        """Drop the slices of the step just taken, keeping its log-probs for later visits of the same slices.
+
+        Args:
+            policy_logprobs: what the step computed for `peek()`'s samples, in their order, each [C].
+        """
+        logprobs = iter(policy_logprobs)
+        for _ in range(self.slices_per_step):
+            entry = self._queue.popleft()
+            entry.passes_left -= 1
+            step_logprobs = [next(logprobs) for _ in entry.samples]
+            if entry.passes_left:
+                entry.samples = [
+                    sample if sample.old_logprobs is not None else replace(sample, old_logprobs=values)
+                    for sample, values in zip(entry.samples, step_logprobs, strict=True)
+                ]
+
+    def state_dict(self) -> dict[str, Any]:
+        slices = list({id(entry): entry for entry in self._queue}.values())
+        order = [next(i for i, entry in enumerate(slices) if entry is visit) for visit in self._queue]
+        return {
+            "slices": [
+                {"samples": [vars(s) for s in e.samples], "passes_left": e.passes_left} for e in slices
+            ],
+            "order": order,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        slices = [Slice([Sample(**s) for s in e["samples"]], e["passes_left"]) for e in state["slices"]]
+        self._queue = deque(slices[i] for i in state["order"])
