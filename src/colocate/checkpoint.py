@@ -55,7 +55,7 @@ def writing(final_dir: Path, *, is_main: bool = True, barrier=lambda: None) -> I
         if is_main:
             shutil.rmtree(partial_dir, ignore_errors=True)
         raise CheckpointError(
-            f"could not write {final_dir}: {error}. {written_bytes / 1e6:.1f} MB were written before the error "
+            f"could not write {final_dir}: {error}. {written_bytes / 1e6:.1f} MB had been written "
             f"and are removed again; {free_bytes / 1e6:.1f} MB are free on that disk. Free some space, set "
             f"save_total_limit, or choose another output_dir. Earlier checkpoints are untouched."
         ) from error

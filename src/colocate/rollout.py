@@ -1,167 +1,181 @@
-"""From completions to samples the policy can train on: decode, reward, compare within the group."""
+"""From prompts to samples the policy can train on: who completes what, and what each completion was worth."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
 
 from colocate.algorithms.advantages import Advantages, compute_advantages, nanstd
-from colocate.algorithms.masks import completion_mask
-from colocate.data.prompts import PromptEncoder
-from colocate.rewards import RewardFunctions
-from colocate.types import Completion, Sample
+from colocate.algorithms.masks import is_truncated
+from colocate.data.prompts import decode_completions
+from colocate.reporting.completions import CompletionTable
+from colocate.reporting.journal import Journal
+from colocate.rewards.base import RewardFunctions
+from colocate.types import Completion, Prompt, Sample
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """This rank's share of a generation batch."""
+
+    rows: list[dict[str, Any]]
+    """Dataset row of each prompt."""
+    prompts: list[Prompt]
+    num_generations: int
+    """G, over all ranks: a prompt here may ask for a part of its group only."""
+
+    def per_completion(self) -> list[tuple[dict[str, Any], Prompt]]:
+        """Row and prompt of each completion, in the engine's order."""
+        pairs = zip(self.rows, self.prompts, strict=True)
+        return [(row, prompt) for row, prompt in pairs for _ in prompt.samples]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One scored generation batch.
-
-    `samples` are this rank's, in generation order; `metrics` and `table` cover all ranks.
-    """
+    """A scored generation batch: `samples` are this rank's, all else covers all ranks."""
 
     samples: list[Sample]
     metrics: dict[str, float]
-    table: dict[str, list[Any]]
-    """Columns of the completions log: prompt, completion, one per reward function, extras, advantage."""
+    table: CompletionTable
     num_tokens: int
-    """Prompt and completion tokens over all ranks."""
+    """Prompt and completion tokens."""
 
 
-@dataclass
 class Scorer:
-    """Turns this rank's completions into samples; rewards are compared across ranks."""
+    """Rewards completions, and compares the rewards across ranks.
 
-    prompts: PromptEncoder
-    rewards: RewardFunctions
-    reward_weights: torch.Tensor  # [F]
-    scale_rewards: str
-    multi_objective_aggregation: str
-    mask_truncated_completions: bool
-    stop_token_ids: Sequence[int]
-    accelerator: Accelerator
-    state: Any = field(repr=False)  # transformers' TrainerState, which reward functions may read
+    Args:
+        journal: its `state` is what reward functions receive as `trainer_state`.
+        stop_token_ids: a completion that ends in none of these, nor in padding, was cut off.
+    """
 
-    def score(
+    def __init__(
         self,
-        rows: Sequence[dict[str, Any]],
-        prompt_ids: Sequence[Sequence[int]],
-        completions: Sequence[Completion],
-        num_generations: int,
-    ) -> Rollout:
-        """Reward completions and turn rewards into advantages.
+        reward_functions: RewardFunctions,
+        tokenizer: PreTrainedTokenizerBase,
+        accelerator: Accelerator,
+        journal: Journal,
+        *,
+        scale_rewards: str,
+        multi_objective_aggregation: str,
+        mask_truncated_completions: bool,
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self.reward_functions = reward_functions
+        self._tokenizer = tokenizer
+        self._accelerator = accelerator
+        self._journal = journal
+        self._weights = reward_functions.weights
+        self._scale = scale_rewards
+        self._aggregation = multi_objective_aggregation
+        self._mask_truncated = mask_truncated_completions
+        self._end_token_ids = {*stop_token_ids, tokenizer.pad_token_id}
 
-        Args:
-            rows: the dataset row of each of this rank's completions (a row repeats for each of its members).
-            prompt_ids: likewise its prompt's tokens.
-            completions: this rank's completions. Over all ranks G consecutive ones share a prompt.
-            num_generations: G.
+    def score(self, request: RolloutRequest, completions: Sequence[Completion]) -> Rollout:
+        """Turn completions into samples with advantages.
 
         Raises:
-            RewardError: a reward function raised, or returned something that is not a number per completion.
+            RewardError: a reward function raised, or did not return a number or None per completion.
         """
-        completion_ids = [list(c.token_ids) for c in completions]
-        texts = self.prompts.decode(rows, completion_ids)
-        columns = {name: [row[name] for row in rows] for name in (rows[0] if rows else {})}
-        scores = self.rewards.score(
-            [row["prompt"] for row in rows], texts, completion_ids, columns, trainer_state=self.state
-        )
-        rewards = torch.tensor(gather_object(scores.rewards.tolist()), dtype=torch.float32)  # [N, F]
-        advantages = compute_advantages(
-            rewards,
-            num_generations,
-            self.reward_weights,
-            self.scale_rewards,
-            self.multi_objective_aggregation,
-        )
-        counts = gather_object([len(completions)])
-        first = sum(counts[: self.accelerator.process_index])
-        samples = [
-            self._sample(prompt, completion, float(advantages.advantages[first + i]))
-            for i, (prompt, completion) in enumerate(zip(prompt_ids, completions, strict=True))
-        ]
-        lengths = gather_object([(len(p), len(c)) for p, c in zip(prompt_ids, completion_ids, strict=True)])
-        truncated = gather_object([not self._stopped(c) for c in completions])
-        metrics = {
-            **_length_metrics([c for _, c in lengths], truncated),
-            **_reward_metrics(rewards, self.rewards.names, self.reward_weights, advantages),
-            **self._logged_metrics(scores.metrics),
+        pairs = request.per_completion()
+        prompts = [row["prompt"] for row, _ in pairs]
+        completion_ids = [list(completion.token_ids) for completion in completions]
+        texts = decode_completions(completion_ids, prompts, self._tokenizer)
+        columns = {
+            name: [row[name] for row, _ in pairs] for name in (request.rows[0] if request.rows else {})
         }
-        table = self._table(rows, texts, rewards, advantages, scores.extra_columns)
-        return Rollout(samples, metrics, table, num_tokens=sum(p + c for p, c in lengths))
+        scores = self.reward_functions.score(
+            prompts, texts, completion_ids, columns, trainer_state=self._journal.state
+        )
 
-    def _stopped(self, completion: Completion) -> bool:
-        return bool(completion.token_ids) and completion.token_ids[-1] in self.stop_token_ids
+        first = sum(gather_object([len(completions)])[: self._accelerator.process_index])
+        rewards = torch.tensor(gather_object(scores.rewards.tolist()), dtype=torch.float32)  # [N, F]
+        compared = compute_advantages(
+            rewards, request.num_generations, self._weights, self._scale, self._aggregation
+        )
+        cut = [is_truncated(ids, self._end_token_ids) for ids in completion_ids]
+        local_advantages = compared.advantages[first : first + len(completions)].tolist()
+        samples = [
+            self._sample(prompt, completion, advantage, masked=is_cut and self._mask_truncated)
+            for (_, prompt), completion, advantage, is_cut in zip(
+                pairs, completions, local_advantages, cut, strict=True
+            )
+        ]
+        lengths = gather_object(
+            [
+                (len(p.token_ids), len(c), is_cut)
+                for (_, p), c, is_cut in zip(pairs, completion_ids, cut, strict=True)
+            ]
+        )
+        metrics = {
+            **_length_metrics([n for _, n, _ in lengths], [is_cut for _, _, is_cut in lengths]),
+            **self._reward_metrics(rewards, compared),
+            **_mean_over_ranks(scores.metrics),
+        }
+        table = CompletionTable(
+            prompts=gather_object(prompts),
+            completions=gather_object(list(texts)),
+            rewards={name: rewards[:, i].tolist() for i, name in enumerate(self.reward_functions.names)},
+            advantages=compared.advantages.tolist(),
+            extra=_gather_columns(scores.extra_columns, len(completions)),
+        )
+        return Rollout(samples, metrics, table, num_tokens=sum(p + c for p, c, _ in lengths))
 
-    def _sample(self, prompt: Sequence[int], completion: Completion, advantage: float) -> Sample:
-        device = self.accelerator.device
+    def _sample(self, prompt: Prompt, completion: Completion, advantage: float, masked: bool) -> Sample:
+        device = self._accelerator.device
+        completion_ids = torch.tensor(completion.token_ids, device=device)
         logprobs = completion.logprobs
         return Sample(
-            prompt_ids=torch.tensor(prompt, device=device),
-            completion_ids=torch.tensor(completion.token_ids, device=device),
-            completion_mask=completion_mask(
-                len(completion.token_ids), self._stopped(completion), self.mask_truncated_completions
-            ).to(device),
+            prompt_ids=torch.tensor(prompt.token_ids, device=device),
+            completion_ids=completion_ids,
+            completion_mask=torch.full_like(completion_ids, 0.0 if masked else 1.0, dtype=torch.float32),
             advantage=advantage,
             rollout_logprobs=None if logprobs is None else torch.tensor(logprobs, device=device),
         )
 
-    def _logged_metrics(self, local: dict[str, list[float]]) -> dict[str, float]:
-        # Averaged over all values of all ranks, as each rank scored its own completions.
-        totals: dict[str, list[float]] = {}
-        for metrics in gather_object([local]):
-            for name, values in metrics.items():
-                totals.setdefault(name, []).extend(values)
-        return {name: sum(values) / len(values) for name, values in sorted(totals.items()) if values}
-
-    def _table(
-        self,
-        rows: Sequence[dict[str, Any]],
-        texts: Sequence[Any],
-        rewards: torch.Tensor,
-        advantages: Advantages,
-        extra_columns: dict[str, list[Any]],
-    ) -> dict[str, list[Any]]:
-        names = sorted({name for columns in gather_object([extra_columns]) for name in columns})
-        extras = {name: gather_object(extra_columns.get(name, [None] * len(rows))) for name in names}
-        return {
-            "prompt": gather_object([row["prompt"] for row in rows]),
-            "completion": gather_object(list(texts)),
-            **{name: rewards[:, i].tolist() for i, name in enumerate(self.rewards.names)},
-            **extras,
-            "advantage": advantages.advantages.tolist(),
-        }
+    def _reward_metrics(self, rewards: torch.Tensor, compared: Advantages) -> dict[str, float]:
+        # Under GDPO advantages come from normalised rewards; what is logged is the plain weighted sum.
+        total = (rewards * self._weights).nansum(dim=1)
+        total[rewards.isnan().all(dim=1)] = math.nan
+        metrics = {}
+        for i, name in enumerate(self.reward_functions.names):
+            metrics[f"rewards/{name}/mean"] = rewards[:, i].nanmean().item()
+            metrics[f"rewards/{name}/std"] = nanstd(rewards[:, i], dim=0).item()
+        metrics["reward"] = total.nanmean().item()
+        metrics["reward_std"] = nanstd(total, dim=0).item()
+        metrics["frac_reward_zero_std"] = compared.is_std_zero.float().mean().item()
+        return metrics
 
 
-def _length_metrics(lengths: list[int], truncated: list[bool]) -> dict[str, float]:
-    terminated = [n for n, cut in zip(lengths, truncated, strict=True) if not cut] or [0]
+def _length_metrics(lengths: list[int], cut: list[bool]) -> dict[str, float]:
+    terminated = [n for n, is_cut in zip(lengths, cut, strict=True) if not is_cut] or [0]
     return {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": sum(truncated) / len(truncated),
+        "completions/clipped_ratio": sum(cut) / len(cut),
         "completions/mean_terminated_length": sum(terminated) / len(terminated),
         "completions/min_terminated_length": float(min(terminated)),
         "completions/max_terminated_length": float(max(terminated)),
     }
 
 
-def _reward_metrics(
-    rewards: torch.Tensor, names: Sequence[str], weights: torch.Tensor, advantages: Advantages
-) -> dict[str, float]:
-    # Under GDPO the advantages come from normalised rewards; what is logged is the plain weighted sum.
-    total = (rewards * weights).nansum(dim=1)
-    total[rewards.isnan().all(dim=1)] = math.nan
-    metrics = {}
-    for i, name in enumerate(names):
-        metrics[f"rewards/{name}/mean"] = rewards[:, i].nanmean().item()
-        metrics[f"rewards/{name}/std"] = nanstd(rewards[:, i]).item()
-    metrics["reward"] = total.nanmean().item()
-    metrics["reward_std"] = nanstd(total).item()
-    metrics["frac_reward_zero_std"] = advantages.is_std_zero.float().mean().item()
-    return metrics
+def _mean_over_ranks(local: dict[str, list[float]]) -> dict[str, float]:
+    totals: dict[str, list[float]] = {}
+    for metrics in gather_object([local]):
+        for name, values in metrics.items():
+            totals.setdefault(name, []).extend(values)
+    return {name: sum(values) / len(values) for name, values in totals.items() if values}
+
+
+def _gather_columns(local: dict[str, list[Any]], num_rows: int) -> dict[str, list[Any]]:
+    # Every rank walks the same names in the same order, or values would end up in one another's columns.
+    names = sorted({name for columns in gather_object([local]) for name in columns})
+    return {name: gather_object(local.get(name, [None] * num_rows)) for name in names}

@@ -2,13 +2,21 @@
 
 Beside the policy (weights, masters, moments, schedule) these are the position in the data, the completions
 already generated and paid for but not yet trained on, the metrics not yet logged, and the random generators.
+
+    checkpoint-120/
+        config.json, model.safetensors, tokenizer...   a plain Hugging Face directory (an adapter's with PEFT)
+        trainer_state.json                              transformers' TrainerState
+        optimizer.pt                                    masters, moments, schedule
+        rank0.pt, rank1.pt, ...                         each rank's share of the rest
+        manifest.json                                   sizes and checksums (`checkpoint.py`)
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,32 +24,50 @@ import torch
 from colocate.checkpoint import CheckpointError
 
 
-def random_state() -> dict[str, Any]:
-    """State of every global generator that training may draw from (dropout, user code)."""
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+class Resumable(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def check_same_run(saved: dict[str, Any], current: dict[str, Any], directory: Path) -> None:
-    """Refuse to continue a run as another one.
+def save_rank_state(
+    directory: Path, rank: int, parts: Mapping[str, Resumable], identity: dict[str, Any]
+) -> None:
+    """Write this rank's share of the state.
 
     Args:
-        saved: what the checkpoint says the run is: parameter shapes, batch rules, data, number of ranks.
-        current: the same of this run.
+        parts: by name; what each one's `state_dict` returns is saved.
+        identity: what makes this run this run; a run of another identity cannot resume from here.
+    """
+    state = {name: part.state_dict() for name, part in parts.items()}
+    torch.save(
+        {"parts": state, "identity": identity, "random": _random_state()}, directory / f"rank{rank}.pt"
+    )
+
+
+def load_rank_state(
+    directory: Path, rank: int, parts: Mapping[str, Resumable], identity: dict[str, Any]
+) -> None:
+    """Restore every part, and the random generators.
 
     Raises:
-        CheckpointError: they differ; the first difference is named with both values.
+        CheckpointError: the checkpoint is of another run.
     """
+    file = directory / f"rank{rank}.pt"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{directory} was written by fewer than {rank + 1} processes: it has no {file.name}. Resume with "
+            "as many processes as before, or start a new run with the directory as the model."
+        )
+    # Our own file, checked against its manifest; generator states need the full unpickler.
+    state = torch.load(file, weights_only=False, map_location="cpu")
+    _check_same_run(state["identity"], identity, directory)
+    for name, part in parts.items():
+        part.load_state_dict(state["parts"][name])
+    _restore_random_state(state["random"])
+
+
+def _check_same_run(saved: dict[str, Any], current: dict[str, Any], directory: Path) -> None:
     for name in sorted(saved.keys() | current.keys()):
         was, now = saved.get(name), current.get(name)
         if was == now:
@@ -50,6 +76,22 @@ def check_same_run(saved: dict[str, Any], current: dict[str, Any], directory: Pa
             key = next(k for k in sorted(was.keys() | now.keys()) if was.get(k) != now.get(k))
             name, was, now = f"{name} {key}", was.get(key, "absent"), now.get(key, "absent")
         raise CheckpointError(
-            f"{directory} cannot be resumed: {name} was {was} when it was written and is {now} now. "
-            f"Set it back, or start a new run in another output_dir with model={str(directory)!r}."
+            f"{directory} cannot be resumed: {name} was {was} when it was written and is {now} now. Set it "
+            f"back, or start a new run in another output_dir with model={str(directory)!r}."
         )
+
+
+def _random_state() -> dict[str, Any]:
+    # Sampling has its own counters; these are for dropout and for reward functions that draw.
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from colocate.types import Sample
@@ -36,9 +37,10 @@ class Slice:
 class TrainingWindow:
     """Scored completions on their way into optimizer steps."""
 
-    def __init__(self, slices_per_step: int, num_iterations: int) -> None:
+    def __init__(self, slices_per_step: int, num_iterations: int, device: torch.device) -> None:
         self.slices_per_step = slices_per_step
         self.num_iterations = num_iterations
+        self._device = device
         self._queue: deque[Slice] = deque()  # one entry per visit; the visits of a slice share one object
 
     @property
@@ -58,6 +60,10 @@ class TrainingWindow:
         """
         added = [Slice(list(samples), self.num_iterations) for samples in slices]
         num_on_policy = max(0, self.slices_per_step - len(self._queue))
+        if self._queue and self._queue[0].samples[0].old_logprobs is not None:
+            num_on_policy = (
+                0  # they share a step with older completions, and all of a step's need old log-probs
+            )
         later = [sample for entry in added[num_on_policy:] for sample in entry.samples]
         if later:
             logprobs = iter(old_logprobs(later))
@@ -98,5 +104,8 @@ class TrainingWindow:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        slices = [Slice([Sample(**s) for s in e["samples"]], e["passes_left"]) for e in state["slices"]]
+        slices = [Slice([self._restored(s) for s in e["samples"]], e["passes_left"]) for e in state["slices"]]
         self._queue = deque(slices[i] for i in state["order"])
+
+    def _restored(self, fields: dict[str, Any]) -> Sample:
+        return Sample(**{k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in fields.items()})

@@ -1,0 +1,253 @@
+"""Building the parts of a run from its configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+
+from colocate.algorithms.entropy import EntropyController
+from colocate.algorithms.objective import ObjectiveParams
+from colocate.config import GRPOConfig
+from colocate.data.prompts import validate_columns
+from colocate.engines.base import RolloutEngine
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.transformers_engine import TransformersEngine
+from colocate.policy.forward import causal_lm
+from colocate.policy.loading import (
+    add_adapter,
+    cast_to_bf16,
+    check_vocabulary,
+    disable_dropout,
+    enable_gradient_checkpointing,
+    load_model,
+    set_pad_token,
+)
+from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.policy import Policy
+from colocate.policy.reference import make_reference
+from colocate.rewards.base import RewardFunctions
+from colocate.types import SamplingParams
+from colocate.weights.layouts import has_layout
+
+logger = logging.getLogger(__name__)
+
+TrainDataset = datasets.Dataset | datasets.IterableDataset
+EvalDataset = TrainDataset | dict[str, TrainDataset]
+
+NOT_SUPPORTED = {
+    "tools": "agents that call tools are not supported yet",
+    "rollout_func": "the rollout comes from an engine; implement colocate.engines.base.RolloutEngine instead",
+    "environment_factory": "environments are not supported yet",
+}
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Raises ValueError for an argument of TRL's trainer that is given but not supported here."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"GRPOTrainer does not take {name}: {NOT_SUPPORTED[name]}.")
+
+
+def load_tokenizer(model: nn.Module, processing_class: Any, args: GRPOConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the one saved with the model; checked against the model.
+
+    Raises:
+        TypeError: a processor of a multi-modal model.
+        ValueError: no EOS token, or a vocabulary that the model does not cover.
+    """
+    if processing_class is None:
+        name = causal_lm(model).config.name_or_path
+        if not name:
+            raise ValueError(
+                "The model was not loaded from anywhere, so its tokenizer is unknown: pass processing_class."
+            )
+        processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    if isinstance(processing_class, ProcessorMixin):
+        raise TypeError(
+            f"processing_class is a {type(processing_class).__name__}, but only text can be trained on: "
+            "pass its .tokenizer and prompts without images."
+        )
+    set_pad_token(processing_class, model)
+    check_vocabulary(processing_class, model)
+    return processing_class
+
+
+def prepare_model(
+    model: Any, args: GRPOConfig, device: torch.device, quantization_config: Any, peft_config: Any
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model ready to be trained, and its trainable weights as they were before a cast to bf16."""
+    init_kwargs = dict(args.model_init_kwargs or {})
+    if isinstance(model, str):
+        init_kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+        if quantization_config is not None:
+            init_kwargs["quantization_config"] = quantization_config
+    elif quantization_config is not None:
+        raise ValueError(
+            "quantization_config applies while a model loads, but the model is loaded already: pass the "
+            "model by name, or drop quantization_config."
+        )
+    loaded = load_model(model, bf16=args.bf16, model_init_kwargs=init_kwargs)
+    originals = cast_to_bf16(loaded) if args.bf16 else {}
+    if peft_config is not None:
+        loaded = add_adapter(loaded, peft_config)
+        originals = {}  # the base is frozen now, and a frozen weight needs no master
+    if args.disable_dropout:
+        disable_dropout(loaded)
+    if args.gradient_checkpointing:
+        enable_gradient_checkpointing(loaded, args.gradient_checkpointing_kwargs)
+    return loaded.to(device), originals
+
+
+def build_policy(
+    model: nn.Module,
+    args: GRPOConfig,
+    max_steps: int,
+    *,
+    originals: dict[str, torch.Tensor],
+    has_new_adapter: bool,
+    optimizers: tuple[Any, Any],
+) -> Policy:
+    """The policy with its optimizer, and its reference where the KL penalty needs one."""
+    reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
+    optimizer = PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
+    return Policy(
+        model,
+        optimizer,
+        temperature=args.temperature,
+        sequences_per_microbatch=args.per_device_train_batch_size,
+        max_tokens_per_microbatch=args.max_tokens_per_microbatch,
+        max_grad_norm=args.max_grad_norm,
+        reference=reference,
+        logprob_chunk_size=args.logprob_chunk_size,
+    )
+
+
+def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -> RolloutEngine:
+    """The engine that `args.engine` names; "auto" takes the native one for architectures it knows."""
+    name = args.engine
+    if name == "auto":
+        name = "native" if has_layout(model) else "transformers"
+        if name == "transformers" and accelerator.is_main_process:
+            architecture = type(causal_lm(model)).__name__
+            logger.warning(
+                f"{architecture} has no layout for the native engine: completions come from model.generate, "
+                "which is slower."
+            )
+    if name == "native":
+        return NativeEngine(
+            model,
+            max_num_seqs=args.max_num_seqs,
+            page_size=args.page_size,
+            kv_cache_tokens=args.kv_cache_tokens,
+            max_model_len=args.vllm_max_model_length,
+        )
+    pad_token_id = causal_lm(model).generation_config.pad_token_id
+    return TransformersEngine(model, pad_token_id=pad_token_id, max_num_seqs=args.max_num_seqs)
+
+
+def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        stop_token_ids=stop_token_ids,
+        seed=args.seed,
+    )
+
+
+def objective_params(args: GRPOConfig) -> ObjectiveParams:
+    return ObjectiveParams(**{field.name: getattr(args, field.name) for field in fields(ObjectiveParams)})
+
+
+def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int, float]:
+    """Optimizer steps of the whole run, and steps per epoch (infinite for a stream without length).
+
+    Raises:
+        ValueError: an iterable dataset without max_steps.
+    """
+    if num_batches_per_epoch is None:
+        if args.max_steps <= 0:
+            raise ValueError(
+                "An iterable dataset has no length, so epochs cannot be turned into steps: set max_steps."
+            )
+        return args.max_steps, float("inf")
+    micro_steps = num_batches_per_epoch * args.steps_per_generation * args.num_iterations
+    steps_per_epoch = micro_steps / args.gradient_accumulation_steps
+    if args.max_steps > 0:
+        return args.max_steps, steps_per_epoch
+    return max(1, int(args.num_train_epochs * steps_per_epoch)), steps_per_epoch
+
+
+def default_config(model: Any) -> GRPOConfig:
+    """TRL's default: everything default, named after the model."""
+    name = model if isinstance(model, str) else causal_lm(model).config.name_or_path
+    return GRPOConfig(output_dir=f"{Path(name).name or 'model'}-GRPO")
+
+
+def check_datasets(
+    train_dataset: TrainDataset | None, eval_dataset: EvalDataset | None, args: GRPOConfig
+) -> tuple[TrainDataset, EvalDataset | None]:
+    """Both datasets, checked, with the columns that reward functions are to see.
+
+    Raises:
+        ValueError: no training data, an empty dataset, no prompts, images, or evaluation without data.
+    """
+    if train_dataset is None:
+        raise ValueError("GRPOTrainer needs a train_dataset: a datasets.Dataset with a column 'prompt'.")
+    if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+        raise ValueError(
+            f"eval_strategy={str(args.eval_strategy)!r}, but there is no eval_dataset: pass one, or set "
+            "eval_strategy='no'."
+        )
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    for dataset in [train_dataset, *(part for part in evaluated.values() if part is not None)]:
+        validate_columns(dataset)
+    if args.remove_unused_columns:
+        train_dataset = train_dataset.select_columns(["prompt"])
+    return train_dataset, eval_dataset
+
+
+def context_length(model: nn.Module, args: GRPOConfig) -> int:
+    """Tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if fewer."""
+    limits = [
+        getattr(causal_lm(model).config, "max_position_embeddings", None),
+        args.vllm_max_model_length,
+    ]
+    return min(limit for limit in (*limits, 1 << 62) if limit is not None)
+
+
+def entropy_controller(args: GRPOConfig) -> EntropyController:
+    return EntropyController(
+        args.entropy_coef,
+        use_adaptive_entropy=args.use_adaptive_entropy,
+        entropy_coef_min=args.entropy_coef_min,
+        entropy_coef_max=args.entropy_coef_max,
+        entropy_coef_delta=args.entropy_coef_delta,
+        entropy_target=args.entropy_target,
+    )
+
+
+def build_rewards(
+    reward_funcs: Any, tokenizers: Any, args: GRPOConfig, device: torch.device
+) -> RewardFunctions:
+    rewards = RewardFunctions(
+        reward_funcs,
+        tokenizers,
+        reward_weights=args.reward_weights,
+        chat_template_kwargs=args.chat_template_kwargs,
+        model_init_kwargs={"trust_remote_code": args.trust_remote_code},
+    )
+    for model in rewards.models:
+        model.to(device)
+    return rewards

@@ -1,0 +1,174 @@
+"""What a run tells the world: transformers' state and callbacks, its own record, the progress display."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+
+import colocate
+from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
+from colocate.reporting.metrics import MetricHistory
+from colocate.reporting.progress import Progress
+from colocate.reporting.run_log import RunLog
+
+LAST_VALUES = ("learning_rate", "grad_norm", "num_tokens")
+"""Metrics of which the newest value is logged, as transformers does, instead of the average."""
+
+
+class Journal:
+    """Keeps `TrainerState`, runs the callbacks, and writes down every step.
+
+    Callbacks of transformers work as they are: they see `args`, `state`, `control`, and model, tokenizer,
+    optimizer and scheduler as keyword arguments.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        accelerator: Accelerator,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+        *,
+        max_steps: int,
+        steps_per_epoch: float,
+        **references: Any,
+    ) -> None:
+        """`references` are the keyword arguments of `CallbackHandler`: model, processing_class, and so on."""
+        self.args = args
+        self.control = TrainerControl()
+        integrations = get_reporting_integration_callbacks(args.report_to)
+        self.handler = CallbackHandler([DefaultFlowCallback, *integrations, *callbacks], **references)
+        exportable = [*self.handler.callbacks, self.control]
+        self.state = TrainerState(
+            is_local_process_zero=accelerator.is_local_main_process,
+            is_world_process_zero=accelerator.is_main_process,
+            stateful_callbacks=[part for part in exportable if isinstance(part, ExportableState)],
+        )
+        self.state.max_steps = max_steps
+        self.state.num_train_epochs = math.ceil(max_steps / steps_per_epoch) if steps_per_epoch else 0
+        self.state.train_batch_size = args.per_device_train_batch_size
+        self.state.compute_steps(args, max_steps)
+        self._steps_per_epoch = steps_per_epoch
+        self._is_main = accelerator.is_main_process
+        self._history = MetricHistory()
+        self._since_last_step: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._table: CompletionTable | None = None
+        self._run_log: RunLog | None = None
+        self._progress: Progress | None = None
+        self.event("on_init_end")
+
+    def event(self, name: str, **kwargs: Any) -> None:
+        """Run a callback event; the callbacks may change `control`."""
+        self.control = getattr(self.handler, name)(self.args, self.state, self.control, **kwargs)
+
+    def open(self, description: dict[str, Any], *, resumed: bool) -> None:
+        """Begin or continue the run's record."""
+        if self._is_main:
+            self._run_log = RunLog(self.args.output_dir, self.state.global_step if resumed else None)
+            versions = {
+                "colocate": colocate.__version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            }
+            self._run_log.describe({"run_name": self.args.run_name, **description, "versions": versions})
+            self._progress = Progress(
+                total_steps=self.state.max_steps,
+                start_step=self.state.global_step,
+                plain=self.args.disable_tqdm,
+            )
+        self.event("on_train_begin")
+        self.event("on_epoch_begin")
+
+    def close(self) -> None:
+        self.event("on_train_end")
+        if self._run_log is not None:
+            self._run_log.close()
+        if self._progress is not None:
+            self._progress.close()
+
+    def set_phase(self, name: str) -> None:
+        if self._progress is not None:
+            self._progress.set_phase(name)
+
+    def add_rollout(self, metrics: dict[str, float], table: CompletionTable, num_tokens: int) -> None:
+        """Take note of a rollout; its metrics belong to the optimizer step that comes next."""
+        self.state.num_input_tokens_seen += num_tokens
+        self._since_last_step.update(metrics)
+        self._table = table
+
+    def end_step(self, metrics: dict[str, float], timeline: dict[str, Any], num_tokens: int) -> None:
+        """Count an optimizer step and let the callbacks decide what follows it.
+
+        Args:
+            num_tokens: prompt and completion tokens it trained on, over all ranks.
+        """
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step / self._steps_per_epoch
+        step = self.state.global_step
+        metrics = {
+            **self._since_last_step,
+            **metrics,
+            "num_tokens": self.state.num_input_tokens_seen,
+            "step_time": timeline["wall_s"],
+            "tokens_per_second": num_tokens / max(timeline["wall_s"], 1e-9),
+        }
+        self._since_last_step = {}
+        self._history.add(metrics)
+        self._last = {name: metrics[name] for name in LAST_VALUES}
+        self.event("on_step_end")
+        if math.floor(self.state.epoch) > math.floor((step - 1) / self._steps_per_epoch):
+            self.event("on_epoch_end")
+            self.event("on_epoch_begin")
+        if self._run_log is not None:
+            self._run_log.log_step(step, metrics, epoch=self.state.epoch, timeline=timeline)
+            if self._table is not None and self.control.should_log:
+                self._run_log.log_completions(step, self._table)
+        if self._progress is not None:
+            self._progress.update(step, metrics, timeline)
+        if self.control.should_log:
+            self.log({})
+            self._log_completions(step)
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Add `logs` and the averages since the last log to `state.log_history`, and tell the callbacks."""
+        averages = self._history.flush()
+        averages.update({name: value for name, value in self._last.items() if name in averages})
+        logs = {**averages, **logs, "epoch": self.state.epoch}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.event("on_log", logs=logs)
+
+    def log_eval(self, metrics: dict[str, float]) -> None:
+        """Log an evaluation. Training metrics not logged yet wait for their own log."""
+        logs = {**metrics, "epoch": self.state.epoch}
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        if self._run_log is not None:
+            self._run_log.log_eval(self.state.global_step, metrics, epoch=self.state.epoch)
+        if self._progress is not None:
+            self._progress.log_eval(self.state.global_step, metrics)
+        self.event("on_log", logs=logs)
+        self.event("on_evaluate", metrics=metrics)
+
+    def _log_completions(self, step: int) -> None:
+        if not (self.args.log_completions and self._is_main and self._table is not None):
+            return
+        table = self._table.unique_prompts() if self.args.log_unique_prompts else self._table
+        print_completions(table, step, self.args.num_completions_to_print)
+        write_completions_parquet(Path(self.args.output_dir), step, self._table)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self._history.state_dict(), "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._history.load_state_dict(state["history"])
+        self._last = state["last"]
