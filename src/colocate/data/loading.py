@@ -27,7 +27,7 @@ def load_prompts(
         name: One of
             - a Hub dataset, `"trl-lib/DeepMath-103K"`;
             - a `.jsonl`, `.json`, `.parquet` or `.csv` file, a directory of files of one of these kinds
-              (a split is recognised by the file name, as on the Hub) or a directory written by `save_to_disk`;
+              (a split is recognised by the file name, as on the Hub) or one written by `save_to_disk`;
             - `"reasoning_gym:<task>"`: problems that `reasoning_gym` generates, with the columns `prompt` and
               `entry`; score them with `colocate.rewards.reasoning_gym.reasoning_gym_reward`.
         config: The Hub dataset's configuration.
@@ -44,7 +44,7 @@ def load_prompts(
         if config is not None or split != "train":
             raise ValueError(
                 f"{name!r} is generated, so it has neither configurations nor splits (got config={config!r}, "
-                f"split={split!r}). For evaluation load it again with another seed, such as seed={TASK_SEED + 1}."
+                f"split={split!r}). For evaluation load it with another seed, such as seed={TASK_SEED + 1}."
             )
         return _generate_task(name.removeprefix(TASK_PREFIX), **options)
     path = Path(name).expanduser()
@@ -77,7 +77,7 @@ def _load_directory(path: Path, config: str | None, split: str, options: dict[st
         if config is not None or options:
             given = [*options, *(["config"] if config is not None else [])]
             raise ValueError(
-                f"{str(path)!r} was written by `save_to_disk`, which takes no {', '.join(given)}: leave it out."
+                f"{str(path)!r} was written by `save_to_disk`, which takes no {', '.join(given)}."
             )
         saved = datasets.load_from_disk(str(path))
         splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
@@ -125,11 +125,11 @@ def _generate_task(task: str, *, seed: int = TASK_SEED, **parameters: Any) -> da
 
 
 def _require_shared_hash_seed(task: str) -> None:
-    # Some generators (word_ladder, ransom_note, ...) draw from Python sets, whose order depends on the hash seed
-    # of the process: ranks would disagree on the prompts, and a group would mix completions of several.
+    # Some generators (word_ladder, ransom_note, ...) draw from Python sets, whose order depends on the hash
+    # seed of the process: ranks would disagree on the prompts, and a group would mix completions of several.
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1 and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise ValueError(
-            f"Each of the {world_size} processes generates the task {task!r} for itself, and reasoning_gym's problems "
+            f"Each of the {world_size} processes generates the task {task!r} for itself, and the problems "
             "can depend on Python's hash seed. Launch with PYTHONHASHSEED=0 in the environment."
         )

@@ -105,7 +105,7 @@ def _apply_chat_template(
         )
     # Arrow gives every row all the keys that any row has and fills in None; those were never set.
     own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-    encoded = tokenizer.apply_chat_template(
+    encoded: Any = tokenizer.apply_chat_template(
         row["prompt"],
         add_generation_prompt=True,
         tokenize=True,
@@ -136,7 +136,7 @@ def decode_completions(
     completion_ids: Sequence[Sequence[int]],
     prompts: Sequence[str | list[dict[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
-) -> list[str] | list[list[dict[str, str]]]:
+) -> list[str | list[dict[str, str]]]:
     """Completions in the form of their prompts: text, or one assistant message; special tokens left out.
 
     Args:
@@ -153,14 +153,11 @@ def decode_completions(
 def check_context_length(num_prompt_tokens: int, max_completion_length: int, context_length: int) -> None:
     """Raise a ValueError unless a prompt and the longest completion fit the model's context together."""
     total = num_prompt_tokens + max_completion_length
-    if total > context_length:
-        room = context_length - max_completion_length
-        remedy = (
-            f"max_prompt_length to at most {room} or max_completion_length"
-            if room > 0
-            else "max_completion_length"
-        )
-        raise ValueError(
-            f"A prompt of {num_prompt_tokens} tokens + max_completion_length={max_completion_length} = {total} tokens, "
-            f"but the context holds {context_length}. Lower {remedy}."
-        )
+    if total <= context_length:
+        return
+    room = context_length - max_completion_length
+    remedy = "max_completion_length" + (f", or max_prompt_length to at most {room}" if room > 0 else "")
+    raise ValueError(
+        f"A prompt of {num_prompt_tokens} tokens + max_completion_length={max_completion_length} = {total} "
+        f"tokens, but the context holds {context_length}. Lower {remedy}."
+    )

@@ -18,7 +18,7 @@ class PromptBatch:
 
     rows: list[dict[str, Any]]
     keys: list[int]
-    """Number the prompts of the run, over epochs: the same on every rank and after a restart, never reused."""
+    """Number the prompts of the run: the same on every rank and after a restart, never used again."""
     epoch: int
     index: int
     """Number of this batch in its epoch."""
@@ -29,9 +29,9 @@ class PromptBatch:
 class PromptBatches(Iterator[PromptBatch]):
     """Generation batches in the order in which TRL visits prompts.
 
-    A map-style dataset is permuted anew each epoch by one generator seeded once. An iterable dataset is shuffled in
-    a buffer whose seed depends on the epoch. Every rank iterates over the same batches and completes its
-    `rank_slice` of them.
+    A map-style dataset is permuted anew each epoch by one generator seeded once. An iterable dataset is
+    shuffled in a buffer whose seed depends on the epoch. Every rank iterates over the same batches and
+    completes its `rank_slice` of them.
 
     Args:
         dataset: Map-style or iterable dataset of prompt rows.
@@ -39,7 +39,7 @@ class PromptBatches(Iterator[PromptBatch]):
         shuffle: Visit the rows in random order.
         seed: Determines the order.
         num_epochs: Stop after so many; None goes on for ever.
-        drop_last: Leave out an epoch's last batch when it is incomplete, as training does. Evaluation wants it.
+        drop_last: Leave out an epoch's last batch when it is incomplete: True to train, False to evaluate.
 
     Raises:
         ValueError: `num_prompts` is not positive, or an epoch has no batch.
@@ -99,7 +99,7 @@ class PromptBatches(Iterator[PromptBatch]):
         raise StopIteration
 
     def state_dict(self, batch: PromptBatch | None = None) -> dict[str, Any]:
-        """The position from which `batch` comes next: one that was not used up; by default the one not yet drawn."""
+        """The position from which `batch` comes next (again); by default, the batch not yet drawn."""
         epoch, index, number = (
             (self._epoch, self._index, self._number)
             if batch is None
@@ -118,8 +118,8 @@ class PromptBatches(Iterator[PromptBatch]):
         for name, value in self._schedule().items():
             if state[name] != value:
                 raise ValueError(
-                    f"The checkpoint's position in the data was taken with {name}={state[name]}, this run has {value}: "
-                    "the prompts already seen cannot be told. Resume with the same dataset, "
+                    f"The checkpoint's position in the data was taken with {name}={state[name]}, but this run "
+                    f"has {value}: the prompts already seen cannot be told. Resume with the same dataset, "
                     "generation_batch_size / num_generations, shuffle_dataset and seed."
                 )
         self._epoch, self._index, self._number = state["epoch"], state["index"], state["number"]
@@ -146,8 +146,8 @@ class PromptBatches(Iterator[PromptBatch]):
         return (self._dataset[int(i)] for i in order)
 
     def _permutation(self, epoch: int) -> Tensor:
-        # The permutations come one after another from one generator, so an epoch's needs its predecessors' draws
-        # (about 10 ms per million rows), but never their prompts.
+        # The permutations come one after another from one generator, so an epoch's needs its predecessors'
+        # draws (about 10 ms per million rows), but never their prompts.
         if self._num_permutations > epoch or self._num_permutations == 0:
             self._generator.manual_seed(self._seed)
             self._num_permutations = 0
@@ -167,8 +167,8 @@ class PromptBatches(Iterator[PromptBatch]):
 def rank_slice(num_prompts: int, num_generations: int, rank: int, world_size: int) -> list[tuple[int, range]]:
     """Which members of which groups a rank completes.
 
-    The flat list of completions, each prompt's group of G in turn, is cut into `world_size` equal consecutive parts,
-    as TRL's data loader does; a group may span ranks.
+    The flat list of completions, each prompt's group of G in turn, is cut into `world_size` equal consecutive
+    parts, as TRL's data loader does; a group may span ranks.
 
     Returns:
         (index of the prompt, members of its group) for each prompt the rank has a part in, in order.
@@ -179,8 +179,8 @@ def rank_slice(num_prompts: int, num_generations: int, rank: int, world_size: in
     total = num_prompts * num_generations
     if total % world_size:
         raise ValueError(
-            f"{num_prompts} prompts x {num_generations} generations = {total} completions cannot be divided among "
-            f"{world_size} processes equally. Choose a batch whose completions are a multiple of {world_size}."
+            f"{num_prompts} prompts x {num_generations} generations = {total} completions cannot be divided "
+            f"equally among {world_size} processes. Choose a generation_batch_size that {world_size} divides."
         )
     start, stop = total // world_size * rank, total // world_size * (rank + 1)
     return [

@@ -16,7 +16,7 @@ def accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """1.0 where the completion's LaTeX answer equals the solution, 0.0 where not, None if the solution is unreadable.
+    """1.0 where the completion's LaTeX answer equals the solution, else 0.0; None if that is unreadable.
 
     Args:
         completions: N completions, standard or conversational.

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class BackgroundLoop:
-    """One loop for the life of a run: clients that a function keeps (connections, semaphores) belong to it."""
+    """One loop for the life of a run: what a function keeps (connections, semaphores) belongs to it."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from colocate.rewards.background import BackgroundLoop
+from colocate.rewards.errors import RewardError, blaming, describe
 from colocate.rewards.models import RewardModel
 
 logger = logging.getLogger(__name__)
@@ -26,10 +27,6 @@ RewardFunc = str | nn.Module | Callable[..., Any]
 REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
-class RewardError(ValueError):
-    """A reward function failed or returned something that is not one number per completion."""
-
-
 @dataclass(frozen=True)
 class RewardTable:
     """The rewards of N completions by F functions, and what the functions logged."""
@@ -37,8 +34,8 @@ class RewardTable:
     rewards: Tensor
     """[N, F] float32 on the CPU; NaN where a function returned None."""
     extra_columns: dict[str, list] = field(default_factory=dict)
-    """Columns of the completions table, N values each. If two functions log different values under one name,
-    the later one's column is called `<function>/<name>`."""
+    """Columns of the completions table, N values each. Where functions log under the same name, the later ones'
+    columns are called `<function>/<name>`."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """The values logged under each name."""
 
@@ -47,8 +44,8 @@ class RewardFunctions:
     """The reward functions of a run, called together.
 
     Args:
-        reward_funcs: One or a list of: a function or callable object, sync or async; a sequence-classification
-            model with one label; the id or directory of one. At least one.
+        reward_funcs: One or a list of: a function or callable object, sync or async; a model for sequence
+            classification with one label; the id or directory of one. At least one.
         reward_processing_classes: The models' tokenizers, one per reward function (None for functions and for
             a model whose own tokenizer is to be loaded).
         reward_weights: A weight per function; 1 by default.
@@ -140,8 +137,10 @@ class RewardFunctions:
         }
         logs = [_Log(name) for name in self.names]
         outputs = self._call_all(shared, logs)
-        batch = _Batch(prompts, completions)
-        rewards = [batch.check_rewards(name, out) for name, out in zip(self.names, outputs, strict=True)]
+        rewards = [
+            _check_rewards(name, output, prompts, completions)
+            for name, output in zip(self.names, outputs, strict=True)
+        ]
         table = _merge_logs(torch.tensor(rewards, dtype=torch.float32).T.contiguous(), logs, len(prompts))
         self._warn_unrewarded(table.rewards, shared)
         return table
@@ -151,20 +150,19 @@ class RewardFunctions:
         self._loop.close()
 
     def _call_all(self, shared: dict[str, Any], logs: list[_Log]) -> list[Any]:
-        batch = _Batch(shared["prompts"], shared["completions"])
         outputs: list[Any] = [None] * len(self._funcs)
         pending = {}
         # The async ones first: they are on their way (waiting for a judge, say) while the others compute.
         order = sorted(range(len(self._funcs)), key=lambda i: not _is_async(self._funcs[i]))
         try:
             for i in order:
-                with batch.naming(self.names[i]):
+                with blaming(self.names[i], shared["prompts"], shared["completions"]):
                     log = logs[i]
                     outputs[i] = self._funcs[i](**shared, log_extra=log.log_extra, log_metric=log.log_metric)
                 if isinstance(outputs[i], Awaitable):
                     pending[i] = self._loop.submit(outputs[i])
             for i, future in pending.items():
-                with batch.naming(self.names[i]):
+                with blaming(self.names[i], shared["prompts"], shared["completions"]):
                     outputs[i] = future.result()
         finally:
             for future in pending.values():
@@ -207,93 +205,45 @@ class _Log:
         self.metrics[name].append(float(value))
 
 
-class _Batch:
-    """The completions being rewarded, to name the offending one in an error."""
-
-    def __init__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> None:
-        self.prompts = prompts
-        self.completions = completions
-
-    def describe(self, index: int) -> str:
-        return (
-            f"completion {index}: prompt {_shorten(self.prompts[index])}, "
-            f"completion {_shorten(self.completions[index])}"
+def _check_rewards(name: str, output: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+    """N finite numbers, NaN in place of None."""
+    try:
+        values = None if isinstance(output, (str, bytes, Mapping)) else list(output)
+    except TypeError:  # not iterable, or a 0-d tensor
+        values = None
+    if values is None:
+        raise RewardError(
+            f"The reward function {name!r} returned {str(output)[:100]!r} ({type(output).__name__}), but a list "
+            f"of {len(prompts)} rewards was expected, one per completion."
         )
-
-    def naming(self, name: str) -> _Naming:
-        return _Naming(self, name)
-
-    def check_rewards(self, name: str, output: Any) -> list[float]:
-        """N finite numbers, NaN in place of None."""
-        if isinstance(output, (str, bytes, Mapping)) or not isinstance(output, Iterable):
+    if len(values) != len(prompts):
+        raise RewardError(
+            f"The reward function {name!r} returned {len(values)} rewards, but {len(prompts)} were expected "
+            "(one per prompt-completion pair). Make sure the reward function returns exactly one reward per "
+            "completion."
+        )
+    numbers = [_number(value) for value in values]
+    for index, number in enumerate(numbers):
+        if number is None:
             raise RewardError(
-                f"The reward function {name!r} returned {output!r:.100} ({type(output).__name__}), "
-                f"but a list of {len(self.prompts)} rewards was expected, one per completion."
+                f"The reward function {name!r} returned {str(values[index])[:100]!r} "
+                f"({type(values[index]).__name__}) for {describe(prompts, completions, index)}. "
+                "A reward is a finite number, or None to leave this completion to the other functions."
             )
-        values = list(output)
-        if len(values) != len(self.prompts):
-            raise RewardError(
-                f"The reward function {name!r} returned {len(values)} rewards, but {len(self.prompts)} were expected "
-                "(one per prompt-completion pair). Make sure the reward function returns exactly one reward per "
-                "completion."
-            )
-        return [self._number(name, index, value) for index, value in enumerate(values)]
-
-    def _number(self, name: str, index: int, value: Any) -> float:
-        if value is None:
-            return math.nan
-        try:
-            # `float("1")` would succeed: text is not a number here.
-            number = None if isinstance(value, (str, bytes)) else float(value)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
-            number = None
-        if number is None or not math.isfinite(number):
-            raise RewardError(
-                f"The reward function {name!r} returned {value!r:.100} ({type(value).__name__}) for "
-                f"{self.describe(index)}. A reward is a finite number, or None to leave this completion to "
-                "the other functions."
-            )
-        return number
+    return [number for number in numbers if number is not None]
 
 
-class _Naming:
-    """Turns an exception from a reward function into a RewardError that says whose it is."""
-
-    def __init__(self, batch: _Batch, name: str) -> None:
-        self.batch = batch
-        self.name = name
-
-    def __enter__(self) -> None:
+def _number(value: Any) -> float | None:
+    """A reward as a float (NaN for None), or None if it is not a finite number."""
+    if value is None:
+        return math.nan
+    if isinstance(value, (str, bytes)):  # float("1") would succeed
         return None
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
-        if not isinstance(error, Exception):
-            return
-        message = f"The reward function {self.name!r} raised {type(error).__name__}: {error}"
-        index = _completion_at_hand(traceback, self.batch.completions)
-        if index is not None:
-            message += f"\nIt was working on {self.batch.describe(index)}."
-        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-            message += "\nReward functions receive more arguments than they need: declare **kwargs."
-        raise RewardError(message) from error
-
-
-def _completion_at_hand(traceback: Any, completions: Sequence[Any]) -> int | None:
-    """Which completion a variable of the failing code stands for, innermost call first; None if none does."""
-    # Identity, not equality: the loop variable of `for completion in completions` is the very object. Strings of
-    # fewer than two characters are shared throughout the interpreter and prove nothing.
-    indices = {
-        id(c): i
-        for i, c in reversed(list(enumerate(completions)))
-        if len(c) > (1 if isinstance(c, str) else 0)
-    }
-    found = None
-    while traceback is not None:
-        for value in traceback.tb_frame.f_locals.values():
-            if id(value) in indices:
-                found = indices[id(value)]
-        traceback = traceback.tb_next
-    return found
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _merge_logs(rewards: Tensor, logs: list[_Log], num_completions: int) -> RewardTable:
@@ -303,11 +253,10 @@ def _merge_logs(rewards: Tensor, logs: list[_Log], num_completions: int) -> Rewa
         for name, values in log.columns.items():
             if len(values) != num_completions:
                 raise RewardError(
-                    f"The reward function {log.function!r} logged {len(values)} values in the column {name!r}, "
-                    f"but {num_completions} were expected, one per completion."
+                    f"The reward function {log.function!r} logged {len(values)} values in the column "
+                    f"{name!r}, but {num_completions} were expected, one per completion."
                 )
-            taken = name in columns and columns[name] != values
-            columns[f"{log.function}/{name}" if taken else name] = values
+            columns[f"{log.function}/{name}" if name in columns else name] = values
         for name, numbers in log.metrics.items():
             metrics[name].extend(numbers)
     return RewardTable(rewards, columns, dict(metrics))
@@ -324,19 +273,17 @@ def _unique_names(funcs: Sequence[Callable]) -> list[str]:
     for func in funcs:
         while isinstance(func, functools.partial):
             func = func.func
-        name = getattr(func, "__name__", type(func).__name__).strip("<>")  # "<lambda>" makes poor file names
-        count = sum(other == name or other.startswith(f"{name}_") for other in names) + 1
-        names.append(name if name not in names else f"{name}_{count}")
+        base = getattr(func, "__name__", type(func).__name__).strip("<>")  # "<lambda>" makes poor file names
+        name, number = base, 1
+        while name in names:
+            number += 1
+            name = f"{base}_{number}"
+        names.append(name)
     return names
 
 
 def _check_length(option: str, values: Sequence, num_functions: int) -> None:
     if len(values) != num_functions:
         raise ValueError(
-            f"Got {len(values)} {option} for {num_functions} reward functions: pass one for each, in their order."
+            f"Got {len(values)} {option} for {num_functions} reward functions: pass one for each, in order."
         )
-
-
-def _shorten(value: Any) -> str:
-    text = value if isinstance(value, str) else str(value)
-    return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-100:]}")

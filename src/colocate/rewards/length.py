@@ -53,7 +53,7 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> CosineScaledReward:
-    """Accuracy scaled by length along half a cosine: short right answers earn most, short wrong ones lose most.
+    """Accuracy scaled by length along half a cosine: short right answers earn most, short wrong ones least.
 
     Appendix C.1 of https://huggingface.co/papers/2502.03373. A right completion goes from `max_value_correct`
     (no token) to `min_value_correct` (`max_len` tokens or more), a wrong one from `min_value_wrong` to

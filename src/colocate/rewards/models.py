@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 
 from colocate.data.prompts import is_conversational
 
-# Sequences per forward pass. A reward model has no KV cache and keeps no activations, so a few sequences fill the
-# device, and the memory that the policy lacks meanwhile stays small whatever the generation batch is.
+# Sequences per forward pass: enough to fill the device, and the memory that it takes from the policy does not
+# grow with the generation batch.
 BATCH_SIZE = 16
 
 
@@ -40,6 +40,7 @@ class RewardModel:
         init_kwargs = dict(model_init_kwargs or {})
         if isinstance(model, str):
             model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **init_kwargs)
+        assert isinstance(model, nn.Module)
         config: Any = model.config
         self.__name__ = config._name_or_path.rstrip("/").split("/")[-1] or type(model).__name__
         if getattr(config, "num_labels", 1) != 1:
@@ -53,8 +54,8 @@ class RewardModel:
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token is None:
                 raise ValueError(
-                    f"The tokenizer of the reward model {self.__name__!r} has neither a padding nor an end token; "
-                    "set its pad_token."
+                    f"The tokenizer of the reward model {self.__name__!r} has neither a padding nor an end "
+                    "token; set its pad_token."
                 )
             tokenizer.pad_token = tokenizer.eos_token
         # The model reads the logit at the last token that is not padding, and finds it by this id.
@@ -70,8 +71,8 @@ class RewardModel:
         longest = max(len(sequence) for sequence in ids)
         if self._max_length is not None and longest > self._max_length:
             raise ValueError(
-                f"Prompt and completion are {longest} tokens together, but the reward model {self.__name__!r} reads "
-                f"{self._max_length}. Lower max_completion_length, or choose a model with a longer context."
+                f"Prompt and completion are {longest} tokens together, but the reward model "
+                f"{self.__name__!r} reads {self._max_length}. Lower max_completion_length, or choose one with a longer context."
             )
         order = sorted(
             range(len(ids)), key=lambda i: len(ids[i])
@@ -85,9 +86,8 @@ class RewardModel:
     def _text(self, prompt: Any, completion: Any) -> str:
         if not is_conversational(prompt):
             return prompt + completion
-        return self.tokenizer.apply_chat_template(
-            prompt + completion, tokenize=False, **self._chat_template_kwargs
-        )
+        messages = prompt + completion
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._chat_template_kwargs))
 
     @torch.inference_mode()
     def _score(self, ids: list[list[int]]) -> Tensor:

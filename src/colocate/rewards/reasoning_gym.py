@@ -55,8 +55,8 @@ def _score(text: str, encoded_entry: str) -> float:
     try:
         return float(verifier.score_answer(answer, entry["problem"]))
     except Exception as error:
-        # Some verifiers (prime_factorization, boxnet, ...) convert the answer without checking it first, so any
-        # answer of the wrong form raises. That is a wrong answer, and no reason to end a run.
+        # Some verifiers (prime_factorization, boxnet, ...) convert the answer without checking it first and
+        # raise when its form is wrong. That is a wrong answer, and no reason to end a run.
         _warn_once(entry["task"], type(error).__name__)
         return 0.0
 
@@ -76,7 +76,7 @@ def _extract_answer(text: str) -> str:
     return (answers[-1] if answers else text.rpartition("</think>")[2]).strip()
 
 
-# JSON has neither tuples nor keys other than strings, and some verifiers (arc_agi, rearc) compare grids of tuples.
+# JSON has neither tuples nor keys other than strings, and arc_agi and rearc compare with grids of tuples.
 def _to_json(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"__tuple__": [_to_json(item) for item in value]}

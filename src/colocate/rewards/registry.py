@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -51,8 +51,8 @@ def get_reward_function(name: str) -> Callable:
         module = _import_module(path, name)
     else:
         raise ValueError(
-            f"Unknown reward function {name!r}.{_did_you_mean(name, BUILT_IN)} Built in are {', '.join(BUILT_IN)}; "
-            "others are given as package.module.function or path/to/file.py:function."
+            f"Unknown reward function {name!r}.{_did_you_mean(name, BUILT_IN)} Built in are "
+            f"{', '.join(BUILT_IN)}; others are given as package.module.function or path/to/file.py:function."
         )
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     function = getattr(module, attribute, None)
@@ -62,8 +62,8 @@ def get_reward_function(name: str) -> Callable:
     return function
 
 
-def _did_you_mean(name: str, known) -> str:
-    nearest = difflib.get_close_matches(name, known, n=3)
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, list(known), n=3)
     return f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
 
 
