@@ -118,9 +118,9 @@ class PromptBatches(Iterator[PromptBatch]):
         for name, value in self._schedule().items():
             if state[name] != value:
                 raise ValueError(
-                    f"The checkpoint's position in the data was taken with {name}={state[name]}, but this run "
-                    f"has {value}: the prompts already seen cannot be told. Resume with the same dataset, "
-                    "generation_batch_size / num_generations, shuffle_dataset and seed."
+                    f"The checkpoint's position in the data was taken with {name}={state[name]}, but this "
+                    f"run has {value}: the prompts already seen cannot be told. Resume with the same "
+                    "dataset, generation_batch_size / num_generations, shuffle_dataset and seed."
                 )
         self._epoch, self._index, self._number = state["epoch"], state["index"], state["number"]
         self._rows = None

@@ -34,8 +34,8 @@ class RewardTable:
     rewards: Tensor
     """[N, F] float32 on the CPU; NaN where a function returned None."""
     extra_columns: dict[str, list] = field(default_factory=dict)
-    """Columns of the completions table, N values each. Where functions log under the same name, the later ones'
-    columns are called `<function>/<name>`."""
+    """Columns of the completions table, N values each. Where functions log under the same name, the
+    later ones' columns are called `<function>/<name>`."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     """The values logged under each name."""
 
@@ -213,8 +213,8 @@ def _check_rewards(name: str, output: Any, prompts: Sequence[Any], completions: 
         values = None
     if values is None:
         raise RewardError(
-            f"The reward function {name!r} returned {str(output)[:100]!r} ({type(output).__name__}), but a list "
-            f"of {len(prompts)} rewards was expected, one per completion."
+            f"The reward function {name!r} returned {str(output)[:100]!r} ({type(output).__name__}), but a "
+            f"list of {len(prompts)} rewards was expected, one per completion."
         )
     if len(values) != len(prompts):
         raise RewardError(

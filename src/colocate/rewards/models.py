@@ -72,7 +72,8 @@ class RewardModel:
         if self._max_length is not None and longest > self._max_length:
             raise ValueError(
                 f"Prompt and completion are {longest} tokens together, but the reward model "
-                f"{self.__name__!r} reads {self._max_length}. Lower max_completion_length, or choose one with a longer context."
+                f"{self.__name__!r} reads {self._max_length}. Lower max_completion_length, or choose one "
+                "with a longer context."
             )
         order = sorted(
             range(len(ids)), key=lambda i: len(ids[i])
