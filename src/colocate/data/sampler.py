@@ -1,0 +1,190 @@
+"""In which order prompts are visited, and who completes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The unique prompts of one generation batch."""
+
+    rows: list[dict[str, Any]]
+    keys: list[int]
+    """Number the prompts of the run: the same on every rank and after a restart, never used again."""
+    epoch: int
+    index: int
+    """Number of this batch in its epoch."""
+    number: int
+    """Number of this batch in the run."""
+
+
+class PromptBatches(Iterator[PromptBatch]):
+    """Generation batches in the order in which TRL visits prompts.
+
+    A map-style dataset is permuted anew each epoch by one generator seeded once. An iterable dataset is
+    shuffled in a buffer whose seed depends on the epoch. Every rank iterates over the same batches and
+    completes its `rank_slice` of them.
+
+    Args:
+        dataset: Map-style or iterable dataset of prompt rows.
+        num_prompts: Unique prompts per batch, generation_batch_size / num_generations.
+        shuffle: Visit the rows in random order.
+        seed: Determines the order.
+        num_epochs: Stop after so many; None goes on for ever.
+        drop_last: Leave out an epoch's last batch when it is incomplete: True to train, False to evaluate.
+
+    Raises:
+        ValueError: `num_prompts` is not positive, or an epoch has no batch.
+    """
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset | datasets.IterableDataset,
+        num_prompts: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 42,
+        num_epochs: int | None = None,
+        drop_last: bool = True,
+    ) -> None:
+        if num_prompts < 1:
+            raise ValueError(f"num_prompts={num_prompts}: a batch needs at least one prompt.")
+        self.num_prompts = num_prompts
+        self.num_epochs = num_epochs
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._is_stream = isinstance(dataset, datasets.IterableDataset)
+        self._dataset = dataset.shuffle(seed=seed) if self._is_stream and shuffle else dataset
+        self._epoch = self._index = self._number = 0
+        self._rows: Iterator[dict[str, Any]] | None = None  # what is left of the epoch; None: not opened
+        self._generator = torch.Generator()
+        self._num_permutations = 0  # drawn from the generator so far
+        if self.num_batches_per_epoch == 0:
+            raise self._no_batch(len(dataset))
+
+    @property
+    def num_batches_per_epoch(self) -> int | None:
+        """Batches in one pass over the dataset; None for an iterable dataset, which ends when it ends."""
+        if self._is_stream:
+            return None
+        num_full, rest = divmod(len(self._dataset), self.num_prompts)
+        return num_full + (rest > 0 and not self._drop_last)
+
+    def __next__(self) -> PromptBatch:
+        while self.num_epochs is None or self._epoch < self.num_epochs:
+            if self._rows is None:
+                self._rows = self._open_epoch()
+            rows = list(islice(self._rows, self.num_prompts))
+            if len(rows) == self.num_prompts or (rows and not self._drop_last):
+                first_key = self._number * self.num_prompts
+                keys = list(range(first_key, first_key + len(rows)))
+                batch = PromptBatch(rows, keys, self._epoch, self._index, self._number)
+                self._index += 1
+                self._number += 1
+                return batch
+            if self._index == 0:
+                raise self._no_batch(len(rows))
+            self._rows = None
+            self._epoch += 1
+            self._index = 0
+        raise StopIteration
+
+    def state_dict(self, batch: PromptBatch | None = None) -> dict[str, Any]:
+        """The position from which `batch` comes next (again); by default, the batch not yet drawn."""
+        epoch, index, number = (
+            (self._epoch, self._index, self._number)
+            if batch is None
+            else (batch.epoch, batch.index, batch.number)
+        )
+        return {"epoch": epoch, "index": index, "number": number, **self._schedule()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position, generating nothing again.
+
+        An iterable dataset is read, not returned, up to the position within its epoch.
+
+        Raises:
+            ValueError: the position is one in another order of prompts.
+        """
+        for name, value in self._schedule().items():
+            if state[name] != value:
+                raise ValueError(
+                    f"The checkpoint's position in the data was taken with {name}={state[name]}, but this "
+                    f"run has {value}: the prompts already seen cannot be told. Resume with the same "
+                    "dataset, generation_batch_size / num_generations, shuffle_dataset and seed."
+                )
+        self._epoch, self._index, self._number = state["epoch"], state["index"], state["number"]
+        self._rows = None
+
+    def _schedule(self) -> dict[str, Any]:
+        num_rows = None if self._is_stream else len(self._dataset)
+        return {
+            "num_prompts": self.num_prompts,
+            "num_rows": num_rows,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+        }
+
+    def _open_epoch(self) -> Iterator[dict[str, Any]]:
+        start = self._index * self.num_prompts
+        if self._is_stream:
+            self._dataset.set_epoch(self._epoch)
+            return islice(iter(self._dataset), start, None)
+        if self._shuffle:
+            order = self._permutation(self._epoch)[start:]
+        else:
+            order = torch.arange(start, len(self._dataset))
+        return (self._dataset[int(i)] for i in order)
+
+    def _permutation(self, epoch: int) -> Tensor:
+        # The permutations come one after another from one generator, so an epoch's needs its predecessors'
+        # draws (about 10 ms per million rows), but never their prompts.
+        if self._num_permutations > epoch or self._num_permutations == 0:
+            self._generator.manual_seed(self._seed)
+            self._num_permutations = 0
+        while self._num_permutations <= epoch:
+            order = torch.randperm(len(self._dataset), generator=self._generator)
+            self._num_permutations += 1
+        return order
+
+    def _no_batch(self, num_rows: int) -> ValueError:
+        return ValueError(
+            f"The dataset has {num_rows} prompts, but a generation batch needs {self.num_prompts} "
+            "(generation_batch_size / num_generations): no epoch would have a batch. "
+            "Use a larger dataset or a smaller batch."
+        )
+
+
+def rank_slice(num_prompts: int, num_generations: int, rank: int, world_size: int) -> list[tuple[int, range]]:
+    """Which members of which groups a rank completes.
+
+    The flat list of completions, each prompt's group of G in turn, is cut into `world_size` equal consecutive
+    parts, as TRL's data loader does; a group may span ranks.
+
+    Returns:
+        (index of the prompt, members of its group) for each prompt the rank has a part in, in order.
+
+    Raises:
+        ValueError: the completions cannot be divided equally.
+    """
+    total = num_prompts * num_generations
+    if total % world_size:
+        raise ValueError(
+            f"{num_prompts} prompts x {num_generations} generations = {total} completions cannot be divided "
+            f"equally among {world_size} processes. Choose a generation_batch_size that {world_size} divides."
+        )
+    start, stop = total // world_size * rank, total // world_size * (rank + 1)
+    return [
+        (prompt, range(max(start - first, 0), min(stop - first, num_generations)))
+        for prompt in range(start // num_generations, -(-stop // num_generations))
+        for first in [prompt * num_generations]
+    ]

@@ -1,0 +1,99 @@
+"""Is the answer mathematically equal to the solution? Judged by math-verify."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from colocate.rewards.completions import Completions, completion_text
+
+
+def accuracy_reward(
+    completions: Completions,
+    solution: Sequence[str],
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1.0 where the completion's LaTeX answer equals the solution, else 0.0; None if that is unreadable.
+
+    Args:
+        completions: N completions, standard or conversational.
+        solution: N solutions as text (a dataset column).
+        log_extra: Takes the columns `solution`, `gold_parsed` and `answer_parsed` of the completions table.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    judged = [_judge(completion_text(c), s) for c, s in zip(completions, solution, strict=True)]
+    return _report(judged, solution, log_extra)
+
+
+def reasoning_accuracy_reward(
+    completions: Completions,
+    solution: Sequence[str],
+    reasoning_delimiters: Sequence[str] | None = None,
+    log_extra: Callable[[str, list], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """Like `accuracy_reward` for what follows the reasoning; 0.0 where the reasoning does not end.
+
+    Args:
+        reasoning_delimiters: What may end the reasoning, in order of preference; `["</think>"]` by default.
+            The answer follows the last occurrence of the first one that occurs.
+    """
+    delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
+    judged: list[tuple[float | None, str, str]] = []
+    for completion, gold in zip(completions, solution, strict=True):
+        text = completion_text(completion)
+        delimiter = next((d for d in delimiters if d in text), None)
+        if delimiter is None:
+            # Not None, which would excuse it: endless reasoning is to be unlearnt.
+            judged.append((0.0, "[incomplete reasoning]", "[incomplete reasoning]"))
+        else:
+            judged.append(_judge(text.split(delimiter)[-1], gold))
+    return _report(judged, solution, log_extra)
+
+
+def _report(
+    judged: list[tuple[float | None, str, str]],
+    solution: Sequence[str],
+    log_extra: Callable[[str, list], None] | None,
+) -> list[float | None]:
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [gold for _, gold, _ in judged])
+        log_extra("answer_parsed", [answer for _, _, answer in judged])
+    return [reward for reward, _, _ in judged]
+
+
+def _judge(text: str, solution: str) -> tuple[float | None, str, str]:
+    """(reward, solution as parsed, answer as parsed)"""
+    try:
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import LatexExtractionConfig, parse, verify
+    except ImportError as error:
+        raise ImportError('Judging answers needs math-verify: pip install "colocate[math]"') from error
+
+    # math-verify's timeouts are signals, which only the main thread can receive.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    parsing_timeout, verify_timeout = (10, 5) if in_main_thread else (None, None)
+    if not in_main_thread:
+        for name in ("math_verify.parser", "math_verify.grader"):  # they warn about it on every call
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+    gold = parse(solution, parsing_timeout=parsing_timeout)
+    if not gold:
+        return None, "[unparseable]", "[skipped]"
+    # The answer has to be given as LaTeX, boxed if anything is: a number in passing is no answer.
+    extraction = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+    )
+    answer = parse(
+        text, extraction_config=[extraction], extraction_mode="first_match", parsing_timeout=parsing_timeout
+    )
+    reward = float(verify(gold, answer, timeout_seconds=verify_timeout))
+    return reward, str(gold), str(answer) if answer else "[unparseable]"

@@ -1,0 +1,289 @@
+"""How reward functions are called, and what they may return."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from colocate.rewards.background import BackgroundLoop
+from colocate.rewards.errors import RewardError, blaming, describe
+from colocate.rewards.models import RewardModel
+
+logger = logging.getLogger(__name__)
+
+RewardFunc = str | nn.Module | Callable[..., Any]
+
+# What is not handed on from the dataset, because the rollout's own takes its place.
+REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """The rewards of N completions by F functions, and what the functions logged."""
+
+    rewards: Tensor
+    """[N, F] float32 on the CPU; NaN where a function returned None."""
+    extra_columns: dict[str, list] = field(default_factory=dict)
+    """Columns of the completions table, N values each. Where functions log under the same name, the
+    later ones' columns are called `<function>/<name>`."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """The values logged under each name."""
+
+
+class RewardFunctions:
+    """The reward functions of a run, called together.
+
+    Args:
+        reward_funcs: One or a list of: a function or callable object, sync or async; a model for sequence
+            classification with one label; the id or directory of one. At least one.
+        reward_processing_classes: The models' tokenizers, one per reward function (None for functions and for
+            a model whose own tokenizer is to be loaded).
+        reward_weights: A weight per function; 1 by default.
+        chat_template_kwargs: For conversations read by reward models.
+        model_init_kwargs: For loading reward models given by id.
+
+    Attributes:
+        names: [F] names for metrics, as in TRL; a second function of the same name is called `<name>_2`.
+        weights: [F] float32.
+        models: The reward models among them, to be placed on a device.
+
+    Raises:
+        ValueError: no reward function, or another number of tokenizers or weights than of functions.
+        TypeError: something that is none of these.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: RewardFunc | Sequence[RewardFunc],
+        reward_processing_classes: PreTrainedTokenizerBase
+        | Sequence[PreTrainedTokenizerBase | None]
+        | None = None,
+        *,
+        reward_weights: Sequence[float] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        if not funcs:
+            raise ValueError("No reward function: pass at least one in `reward_funcs`.")
+        if reward_processing_classes is None:
+            tokenizers: list = [None] * len(funcs)
+        elif isinstance(reward_processing_classes, (list, tuple)):
+            tokenizers = list(reward_processing_classes)
+        else:
+            tokenizers = [reward_processing_classes]
+        _check_length("reward_processing_classes", tokenizers, len(funcs))
+        self._funcs: list[Callable[..., Any]] = []
+        for func, tokenizer in zip(funcs, tokenizers, strict=True):
+            if isinstance(func, (str, nn.Module)):
+                func = RewardModel(
+                    func,
+                    tokenizer,
+                    chat_template_kwargs=chat_template_kwargs,
+                    model_init_kwargs=model_init_kwargs,
+                )
+            elif not callable(func):
+                raise TypeError(f"A reward function is a callable, a model or a model id; got {func!r:.100}")
+            self._funcs.append(func)
+        self.names = _unique_names(self._funcs)
+        self.weights = torch.ones(len(funcs))
+        if reward_weights is not None:
+            _check_length("reward_weights", reward_weights, len(funcs))
+            self.weights = torch.tensor(reward_weights, dtype=torch.float32)
+        self.models: list[nn.Module] = [func.model for func in self._funcs if isinstance(func, RewardModel)]
+        self._loop = BackgroundLoop()
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[list[int]],
+        columns: Mapping[str, list],
+        trainer_state: Any,
+    ) -> RewardTable:
+        """Reward N completions by every function.
+
+        Async functions run concurrently in a background thread while the others run here. Each function gets
+        keyword arguments: `prompts`, `completions`, `completion_ids`, each of the `columns` but `prompt`,
+        `completion` and `completion_ids`, `trainer_state`, `log_extra(column, values)` and
+        `log_metric(name, value)`.
+
+        Args:
+            prompts: N prompts, each completion's own.
+            completions: N completions, text or messages.
+            completion_ids: N lists of token ids.
+            columns: The dataset's columns, N values each.
+            trainer_state: The trainer's `TrainerState`.
+
+        Raises:
+            RewardError: a function raised, or did not return one finite number or None per completion.
+        """
+        shared = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            **{name: values for name, values in columns.items() if name not in REPLACED_COLUMNS},
+            "trainer_state": trainer_state,
+        }
+        logs = [_Log(name) for name in self.names]
+        outputs = self._call_all(shared, logs)
+        rewards = [
+            _check_rewards(name, output, prompts, completions)
+            for name, output in zip(self.names, outputs, strict=True)
+        ]
+        table = _merge_logs(torch.tensor(rewards, dtype=torch.float32).T.contiguous(), logs, len(prompts))
+        self._warn_unrewarded(table.rewards, shared)
+        return table
+
+    def close(self) -> None:
+        """End the thread of the async functions."""
+        self._loop.close()
+
+    def _call_all(self, shared: dict[str, Any], logs: list[_Log]) -> list[Any]:
+        outputs: list[Any] = [None] * len(self._funcs)
+        pending = {}
+        # The async ones first: they are on their way (waiting for a judge, say) while the others compute.
+        order = sorted(range(len(self._funcs)), key=lambda i: not _is_async(self._funcs[i]))
+        try:
+            for i in order:
+                with blaming(self.names[i], shared["prompts"], shared["completions"]):
+                    log = logs[i]
+                    outputs[i] = self._funcs[i](**shared, log_extra=log.log_extra, log_metric=log.log_metric)
+                if isinstance(outputs[i], Awaitable):
+                    pending[i] = self._loop.submit(outputs[i])
+            for i, future in pending.items():
+                with blaming(self.names[i], shared["prompts"], shared["completions"]):
+                    outputs[i] = future.result()
+        finally:
+            for future in pending.values():
+                future.cancel()  # harmless to those that are done; the rest would outlive an error
+        return outputs
+
+    def _warn_unrewarded(self, rewards: Tensor, shared: dict[str, Any]) -> None:
+        unrewarded = rewards.isnan().all(dim=1)
+        if not unrewarded.any():
+            return
+        if unrewarded.all():
+            logger.warning(
+                "All reward functions (%s) returned None for all %d completions: "
+                "their advantages are zero, and nothing is learnt from them.",
+                ", ".join(self.names),
+                len(rewards),
+            )
+            return
+        row = int(unrewarded.nonzero()[0])
+        example = {key: values[row] for key, values in shared.items() if key != "trainer_state"}
+        logger.warning(
+            "All reward functions returned None for the following kwargs:\n%s\n"
+            "Please ensure that at least one reward function returns a valid reward.",
+            example,
+        )
+
+
+class _Log:
+    """What one function logs; one per function, since async ones log from another thread."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+        self.columns: dict[str, list] = defaultdict(list)
+        self.metrics: dict[str, list[float]] = defaultdict(list)
+
+    def log_extra(self, column: str, values: Iterable) -> None:
+        self.columns[column].extend(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics[name].append(float(value))
+
+
+def _check_rewards(name: str, output: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+    """N finite numbers, NaN in place of None."""
+    try:
+        values = None if isinstance(output, (str, bytes, Mapping)) else list(output)
+    except TypeError:  # not iterable, or a 0-d tensor
+        values = None
+    if values is None:
+        raise RewardError(
+            f"The reward function {name!r} returned {str(output)[:100]!r} ({type(output).__name__}), but a "
+            f"list of {len(prompts)} rewards was expected, one per completion."
+        )
+    if len(values) != len(prompts):
+        raise RewardError(
+            f"The reward function {name!r} returned {len(values)} rewards, but {len(prompts)} were expected "
+            "(one per prompt-completion pair). Make sure the reward function returns exactly one reward per "
+            "completion."
+        )
+    numbers = [_number(value) for value in values]
+    for index, number in enumerate(numbers):
+        if number is None:
+            raise RewardError(
+                f"The reward function {name!r} returned {str(values[index])[:100]!r} "
+                f"({type(values[index]).__name__}) for {describe(prompts, completions, index)}. "
+                "A reward is a finite number, or None to leave this completion to the other functions."
+            )
+    return [number for number in numbers if number is not None]
+
+
+def _number(value: Any) -> float | None:
+    """A reward as a float (NaN for None), or None if it is not a finite number."""
+    if value is None:
+        return math.nan
+    if isinstance(value, (str, bytes)):  # float("1") would succeed
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _merge_logs(rewards: Tensor, logs: list[_Log], num_completions: int) -> RewardTable:
+    columns: dict[str, list] = {}
+    metrics: dict[str, list[float]] = defaultdict(list)
+    for log in logs:
+        for name, values in log.columns.items():
+            if len(values) != num_completions:
+                raise RewardError(
+                    f"The reward function {log.function!r} logged {len(values)} values in the column "
+                    f"{name!r}, but {num_completions} were expected, one per completion."
+                )
+            columns[f"{log.function}/{name}" if name in columns else name] = values
+        for name, numbers in log.metrics.items():
+            metrics[name].extend(numbers)
+    return RewardTable(rewards, columns, dict(metrics))
+
+
+def _is_async(func: Callable) -> bool:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(getattr(func, "__call__", None))  # noqa: B004
+
+
+def _unique_names(funcs: Sequence[Callable]) -> list[str]:
+    names: list[str] = []
+    for func in funcs:
+        while isinstance(func, functools.partial):
+            func = func.func
+        base = getattr(func, "__name__", type(func).__name__).strip("<>")  # "<lambda>" makes poor file names
+        name, number = base, 1
+        while name in names:
+            number += 1
+            name = f"{base}_{number}"
+        names.append(name)
+    return names
+
+
+def _check_length(option: str, values: Sequence, num_functions: int) -> None:
+    if len(values) != num_functions:
+        raise ValueError(
+            f"Got {len(values)} {option} for {num_functions} reward functions: pass one for each, in order."
+        )

@@ -1,0 +1,99 @@
+"""Reward functions by name, for the command line and configuration files."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+from colocate.rewards.accuracy import accuracy_reward, reasoning_accuracy_reward
+from colocate.rewards.format import think_format_reward
+from colocate.rewards.length import get_soft_overlong_punishment
+from colocate.rewards.reasoning_gym import reasoning_gym_reward
+from colocate.rewards.repetition import get_repetition_penalty_reward
+
+BUILT_IN: dict[str, Callable] = {
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+    "reasoning_gym_reward": reasoning_gym_reward,
+    "get_soft_overlong_punishment": get_soft_overlong_punishment(
+        max_completion_len=1280, soft_punish_cache=256
+    ),
+    "get_repetition_penalty_reward": get_repetition_penalty_reward(),
+}
+"""The names that TRL's command line knows, with TRL's parameters, and our own."""
+
+
+def get_reward_function(name: str) -> Callable:
+    """Find a reward function.
+
+    Args:
+        name: A built-in name such as `"accuracy_reward"`, a dotted path such as `"package.module.function"`
+            (the working directory is searched too), or `"path/to/file.py:function"`.
+
+    Raises:
+        ValueError: an unknown name, a module without that function, or something that cannot be called.
+        FileNotFoundError: no such file.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if ".py:" in name:
+        path, _, attribute = name.rpartition(":")
+        module = _import_file(Path(path).expanduser())
+    elif "." in name:
+        path, _, attribute = name.rpartition(".")
+        module = _import_module(path, name)
+    else:
+        raise ValueError(
+            f"Unknown reward function {name!r}.{_did_you_mean(name, BUILT_IN)} Built in are "
+            f"{', '.join(BUILT_IN)}; others are given as package.module.function or path/to/file.py:function."
+        )
+    functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        problem = "has no function" if function is None else "has, but cannot call,"
+        raise ValueError(f"{path!r} {problem} {attribute!r}.{_did_you_mean(attribute, functions)}")
+    return function
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, list(known), n=3)
+    return f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
+
+
+def _import_module(path: str, name: str) -> ModuleType:
+    if (
+        os.getcwd() not in sys.path
+    ):  # a console script, unlike `python -m`, does not search the working directory
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
+            raise  # the module exists, but something that it imports does not
+        raise ValueError(
+            f"Unknown reward function {name!r}: there is no module {error.name!r}."
+            f"{_did_you_mean(name.rpartition('.')[2], BUILT_IN)} A file is given as path/to/file.py:function."
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        siblings = [str(file) for file in path.parent.glob("*.py")]
+        raise FileNotFoundError(f"No file {str(path)!r}.{_did_you_mean(str(path), siblings)}")
+    # Not the bare stem: a file called json.py must not stand in for the real json.
+    module_name = f"colocate_reward_file:{path.resolve()}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
+    assert spec is not None and spec.loader is not None, f"no loader for {path}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # pickling a function looks its module up by name
+    spec.loader.exec_module(module)
+    return module

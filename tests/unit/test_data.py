@@ -1,0 +1,331 @@
+import builtins
+import copy
+import json
+from itertools import chain, islice
+
+import datasets
+import pytest
+import reasoning_gym
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from colocate.data.loading import load_prompts
+from colocate.data.prompts import (
+    check_context_length,
+    decode_completions,
+    tokenize_prompts,
+    validate_columns,
+)
+from colocate.data.sampler import PromptBatches, rank_slice
+
+WORDS = ["<pad>", "<eos>", "<bos>", "<user>", "<assistant>", "<think>", "two", "plus", "is", "four", "what"]
+ROWS = [{"prompt": "what is", "answer": "two"}, {"prompt": "two plus two", "answer": "four"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% if thinking %} <think>{% endif %}{% endif %}"
+    )
+    return tokenizer
+
+
+def ids(text):
+    return tuple(WORDS.index(word) for word in text.split())
+
+
+def ask(content):
+    return [{"role": "user", "content": content}]
+
+
+# --- prompts -----------------------------------------------------------------------------------------------
+
+
+def test_standard_prompts_are_tokenized_with_special_tokens(tokenizer):
+    assert tokenize_prompts(ROWS, tokenizer) == [ids("<bos> what is"), ids("<bos> two plus two")]
+
+
+def test_conversations_go_through_the_chat_template(tokenizer):
+    rows = [
+        {"prompt": [*ask("two plus two"), {"role": "assistant", "content": "four"}, *ask("what is two")]},
+        {"prompt": ask("what"), "chat_template_kwargs": {"thinking": True, "unused": None}},
+    ]
+    first = "<user> two plus two <assistant> four <user> what is two <assistant>"
+    assert tokenize_prompts(rows, tokenizer) == [ids(first), ids("<user> what <assistant> <think>")]
+    (thinking,) = tokenize_prompts(rows[:1], tokenizer, chat_template_kwargs={"thinking": True})
+    assert thinking == ids(first + " <think>")
+
+
+def test_a_rows_template_kwargs_win_over_the_runs(tokenizer):
+    row = {"prompt": ask("what"), "chat_template_kwargs": {"thinking": False}}
+    (got,) = tokenize_prompts([row], tokenizer, chat_template_kwargs={"thinking": True})
+    assert got == ids("<user> what <assistant>")
+
+
+def test_max_prompt_length_keeps_the_last_tokens(tokenizer):
+    rows = [{"prompt": "two plus two"}, {"prompt": "what"}, {"prompt": ask("what is two")}]
+    assert tokenize_prompts(rows, tokenizer, max_prompt_length=2) == [
+        ids("plus two"),
+        ids("<bos> what"),
+        ids("two <assistant>"),
+    ]
+    with pytest.raises(ValueError, match="max_prompt_length=0"):
+        tokenize_prompts(rows, tokenizer, max_prompt_length=0)
+
+
+def test_prompts_that_cannot_be_tokenized_are_refused(tokenizer):
+    for prompt in (3, None, [], ["text"], {"role": "user"}):
+        with pytest.raises(ValueError, match="A prompt is a string or a non-empty list of messages"):
+            tokenize_prompts([{"prompt": prompt}], tokenizer)
+    with pytest.raises(ValueError, match="other than text"):
+        tokenize_prompts([{"prompt": ask([{"type": "image", "image": "x.png"}])}], tokenizer)
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenize_prompts([{"prompt": ask("what")}], bare)
+    bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    with pytest.raises(ValueError, match="has no tokens"):
+        tokenize_prompts([{"prompt": ""}], bare)
+
+
+def test_completions_take_the_form_of_their_prompts(tokenizer):
+    completions = [ids("four <eos>"), ids("<bos> two")]
+    assert decode_completions(completions, ["what", ask("what")], tokenizer) == [
+        "four",
+        [{"role": "assistant", "content": "two"}],
+    ]
+
+
+def test_context_length_error_shows_the_arithmetic():
+    check_context_length(100, 28, 128)
+    with pytest.raises(ValueError, match=r"101 tokens \+ max_completion_length=28 = 129 .* 128.*at most 100"):
+        check_context_length(101, 28, 128)
+    with pytest.raises(ValueError, match=r"Lower max_completion_length\.$"):
+        check_context_length(1, 128, 128)
+
+
+@pytest.mark.parametrize("as_stream", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"question": ["a"], "answer": ["b"]}, "no column 'prompt'; it has 'question', 'answer'"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": ["a"], "image": ["b"]}, "'image', but only text"),
+        ({"prompt": ["a"], "images": [["b"]]}, "'images', but only text"),
+        ({"prompt": ["a"], "completions": ["b"]}, "'completions' has the name of an argument"),
+        ({"prompt": [1]}, "A prompt is a string"),
+    ],
+)
+def test_datasets_that_cannot_be_trained_on_are_refused(columns, message, as_stream):
+    dataset = datasets.Dataset.from_dict(columns)
+    if as_stream:
+        rows = dataset.to_list()
+        dataset = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    with pytest.raises(ValueError, match=message):
+        validate_columns(dataset)
+
+
+def test_good_datasets_pass():
+    validate_columns(datasets.Dataset.from_list(ROWS))
+    validate_columns(datasets.Dataset.from_list([{"prompt": ask("what"), "completion": "x"}]))
+
+
+# --- sampler -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_rows=st.integers(4, 20),
+    num_prompts=st.integers(1, 4),
+    num_taken=st.integers(0, 25),
+    stream=st.booleans(),
+    shuffle=st.booleans(),
+    unused=st.booleans(),
+)
+def test_resuming_continues_where_the_run_stopped(num_rows, num_prompts, num_taken, stream, shuffle, unused):
+    dataset = datasets.Dataset.from_dict({"prompt": [str(i) for i in range(num_rows)]})
+    dataset = dataset.to_iterable_dataset() if stream else dataset
+    uninterrupted = list(islice(PromptBatches(dataset, num_prompts, shuffle=shuffle), num_taken + 5))
+    stopped = PromptBatches(dataset, num_prompts, shuffle=shuffle)
+    taken = list(islice(stopped, num_taken))
+    if unused and taken:  # the last batch was drawn, but not trained on
+        state, num_used = stopped.state_dict(taken[-1]), num_taken - 1
+    else:
+        state, num_used = stopped.state_dict(), num_taken
+    resumed = PromptBatches(dataset, num_prompts, shuffle=shuffle)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert list(islice(resumed, 5)) == uninterrupted[num_used : num_used + 5]
+    rewound = stopped
+    rewound.load_state_dict(state)
+    assert next(rewound) == uninterrupted[num_used]
+
+
+def test_resuming_reads_no_prompt_that_was_used():
+    class Counting(list):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    reads = []
+    batches = PromptBatches(Counting({"prompt": i} for i in range(100)), 4)
+    batches.load_state_dict(batches.state_dict() | {"epoch": 7, "index": 3, "number": 178})
+    next(batches)
+    assert len(reads) == 4
+
+
+def test_keys_are_never_used_twice():
+    dataset = datasets.Dataset.from_dict({"prompt": list("abcdefg")})
+    batches = list(islice(PromptBatches(dataset, 3), 8))
+    keys = [key for batch in batches for key in batch.keys]
+    assert keys == list(range(24))
+    assert [(b.epoch, b.index, b.number) for b in batches[:4]] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
+
+
+def test_positions_in_another_order_are_refused():
+    dataset = datasets.Dataset.from_dict({"prompt": list("abcdefg")})
+    state = PromptBatches(dataset, 3, seed=1).state_dict()
+    for other in (
+        PromptBatches(dataset, 2, seed=1),
+        PromptBatches(dataset, 3, seed=2),
+        PromptBatches(dataset.select(range(5)), 3, seed=1),
+        PromptBatches(dataset, 3, seed=1, shuffle=False),
+    ):
+        with pytest.raises(ValueError, match="position in the data was taken with"):
+            other.load_state_dict(state)
+
+
+def test_a_stream_without_a_full_batch_is_refused_instead_of_read_for_ever():
+    stream = datasets.Dataset.from_dict({"prompt": ["a", "b"]}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="2 prompts, but a generation batch needs 3"):
+        next(PromptBatches(stream, 3))
+
+
+@given(num_prompts=st.integers(1, 9), num_generations=st.integers(1, 9), world_size=st.integers(1, 9))
+def test_rank_slices_are_equal_and_make_up_the_batch(num_prompts, num_generations, world_size):
+    if num_prompts * num_generations % world_size:
+        with pytest.raises(ValueError, match="cannot be divided"):
+            rank_slice(num_prompts, num_generations, 0, world_size)
+        return
+    parts = [rank_slice(num_prompts, num_generations, rank, world_size) for rank in range(world_size)]
+    flat = [[(p, member) for p, members in part for member in members] for part in parts]
+    assert {len(part) for part in flat} == {num_prompts * num_generations // world_size}
+    assert [*chain(*flat)] == [(p, member) for p in range(num_prompts) for member in range(num_generations)]
+    assert all(len(members) for part in parts for _, members in part)
+
+
+# --- loading -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path):
+    dataset = datasets.Dataset.from_list(ROWS)
+    dataset.to_json(tmp_path / "prompts.jsonl")
+    (tmp_path / "prompts.json").write_text(json.dumps(ROWS))
+    dataset.to_parquet(tmp_path / "prompts.parquet")
+    dataset.to_csv(tmp_path / "prompts.csv")
+    dataset.save_to_disk(tmp_path / "saved")
+    splits = datasets.DatasetDict({"train": dataset, "test": dataset.select([1])})
+    splits.save_to_disk(tmp_path / "saved_splits")
+    (tmp_path / "folder").mkdir()
+    dataset.to_json(tmp_path / "folder" / "train.jsonl")
+    dataset.select([1]).to_json(tmp_path / "folder" / "test.jsonl")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["prompts.jsonl", "prompts.json", "prompts.parquet", "prompts.csv", "folder"]
+)
+def test_load_files(files, name):
+    assert load_prompts(str(files / name), cache_dir=str(files / "cache")).to_list() == ROWS
+
+
+def test_load_splits(files):
+    for name in ("folder", "saved_splits"):
+        options = {"cache_dir": str(files / "cache")} if name == "folder" else {}
+        assert load_prompts(str(files / name), split="test", **options).to_list() == ROWS[1:]
+    assert load_prompts(str(files / "saved")).to_list() == ROWS
+    with pytest.raises(ValueError, match="no split 'dev'; it has 'train', 'test'"):
+        load_prompts(str(files / "saved_splits"), split="dev")
+    with pytest.raises(ValueError, match="takes no streaming"):
+        load_prompts(str(files / "saved"), streaming=True)
+
+
+def test_load_stream(files):
+    stream = load_prompts(str(files / "prompts.jsonl"), streaming=True)
+    assert isinstance(stream, datasets.IterableDataset)
+    assert list(stream) == ROWS
+
+
+def test_missing_files_name_the_nearest(files):
+    with pytest.raises(FileNotFoundError, match=r"prompt\.jsonl.*Did you mean .*prompts\.jsonl"):
+        load_prompts(str(files / "prompt.jsonl"))
+    with pytest.raises(FileNotFoundError, match="nowhere' does not exist either"):
+        load_prompts(str(files / "nowhere" / "prompts.jsonl"))
+
+
+def test_unreadable_kinds_are_refused(files):
+    (files / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match=r"notes\.txt.*\.jsonl, \.json"):
+        load_prompts(str(files / "notes.txt"))
+    (files / "folder" / "more.csv").write_text("prompt\nhello\n")
+    with pytest.raises(ValueError, match=r"\.csv, \.jsonl files mixed"):
+        load_prompts(str(files / "folder"))
+    (files / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds none"):
+        load_prompts(str(files / "empty"))
+
+
+def test_generated_task_is_the_same_each_time_and_takes_its_parameters():
+    dataset = load_prompts("reasoning_gym:chain_sum", size=5, min_terms=2, max_terms=2)
+    assert dataset.column_names == ["prompt", "entry"]
+    task = reasoning_gym.create_dataset("chain_sum", seed=42, size=5, min_terms=2, max_terms=2)
+    assert list(dataset["prompt"]) == [problem["question"] for problem in task]
+    again = load_prompts("reasoning_gym:chain_sum", size=5, min_terms=2, max_terms=2)
+    assert again.to_list() == dataset.to_list()
+    other = load_prompts("reasoning_gym:chain_sum", size=5, seed=1, min_terms=2, max_terms=2)
+    assert other["prompt"] != dataset["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("reasoning_gym:chain_sums", {}, "no task 'chain_sums'. Did you mean 'chain_sum'"),
+        ("reasoning_gym:chain_sum", {"terms": 3}, "no parameter 'terms'; it has .*max_terms"),
+        ("reasoning_gym:chain_sum", {"min_terms": 3, "max_terms": 2}, "refuses its parameters"),
+        ("reasoning_gym:chain_sum", {"split": "test"}, "neither configurations nor splits"),
+    ],
+)
+def test_generated_task_errors(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(name, **options)
+
+
+def test_generated_tasks_need_one_hash_seed_for_all_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ValueError, match="PYTHONHASHSEED=0"):
+        load_prompts("reasoning_gym:chain_sum", size=1)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert len(load_prompts("reasoning_gym:chain_sum", size=1)) == 1
+
+
+def test_missing_package_names_the_extra(monkeypatch):
+    real_import = builtins.__import__
+
+    def no_reasoning_gym(name, *args, **kwargs):
+        if name == "reasoning_gym":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_reasoning_gym)
+    with pytest.raises(ImportError, match=r'pip install "colocate\[reasoning-gym\]"'):
+        load_prompts("reasoning_gym:chain_sum")

@@ -1,0 +1,507 @@
+import asyncio
+import builtins
+import functools
+import logging
+import math
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import reasoning_gym
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaForSequenceClassification
+
+from colocate import rewards
+from colocate.data.loading import load_prompts
+from colocate.rewards import get_reward_function, reasoning_gym_reward
+from colocate.rewards.base import RewardFunctions
+from colocate.rewards.errors import RewardError
+from colocate.rewards.models import RewardModel
+from colocate.rewards.reasoning_gym import encode_entry
+
+PROMPTS = ["what is two", "what is two", "what is four"]
+COMPLETIONS = ["two and no more", "it is four", "four it is"]
+IDS = [[1, 2], [3], [4, 5, 6]]
+
+
+def score(funcs, columns=None, state=None, **options):
+    functions = RewardFunctions(funcs, **options)
+    try:
+        return functions.score(PROMPTS, COMPLETIONS, IDS, columns or {}, state)
+    finally:
+        functions.close()
+
+
+def constant(values):
+    return lambda **kwargs: values
+
+
+# --- calling -----------------------------------------------------------------------------------------------
+
+
+def test_functions_receive_trls_arguments():
+    def reward(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **rest):
+        assert (prompts, completions, completion_ids) == (PROMPTS, COMPLETIONS, IDS)
+        assert (answer, trainer_state, rest) == (["a", "b", "c"], "the state", {})
+        return [1, 2, 3]
+
+    columns = {
+        "prompt": PROMPTS,
+        "completion": ["x"] * 3,
+        "completion_ids": [[]] * 3,
+        "answer": ["a", "b", "c"],
+    }
+    table = score(reward, columns, "the state")
+    assert table.rewards.tolist() == [[1.0], [2.0], [3.0]]
+    assert table.rewards.dtype == torch.float32
+
+
+def test_columns_follow_the_order_of_functions_whatever_their_kind():
+    async def slow(**kwargs):
+        await asyncio.sleep(0.01)
+        return [1, 2, 3]
+
+    class Judge:
+        async def __call__(self, **kwargs):
+            return [4, 5, 6]
+
+    def scaled(factor, completion_ids, **kwargs):
+        return [factor * len(ids) for ids in completion_ids]
+
+    async def scaled_async(factor, completion_ids, **kwargs):
+        return [factor * len(ids) for ids in completion_ids]
+
+    funcs = [
+        functools.partial(scaled, 10),
+        slow,
+        Judge(),
+        lambda **kwargs: slow(),  # a function that returns a coroutine
+        functools.partial(scaled_async, 100),
+        lambda **kwargs: [None, True, 0.5],
+    ]
+    functions = RewardFunctions(funcs)
+    table = functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
+    functions.close()
+    expected = [[20, 1, 4, 1, 200, math.nan], [10, 2, 5, 2, 100, 1], [30, 3, 6, 3, 300, 0.5]]
+    assert np.array_equal(table.rewards.numpy(), np.array(expected), equal_nan=True)
+    assert functions.names == ["scaled", "slow", "Judge", "lambda", "scaled_async", "lambda_2"]
+
+
+def test_async_functions_run_together_and_beside_the_sync_ones():
+    # Each waits for all the others: in sequence, none would ever finish.
+    barrier = threading.Barrier(3, timeout=10)
+
+    async def judge(**kwargs):
+        await asyncio.to_thread(barrier.wait)
+        return [0, 0, 0]
+
+    def sync(**kwargs):
+        barrier.wait()
+        return [1, 1, 1]
+
+    assert score([sync, judge, judge]).rewards.tolist() == [[1, 0, 0]] * 3
+
+
+def test_async_functions_keep_one_loop_and_run_inside_a_running_one():
+    loops = []
+
+    async def judge(**kwargs):
+        loops.append(asyncio.get_running_loop())
+        return [0, 0, 0]
+
+    async def notebook_cell():
+        functions = RewardFunctions(judge)
+        for _ in range(2):
+            functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
+        functions.close()
+        return asyncio.get_running_loop()
+
+    mine = asyncio.run(notebook_cell())
+    assert loops[0] is loops[1] is not mine
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, 0, 2),
+        np.array([1.0, 0.0, 2.0]),
+        torch.tensor([1.0, 0.0, 2.0]),
+        [True, np.False_, torch.tensor(2)],
+        [np.float32(1), np.int64(0), torch.tensor([2.0])],
+        (x for x in (1, 0, 2)),
+    ],
+)
+def test_numbers_of_any_kind_are_rewards(values):
+    assert score(constant(values)).rewards.tolist() == [[1.0], [0.0], [2.0]]
+
+
+# --- errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bad", [math.nan, math.inf, -math.inf, "1", b"1", [1], {}, torch.ones(2), 1j, 10**400, np.nan]
+)
+def test_a_reward_that_is_no_finite_number_is_refused_with_its_completion(bad):
+    def reward(**kwargs):
+        return [0, bad, 0]
+
+    with pytest.raises(RewardError, match=r"'reward' returned .* for completion 1 \('it is four' to .*two"):
+        score(reward)
+
+
+@pytest.mark.parametrize("values", [[], [1, 2], [1, 2, 3, 4]])
+def test_wrong_counts_are_refused(values):
+    with pytest.raises(RewardError, match=f"returned {len(values)} rewards, but 3 were expected"):
+        score(constant(values))
+
+
+@pytest.mark.parametrize("output", [None, 1.0, "abc", {"a": 1, "b": 2, "c": 3}, torch.tensor(1.0)])
+def test_outputs_that_are_no_list_are_refused(output):
+    with pytest.raises(RewardError, match="but a list of 3 rewards was expected"):
+        score(constant(output))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_exception_names_the_function_and_the_completion_at_hand(is_async):
+    def parse(completion):
+        return float(completion.split()[0])
+
+    def plain(completions, **kwargs):
+        return [0 if completion.startswith("two") else parse(completion) for completion in completions]
+
+    async def awaited(completions, **kwargs):
+        return plain(completions)
+
+    with pytest.raises(RewardError, match=r"raised ValueError: could not convert.*'it'") as caught:
+        score(awaited if is_async else plain)
+    assert ("'awaited'" if is_async else "'plain'") in str(caught.value)
+    assert "working on completion 1 ('it is four' to the prompt 'what is two')" in str(caught.value)
+    assert type(caught.value.__cause__) is ValueError
+
+
+def test_an_exception_without_a_completion_at_hand_blames_none():
+    def offline(completions, **kwargs):
+        first, second = completions[:2]  # both at hand: neither is to blame
+        raise ConnectionError(f"no route to the judge {len(first) + len(second)}")
+
+    with pytest.raises(RewardError, match="'offline' raised ConnectionError: no route") as caught:
+        score(offline)
+    assert "working on" not in str(caught.value)
+
+
+def test_a_function_without_kwargs_is_told_to_declare_them():
+    def reward(completions):
+        return [0, 0, 0]
+
+    with pytest.raises(RewardError, match=r"unexpected keyword argument[\s\S]*declare \*\*kwargs"):
+        score(reward)
+
+
+def test_a_failing_function_does_not_leave_the_async_ones_running():
+    cancelled = threading.Event()
+
+    async def judge(**kwargs):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def broken(**kwargs):
+        raise KeyError("solution")
+
+    functions = RewardFunctions([judge, broken])
+    with pytest.raises(RewardError, match="'broken' raised KeyError"):
+        functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
+    assert cancelled.wait(timeout=5)
+    functions.close()
+
+
+def test_memory_errors_reach_the_trainer():
+    def reward(**kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        score(reward)
+
+
+def test_wrong_numbers_of_weights_and_tokenizers_are_refused():
+    zero = constant([0, 0, 0])
+    assert RewardFunctions([zero, zero], reward_weights=[0.5, 2]).weights.tolist() == [0.5, 2.0]
+    assert RewardFunctions([zero, zero]).weights.tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="3 reward_weights for 2 reward functions"):
+        RewardFunctions([zero, zero], reward_weights=[1, 2, 3])
+    with pytest.raises(ValueError, match="1 reward_processing_classes for 2 reward functions"):
+        RewardFunctions([zero, zero], [None])
+    with pytest.raises(ValueError, match="No reward function"):
+        RewardFunctions([])
+    with pytest.raises(TypeError, match="a callable, a model or a model id; got 3"):
+        RewardFunctions([zero, 3])
+
+
+# --- None, and what functions log --------------------------------------------------------------------------
+
+
+def test_a_completion_that_no_function_rewards_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        table = score(
+            [constant([None, 1, None]), constant([None, None, 2])], {"answer": ["a", "b", "c"]}, "the state"
+        )
+    assert table.rewards.isnan().tolist() == [[True, True], [False, True], [True, False]]
+    assert "returned None for the following kwargs" in caplog.text
+    assert "two and no more" in caplog.text and "'answer': 'a'" in caplog.text
+    assert "the state" not in caplog.text
+
+
+def test_a_batch_that_no_function_rewards_is_warned_of_and_goes_on(caplog):
+    with caplog.at_level(logging.WARNING):
+        table = score(constant([None, None, None]))
+    assert table.rewards.isnan().all()
+    assert "(lambda) returned None for all 3 completions" in caplog.text
+
+
+def test_logged_columns_and_metrics_are_collected():
+    def first(log_extra, log_metric, **kwargs):
+        log_extra("seen", ["a", "b"])
+        log_extra("seen", ["c"])  # piece by piece
+        log_metric("accuracy", torch.tensor(0.5))
+        return [0, 0, 0]
+
+    async def second(log_extra, log_metric, **kwargs):
+        log_extra("seen", ["x", "y", "z"])
+        log_extra("other", [1, 2, 3])
+        log_metric("accuracy", 1)
+        log_metric("accuracy", 0)
+        return [0, 0, 0]
+
+    table = score([first, second])
+    assert table.extra_columns == {
+        "seen": ["a", "b", "c"],
+        "second/seen": ["x", "y", "z"],
+        "other": [1, 2, 3],
+    }
+    assert table.metrics == {"accuracy": [0.5, 1.0, 0.0]}
+
+
+def test_a_logged_column_of_another_length_is_refused():
+    def reward(log_extra, **kwargs):
+        log_extra("seen", ["a"])
+        return [0, 0, 0]
+
+    with pytest.raises(RewardError, match="'reward' logged 1 values in the column 'seen', but 3"):
+        score(reward)
+
+
+# --- reward models -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    words = [
+        "<pad>",
+        "<eos>",
+        "<user>",
+        "<assistant>",
+        *sorted({w for t in PROMPTS + COMPLETIONS for w in t.split()}),
+    ]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def reward_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=1,
+        max_position_embeddings=16,
+        name_or_path="org/tiny-reward",
+    )
+    return LlamaForSequenceClassification(config).double().train()
+
+
+def unpadded_rewards(model, tokenizer, texts):
+    """One forward pass per text, the logit of its last token: no padding, no batch."""
+    with torch.no_grad():
+        hidden = [
+            model.model(torch.tensor([tokenizer(t)["input_ids"]])).last_hidden_state[0, -1] for t in texts
+        ]
+        return [model.score(h).item() for h in hidden]
+
+
+def test_reward_models_score_prompt_and_completion(reward_model, tokenizer, monkeypatch):
+    monkeypatch.setattr(
+        "colocate.rewards.models.BATCH_SIZE", 2
+    )  # the order has to survive sorting and cutting
+    prompts = [p + " " for p in PROMPTS]
+    functions = RewardFunctions([constant([0, 0, 0]), reward_model], [None, tokenizer])
+    assert functions.names == ["lambda", "tiny-reward"]
+    assert functions.models == [reward_model]
+    assert not reward_model.training
+    table = functions.score(prompts, COMPLETIONS, IDS, {"answer": ["a"] * 3}, None)
+    texts = [p + c for p, c in zip(prompts, COMPLETIONS, strict=True)]
+    expected = unpadded_rewards(reward_model, tokenizer, texts)
+    assert table.rewards[:, 1].tolist() == pytest.approx(expected, rel=1e-6)
+    assert len(set(expected)) == 3
+
+
+def test_reward_models_read_conversations_through_the_chat_template(reward_model, tokenizer):
+    model = RewardModel(reward_model, tokenizer)
+    prompts = [[{"role": "user", "content": p}] for p in PROMPTS]
+    completions = [[{"role": "assistant", "content": c}] for c in COMPLETIONS]
+    texts = [f"<user> {p} <assistant> {c} " for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    expected = unpadded_rewards(reward_model, tokenizer, texts)
+    assert model(prompts=prompts, completions=completions) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_reward_model_can_be_given_by_its_directory(reward_model, tokenizer, tmp_path):
+    reward_model.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    functions = RewardFunctions(str(tmp_path / "judge"), model_init_kwargs={"dtype": torch.float64})
+    assert functions.names == ["judge"]
+    table = functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
+    texts = [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    assert table.rewards[:, 0].tolist() == pytest.approx(
+        unpadded_rewards(reward_model, tokenizer, texts), rel=1e-6
+    )
+
+
+def test_reward_models_without_padding_token_pad_with_the_end(reward_model, tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    RewardModel(reward_model, bare)
+    assert reward_model.config.pad_token_id == bare.pad_token_id == 1
+    neither = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="neither a padding nor an end token"):
+        RewardModel(reward_model, neither)
+
+
+def test_reward_models_that_cannot_score_are_refused(reward_model, tokenizer):
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=2,
+    )
+    with pytest.raises(ValueError, match="'BertForSequenceClassification' has 2 labels"):
+        RewardModel(BertForSequenceClassification(config), tokenizer)
+    with pytest.raises(ValueError, match="20 tokens together, but the reward model 'tiny-reward' reads 16"):
+        RewardModel(reward_model, tokenizer)(["two " * 10], ["four " * 10])
+
+
+# --- built in ----------------------------------------------------------------------------------------------
+
+
+def raw_entries():
+    # Tuples that a verifier compares with (arc_1d, rearc), keys that are numbers (graph_color), plain ones.
+    for task in ("chain_sum", "rearc", "graph_color", "countdown", "knights_knaves"):
+        dataset = reasoning_gym.create_dataset(task, seed=5, size=2)
+        yield from ((task, dataset, problem) for problem in dataset)
+
+
+def test_generated_tasks_are_scored_by_their_own_verifier():
+    for task, dataset, problem in raw_entries():
+        entry = encode_entry(task, {"seed": 5, "size": 2}, problem)
+        for answer in (str(problem["answer"]), f"{problem['answer']}0", "17", "no idea"):
+            expected = dataset.score_answer(answer, problem)
+            for text in (
+                answer,
+                f"<think> 4 </think>\n{answer}",
+                f"Hm. <answer>1</answer> <answer> {answer}</answer>",
+            ):
+                assert reasoning_gym_reward([text], [entry]) == [expected], (task, answer)
+                assert reasoning_gym_reward([[{"role": "assistant", "content": text}]], [entry]) == [expected]
+
+
+def test_the_verifier_knows_the_tasks_parameters_and_dataset_rows_suffice():
+    rows = load_prompts("reasoning_gym:chain_sum", size=3, min_terms=2, max_terms=2)
+    sums = [eval(prompt.split(":")[1].rstrip(" =")) for prompt in rows["prompt"]]
+    right = [f"<answer>{number}</answer>" for number in sums]
+    wrong = [f"<answer>{number + 1}</answer>" for number in sums]
+    assert reasoning_gym_reward(right, rows["entry"]) == [1.0] * 3
+    assert max(reasoning_gym_reward(wrong, rows["entry"])) < 1.0
+
+
+def test_an_answer_that_the_verifier_cannot_read_is_wrong():
+    rows = load_prompts("reasoning_gym:prime_factorization", size=1)
+    task = reasoning_gym.create_dataset("prime_factorization", seed=42, size=1)
+    with pytest.raises(ValueError):
+        task.score_answer("none at all", task[0])
+    assert reasoning_gym_reward(["none at all"], rows["entry"]) == [0.0]
+
+
+@pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
+def test_missing_math_verify_names_the_extra(monkeypatch, name):
+    real_import = builtins.__import__
+
+    def no_math_verify(module, *args, **kwargs):
+        if module == "math_verify":
+            raise ImportError(module)
+        return real_import(module, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_math_verify)
+    with pytest.raises(ImportError, match=r'pip install "colocate\[math\]"'):
+        getattr(rewards, name)(["</think> $3$"], ["3"])
+
+
+def test_rewards_with_parameters_check_them_and_can_be_pickled():
+    for make, message in (
+        (lambda: rewards.get_repetition_penalty_reward(max_penalty=0.5), "would reward repetition"),
+        (lambda: rewards.get_repetition_penalty_reward(ngram_size=0), "set 1 or more"),
+        (lambda: rewards.get_soft_overlong_punishment(10, -1), "set 0 or more"),
+        (lambda: rewards.get_cosine_scaled_reward(0), "set 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    ids = [[1, 1, 1, 1, 1, 1, 1, 1, 1]]
+    for reward in (rewards.get_repetition_penalty_reward(), rewards.get_soft_overlong_punishment(10, 2)):
+        assert pickle.loads(pickle.dumps(reward))(ids) == reward(ids) != [0.0]
+
+
+# --- by name -----------------------------------------------------------------------------------------------
+
+
+def test_reward_functions_are_found_by_name(tmp_path, monkeypatch):
+    assert get_reward_function("think_format_reward") is rewards.think_format_reward
+    assert (
+        get_reward_function("colocate.rewards.length.get_cosine_scaled_reward")
+        is rewards.get_cosine_scaled_reward
+    )
+    assert get_reward_function("get_soft_overlong_punishment")([[0] * 1152]) == [-0.5]  # 1280 - 256 / 2
+    source = "import json\ndef brevity(completions, **kwargs):\n    return [-len(c) for c in completions]\n"
+    (tmp_path / "json.py").write_text(source)
+    (tmp_path / "my_rewards.py").write_text(source)
+    assert get_reward_function(f"{tmp_path}/json.py:brevity")(["abc"]) == [-3]
+    assert __import__("json").loads("1") == 1
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path.parent))  # restores sys.path afterwards
+    assert get_reward_function("my_rewards.brevity")(["abc"]) == [-3]
+
+
+def test_unknown_names_name_the_nearest(tmp_path, monkeypatch):
+    (tmp_path / "scores.py").write_text("def brevity(completions, **kwargs): ...\nlimit = 3\n")
+    (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path.parent))
+    for name, error, message in (
+        ("acuracy_reward", ValueError, "Unknown .* Did you mean 'accuracy_reward'.* Built in are"),
+        ("scores.brevty", ValueError, "has no function 'brevty'. Did you mean 'brevity'"),
+        ("scores.py:brevty", ValueError, "has no function 'brevty'. Did you mean 'brevity'"),
+        ("scores.limit", ValueError, "cannot call, 'limit'"),
+        ("score.py:brevity", FileNotFoundError, r"No file 'score.py'. Did you mean 'scores.py'"),
+        ("nowhere.brevity", ValueError, "no module 'nowhere'"),
+        ("broken.reward", ModuleNotFoundError, "not_installed_anywhere"),
+    ):
+        with pytest.raises(error, match=message):
+            get_reward_function(name)
