@@ -1,0 +1,77 @@
+"""The coefficient of the entropy bonus: fixed, or raised while the policy's entropy is too low."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+class EntropyController:
+    """Decides how much entropy is rewarded. The loss gets −c·H with H the mean entropy per token in nats.
+
+    Fixed: c = `entropy_coef`. Adaptive ("Skywork Open Reasoner 1 Technical Report", arXiv 2505.22312):
+    after each optimizer step, c rises by `entropy_coef_delta` if H ≤ `entropy_target` and falls by as much
+    otherwise, within [`entropy_coef_min`, `entropy_coef_max`]; it is applied only while the last H was at
+    or below the target.
+
+    Raises:
+        ValueError: adaptive control with bounds that are out of order or exclude the initial coefficient,
+            or with a step that is not positive.
+    """
+
+    def __init__(
+        self,
+        entropy_coef: float = 0.0,
+        *,
+        use_adaptive_entropy: bool = False,
+        entropy_coef_min: float = 0.0,
+        entropy_coef_max: float = 1.0,
+        entropy_coef_delta: float = 0.005,
+        entropy_target: float = 0.2,
+    ) -> None:
+        if use_adaptive_entropy:
+            if not entropy_coef_min <= entropy_coef <= entropy_coef_max:
+                raise ValueError(
+                    f"entropy_coef={entropy_coef} is where adaptive control starts and must lie between "
+                    f"entropy_coef_min={entropy_coef_min} and entropy_coef_max={entropy_coef_max}."
+                )
+            if entropy_coef_delta <= 0:
+                raise ValueError(
+                    f"entropy_coef_delta={entropy_coef_delta} never moves the coefficient the right way: "
+                    "set it above 0, or use_adaptive_entropy=False for a fixed coefficient."
+                )
+        self.coef = entropy_coef
+        self._adaptive = use_adaptive_entropy
+        self._min = entropy_coef_min
+        self._max = entropy_coef_max
+        self._delta = entropy_coef_delta
+        self._target = entropy_target
+        # Nothing measured yet: adaptive control grants no bonus until the first optimizer step has been seen.
+        self._last_entropy = math.inf
+
+    @property
+    def applied_coef(self) -> float:
+        """The coefficient for the next optimizer step, to be set as `Objective.entropy_coef`."""
+        if self._adaptive and self._last_entropy > self._target:
+            return 0.0
+        return self.coef
+
+    def update(self, mean_entropy: float) -> None:
+        """Take note of an optimizer step's mean entropy per token, over all its micro-batches and ranks.
+
+        The mean is the metric `entropy_trained` of `Objective`. NaN (all tokens were masked) changes nothing.
+        """
+        if not self._adaptive or math.isnan(mean_entropy):
+            return
+        if mean_entropy <= self._target:
+            self.coef = min(self.coef + self._delta, self._max)
+        else:
+            self.coef = max(self.coef - self._delta, self._min)
+        self._last_entropy = mean_entropy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coef": self.coef, "last_entropy": self._last_entropy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.coef = state["coef"]
+        self._last_entropy = state["last_entropy"]

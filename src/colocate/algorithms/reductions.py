@@ -1,0 +1,23 @@
+"""Extremes over what counts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def masked_min(values: Tensor, mask: Tensor) -> Tensor:
+    """Scalar minimum of the values where `mask` is nonzero; NaN if there is none."""
+    return _or_nan(values.masked_fill(~mask.bool(), math.inf).amin(), mask)
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Scalar maximum of the values where `mask` is nonzero; NaN if there is none."""
+    return _or_nan(values.masked_fill(~mask.bool(), -math.inf).amax(), mask)
+
+
+def _or_nan(extreme: Tensor, mask: Tensor) -> Tensor:
+    # torch.where instead of a Python `if`: the host does not wait for the device.
+    return torch.where(mask.bool().any(), extreme, math.nan)
