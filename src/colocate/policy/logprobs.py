@@ -78,9 +78,10 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + chunk_size)
             logits = _logits(hidden[rows], head, temperature)
             log_z[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - log_z[rows]
-            probs = (logits - log_z[rows, None]).exp_()
-            entropies[rows] = log_z[rows] - torch.linalg.vecdot(probs, logits)
+            log_p = logits.sub_(log_z[rows, None])
+            logprobs[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
+            # Not log_z - sum(p * logits), a small difference of large numbers where the model is sure.
+            entropies[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropies)
         ctx.head, ctx.temperature, ctx.chunk_size = head, temperature, chunk_size
         ctx.set_materialize_grads(False)
@@ -89,6 +90,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
+        if grad_logprobs is None and grad_entropies is None:
+            return (None,) * 7
         hidden, weight, bias, targets, log_z, entropies = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         # The head's gradient is a sum over all tokens, so it is summed in fp32.
