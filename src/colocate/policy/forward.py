@@ -57,10 +57,10 @@ def hidden_states(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:
 
 def packed_hidden_states(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:
     """`hidden_states` with all sequences laid end to end in one row of tokens."""
-    backbone = causal_lm(model).base_model
-    assert backbone.config._attn_implementation == PACKED_ATTENTION, "call within training_attention"
+    lm = causal_lm(model)
+    assert lm.config._attn_implementation == PACKED_ATTENTION, "call within training_attention"
     tokens, layout = _pack_tokens(samples)
-    output = backbone(
+    output = lm.base_model(
         input_ids=tokens[None], position_ids=layout.position_ids[None], use_cache=False, packed=layout
     )
     return output.last_hidden_state[0, _predicting(samples)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,10 +72,10 @@ def cast_to_bf16(model: nn.Module) -> dict[str, Tensor]:
     return originals
 
 
-def _adapter_parameters(model: nn.Module):
+def _adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if hasattr(module, "base_layer"):
-            for name in module.adapter_layer_names:
+            for name in module.adapter_layer_names:  # type: ignore[union-attr]
                 yield from getattr(module, name).parameters()
 
 
@@ -102,7 +102,7 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
         )
     if peft_config.is_prompt_learning:
         raise ValueError(
-            f"{peft_config.peft_type.value} puts virtual tokens before the prompt, which the rollout engine "
+            f"{type(peft_config).__name__} puts virtual tokens before the prompt, which the rollout engine "
             "and the packed forward do not see. Use an adapter on weights, such as LoraConfig."
         )
     return get_peft_model(model, peft_config)
@@ -135,7 +135,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> No
     An embedding that is larger is fine: it is often rounded up for the hardware.
     """
     largest = max(tokenizer.get_vocab().values())
-    rows = causal_lm(model).get_input_embeddings().weight.shape[0]
+    rows = len(causal_lm(model).get_input_embeddings().weight)  # type: ignore[arg-type]
     if largest >= rows:
         raise ValueError(
             f"The tokenizer's largest token id is {largest}, but the model embeds ids 0 to {rows - 1} "

@@ -113,7 +113,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _grad_logits(logits, rows, targets, log_z, entropies, grad_logprobs, grad_entropies) -> Tensor:
+def _grad_logits(logits, rows, targets, log_z, entropies, grad_logprobs, grad_entropies):
     """d(logp_t)/dz_v = 1[v = t] - p_v;  d(H)/dz_v = -p_v (log p_v + H).  [n, V]"""
     log_p = logits - log_z[rows, None]
     grad = log_p.exp()
@@ -175,8 +175,7 @@ def check_output_head(model: torch.nn.Module) -> None:
     lm.eval()
     handle = lm.base_model.register_forward_hook(enlarge)
     try:
-        vocab_size = lm.get_input_embeddings().weight.shape[0]
-        ids = torch.arange(1, 9, device=head.weight.device)[None] % vocab_size
+        ids = torch.arange(1, 9, device=head.weight.device)[None] % len(head.weight)
         theirs = lm(input_ids=ids, use_cache=False).logits[0].float()
     finally:
         handle.remove()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class PolicyOptimizer:
             optimizer=self.optimizer,
             num_warmup_steps=args.get_warmup_steps(num_training_steps),
             num_training_steps=num_training_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
         )
         if "metrics" in inspect.signature(self.scheduler.step).parameters:
             raise ValueError(
@@ -166,7 +166,7 @@ def _make_masters(
     return masters
 
 
-def _move_gradient_to(master: nn.Parameter):
+def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     def move(parameter: Tensor) -> None:
         assert parameter.grad is not None, "called after a gradient was accumulated"
         if master.grad is None:

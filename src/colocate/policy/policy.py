@@ -152,16 +152,14 @@ class Policy:
             results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
         return [results[i] for i in range(len(samples))]
 
-    def _forward(
-        self, model: nn.Module, samples: list[Sample]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _forward(self, model: nn.Module, samples: list[Sample]) -> tuple[list[Tensor], list[Tensor]]:
         hidden = hidden_states(model, samples)
         targets = torch.cat([sample.completion_ids for sample in samples])
         logprobs, entropies = token_logprobs(
             hidden, targets, output_head(model), temperature=self._temperature, chunk_size=self._chunk_size
         )
         lengths = [len(sample.completion_ids) for sample in samples]
-        return logprobs.split(lengths), entropies.split(lengths)
+        return list(logprobs.split(lengths)), list(entropies.split(lengths))
 
     def _microbatches(self, samples: Sequence[Sample]) -> list[list[int]]:
         for number, sample in enumerate(samples):
