@@ -1,0 +1,170 @@
+"""A model and a tokenizer that are ready to be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from colocate.policy.forward import causal_lm
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    model: str | PreTrainedModel | PeftModel,
+    *,
+    bf16: bool,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel | PeftModel:
+    """A causal language model by Hub id or path, or the object given.
+
+    With `bf16` a model loads in its checkpoint's own precision, since `cast_to_bf16` keeps what is finer;
+    without, in `model_init_kwargs["dtype"]` or, as TRL does, float32.
+
+    Raises:
+        ValueError: an unknown dtype, or `model_init_kwargs` together with a model object.
+        TypeError: the object is no causal language model.
+    """
+    kwargs = dict(model_init_kwargs or {})
+    if not isinstance(model, str):
+        if kwargs:
+            raise ValueError(
+                f"model_init_kwargs={kwargs} cannot apply to a {type(model).__name__} that exists already. "
+                "Pass the model by name, or drop model_init_kwargs."
+            )
+        if getattr(causal_lm(model), "get_output_embeddings", lambda: None)() is None:
+            raise TypeError(
+                f"{type(model).__name__} is not a causal language model: it has no LM head. Load it with "
+                "AutoModelForCausalLM."
+            )
+        return model
+    dtype = kwargs.setdefault("dtype", "auto" if bf16 else "float32")
+    if not (dtype in (*DTYPES, "auto", None) or isinstance(dtype, torch.dtype)):
+        raise ValueError(
+            f"model_init_kwargs dtype={dtype!r}: use 'auto', a torch.dtype or one of {', '.join(DTYPES)}."
+        )
+    kwargs["dtype"] = DTYPES.get(dtype, dtype)
+    return AutoModelForCausalLM.from_pretrained(model, **kwargs)
+
+
+@torch.no_grad()
+def cast_to_bf16(model: nn.Module) -> dict[str, Tensor]:
+    """Make the parameters bf16, in place, and return the trainable ones in fp32 for the optimizer's masters.
+
+    The adapters of PEFT stay as they are: PEFT keeps them in fp32 over a bf16 model. So do quantized weights,
+    and buffers such as the rotary frequencies, which lose positions in bf16.
+    """
+    adapters = {id(p) for p in _adapter_parameters(model)}
+    originals = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in adapters or parameter.dtype not in (torch.float32, torch.float16):
+            continue
+        if parameter.requires_grad:
+            originals[name] = parameter.detach().float()
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return originals
+
+
+def _adapter_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if hasattr(module, "base_layer"):
+            for name in module.adapter_layer_names:  # type: ignore[union-attr]
+                yield from getattr(module, name).parameters()
+
+
+def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> PeftModel:
+    """Wrap the model in a new adapter and freeze the rest. Call it after `cast_to_bf16`.
+
+    Raises:
+        ImportError: PEFT is not installed.
+        TypeError: `peft_config` is no PEFT configuration.
+        ValueError: the model has an adapter already; the method puts virtual tokens before the prompt.
+    """
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("peft_config needs PEFT: pip install 'colocate[peft]'.") from error
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            f"peft_config must be a PeftConfig such as LoraConfig, not {type(peft_config).__name__}."
+        )
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "The model has an adapter already and peft_config asks for another. Drop peft_config to train "
+            "the one there is, or merge it first: model = model.merge_and_unload()."
+        )
+    if peft_config.is_prompt_learning:
+        raise ValueError(
+            f"{type(peft_config).__name__} puts virtual tokens before the prompt, which the rollout engine "
+            "and the packed forward do not see. Use an adapter on weights, such as LoraConfig."
+        )
+    return get_peft_model(model, peft_config)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """No dropout anywhere, attention's included, so that policy and rollout log-probabilities agree."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+def enable_gradient_checkpointing(
+    model: PreTrainedModel | PeftModel, kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Recompute activations in backward. Without re-entrant autograd, unless `kwargs` asks for it."""
+    options = {"use_reentrant": False, **(kwargs or {})}
+    causal_lm(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if options["use_reentrant"] and hasattr(model, "peft_config"):
+        # A re-entrant checkpoint passes gradients on only if an input needs one, which frozen embeddings do
+        # not give it.
+        causal_lm(model).enable_input_require_grads()
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
+    """Raises ValueError if the tokenizer can produce an id that the embedding has no row for.
+
+    An embedding that is larger is fine: it is often rounded up for the hardware.
+    """
+    largest = max(tokenizer.get_vocab().values())
+    rows = len(causal_lm(model).get_input_embeddings().weight)  # type: ignore[arg-type]
+    if largest >= rows:
+        raise ValueError(
+            f"The tokenizer's largest token id is {largest}, but the model embeds ids 0 to {rows - 1} "
+            f"({rows} rows). Use the tokenizer that belongs to the model, or call "
+            f"model.resize_token_embeddings({largest + 1}) first."
+        )
+
+
+def set_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> int:
+    """The pad token (EOS where the tokenizer has none), made the same for tokenizer and model.
+
+    Raises:
+        ValueError: the tokenizer has no EOS token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no EOS token, so no completion could end before max_completion_length. Set "
+            "tokenizer.eos_token to the token that ends an answer."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    lm = causal_lm(model)
+    lm.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    lm.generation_config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer.pad_token_id
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> tuple[int, ...]:
+    """Every id that ends a completion: the tokenizer's EOS and those the model declares (end of turn)."""
+    declared = causal_lm(model).generation_config.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *declared]))

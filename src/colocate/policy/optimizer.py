@@ -1,0 +1,218 @@
+"""The optimizer: fp32 master weights, moments and gradients over parameters that may be bf16.
+
+bf16 has 8 bits of mantissa: next to a weight of 0.02 the neighbouring values are 1.2e-4 apart, and an Adam
+step at learning rate 1e-6 moves it by 1e-6. Added to the bf16 weight it rounds to nothing, every time. So
+steps are summed in an fp32 copy and the bf16 parameters are that copy, rounded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import Trainer, TrainingArguments, get_scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyOptimizer:
+    """Any optimizer of transformers' `optim=` names, its schedule, and the fp32 state beside bf16 parameters.
+
+    Gradients of a bf16 parameter are moved into the master's fp32 `.grad` as soon as backward has made them,
+    so they add up over micro-batches in fp32 and no second set in bf16 outlives a layer's backward. An fp32
+    parameter is its own master.
+
+    Args:
+        model: its trainable parameters are optimized, with transformers' weight-decay groups.
+        args: read for `optim`, `learning_rate`, `weight_decay`, the Adam and `lr_scheduler_*` and warm-up
+            options.
+        num_training_steps: length of the schedule in optimizer steps.
+        original_weights: by parameter name, what the weights were before a cast to bf16
+            (`loading.cast_to_bf16`); they become the masters, so the cast loses nothing.
+        optimizers: the user's own (optimizer, scheduler), used as they are over the model's own parameters.
+
+    Raises:
+        ValueError: `optim` needs the model itself (layer-wise and factory optimizers); the schedule needs an
+            evaluation metric; the user's optimizer holds none of the model's trainable parameters; nothing is
+            trainable.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        num_training_steps: int,
+        *,
+        original_weights: Mapping[str, Tensor] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+    ) -> None:
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ValueError(
+                "The model has no trainable parameter: every requires_grad is False. An adapter loads frozen "
+                "unless PeftModel.from_pretrained(..., is_trainable=True)."
+            )
+        own_optimizer, own_scheduler = optimizers
+        self._parameters = trainable
+        self._masters: dict[str, nn.Parameter] = {}
+        if own_optimizer is None:
+            self._masters = _make_masters(trainable, original_weights or {})
+            self.optimizer = _build_optimizer(model, args, trainable | self._masters)
+        else:
+            self.optimizer = _checked(own_optimizer, trainable)
+        self._hooks = [
+            trainable[name].register_post_accumulate_grad_hook(_move_gradient_to(master))
+            for name, master in self._masters.items()
+        ]
+        self.scheduler = own_scheduler or get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=self.optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
+        )
+        if "metrics" in inspect.signature(self.scheduler.step).parameters:
+            raise ValueError(
+                f"{type(self.scheduler).__name__} follows an evaluation metric, but the schedule here "
+                "advances with every optimizer step. Choose another lr_scheduler_type."
+            )
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step, for the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """What the optimizer steps on: masters, and the parameters that are their own."""
+        return list((self._parameters | self._masters).values())
+
+    def gradients(self) -> list[Tensor]:
+        """The accumulated gradients, one per leaf; zeros where backward has not been.
+
+        Zeros rather than nothing, because a rank whose samples miss a parameter must still take part in its
+        reduction.
+        """
+        for leaf in self.leaves:
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+        return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of optimizer and schedule; the parameters change in place, in the storage that they
+        have."""
+        self.optimizer.step()
+        self.scheduler.step()
+        self._publish()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Free the gradients: their memory is the KV cache's during rollout."""
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to continue bit for bit: moments, schedule and masters by parameter name."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "masters": {name: master.detach() for name, master in self._masters.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict()` and set the parameters to the masters.
+
+        Raises:
+            ValueError: the state has masters for other parameters: precision or trainable parameters have
+                changed.
+        """
+        if state["masters"].keys() != self._masters.keys():
+            differing = sorted(state["masters"].keys() ^ self._masters.keys())
+            raise ValueError(
+                f"The saved optimizer has fp32 masters for {len(state['masters'])} parameters, this run for "
+                f"{len(self._masters)}; {len(differing)} differ, {differing[0]} for one. Resume with the "
+                "`bf16`, `peft_config` and `optimizers` of the run that saved it."
+            )
+        for name, master in self._masters.items():
+            master.copy_(state["masters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._masters:
+            # Copied into the parameter's own storage: the rollout engine reads it there.
+            torch._foreach_copy_(
+                [self._parameters[name] for name in self._masters], list(self._masters.values())
+            )
+
+
+def _make_masters(
+    trainable: Mapping[str, nn.Parameter], originals: Mapping[str, Tensor]
+) -> dict[str, nn.Parameter]:
+    masters = {}
+    for name, parameter in trainable.items():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            weights = originals.get(name, parameter.detach()).to(parameter.device, torch.float32)
+            masters[name] = nn.Parameter(weights)
+    return masters
+
+
+def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def move(parameter: Tensor) -> None:
+        assert parameter.grad is not None, "called after a gradient was accumulated"
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad += parameter.grad
+        parameter.grad = None
+
+    return move
+
+
+def _build_optimizer(
+    model: nn.Module, args: TrainingArguments, leaves: Mapping[str, nn.Parameter]
+) -> Optimizer:
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    is_plain = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
+    if not is_plain or {"params", "model", "optimizer_dict"} & kwargs.keys():
+        raise ValueError(
+            f"optim={str(args.optim)!r} steps on the model's own modules, which cannot be combined with fp32 "
+            "masters and gradients that are reduced before the step. Choose another, such as "
+            "'adamw_torch_fused'."
+        )
+    # Does not use the trainer it is a method of; asking it keeps the groups those of the installed
+    # transformers.
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    groups = [
+        {"params": [p for n, p in leaves.items() if n in decayed], "weight_decay": args.weight_decay},
+        {"params": [p for n, p in leaves.items() if n not in decayed], "weight_decay": 0.0},
+    ]
+    return optimizer_class([group for group in groups if group["params"]], **kwargs)
+
+
+def _checked(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> Optimizer:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in trainable.values()):
+        raise ValueError(
+            f"The {type(optimizer).__name__} in `optimizers` holds none of the {len(trainable)} trainable "
+            "parameters of the model. Build it over the very model object that is passed to the trainer."
+        )
+    low = [name for name, p in trainable.items() if p.dtype != torch.float32]
+    if low:
+        logger.warning(
+            "Your optimizer steps on %d %s parameters themselves: at small learning rates most of its "
+            "updates round to nothing. Set bf16=False, or choose the optimizer by `optim` to get fp32 "
+            "masters.",
+            len(low),
+            trainable[low[0]].dtype,
+        )
+    return optimizer

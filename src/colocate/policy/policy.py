@@ -1,0 +1,210 @@
+"""The model being trained, and one optimizer step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from colocate.algorithms.objective import LossBatch
+from colocate.data.packing import pack, pack_padded
+from colocate.policy.forward import hidden_states, runs_packed, training_attention
+from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
+from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
+from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.reference import Reference
+from colocate.reporting.metrics import Metrics
+from colocate.types import Sample
+
+LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
+"""(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)"""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    metrics: Metrics
+    """The objective's, and `loss`, `grad_norm` (before clipping), `learning_rate`, `skipped_updates`; of this
+    rank's samples, except for the gradient's."""
+    logprobs: list[Tensor]
+    """[C] per sample, before the step: the old log-probabilities of later passes over the same samples."""
+    skipped: bool
+    """The loss or the gradient of some rank was not finite, so nothing was changed."""
+
+
+class Policy:
+    """A causal language model with its optimizer, updated on scored samples.
+
+    Data parallelism does not wrap the model: `update` reduces the accumulated fp32 gradients once, when done.
+    DistributedDataParallel reduces in every backward, and packing gives each rank its own number of those.
+
+    Args:
+        model: on its device, in its precision, with its adapter.
+        temperature: divides the logits, as it did when the completions were sampled.
+        max_tokens_per_microbatch: prompt and completion tokens in one forward and backward. Bounds the
+            memory, does not change the gradient.
+        max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
+        reference: needed for `reference_logprobs` only.
+        logprob_chunk_size: tokens whose logits exist at a time.
+
+    Raises:
+        ValueError: temperature 0; the LM head does something unknown (`check_output_head`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: PolicyOptimizer,
+        *,
+        temperature: float,
+        max_tokens_per_microbatch: int,
+        max_grad_norm: float | None,
+        reference: Reference | None = None,
+        logprob_chunk_size: int = 1024,
+    ) -> None:
+        if temperature <= 0:
+            raise ValueError(
+                f"temperature={temperature}: log-probabilities of greedy sampling have no gradient."
+            )
+        check_output_head(model)
+        self.model = model
+        self.optimizer = optimizer
+        self.reference = reference
+        self.version = 0
+        """Grows by one with every step that changed the weights."""
+        self.num_skipped_updates = 0
+        self._temperature = temperature
+        self._max_tokens = max_tokens_per_microbatch
+        self._max_grad_norm = max_grad_norm
+        self._chunk_size = logprob_chunk_size
+
+    def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
+        """One optimizer step on `samples`, the micro-batches' losses added up.
+
+        All ranks must call it together; their gradients are averaged. If the loss or the gradient of any is
+        not finite, all skip the step: parameters, masters, moments and schedule stay as they are.
+        """
+        self.model.train()
+        self.optimizer.zero_grad()  # an update that ran out of memory leaves some behind
+        metrics = Metrics()
+        logprobs: dict[int, Tensor] = {}
+        loss = torch.zeros((), device=self._device)
+        for indices in self._microbatches(samples):
+            microbatch = [samples[i] for i in indices]
+            part, part_metrics, part_logprobs = self._accumulate(microbatch, objective)
+            loss += part
+            metrics.merge(part_metrics)
+            logprobs.update(zip(indices, part_logprobs, strict=True))
+        metrics.add_mean("loss", loss, 1)
+        metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
+        grad_norm = self._reduced_gradient_norm()
+        metrics.add_mean("grad_norm", grad_norm, 1)
+        skipped = any_rank(not bool(torch.isfinite(loss + grad_norm)), self._device)
+        metrics.add_mean("skipped_updates", float(skipped), 1)
+        if skipped:
+            self.optimizer.zero_grad()
+            self.num_skipped_updates += 1
+        else:
+            if self._max_grad_norm:
+                nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
+            self.optimizer.step()
+            self.version += 1
+        return UpdateResult(metrics, [logprobs[i] for i in range(len(samples))], skipped)
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
+        """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
+        return self._evaluate(self.model, samples)
+
+    @torch.no_grad()
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Log-probabilities [C] float32 of every completion under the reference.
+
+        Raises:
+            RuntimeError: the policy was made without one.
+        """
+        if self.reference is None:
+            raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
+        with self.reference.model() as model:
+            return [logprobs for logprobs, _ in self._evaluate(model, samples)]
+
+    def _accumulate(
+        self, samples: list[Sample], objective: LossFunction
+    ) -> tuple[Tensor, Metrics, list[Tensor]]:
+        """Forward and backward of one micro-batch; gradients stay in the optimizer's leaves."""
+        with training_attention(self.model):
+            logprobs, entropies = self._forward(self.model, samples)
+            policy_logprobs = pad_sequence(logprobs, batch_first=True)
+            loss, metrics = objective(
+                policy_logprobs, pad_sequence(entropies, batch_first=True), _loss_batch(samples)
+            )
+            loss.backward()
+        return loss.detach(), metrics, [x.detach() for x in logprobs]
+
+    def _evaluate(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
+        model.eval()
+        results: dict[int, tuple[Tensor, Tensor]] = {}
+        for indices in self._microbatches(samples):
+            with training_attention(model):
+                logprobs, entropies = self._forward(model, [samples[i] for i in indices])
+            results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
+        return [results[i] for i in range(len(samples))]
+
+    def _forward(self, model: nn.Module, samples: list[Sample]) -> tuple[list[Tensor], list[Tensor]]:
+        hidden = hidden_states(model, samples)
+        targets = torch.cat([sample.completion_ids for sample in samples])
+        logprobs, entropies = token_logprobs(
+            hidden, targets, output_head(model), temperature=self._temperature, chunk_size=self._chunk_size
+        )
+        lengths = [len(sample.completion_ids) for sample in samples]
+        return list(logprobs.split(lengths)), list(entropies.split(lengths))
+
+    def _microbatches(self, samples: Sequence[Sample]) -> list[list[int]]:
+        for number, sample in enumerate(samples):
+            if len(sample.prompt_ids) == 0 or len(sample.completion_ids) == 0:
+                raise ValueError(
+                    f"Sample {number} has {len(sample.prompt_ids)} prompt and {len(sample.completion_ids)} "
+                    "completion tokens; each needs at least one."
+                )
+        lengths = [sample.num_tokens for sample in samples]
+        return (pack if runs_packed(self.model) else pack_padded)(lengths, self._max_tokens)
+
+    def _reduced_gradient_norm(self) -> Tensor:
+        gradients = self.optimizer.gradients()
+        if is_distributed():
+            all_reduce_mean(gradients)
+        return nn.utils.get_total_norm(gradients).float()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def _loss_batch(samples: Sequence[Sample]) -> LossBatch:
+    device = samples[0].completion_ids.device
+
+    def scalars(name: str) -> Tensor:
+        return torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float32, device=device)
+
+    def padded(name: str) -> Tensor | None:
+        values = [getattr(sample, name) for sample in samples]
+        if all(value is None for value in values):
+            return None
+        if any(value is None for value in values):
+            raise ValueError(f"Some samples of an update have {name} and some have not; all or none must.")
+        return pad_sequence(values, batch_first=True)
+
+    mask = padded("completion_mask")
+    assert mask is not None, "every sample has a completion mask"
+    return LossBatch(
+        mask=mask,
+        advantages=scalars("advantage"),
+        loss_weights=scalars("loss_weight"),
+        entropy_weights=scalars("entropy_weight"),
+        old_logprobs=padded("old_logprobs"),
+        rollout_logprobs=padded("rollout_logprobs"),
+        reference_logprobs=padded("reference_logprobs"),
+        entropy_thresholds=None if samples[0].entropy_threshold is None else scalars("entropy_threshold"),
+    )

@@ -1,0 +1,93 @@
+"""The frozen policy that the KL penalty measures the distance to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import nn
+
+ADAPTER_NAME = "ref"
+"""TRL's name for the frozen copy of an adapter."""
+
+
+class Reference(Protocol):
+    def model(self) -> AbstractContextManager[nn.Module]:
+        """The reference model, valid while the context lasts."""
+        ...
+
+
+class FrozenCopy:
+    """A second set of weights, for full fine-tuning. Make it before the optimizer hooks into the policy."""
+
+    def __init__(self, policy_model: nn.Module) -> None:
+        self._model = copy.deepcopy(policy_model).requires_grad_(False).eval()
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        yield self._model
+
+    @torch.no_grad()
+    def sync(self, policy_model: nn.Module, mixup_alpha: float) -> None:
+        """Move towards the policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv
+        2404.09656)."""
+        for mine, theirs in zip(self._model.parameters(), policy_model.parameters(), strict=True):
+            mine.copy_(torch.lerp(mine.float(), theirs.float(), mixup_alpha))
+
+
+class AdapterOff:
+    """The base model under a new adapter: it was the policy before the adapter learned anything."""
+
+    def __init__(self, policy_model: nn.Module) -> None:
+        self._model = policy_model
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        with self._model.disable_adapter():  # type: ignore[operator]
+            yield self._model
+
+
+class FrozenAdapter:
+    """A copy of an adapter that was trained before, so that the reference is where this run starts."""
+
+    def __init__(self, policy_model: nn.Module) -> None:
+        self._model = policy_model
+        self._trained = policy_model.active_adapter
+        requires_grad = {name: p.requires_grad for name, p in policy_model.named_parameters()}
+        policy_model.add_adapter(ADAPTER_NAME, policy_model.peft_config[self._trained])  # type: ignore
+        with torch.no_grad():
+            for name, parameter in policy_model.named_parameters():
+                if f".{ADAPTER_NAME}." in name:
+                    source = name.replace(f".{ADAPTER_NAME}.", f".{self._trained}.")
+                    parameter.copy_(policy_model.get_parameter(source))
+                parameter.requires_grad_(requires_grad.get(name, False))
+
+    @contextmanager
+    def model(self) -> Iterator[nn.Module]:
+        # PEFT makes the adapter it switches to trainable; which parameters are is not its to decide here.
+        requires_grad = [(p, p.requires_grad) for p in self._model.parameters()]
+        self._model.set_adapter(ADAPTER_NAME)  # type: ignore[operator]
+        try:
+            yield self._model
+        finally:
+            self._model.set_adapter(self._trained)  # type: ignore[operator]
+            for parameter, flag in requires_grad:
+                parameter.requires_grad_(flag)
+
+
+def make_reference(
+    policy_model: nn.Module, *, has_new_adapter: bool = False
+) -> FrozenCopy | AdapterOff | FrozenAdapter:
+    """The reference that costs least memory: no copy for a new adapter, an adapter's for an old one, else a
+    model's.
+
+    Args:
+        has_new_adapter: the run itself added the adapter (`peft_config`), so the base model is the starting
+            policy.
+    """
+    if not hasattr(policy_model, "peft_config"):
+        return FrozenCopy(policy_model)
+    return AdapterOff(policy_model) if has_new_adapter else FrozenAdapter(policy_model)
