@@ -20,7 +20,9 @@ def check_requests(
     for prompt in prompts:
         length = len(prompt.token_ids)
         if length == 0:
-            raise ValueError(f"Prompt {prompt.key} is empty; a completion needs at least one token to start from.")
+            raise ValueError(
+                f"Prompt {prompt.key} is empty; a completion needs at least one token to start from."
+            )
         if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= vocab_size:
             raise ValueError(
                 f"Prompt {prompt.key} has token ids from {min(prompt.token_ids)} to {max(prompt.token_ids)}; "
@@ -30,8 +32,8 @@ def check_requests(
             raise ValueError(
                 f"Prompt {prompt.key} has {length} tokens; with max_tokens={sampling.max_tokens} that makes "
                 f"{length + sampling.max_tokens}, more than the engine's context of {max_len} tokens "
-                f"({max_len_reason}). Shorten the prompt to {max(max_len - sampling.max_tokens, 0)} tokens or lower "
-                "max_completion_length."
+                f"({max_len_reason}). Shorten the prompt to {max(max_len - sampling.max_tokens, 0)} tokens "
+                "or lower max_completion_length."
             )
 
 

@@ -60,8 +60,23 @@ def active_adapters(module: nn.Module) -> list[Adapter]:
     ]
 
 
+def prompt_learning_adapter(model: nn.Module) -> str | None:
+    """Describe a PEFT adapter that adds virtual tokens in the wrapper's own forward; None if there is none.
+
+    No rollout engine calls that forward, so such an adapter would be left out silently.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            return (
+                f"PEFT adapter {name!r} ({config.peft_type}) is prompt learning, which adds virtual tokens "
+                "in the wrapper's forward; no rollout engine reproduces that. Use LoRA instead."
+            )
+    return None
+
+
 def unsupported_adapters(base: nn.Module) -> str | None:
-    """Name the first PEFT feature in `base` that is more than LoRA on linear layers; None if there is none."""
+    """Name the first PEFT feature in `base` that is more than LoRA on linear layers; None if there is
+    none."""
     if "peft" not in sys.modules:  # no adapter without the library that makes them
         return None
     from peft.tuners.lora.layer import Linear as LoraLinear

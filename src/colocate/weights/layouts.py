@@ -1,7 +1,8 @@
 """Which architectures the native engine can run, and where it finds their weights.
 
-A `Layout` points at the modules of a Hugging Face model; it holds no tensor. Weights are resolved when a rollout
-starts, so a parameter that was moved, re-assigned or adapted in between is never read from an old place.
+A `Layout` points at the modules of a Hugging Face model; it holds no tensor. Weights are resolved when a
+rollout starts, so a parameter that was moved, re-assigned or adapted in between is never read from an old
+place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
-from colocate.weights.adapters import base_linear, unsupported_adapters
+from colocate.weights.adapters import base_linear, prompt_learning_adapter, unsupported_adapters
 
 ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
     LlamaForCausalLM: (LlamaAttention, LlamaMLP),
@@ -91,10 +92,11 @@ class Layout:
         return self.embed_tokens.weight.dtype
 
     def rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions 0 .. num_positions - 1, each [num_positions, D] in the model's dtype.
+        """Cosines and sines of positions 0 .. num_positions - 1, each [num_positions, D] in the model's
+        dtype.
 
-        They come from the model's own rotary module, so every scaling is the trainer's, bit for bit. A copy is
-        called because `dynamic` and `longrope` modules change their buffers in forward.
+        They come from the model's own rotary module, so every scaling is the trainer's, bit for bit. A copy
+        is called because `dynamic` and `longrope` modules change their buffers in forward.
         """
         rotary = copy.deepcopy(self.rotary_emb)
         positions = torch.arange(num_positions, device=self.device)[None]
@@ -110,7 +112,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def has_layout(model: nn.Module) -> bool:
     """Whether the native engine can run this model exactly."""
-    return _why_not(unwrap(model)) is None
+    return prompt_learning_adapter(model) is None and _why_not(unwrap(model)) is None
 
 
 def layout_for(model: nn.Module) -> Layout:
@@ -119,6 +121,8 @@ def layout_for(model: nn.Module) -> Layout:
     Raises:
         ValueError: the native engine cannot run the model exactly; says why and which engine to use.
     """
+    if (reason := prompt_learning_adapter(model)) is not None:
+        raise ValueError(reason)
     base: Any = unwrap(model)
     if (reason := _why_not(base)) is not None:
         _refuse(reason)
@@ -223,6 +227,6 @@ def _unexpected_modules(base: Any) -> str | None:
 def _refuse(reason: str) -> NoReturn:
     names = ", ".join(architecture.__name__ for architecture in ARCHITECTURES)
     raise ValueError(
-        f"The native engine cannot run this model: {reason}. It has layouts for {names}, with unquantised linear "
-        "layers and plain LoRA on them. Use the 'transformers' engine instead."
+        f"The native engine cannot run this model: {reason}. It has layouts for {names}, with unquantised "
+        "linear layers and plain LoRA on them. Use the 'transformers' engine instead."
     )

@@ -1,8 +1,8 @@
 """One storage for the trainer and the engine.
 
-q, k and v (and gate and up) read the same input, so one matrix product serves them if their weights lie one below
-the other. The module's parameters become row slices of that storage: an optimizer that updates them in place has
-updated what the engine reads, and nothing is ever copied from one to the other.
+q, k and v (and gate and up) read the same input, so one matrix product serves them if their weights lie one
+below the other. The module's parameters become row slices of that storage: an optimizer that updates them in
+place has updated what the engine reads, and nothing is ever copied from one to the other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from colocate.weights.layouts import layout_for
 def fuse_parameters(model: nn.Module) -> None:
     """Make q/k/v and gate/up weights and biases contiguous row slices of one [sum of rows, hidden] storage.
 
-    The `nn.Parameter` objects stay the same, so optimizers, hooks and `.grad` keep working; only `.data` moves. Done
-    again, it finds the storage fused and does nothing; after `model.to(...)`, which undoes it, it fuses anew. While it
-    runs, one fused block exists twice.
+    The `nn.Parameter` objects stay the same, so optimizers, hooks and `.grad` keep working; only `.data`
+    moves. Done again, it finds the storage fused and does nothing; after `model.to(...)`, which undoes it, it
+    fuses anew. While it runs, one fused block exists twice.
 
     Raises:
         ValueError: the model has no layout.
@@ -42,8 +42,8 @@ def fused_view(parts: Sequence[Tensor]) -> Tensor:
     """
     if not _is_fused(parts):
         raise RuntimeError(
-            "These parameters are not slices of one storage. Call colocate.weights.shared_views.fuse_parameters "
-            "after moving or re-assigning parameters."
+            "These parameters are not slices of one storage. Call "
+            "colocate.weights.shared_views.fuse_parameters after moving or re-assigning parameters."
         )
     first = parts[0].detach()
     rows = sum(part.shape[0] for part in parts)

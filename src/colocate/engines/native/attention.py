@@ -1,8 +1,8 @@
 """Attention over a paged KV cache, by PyTorch's scaled-dot-product attention.
 
 The three functions are the whole interface between the model runner and the kernels. Shapes: H query heads, K
-key-value heads, D head size; a cache is one layer's keys or values, [num_pages, page_size, K, D]; a block table lists
-the pages of a sequence in order.
+key-value heads, D head size; a cache is one layer's keys or values, [num_pages, page_size, K, D]; a block
+table lists the pages of a sequence in order.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def decode_attention(
 
     Args:
         q: [B, H, D].
-        block_tables: [B, at least the pages of the longest sequence]; entries past a sequence's pages may be any
-            valid page.
+        block_tables: [B, at least the pages of the longest sequence]; entries past a sequence's pages may be
+            any valid page.
         context_lens: [B], tokens of each sequence in the cache, the query's own included.
         max_context_len: the largest of them, known on the host.
         sliding_window: a query sees this many keys, itself included; None: all before it.

@@ -63,7 +63,8 @@ class DecodeBatch:
         width = max(len(sequence.pages) for sequence in sequences)
         tables = [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences]
         numbers = [(s.num_context - 1, len(s.token_ids), s.group.prompt.key, s.sample) for s in sequences]
-        # Rows are re-used: the rest of a table must name pages that exist in this rollout, which 0 always does.
+        # Rows are re-used: the rest of a table must name pages that exist in this rollout, which 0 always
+        # does.
         self.block_tables[rows] = 0
         self.block_tables[rows, :width] = torch.tensor(tables, device=device)
         columns = torch.tensor(numbers, device=device).unbind(1)

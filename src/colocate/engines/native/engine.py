@@ -26,17 +26,17 @@ FREE_MEMORY_FRACTION = 0.5
 class NativeEngine:
     """Generates with the parameters of `model`, which the trainer may update in place between rollouts.
 
-    The model's q/k/v and gate/up parameters become views of fused storage (see `fuse_parameters`); LoRA adapters of
-    PEFT are read where they are. A group's prompt is prefilled and stored once. With equal (seed, prompt key,
-    member) a completion is the same whatever else is in the batch, up to the rounding of differently shaped matrix
-    products.
+    The model's q/k/v and gate/up parameters become views of fused storage (see `fuse_parameters`); LoRA
+    adapters of PEFT are read where they are. A group's prompt is prefilled and stored once. With equal (seed,
+    prompt key, member) a completion is the same whatever else is in the batch, up to the rounding of
+    differently shaped matrix products.
 
     Args:
         model: a Hugging Face causal language model with a layout, or a PEFT model around one.
         max_num_seqs: sequences that decode at the same time.
         page_size: tokens per page of the KV cache.
-        kv_cache_tokens: size of the KV cache in tokens; it is then taken in `wake_up`. None: taken in `generate`, as
-            large as that rollout can use, up to half of the free memory.
+        kv_cache_tokens: size of the KV cache in tokens; it is then taken in `wake_up`. None: taken in
+            `generate`, as large as that rollout can use, up to half of the free memory.
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
 
     Raises:
@@ -59,8 +59,8 @@ class NativeEngine:
             raise ValueError(f"max_num_seqs={max_num_seqs} and page_size={page_size} must be at least 1.")
         if kv_cache_tokens is not None and kv_cache_tokens < page_size:
             raise ValueError(
-                f"kv_cache_tokens={kv_cache_tokens} is less than one page of {page_size} tokens. Raise it, or set it "
-                "to None to size the cache by the rollout."
+                f"kv_cache_tokens={kv_cache_tokens} is less than one page of {page_size} tokens. Raise it, "
+                "or set it to None to size the cache by the rollout."
             )
         if max_model_len is not None and max_model_len > layout.max_position:
             raise ValueError(
@@ -151,38 +151,45 @@ class NativeEngine:
         self._model = None
 
     def _size_cache(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        """Check that the cache can hold one sequence, and take memory for this rollout if its size is not given."""
+        """Check that the cache can hold one sequence, and take memory for this rollout if its size is not
+        given."""
         page_size, layout = self._page_size, self._layout
         # The last token drawn is never fed back: it needs no key and value.
         longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens - 1
         needed = pages_for(longest, page_size)
-        available = self._cache.num_pages
-        if self._kv_cache_tokens is None:
+        is_in_place = self._cache.is_on(layout.dtype, layout.device)
+        available = self._cache.num_pages if is_in_place else 0
+        if self._kv_cache_tokens is not None:
+            if not is_in_place:  # the model was converted or moved since wake_up
+                available = self._kv_cache_tokens // page_size
+                self._cache.allocate(available, layout.dtype, layout.device)
+        else:
             num_seqs = min(self._max_num_seqs, sum(len(prompt.samples) for prompt in prompts))
             # One more sequence's worth: the prompt kept for the members that still wait.
             wanted = needed * (num_seqs + 1)
             if wanted > available:
+                self._cache.free()
                 free_bytes = _free_memory_bytes(layout.device)
                 affordable = int(free_bytes * FREE_MEMORY_FRACTION) // self._cache.page_bytes(layout.dtype)
-                available = max(available, min(wanted, affordable))
-                if available >= needed:
-                    self._cache.allocate(available, layout.dtype, layout.device)
+                available = min(wanted, affordable)
+                self._cache.allocate(available, layout.dtype, layout.device)
         if available < needed:
-            remedy = (
-                f"Set kv_cache_tokens to at least {needed * page_size}"
-                if self._kv_cache_tokens is not None
-                else f"Only {FREE_MEMORY_FRACTION:.0%} of the free memory is used when kv_cache_tokens is not set; set it"
-            )
+            remedy = f"Set kv_cache_tokens to at least {needed * page_size}"
+            if self._kv_cache_tokens is None:
+                remedy += f" (not set, the cache takes at most {FREE_MEMORY_FRACTION:.0%} of the free memory)"
             raise ValueError(
-                f"One sequence of {longest} tokens (prompt + max_tokens - 1) needs ceil({longest} / {page_size}) = "
-                f"{needed} pages of KV cache and there are {available}. {remedy}, or lower max_completion_length."
+                f"One sequence of {longest} tokens (prompt + max_tokens - 1) needs ceil({longest} / "
+                f"{page_size}) = {needed} pages of KV cache and there are {available}. {remedy}, or lower "
+                "max_completion_length."
             )
 
 
 class _Rollout:
     """One `generate` call."""
 
-    def __init__(self, layout, cache: KVCache, max_num_seqs: int, prompts: Sequence[Prompt], sampling: SamplingParams):
+    def __init__(
+        self, layout, cache: KVCache, max_num_seqs: int, prompts: Sequence[Prompt], sampling: SamplingParams
+    ):
         self.cache = cache
         self.sampling = sampling
         self.pool = PagePool(cache.num_pages)
@@ -247,7 +254,10 @@ class _Rollout:
             batch.set_pages(*grown)
         rows = slice(0, batch.num_rows)
         logits = self.runner.decode(
-            batch.last_tokens[rows], batch.positions[rows], batch.block_tables[rows], scheduler.max_context_len
+            batch.last_tokens[rows],
+            batch.positions[rows],
+            batch.block_tables[rows],
+            scheduler.max_context_len,
         )
         batch.draw(rows, logits)
         scheduler.advance()

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class KVCache:
-    """One tensor [layers, 2, num_pages, page_size, K, D]; index 0 of the second dimension is keys, 1 values."""
+    """One tensor [layers, 2, num_pages, page_size, K, D]; index 0 of the second dimension is keys, 1
+    values."""
 
     def __init__(self, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int) -> None:
         self.num_layers = num_layers
@@ -22,6 +23,10 @@ class KVCache:
     def num_pages(self) -> int:
         """Pages there are storage for; 0 while freed."""
         return 0 if self._data is None else self._data.shape[2]
+
+    def is_on(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether there is storage, of this type and on this device."""
+        return self._data is not None and self._data.dtype == dtype and self._data.device == device
 
     def page_bytes(self, dtype: torch.dtype) -> int:
         """Size of one page over all layers."""

@@ -1,7 +1,7 @@
 """The model's forward pass for rollouts, on the trainer's own parameters.
 
-Numerically it follows transformers' modelling code operation by operation (norms in float32, rotary tables from the
-model's own module), without padding, without modules and without a graph.
+Numerically it follows transformers' modelling code operation by operation (norms in float32, rotary tables
+from the model's own module), without padding, without modules and without a graph.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from colocate.weights.layouts import LayerLayout, Layout
 from colocate.weights.shared_views import fused_view
 
 MAX_PREFILL_TOKENS = 8192
-"""Tokens packed into one prefill forward; bounds its activations. One longer prompt still goes in one piece."""
+"""Tokens packed into one prefill forward; bounds its activations. One longer prompt still goes in one
+piece."""
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Tokens to run through the model in one piece: a prompt, or what a preempted sequence has to recompute."""
+    """Tokens to run through the model in one piece: a prompt, or what a preempted sequence has to
+    recompute."""
 
     token_ids: Sequence[int]
     """The whole context, from its first token."""
@@ -40,7 +42,8 @@ class Prefill:
 
 
 class Projection:
-    """A linear layer, or several that read the same input, with their adapters: one product for all base weights."""
+    """A linear layer, or several that read the same input, with their adapters: one product for all base
+    weights."""
 
     def __init__(self, *modules: nn.Module) -> None:
         linears = [base_linear(module) for module in modules]
@@ -79,8 +82,8 @@ class LayerWeights:
 class ModelRunner:
     """Runs prefill and decode steps of one rollout against a KV cache.
 
-    It lives as long as a rollout: weights and adapters are looked up anew for each, and in between nothing keeps old
-    storage alive while the trainer moves parameters.
+    It lives as long as a rollout: weights and adapters are looked up anew for each, and in between nothing
+    keeps old storage alive while the trainer moves parameters.
     """
 
     def __init__(self, layout: Layout, cache: KVCache, max_len: int) -> None:
@@ -90,7 +93,8 @@ class ModelRunner:
         self._cos, self._sin = layout.rotary_table(max_len)
 
     def prefill(self, items: Sequence[Prefill]) -> Tensor:
-        """Fill the pages of every item. Returns the logits after each item's last token, [len(items), V] float32.
+        """Fill the pages of every item. Returns the logits after each item's last token, [len(items), V]
+        float32.
 
         Items are packed in order, so one may read pages that an earlier one fills.
         """
@@ -104,7 +108,9 @@ class ModelRunner:
         logits.append(self._prefill_chunk(chunk))
         return torch.cat(logits)
 
-    def decode(self, token_ids: Tensor, positions: Tensor, block_tables: Tensor, max_context_len: int) -> Tensor:
+    def decode(
+        self, token_ids: Tensor, positions: Tensor, block_tables: Tensor, max_context_len: int
+    ) -> Tensor:
         """One step for every sequence.
 
         Args:
@@ -156,7 +162,8 @@ class ModelRunner:
     def _forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attend: Callable[..., Tensor]
     ) -> Tensor:
-        """Hidden states after the last layer, [T, hidden]; writes the tokens' keys and values to the cache."""
+        """Hidden states after the last layer, [T, hidden]; writes the tokens' keys and values to the
+        cache."""
         layout = self.layout
         eps, num_heads, num_kv_heads = layout.rms_norm_eps, layout.num_heads, layout.num_kv_heads
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]

@@ -1,12 +1,14 @@
 """Drawing the next token, reproducibly, whatever else is in the batch.
 
-Noise comes from a counter-based generator (Philox-4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as
-1, 2, 3"), a pure function of (seed, prompt, member, position): no state that neighbours in the batch could advance.
+Noise comes from a counter-based generator (Philox-4x32-10, Salmon et al. 2011, "Parallel random numbers: as
+easy as 1, 2, 3"), a pure function of (seed, prompt, member, position): no state that neighbours in the batch
+could advance.
 
-Tokens come from the Gumbel-max trick: arg max (logit + Gumbel noise) is a draw from softmax(logits). It is applied in
-two levels, which is exact as well: the largest noisy logit of a block of tokens is itself Gumbel-distributed around
-the block's log-sum-exp, so one noise per block picks the block and one per token picks within it. That takes
-V / 256 + 256 noises instead of V, and a generator on the CPU costs far more than the logits do.
+Tokens come from the Gumbel-max trick: arg max (logit + Gumbel noise) is a draw from softmax(logits). It is
+applied in two levels, which is exact as well: the largest noisy logit of a block of tokens is itself
+Gumbel-distributed around the block's log-sum-exp, so one noise per block picks the block and one per token
+picks within it. That takes V / 256 + 256 noises instead of V, and a generator on the CPU costs far more than
+the logits do.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import Tensor
 from colocate.types import SamplingParams
 
 BLOCK_SIZE = 256
-"""Tokens per block of the two-level draw. Part of the definition of a completion: changing it changes all draws."""
+"""Tokens per block of the two-level draw. Part of the definition of a completion: changing it changes all
+draws."""
 
 _WORD = 0xFFFFFFFF
 
@@ -55,9 +58,7 @@ class Sampler:
             total = logits.logsumexp(dim=-1)
         else:
             num_blocks = -(-logits.shape[1] // BLOCK_SIZE)
-            noise = gumbel_noise(
-                self.sampling.seed, prompt_keys, samples, positions, num_blocks=num_blocks
-            )
+            noise = gumbel_noise(self.sampling.seed, prompt_keys, samples, positions, num_blocks=num_blocks)
             tokens, total = _draw(logits, *noise)
         return tokens, logits.gather(1, tokens[:, None])[:, 0] - total
 
@@ -65,8 +66,9 @@ class Sampler:
 def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None) -> Tensor:
     """The logits of the distribution to draw from, [B, V]; tokens that are filtered out become -inf.
 
-    The order and the meaning of each step are those of transformers' `generate`: repetition penalty, temperature,
-    top-k, top-p, min-p; greedy decoding (temperature 0) takes the penalty alone. Ties at the k-th logit are kept.
+    The order and the meaning of each step are those of transformers' `generate`: repetition penalty,
+    temperature, top-k, top-p, min-p; greedy decoding (temperature 0) takes the penalty alone. Ties at the
+    k-th logit are kept.
     """
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "a repetition penalty needs the tokens seen so far"
@@ -81,7 +83,8 @@ def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1)
-        # Ascending: drop the tail whose probabilities together stay within 1 - p, never the most likely token.
+        # Ascending: drop the tail whose probabilities together stay within 1 - p, never the most likely
+        # token.
         drop = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         drop[:, -1] = False
         logits = logits.masked_fill(drop.scatter(1, order, drop), -torch.inf)
@@ -111,30 +114,30 @@ def _draw(logits: Tensor, block_noise: Tensor, token_noise: Tensor) -> tuple[Ten
 def gumbel_noise(
     seed: int, prompt_keys: Tensor, samples: Tensor, positions: Tensor, *, num_blocks: int
 ) -> tuple[Tensor, Tensor]:
-    """Standard Gumbel noise for the blocks, [B, num_blocks], and for the tokens in any one block, [B, BLOCK_SIZE].
+    """Standard Gumbel noise for the blocks, [B, num_blocks], and for the tokens in any one block, [B,
+    BLOCK_SIZE].
 
-    Philox key: low and high word of the seed, the latter xor the high word of the prompt key. Counters: low word of
-    the prompt key, member, position, and column / 4, where columns 0 .. BLOCK_SIZE - 1 are the tokens of a block and
-    those from BLOCK_SIZE on are the blocks. Which block wins does not depend on the token noise, so all blocks can
-    share it.
+    Philox key: low and high word of the seed. Counters: low and high word of the prompt key, position, and
+    column / 4 + 2^16 * member. Columns 0 .. BLOCK_SIZE - 1 are the tokens of a block and those from
+    BLOCK_SIZE on are the blocks. Which block wins does not depend on the token noise, so all blocks can share
+    it.
     """
     device = prompt_keys.device
     num_columns = BLOCK_SIZE + num_blocks
     quads = torch.arange(-(-num_columns // 4), device=device)[None]
-    rows = prompt_keys[:, None], samples[:, None], positions[:, None]
-    key = seed & _WORD, ((seed >> 32) & _WORD) ^ ((rows[0] >> 32) & _WORD)
-    counters = (rows[0] & _WORD, rows[1] & _WORD, rows[2] & _WORD, quads)
-    words = philox(counters, key)
+    keys = prompt_keys[:, None]
+    counters = keys & _WORD, (keys >> 32) & _WORD, positions[:, None], quads + (samples[:, None] << 16)
+    words = philox(counters, (seed & _WORD, (seed >> 32) & _WORD))
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :num_columns]
-    # -log(1 - u) is exponential. Small u decide the upper tail of the Gumbel, and float32 is finest near 0: u goes
-    # down to 2^-33. At the other end 1 - u must not round to 0.
+    # -log(1 - u) is exponential. Small u decide the upper tail of the Gumbel, and float32 is finest near 0: u
+    # goes down to 2^-33. At the other end 1 - u must not round to 0.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     noise = uniform.neg_().log1p_().neg_().log_().neg_()
     return noise[:, BLOCK_SIZE:], noise[:, :BLOCK_SIZE]
 
 
 def philox(
-    counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int | Tensor, int | Tensor]
+    counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox-4x32-10: four random 32-bit words per counter. Words are non-negative int64 and broadcast."""
     c0, c1, c2, c3 = counters

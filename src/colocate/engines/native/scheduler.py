@@ -1,8 +1,8 @@
 """Which sequences run, and on which pages. Python only: no tensor is touched here.
 
-Groups wait in order. A group's prompt is prefilled once and its full pages are shared by all members; the last page, if
-the prompt ends inside it, is copied for each member but the last. When pages run out, the youngest running sequence
-gives its pages back and waits at the head of the queue with the tokens it has.
+Groups wait in order. A group's prompt is prefilled once and its full pages are shared by all members; the
+last page, if the prompt ends inside it, is copied for each member but the last. When pages run out, the
+youngest running sequence gives its pages back and waits at the head of the queue with the tokens it has.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Admission:
 class Scheduler:
     """Continuous batching over `max_num_seqs` rows and a pool of pages. Deterministic."""
 
-    def __init__(self, prompts: Iterable[Prompt], *, pool: PagePool, page_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, prompts: Iterable[Prompt], *, pool: PagePool, page_size: int, max_num_seqs: int
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
@@ -90,8 +92,8 @@ class Scheduler:
         self._waiting = deque(self.sequences)
         self._retained: list[Group] = []
         self._num_steps = 0
-        # Every running sequence grows by one token per step, so those that need a page at step t are the ones with
-        # the same (t + offset) modulo the page size: no need to look at all of them.
+        # Every running sequence grows by one token per step, so those that need a page at step t are the ones
+        # with the same (t + offset) modulo the page size: no need to look at all of them.
         self._by_phase: list[dict[Sequence, None]] = [{} for _ in range(page_size)]
         self._max_offset = 0
 
@@ -124,7 +126,8 @@ class Scheduler:
         return admission
 
     def make_room(self) -> list[Sequence]:
-        """Preempt until the coming step's pages are there. Returns the preempted sequences, rows still set."""
+        """Preempt until the coming step's pages are there. Returns the preempted sequences, rows still
+        set."""
         growing = self._by_phase[self._num_steps % self.page_size]
         preempted = []
         while len(growing) > self.pool.num_free:
@@ -141,7 +144,8 @@ class Scheduler:
         return preempted
 
     def grow(self) -> tuple[list[int], list[int], list[int]]:
-        """Give a page to each sequence whose coming token needs one: (rows, columns of the block table, pages)."""
+        """Give a page to each sequence whose coming token needs one: (rows, columns of the block table,
+        pages)."""
         growing = self._by_phase[self._num_steps % self.page_size]
         pages = self.pool.allocate(len(growing))
         for sequence, page in zip(growing, pages, strict=True):
@@ -168,7 +172,8 @@ class Scheduler:
         return start(sequence, admission, force)
 
     def _has_room(self, num_pages: int) -> bool:
-        # Every running sequence keeps a page in reserve, or the newcomer would be preempted within a few steps.
+        # Every running sequence keeps a page in reserve, or the newcomer would be preempted within a few
+        # steps.
         return self.pool.num_free - num_pages >= len(self.running)
 
     def _start_fresh(self, sequence: Sequence, admission: Admission, force: bool) -> bool:
