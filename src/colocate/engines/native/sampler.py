@@ -1,0 +1,151 @@
+"""Drawing the next token, reproducibly, whatever else is in the batch.
+
+Noise comes from a counter-based generator (Philox-4x32-10, Salmon et al. 2011, "Parallel random numbers: as
+easy as 1, 2, 3"), a pure function of (seed, prompt, member, position): no state that neighbours in the batch
+could advance.
+
+Tokens come from the Gumbel-max trick: arg max (logit + Gumbel noise) is a draw from softmax(logits). It is
+applied in two levels, which is exact as well: the largest noisy logit of a block of tokens is itself
+Gumbel-distributed around the block's log-sum-exp, so one noise per block picks the block and one per token
+picks within it. That takes V / 256 + 256 noises instead of V, and a generator on the CPU costs far more than
+the logits do.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colocate.types import SamplingParams
+
+BLOCK_SIZE = 256
+"""Tokens per block of the two-level draw. Part of the definition of a completion: changing it changes all
+draws."""
+
+_WORD = 0xFFFFFFFF
+
+
+class Sampler:
+    """Draws tokens for a batch of sequences with one set of sampling parameters."""
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self.sampling = sampling
+
+    @property
+    def needs_seen_tokens(self) -> bool:
+        return self.sampling.repetition_penalty != 1.0
+
+    def __call__(
+        self, logits: Tensor, prompt_keys: Tensor, samples: Tensor, positions: Tensor, seen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Draw one token per row.
+
+        Args:
+            logits: [B, V] float32.
+            prompt_keys: [B] int64, `Prompt.key`.
+            samples: [B] int64, the member's number in its group.
+            positions: [B] int64, number of completion tokens before this one.
+            seen: [B, V] bool, tokens of prompt and completion so far; needed with a repetition penalty.
+
+        Returns:
+            tokens [B] int64 and their log-probabilities [B] float32 under the distribution drawn from; greedy
+            decoding reports them at temperature 1.
+        """
+        logits = process_logits(logits, self.sampling, seen)
+        if self.sampling.temperature == 0:
+            tokens = logits.argmax(dim=-1)
+            total = logits.logsumexp(dim=-1)
+        else:
+            num_blocks = -(-logits.shape[1] // BLOCK_SIZE)
+            noise = gumbel_noise(self.sampling.seed, prompt_keys, samples, positions, num_blocks=num_blocks)
+            tokens, total = _draw(logits, *noise)
+        return tokens, logits.gather(1, tokens[:, None])[:, 0] - total
+
+
+def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None) -> Tensor:
+    """The logits of the distribution to draw from, [B, V]; tokens that are filtered out become -inf.
+
+    The order and the meaning of each step are those of transformers' `generate`: repetition penalty,
+    temperature, top-k, top-p, min-p; greedy decoding (temperature 0) takes the penalty alone. Ties at the
+    k-th logit are kept.
+    """
+    if sampling.repetition_penalty != 1.0:
+        assert seen is not None, "a repetition penalty needs the tokens seen so far"
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if sampling.temperature == 0:
+        return logits
+    if sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[1]:
+        smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, order = logits.sort(dim=-1)
+        # Ascending: drop the tail whose probabilities together stay within 1 - p, never the most likely
+        # token.
+        drop = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        drop[:, -1] = False
+        logits = logits.masked_fill(drop.scatter(1, order, drop), -torch.inf)
+    if sampling.min_p > 0:
+        # p < min_p * max p, in logs; the most likely token stays because min_p <= 1.
+        probabilities = logits.softmax(dim=-1)
+        smallest = sampling.min_p * probabilities.amax(dim=-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < smallest, -torch.inf)
+    return logits
+
+
+def _draw(logits: Tensor, block_noise: Tensor, token_noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Two-level Gumbel-max. Returns tokens [B] and log-sum-exp of the logits [B]."""
+    num_rows, vocab_size = logits.shape
+    num_blocks = block_noise.shape[1]
+    padding = num_blocks * BLOCK_SIZE - vocab_size
+    if padding:
+        logits = F.pad(logits, (0, padding), value=-torch.inf)
+    blocks = logits.view(num_rows, num_blocks, BLOCK_SIZE)
+    block_totals = blocks.logsumexp(dim=-1)
+    block = (block_totals + block_noise).argmax(dim=-1)
+    chosen = blocks[torch.arange(num_rows, device=logits.device), block]
+    tokens = block * BLOCK_SIZE + (chosen + token_noise).argmax(dim=-1)
+    return tokens, block_totals.logsumexp(dim=-1)
+
+
+def gumbel_noise(
+    seed: int, prompt_keys: Tensor, samples: Tensor, positions: Tensor, *, num_blocks: int
+) -> tuple[Tensor, Tensor]:
+    """Standard Gumbel noise for the blocks, [B, num_blocks], and for the tokens in any one block, [B,
+    BLOCK_SIZE].
+
+    Philox key: low and high word of the seed. Counters: low and high word of the prompt key, position, and
+    column / 4 + 2^16 * member. Columns 0 .. BLOCK_SIZE - 1 are the tokens of a block and those from
+    BLOCK_SIZE on are the blocks. Which block wins does not depend on the token noise, so all blocks can share
+    it.
+    """
+    device = prompt_keys.device
+    num_columns = BLOCK_SIZE + num_blocks
+    quads = torch.arange(-(-num_columns // 4), device=device)[None]
+    keys = prompt_keys[:, None]
+    counters = keys & _WORD, (keys >> 32) & _WORD, positions[:, None], quads + (samples[:, None] << 16)
+    words = philox(counters, (seed & _WORD, (seed >> 32) & _WORD))
+    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :num_columns]
+    # -log(1 - u) is exponential. Small u decide the upper tail of the Gumbel, and float32 is finest near 0: u
+    # goes down to 2^-33. At the other end 1 - u must not round to 0.
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    noise = uniform.neg_().log1p_().neg_().log_().neg_()
+    return noise[:, BLOCK_SIZE:], noise[:, :BLOCK_SIZE]
+
+
+def philox(
+    counters: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10: four random 32-bit words per counter. Words are non-negative int64 and broadcast."""
+    c0, c1, c2, c3 = counters
+    k0, k1 = key
+    for _ in range(10):
+        # The 64-bit product wraps in int64, but its bits are right: shift and mask give the unsigned words.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = ((product1 >> 32) & _WORD) ^ c1 ^ k0, ((product0 >> 32) & _WORD) ^ c3 ^ k1
+        c1, c3 = product1 & _WORD, product0 & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3

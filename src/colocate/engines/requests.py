@@ -1,0 +1,51 @@
+"""What every engine checks before it starts a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colocate.types import Prompt, SamplingParams
+
+
+def check_requests(
+    prompts: Sequence[Prompt], sampling: SamplingParams, *, max_len: int, max_len_reason: str, vocab_size: int
+) -> None:
+    """Refuse what cannot be generated, before any work is done.
+
+    Raises:
+        ValueError: an option out of its range, an empty prompt, a token outside the vocabulary, or
+            prompt + `max_tokens` beyond `max_len` tokens.
+    """
+    _check_sampling(sampling)
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        if length == 0:
+            raise ValueError(
+                f"Prompt {prompt.key} is empty; a completion needs at least one token to start from."
+            )
+        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= vocab_size:
+            raise ValueError(
+                f"Prompt {prompt.key} has token ids from {min(prompt.token_ids)} to {max(prompt.token_ids)}; "
+                f"the model's vocabulary has {vocab_size} tokens."
+            )
+        if length + sampling.max_tokens > max_len:
+            raise ValueError(
+                f"Prompt {prompt.key} has {length} tokens; with max_tokens={sampling.max_tokens} that makes "
+                f"{length + sampling.max_tokens}, more than the engine's context of {max_len} tokens "
+                f"({max_len_reason}). Shorten the prompt to {max(max_len - sampling.max_tokens, 0)} tokens "
+                "or lower max_completion_length."
+            )
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    checks = (
+        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "positive"),
+        ("temperature", sampling.temperature >= 0, "0 (greedy) or positive"),
+        ("top_k", sampling.top_k >= 0, "0 (keep all) or positive"),
+        ("top_p", 0 < sampling.top_p <= 1, "in (0, 1]"),
+        ("min_p", 0 <= sampling.min_p <= 1, "in [0, 1]"),
+    )
+    for name, is_valid, rule in checks:
+        if not is_valid:
+            raise ValueError(f"{name}={getattr(sampling, name)}, but it must be {rule}.")

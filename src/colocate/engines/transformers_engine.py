@@ -1,0 +1,196 @@
+"""Rollouts by `model.generate`, for architectures that the native engine has no layout for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor
+
+from colocate.engines.native.sampler import Sampler
+from colocate.engines.requests import check_requests
+from colocate.types import Completion, Prompt, SamplingParams
+from colocate.weights.adapters import prompt_learning_adapter
+from colocate.weights.layouts import unwrap
+
+
+class TransformersEngine:
+    """Generates with `model.generate` in left-padded batches. Any causal language model of transformers.
+
+    Tokens are drawn by the native engine's sampler inside a logits processor: nothing is taken from or left
+    in a global random state, one log-probability per token is kept instead of a step's logits, and equal
+    (seed, prompt key, member) draw with equal noise. The logits themselves depend a little on the padding,
+    hence on what else is in the batch, so a completion is reproducible only together with its batch.
+
+    Args:
+        model: a Hugging Face causal language model, or a PEFT model around one.
+        pad_token_id: fills the left of shorter prompts; it is masked out.
+        max_num_seqs: sequences per batch.
+
+    Raises:
+        ValueError: the PEFT method lives in the wrapper's `forward` (prompt learning).
+    """
+
+    shares_weights = True
+
+    def __init__(self, model: nn.Module, *, pad_token_id: int, max_num_seqs: int = 64) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1.")
+        if (reason := prompt_learning_adapter(model)) is not None:
+            raise ValueError(reason)
+        self.policy_version = 0
+        self._base: Any = unwrap(model)
+        self._pad_token_id = pad_token_id
+        self._max_num_seqs = max_num_seqs
+        self._is_awake = False
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Complete every prompt. See `RolloutEngine.generate`."""
+        if not self._is_awake or self._base is None:
+            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
+        max_len = getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
+        check_requests(
+            prompts,
+            sampling,
+            max_len=sys.maxsize if max_len is None else max_len,
+            max_len_reason=f"max_position_embeddings = {max_len}",
+            vocab_size=self._base.get_input_embeddings().num_embeddings,
+        )
+        requests = [(prompt, sample) for prompt in prompts for sample in prompt.samples]
+        completions: list[Completion] = []
+        with torch.no_grad(), _set_up_for_generation(self._base):
+            for start in range(0, len(requests), self._max_num_seqs):
+                completions += self._generate_batch(requests[start : start + self._max_num_seqs], sampling)
+        return completions
+
+    def sleep(self) -> None:
+        """Nothing to give back: the KV cache lives only inside `generate`."""
+        self._is_awake = False
+
+    def wake_up(self) -> None:
+        """Allow `generate`.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        if self._base is None:
+            raise RuntimeError("The engine is closed and cannot be used again.")
+        self._is_awake = True
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Note the version of the weights, which are in place already.
+
+        Raises:
+            ValueError: tensors were passed; they would have nowhere to go.
+        """
+        names = [name for name, _ in named_tensors]
+        if names:
+            raise ValueError(
+                f"The transformers engine reads the trainer's own parameters; it was sent {len(names)} "
+                f"tensors, {names[0]!r} first. Update the model's parameters in place instead."
+            )
+        self.policy_version = version
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.sleep()
+        self._base = None
+
+    def _generate_batch(
+        self, requests: Sequence[tuple[Prompt, int]], sampling: SamplingParams
+    ) -> list[Completion]:
+        device = self._base.get_input_embeddings().weight.device
+        width = max(len(prompt.token_ids) for prompt, _ in requests)
+        input_ids = torch.full((len(requests), width), self._pad_token_id, device=device)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, (prompt, _) in enumerate(requests):
+            input_ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids, device=device)
+            attention_mask[row, width - len(prompt.token_ids) :] = 1
+        draw = _DrawTokens(Sampler(sampling), requests, width)
+        sequences = self._base.generate(
+            input_ids,
+            attention_mask=attention_mask,
+            logits_processor=[draw],
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=sampling.max_tokens,
+                eos_token_id=list(sampling.stop_token_ids) or None,
+                pad_token_id=self._pad_token_id,
+                use_cache=True,
+            ),
+        )
+        token_ids = sequences[:, width:].tolist()
+        logprobs = torch.stack(draw.logprobs, dim=1).tolist()
+        stop_token_ids = set(sampling.stop_token_ids)
+        completions = []
+        for tokens, values in zip(token_ids, logprobs, strict=True):
+            stops = (i for i, token in enumerate(tokens) if token in stop_token_ids)
+            stop = next(stops, None)
+            length = len(tokens) if stop is None else stop + 1
+            completions.append(
+                Completion(
+                    token_ids=tuple(tokens[:length]),
+                    logprobs=tuple(values[:length]),
+                    finish_reason="length" if stop is None else "stop",
+                    policy_version=self.policy_version,
+                )
+            )
+        return completions
+
+
+class _DrawTokens(LogitsProcessor):
+    """Draws the next tokens itself and leaves `generate` no choice but to take them."""
+
+    def __init__(self, sampler: Sampler, requests: Sequence[tuple[Prompt, int]], width: int) -> None:
+        self.logprobs: list[Tensor] = []
+        self._sampler = sampler
+        self._requests = requests
+        self._width = width
+        self._seen: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        keys = torch.tensor([prompt.key for prompt, _ in self._requests], device=scores.device)
+        samples = torch.tensor([sample for _, sample in self._requests], device=scores.device)
+        positions = torch.full_like(keys, input_ids.shape[1] - self._width)
+        if self._sampler.needs_seen_tokens:
+            self._note_seen_tokens(input_ids, scores)
+        tokens, logprobs = self._sampler(scores.float(), keys, samples, positions, self._seen)
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
+    def _note_seen_tokens(self, input_ids: Tensor, scores: Tensor) -> None:
+        if self._seen is None:
+            # From the prompts, not from input_ids: padding has not been seen.
+            self._seen = torch.zeros_like(scores, dtype=torch.bool)
+            for row, (prompt, _) in enumerate(self._requests):
+                self._seen[row, torch.tensor(prompt.token_ids, device=scores.device)] = True
+        else:
+            self._seen.scatter_(1, input_ids[:, -1:], True)
+
+
+@contextmanager
+def _set_up_for_generation(base: Any) -> Iterator[None]:
+    """Evaluation mode, an attention with a KV cache and neutral generation defaults, all put back afterwards.
+
+    The trainer's attention may be one for packed sequences only, and a checkpoint's generation_config may
+    bring processors (Qwen ships a repetition penalty) that nobody asked for.
+    """
+    training = [module for module in base.modules() if module.training]
+    attention, generation_config = base.config._attn_implementation, base.generation_config
+    switches_attention = attention not in ("sdpa", "eager")
+    try:
+        base.eval()
+        base.generation_config = GenerationConfig()
+        if switches_attention:
+            base.set_attn_implementation("sdpa")
+        yield
+    finally:
+        if switches_attention:
+            base.set_attn_implementation(attention)
+        base.generation_config = generation_config
+        for module in training:
+            module.training = True

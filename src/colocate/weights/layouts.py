@@ -1,0 +1,232 @@
+"""Which architectures the native engine can run, and where it finds their weights.
+
+A `Layout` points at the modules of a Hugging Face model; it holds no tensor. Weights are resolved when a
+rollout starts, so a parameter that was moved, re-assigned or adapted in between is never read from an old
+place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
+
+from colocate.weights.adapters import base_linear, prompt_learning_adapter, unsupported_adapters
+
+ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
+    LlamaForCausalLM: (LlamaAttention, LlamaMLP),
+    MistralForCausalLM: (MistralAttention, MistralMLP),
+    Qwen2ForCausalLM: (Qwen2Attention, Qwen2MLP),
+    Qwen3ForCausalLM: (Qwen3Attention, Qwen3MLP),
+}
+"""Causal language model -> the attention and MLP classes whose forward the native engine reproduces."""
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """The modules of one decoder layer. Projections are `nn.Linear` or PEFT's LoRA around one."""
+
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    o: nn.Module
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+    input_norm: nn.Module
+    post_attention_norm: nn.Module
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    activation: Callable[[Tensor], Tensor]
+    sliding_window: int | None
+    """A query at position i sees the keys in (i - sliding_window, i]; None: all up to i."""
+
+    def fused_groups(self) -> Iterator[tuple[nn.Linear, ...]]:
+        """The projections that read the same input and are stored one below the other."""
+        yield base_linear(self.q), base_linear(self.k), base_linear(self.v)
+        yield base_linear(self.gate), base_linear(self.up)
+
+    def projections(self) -> tuple[nn.Module, ...]:
+        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A causal language model seen as a stack of decoder layers."""
+
+    architecture: str
+    embed_tokens: nn.Embedding
+    layers: tuple[LayerLayout, ...]
+    norm: nn.Module
+    lm_head: nn.Linear
+    rotary_emb: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    scaling: float
+    """Factor on the attention scores, 1 / sqrt(head_dim)."""
+    max_position: int
+    """Longest context whose rotary frequencies do not depend on the length of the sequence, in tokens."""
+    max_position_reason: str
+    """Where `max_position` comes from, for messages."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_tokens.weight.dtype
+
+    def rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions 0 .. num_positions - 1, each [num_positions, D] in the model's
+        dtype.
+
+        They come from the model's own rotary module, so every scaling is the trainer's, bit for bit. A copy
+        is called because `dynamic` and `longrope` modules change their buffers in forward.
+        """
+        rotary = copy.deepcopy(self.rotary_emb)
+        positions = torch.arange(num_positions, device=self.device)[None]
+        cos, sin = rotary(torch.empty(0, dtype=self.dtype, device=self.device), positions)
+        return cos[0], sin[0]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The Hugging Face model inside a PEFT wrapper, or the model itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if get_base_model is not None else model
+
+
+def has_layout(model: nn.Module) -> bool:
+    """Whether the native engine can run this model exactly."""
+    return prompt_learning_adapter(model) is None and _why_not(unwrap(model)) is None
+
+
+def layout_for(model: nn.Module) -> Layout:
+    """The layout of a model, which may be inside a PEFT wrapper.
+
+    Raises:
+        ValueError: the native engine cannot run the model exactly; says why and which engine to use.
+    """
+    if (reason := prompt_learning_adapter(model)) is not None:
+        raise ValueError(reason)
+    base: Any = unwrap(model)
+    if (reason := _why_not(base)) is not None:
+        _refuse(reason)
+    config = base.config
+    max_position, max_position_reason = _max_position(config)
+    attention = base.model.layers[0].self_attn
+    return Layout(
+        architecture=type(base).__name__,
+        embed_tokens=base.model.embed_tokens,
+        layers=tuple(_layer_layout(layer, config) for layer in base.model.layers),
+        norm=base.model.norm,
+        lm_head=base.lm_head,
+        rotary_emb=base.model.rotary_emb,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
+        vocab_size=base.lm_head.weight.shape[0],
+        rms_norm_eps=config.rms_norm_eps,
+        scaling=attention.scaling,
+        max_position=max_position,
+        max_position_reason=max_position_reason,
+    )
+
+
+def _layer_layout(layer: Any, config: Any) -> LayerLayout:
+    attention, mlp = layer.self_attn, layer.mlp
+    # Qwen chooses a window per layer and keeps it on the module; Mistral has one for all; Llama has none.
+    window = getattr(attention, "sliding_window", None)
+    if isinstance(attention, MistralAttention):
+        window = config.sliding_window
+    return LayerLayout(
+        q=attention.q_proj,
+        k=attention.k_proj,
+        v=attention.v_proj,
+        o=attention.o_proj,
+        gate=mlp.gate_proj,
+        up=mlp.up_proj,
+        down=mlp.down_proj,
+        input_norm=layer.input_layernorm,
+        post_attention_norm=layer.post_attention_layernorm,
+        q_norm=getattr(attention, "q_norm", None),
+        k_norm=getattr(attention, "k_norm", None),
+        activation=mlp.act_fn,
+        sliding_window=window,
+    )
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+
+
+def _max_position(config: Any) -> tuple[int, str]:
+    rope = _rope_parameters(config)
+    if rope["rope_type"] == "longrope":
+        # Beyond this length every frequency switches from the short to the long factors, also those of keys
+        # that are already cached: a cached decode and the trainer's forward would disagree.
+        original = rope["original_max_position_embeddings"]
+        return original, f"original_max_position_embeddings of 'longrope' = {original}"
+    # `dynamic` keeps the unscaled frequencies up to max_position_embeddings.
+    return config.max_position_embeddings, f"max_position_embeddings = {config.max_position_embeddings}"
+
+
+def _why_not(base: Any) -> str | None:
+    """Why the native engine cannot run this model exactly; None if it can."""
+    if type(base) not in ARCHITECTURES:
+        return f"{type(base).__name__} has no layout"
+    config, name = base.config, type(base).__name__
+    if getattr(config, "quantization_config", None) is not None:
+        return f"{name} is quantised"
+    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, option, None) is not None:
+            return f"{name} sets {option}={getattr(config, option)}"
+    rope = _rope_parameters(config)
+    if rope["rope_type"] not in ROPE_TYPES:
+        return f"RoPE type {rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"partial_rotary_factor={rope['partial_rotary_factor']} rotates only part of each head"
+    if unknown := set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
+        return f"layer types {sorted(unknown)} are unknown"
+    return unsupported_adapters(base) or _unexpected_modules(base)
+
+
+def _unexpected_modules(base: Any) -> str | None:
+    attention_class, mlp_class = ARCHITECTURES[type(base)]
+    for index, layer in enumerate(base.model.layers):
+        for module, expected in ((layer.self_attn, attention_class), (layer.mlp, mlp_class)):
+            if type(module) is not expected:
+                return f"layer {index} has {type(module).__name__} where {expected.__name__} is expected"
+        for projection in _layer_layout(layer, base.config).projections():
+            if type(base_linear(projection)) is not nn.Linear:
+                return f"layer {index} has a projection of type {type(base_linear(projection)).__name__}"
+    if type(base.lm_head) is not nn.Linear or base.lm_head.bias is not None:
+        return "lm_head is not a plain linear layer without bias"
+    if type(base.model.embed_tokens) is not nn.Embedding:
+        return f"embed_tokens is {type(base.model.embed_tokens).__name__}, not nn.Embedding"
+    devices = {parameter.device for parameter in base.parameters()}
+    if len(devices) > 1:
+        return f"the parameters are spread over {sorted(map(str, devices))}"
+    return None
+
+
+def _refuse(reason: str) -> NoReturn:
+    names = ", ".join(architecture.__name__ for architecture in ARCHITECTURES)
+    raise ValueError(
+        f"The native engine cannot run this model: {reason}. It has layouts for {names}, with unquantised "
+        "linear layers and plain LoRA on them. Use the 'transformers' engine instead."
+    )

@@ -1,0 +1,72 @@
+"""One storage for the trainer and the engine.
+
+q, k and v (and gate and up) read the same input, so one matrix product serves them if their weights lie one
+below the other. The module's parameters become row slices of that storage: an optimizer that updates them in
+place has updated what the engine reads, and nothing is ever copied from one to the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from colocate.weights.layouts import layout_for
+
+
+def fuse_parameters(model: nn.Module) -> None:
+    """Make q/k/v and gate/up weights and biases contiguous row slices of one [sum of rows, hidden] storage.
+
+    The `nn.Parameter` objects stay the same, so optimizers, hooks and `.grad` keep working; only `.data`
+    moves. Done again, it finds the storage fused and does nothing; after `model.to(...)`, which undoes it, it
+    fuses anew. While it runs, one fused block exists twice.
+
+    Raises:
+        ValueError: the model has no layout.
+    """
+    # Outside inference mode, whose tensors could not be trained.
+    with torch.inference_mode(False):
+        for layer in layout_for(model).layers:
+            for linears in layer.fused_groups():
+                _fuse([linear.weight for linear in linears])
+                if linears[0].bias is not None:
+                    _fuse([linear.bias for linear in linears])
+
+
+def fused_view(parts: Sequence[Tensor]) -> Tensor:
+    """The [sum of rows, ...] tensor of which `parts` are the consecutive row slices.
+
+    Raises:
+        RuntimeError: they are not (`fuse_parameters` was not called, or something re-assigned a parameter).
+    """
+    if not _is_fused(parts):
+        raise RuntimeError(
+            "These parameters are not slices of one storage. Call "
+            "colocate.weights.shared_views.fuse_parameters after moving or re-assigning parameters."
+        )
+    first = parts[0].detach()
+    rows = sum(part.shape[0] for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _is_fused(parts: Sequence[Tensor]) -> bool:
+    expected = parts[0].data_ptr()
+    storage = parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        same_storage = part.untyped_storage().data_ptr() == storage
+        if not (same_storage and part.is_contiguous() and part.data_ptr() == expected):
+            return False
+        expected += part.numel() * part.element_size()
+    return True
+
+
+def _fuse(parameters: Sequence[nn.Parameter]) -> None:
+    if _is_fused(parameters):
+        return
+    fused = torch.cat([parameter.detach() for parameter in parameters])
+    row = 0
+    for parameter in parameters:
+        parameter.data = fused[row : row + parameter.shape[0]]
+        row += parameter.shape[0]
+    assert _is_fused(parameters), "parameters do not share the fused storage after fusing"

@@ -1,0 +1,296 @@
+"""What `engines/base.py` promises, asked of every engine.
+
+A new engine joins by one entry in `ENGINES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_models import (
+    MAX_POSITION,
+    VOCAB_SIZE,
+    greedy_reference,
+    make_gpt2,
+    make_model,
+    make_prompts,
+    plain_logits,
+    token_logprobs,
+)
+
+from colocate.engines.base import RolloutEngine
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.sampler import process_logits
+from colocate.engines.transformers_engine import TransformersEngine
+from colocate.types import Completion, Prompt, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCase:
+    """How to make an engine, and the tolerance of its log-probabilities."""
+
+    make_model: Callable[[], Any]
+    make_engine: Callable[[Any], RolloutEngine]
+    logprob_atol: float = 1e-5
+
+
+ENGINES = {
+    "native": EngineCase(
+        lambda: make_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
+    ),
+    "transformers": EngineCase(
+        lambda: make_model("qwen3"), lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
+    ),
+    "transformers-gpt2": EngineCase(
+        make_gpt2, lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
+    ),
+}
+
+GREEDY = SamplingParams(max_tokens=9, temperature=0)
+
+
+@pytest.fixture(params=ENGINES)
+def case(request) -> EngineCase:
+    return ENGINES[request.param]
+
+
+@pytest.fixture
+def model(case):
+    return case.make_model()
+
+
+@pytest.fixture
+def asleep(case, model) -> RolloutEngine:
+    return case.make_engine(model)
+
+
+@pytest.fixture
+def engine(asleep) -> RolloutEngine:
+    asleep.wake_up()
+    return asleep
+
+
+def generate(
+    engine: RolloutEngine, lengths: list[int], num_generations: int = 1, **options
+) -> list[Completion]:
+    sampling = SamplingParams(**{"max_tokens": 9, **options})
+    return engine.generate(make_prompts(lengths, num_generations), sampling)
+
+
+def test_completions_come_prompt_by_prompt_in_sample_order(engine):
+    first, second, third = make_prompts([5, 2, 8])
+    sampling = SamplingParams(max_tokens=6)
+    alone = {
+        (prompt.key, sample): engine.generate(
+            [dataclasses.replace(prompt, samples=range(sample, sample + 1))], sampling
+        )[0]
+        for prompt in (first, second, third)
+        for sample in range(5)
+    }
+    together = engine.generate(
+        [
+            dataclasses.replace(first, samples=range(3, 5)),
+            dataclasses.replace(second, samples=range(0)),
+            dataclasses.replace(third, samples=range(3)),
+        ],
+        sampling,
+    )
+    expected = [(first.key, 3), (first.key, 4), *((third.key, sample) for sample in range(3))]
+    assert [c.token_ids for c in together] == [alone[request].token_ids for request in expected]
+
+
+def test_nothing_asked_nothing_made(engine):
+    assert engine.generate([], GREEDY) == []
+
+
+def test_greedy_is_model_generate(engine, model):
+    prompts = make_prompts([1, 7, 3, 12, 4, 4, 9], 2)
+    completions = engine.generate(prompts, GREEDY)
+    expected = [greedy_reference(model, p.token_ids, 9) for p in prompts for _ in p.samples]
+    assert [list(c.token_ids) for c in completions] == expected
+
+
+def test_greedy_with_repetition_penalty_is_model_generate(engine, model):
+    prompts = make_prompts([1, 7, 12])
+    sampling = SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.7)
+    completions = engine.generate(prompts, sampling)
+    expected = [greedy_reference(model, p.token_ids, 12, repetition_penalty=1.7) for p in prompts]
+    assert [list(c.token_ids) for c in completions] == expected
+    assert expected != [greedy_reference(model, p.token_ids, 12) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_logprobs_are_those_of_the_distribution_drawn_from(engine, model, case, options):
+    prompts = make_prompts([1, 6, 11], 2)
+    sampling = SamplingParams(max_tokens=10, seed=3, **options)
+    completions = engine.generate(prompts, sampling)
+    owners = [prompt for prompt in prompts for _ in prompt.samples]
+    for prompt, completion in zip(owners, completions, strict=True):
+        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
+        seen = torch.zeros(len(logits), VOCAB_SIZE, dtype=torch.bool)
+        for i in range(len(logits)):
+            seen[i, list(prompt.token_ids + completion.token_ids[:i])] = True
+        expected = token_logprobs(process_logits(logits, sampling, seen), completion.token_ids)
+        assert expected.isfinite().all()
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, atol=case.logprob_atol, rtol=1e-5
+        )
+
+
+def test_stop_token_ends_the_completion_and_is_part_of_it(engine):
+    free = generate(engine, [5, 5, 5], 4, max_tokens=12, seed=1)
+    stops = (free[0].token_ids[4], free[5].token_ids[2])
+    stopped = generate(engine, [5, 5, 5], 4, max_tokens=12, seed=1, stop_token_ids=stops)
+    assert {c.finish_reason for c in stopped} == {"stop", "length"}
+    for before, after in zip(free, stopped, strict=True):
+        hits = [i for i, token in enumerate(before.token_ids) if token in stops]
+        length = hits[0] + 1 if hits else 12
+        assert after.token_ids == before.token_ids[:length]
+        assert after.finish_reason == ("stop" if hits else "length")
+        assert after.logprobs is not None and len(after.logprobs) == length
+
+
+def test_stop_token_as_last_allowed_token_is_a_stop(engine):
+    (free,) = generate(engine, [5], max_tokens=4)
+    (stopped,) = generate(engine, [5], max_tokens=4, stop_token_ids=(free.token_ids[3],))
+    expected = free.token_ids.index(free.token_ids[3]) + 1
+    assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[:expected], "stop")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_max_tokens(engine, max_tokens):
+    completions = generate(engine, [3, 9], 3, max_tokens=max_tokens)
+    assert [len(c.token_ids) for c in completions] == [max_tokens] * 6
+    assert {c.finish_reason for c in completions} == {"length"}
+
+
+def test_same_seed_same_completions_other_seed_others(engine):
+    first = generate(engine, [4, 7], 3, seed=5)
+    assert generate(engine, [4, 7], 3, seed=5) == first
+    assert generate(engine, [4, 7], 3, seed=6) != first
+    assert len({c.token_ids for c in first[:3]}) == 3, "members of a group must differ"
+
+
+def test_key_decides_the_draw(engine):
+    (prompt,) = make_prompts([4])
+    sampling = SamplingParams(max_tokens=9)
+    keys = [prompt.key, prompt.key, prompt.key + 1, prompt.key + 2**32]
+    drawn = [engine.generate([dataclasses.replace(prompt, key=key)], sampling)[0].token_ids for key in keys]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
+
+
+def test_global_random_states_are_untouched(engine):
+    torch.manual_seed(0)
+    np.random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    generate(engine, [4, 7], 3)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+
+
+def test_starts_asleep_and_refuses(asleep):
+    with pytest.raises(RuntimeError, match=r"asleep.*wake_up"):
+        generate(asleep, [3])
+
+
+def test_sleep_and_wake_up_may_be_repeated(engine):
+    first = generate(engine, [3, 6], 2)
+    engine.wake_up()
+    assert generate(engine, [3, 6], 2) == first
+    engine.sleep()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        generate(engine, [3])
+    engine.wake_up()
+    assert generate(engine, [3, 6], 2) == first
+
+
+def test_closed_is_closed(engine):
+    engine.close()
+    with pytest.raises(RuntimeError):
+        generate(engine, [3])
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.wake_up()
+
+
+def test_policy_version_is_stamped(engine):
+    assert {c.policy_version for c in generate(engine, [3, 3])} == {0}
+    engine.update_weights([], version=7)
+    assert engine.policy_version == 7
+    assert {c.policy_version for c in generate(engine, [3, 3])} == {7}
+
+
+def test_weights_updated_in_place_are_used(engine, model):
+    assert engine.shares_weights
+    before = generate(engine, [6, 9], temperature=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1
+            )
+    engine.update_weights([], version=1)
+    after = generate(engine, [6, 9], temperature=0)
+    expected = [greedy_reference(model, p.token_ids, 9) for p in make_prompts([6, 9])]
+    assert [list(c.token_ids) for c in after] == expected
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+
+
+def test_tensors_sent_to_a_sharing_engine_are_refused(engine, model):
+    with pytest.raises(ValueError, match="trainer's own parameters"):
+        engine.update_weights(model.named_parameters(), version=1)
+
+
+def test_training_sees_no_side_effect(engine, model):
+    model.train()
+    model.lm_head.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    values = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    generate(engine, [3, 6], 2)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, values[name])
+        assert parameter.requires_grad == requires_grad[name]
+        assert parameter.grad is None and parameter.grad_fn is None
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ((), {}, "Prompt 5 is empty"),
+        ((1, VOCAB_SIZE), {}, f"to {VOCAB_SIZE}; .*vocabulary has {VOCAB_SIZE}"),
+        ((1, -1), {}, "from -1"),
+        ((1,) * 10, {"max_tokens": MAX_POSITION - 9}, f"10 tokens.*{MAX_POSITION + 1}.*{MAX_POSITION}"),
+        ((1,), {"max_tokens": 0}, "max_tokens=0"),
+        ((1,), {"temperature": -0.1}, "temperature=-0.1"),
+        ((1,), {"top_p": 0.0}, "top_p=0.0"),
+        ((1,), {"top_k": -1}, "top_k=-1"),
+        ((1,), {"min_p": 1.5}, "min_p=1.5"),
+        ((1,), {"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+    ],
+)
+def test_impossible_requests_are_refused_with_their_numbers(engine, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate([Prompt(prompt, key=5)], SamplingParams(**{"max_tokens": 4, **options}))
+
+
+def test_the_whole_context_can_be_used(engine):
+    (completion,) = generate(engine, [MAX_POSITION - 3], max_tokens=3)
+    assert len(completion.token_ids) == 3

@@ -1,0 +1,330 @@
+"""The native engine against `model.generate`, under pressure, and on weights that change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from engine_models import (
+    CONFIGS,
+    MAX_POSITION,
+    greedy_reference,
+    make_gpt2,
+    make_model,
+    make_prompts,
+    plain_logits,
+    token_logprobs,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.model_runner import ModelRunner
+from colocate.engines.native.pages import PagePool, pages_for
+from colocate.engines.native.scheduler import Scheduler
+from colocate.types import Prompt, SamplingParams
+from colocate.weights.layouts import has_layout, layout_for
+from colocate.weights.shared_views import fuse_parameters
+
+
+def awake(model, **options) -> NativeEngine:
+    engine = NativeEngine(model, **options)
+    engine.wake_up()
+    return engine
+
+
+def greedy(engine: NativeEngine, prompts: list[Prompt], max_tokens: int) -> list[list[int]]:
+    completions = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, temperature=0))
+    return [list(completion.token_ids) for completion in completions]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_is_model_generate_on_every_architecture(name):
+    # Up to 60 tokens: within the original context of the long-context scalings, past every sliding window.
+    model = make_model(name)
+    prompts = make_prompts([1, 29, 4, 8, 17], 2)
+    engine = awake(model, max_num_seqs=4, page_size=4)
+    completions = engine.generate(prompts, SamplingParams(max_tokens=31, temperature=0))
+    expected = {prompt.key: greedy_reference(model, prompt.token_ids, 31) for prompt in prompts}
+    owners = [prompt for prompt in prompts for _ in prompt.samples]
+    for prompt, completion in zip(owners, completions, strict=True):
+        assert list(completion.token_ids) == expected[prompt.key]
+        logprobs = token_logprobs(
+            plain_logits(model, prompt.token_ids, completion.token_ids), completion.token_ids
+        )
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama-yarn", "llama-linear", "llama-dynamic"])
+def test_scaled_rotary_embedding_matters_and_holds_over_the_whole_context(name):
+    model = make_model(name)
+    (prompt,) = make_prompts([MAX_POSITION - 20])
+    (completion,) = greedy(awake(model), [prompt], 20)
+    assert completion == greedy_reference(model, prompt.token_ids, 20)
+    if name != "llama-dynamic":  # which scales only beyond max_position_embeddings
+        plain = make_model(name, rope_parameters={"rope_theta": 1000.0, "rope_type": "default"})
+        assert completion != greedy_reference(plain, prompt.token_ids, 20)
+
+
+def test_bfloat16_follows_the_model():
+    model = make_model("qwen3").bfloat16()
+    prompts = make_prompts([6, 11], 3)
+    completions = awake(model, page_size=4).generate(prompts, SamplingParams(max_tokens=12))
+    owners = [prompt for prompt in prompts for _ in prompt.samples]
+    for prompt, completion in zip(owners, completions, strict=True):
+        expected = token_logprobs(
+            plain_logits(model, prompt.token_ids, completion.token_ids), completion.token_ids
+        )
+        # 8 bits of mantissa: logits of about 8 are rounded to 1/32.
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=0.25, rtol=0)
+
+
+class Pressure:
+    """Counts what the scheduler does."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.num_preempted = 0
+        self.num_prefilled_tokens = 0
+        self.min_free: dict[PagePool, int] = {}
+        make_room, prefill, allocate = Scheduler.make_room, ModelRunner.prefill, PagePool.allocate
+
+        def counted_make_room(scheduler):
+            preempted = make_room(scheduler)
+            self.num_preempted += len(preempted)
+            return preempted
+
+        def counted_prefill(runner, items):
+            self.num_prefilled_tokens += sum(item.num_tokens for item in items)
+            return prefill(runner, items)
+
+        def counted_allocate(pool, count):
+            pages = allocate(pool, count)
+            self.min_free[pool] = min(self.min_free.get(pool, pool.num_pages), pool.num_free)
+            return pages
+
+        monkeypatch.setattr(Scheduler, "make_room", counted_make_room)
+        monkeypatch.setattr(ModelRunner, "prefill", counted_prefill)
+        monkeypatch.setattr(PagePool, "allocate", counted_allocate)
+
+    @property
+    def most_pages_used(self) -> int:
+        return max(pool.num_pages - free for pool, free in self.min_free.items())
+
+
+@pytest.fixture
+def pressure(monkeypatch):
+    return Pressure(monkeypatch)
+
+
+@pytest.mark.parametrize("spare_pages", [0, 1, 2, 5])
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_tiny_pools_preempt_and_change_nothing(pressure, spare_pages, page_size):
+    model = make_model("qwen2")
+    prompts = make_prompts([5, 12, 8, 1, 12], 3)
+    needed = pages_for(12 + 20 - 1, page_size)
+    engine = awake(
+        model, max_num_seqs=5, page_size=page_size, kv_cache_tokens=(needed + spare_pages) * page_size
+    )
+    expected = [greedy_reference(model, prompt.token_ids, 20) for prompt in prompts for _ in prompt.samples]
+    assert greedy(engine, prompts, 20) == expected
+    assert pressure.num_preempted > 0
+    sampling = SamplingParams(max_tokens=20, seed=2)
+    roomy = awake(model, max_num_seqs=64)
+    tight, free = engine.generate(prompts, sampling), roomy.generate(prompts, sampling)
+    assert [c.token_ids for c in tight] == [c.token_ids for c in free]
+    torch.testing.assert_close(
+        torch.tensor([c.logprobs for c in tight]), torch.tensor([c.logprobs for c in free])
+    )
+
+
+def test_prompts_are_prefilled_once_per_group_however_few_slots(pressure):
+    prompts = make_prompts([5, 12, 8], 6)
+    model = make_model("llama3")
+    completions = greedy(awake(model, max_num_seqs=4, page_size=4), prompts, 9)
+    assert pressure.num_prefilled_tokens == 5 + 12 + 8
+    assert completions == [greedy_reference(model, p.token_ids, 9) for p in prompts for _ in p.samples]
+
+
+@pytest.mark.parametrize(
+    ("prompt_length", "max_tokens", "expected"),
+    [
+        # 7 full pages shared by all 8; the last page, of 2 tokens, once per member. 2 tokens more fit in it.
+        (30, 3, 7 + 8),
+        # No partial page: 8 full pages shared, and a page of its own for each member's second token.
+        (32, 2, 8 + 8),
+        # The only token drawn is never fed back: nobody needs a page of its own.
+        (32, 1, 8),
+    ],
+)
+def test_prompt_pages_are_shared(pressure, prompt_length, max_tokens, expected):
+    engine = awake(make_model("llama3"), max_num_seqs=8, page_size=4)
+    engine.generate(make_prompts([prompt_length], 8), SamplingParams(max_tokens=max_tokens))
+    assert pressure.most_pages_used == expected
+
+
+MODEL = make_model("qwen3")
+PROMPTS = make_prompts([1, 4, 9, 16, 6], 4)
+SAMPLING = SamplingParams(max_tokens=10, seed=11)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[tuple[int, int], tuple[int, ...]]:
+    """Each completion as it comes out alone."""
+    engine = awake(MODEL)
+    return {
+        (prompt.key, sample): engine.generate(
+            [dataclasses.replace(prompt, samples=range(sample, sample + 1))], SAMPLING
+        )[0].token_ids
+        for prompt in PROMPTS
+        for sample in prompt.samples
+    }
+
+
+@given(
+    prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, unique=True),
+    cuts=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=5, max_size=5),
+    num_slots=st.integers(1, 9),
+    page_size=st.integers(1, 9),
+    spare_pages=st.integers(0, 20),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_completion_is_the_same_whatever_else_is_in_the_batch(
+    undisturbed, prompts, cuts, num_slots, page_size, spare_pages
+):
+    prompts = [
+        dataclasses.replace(prompt, samples=range(first, min(first + count, 4)))
+        for prompt, (first, count) in zip(prompts, cuts, strict=False)
+    ]
+    num_pages = pages_for(16 + 10 - 1, page_size) + spare_pages
+    engine = awake(MODEL, max_num_seqs=num_slots, page_size=page_size, kv_cache_tokens=num_pages * page_size)
+    completions = engine.generate(prompts, SAMPLING)
+    requests = [(prompt.key, sample) for prompt in prompts for sample in prompt.samples]
+    assert [c.token_ids for c in completions] == [undisturbed[request] for request in requests]
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+def test_after_an_optimizer_step_the_next_rollout_uses_the_new_weights(optimizer_class):
+    model = make_model("qwen2")
+    optimizer = optimizer_class(model.parameters(), lr=0.02)
+    engine = awake(model, page_size=4)
+    prompts = make_prompts([5, 9])
+    before = greedy(engine, prompts, 15)
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for _ in range(3):
+        optimizer.zero_grad()
+        token_ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+        model(token_ids, labels=token_ids).loss.backward()
+        optimizer.step()
+    after = greedy(engine, prompts, 15)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+    assert after == [greedy_reference(model, prompt.token_ids, 15) for prompt in prompts]
+    assert after != before
+
+
+def test_moved_parameters_are_fused_anew():
+    model = make_model("qwen2")
+    engine = awake(model, page_size=4, kv_cache_tokens=200)
+    model.double()
+    prompts = make_prompts([5, 9])
+    assert greedy(engine, prompts, 15) == [greedy_reference(model, p.token_ids, 15) for p in prompts]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-biases", "qwen3"])
+def test_fused_parameters_are_the_same_parameters_in_one_storage(name):
+    model = make_model(name)
+    parameters = dict(model.named_parameters())
+    values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    fuse_parameters(model)
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    fuse_parameters(model)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter is parameters[parameter_name]
+        assert parameter.is_leaf and parameter.requires_grad
+        assert torch.equal(parameter, values[parameter_name])
+    for layer in layout_for(model).layers:
+        for linears in layer.fused_groups():
+            assert len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama-biases", "llama-tied"])
+def test_a_fused_model_saves_a_checkpoint_like_any_other(name, tmp_path):
+    plain, fused = make_model(name), make_model(name)
+    fuse_parameters(fused)
+    plain.save_pretrained(tmp_path / "plain")
+    fused.save_pretrained(tmp_path / "fused")
+    sizes = [(tmp_path / kind / "model.safetensors").stat().st_size for kind in ("plain", "fused")]
+    assert sizes[0] == sizes[1]
+    loaded = type(fused).from_pretrained(tmp_path / "fused")
+    expected = plain.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, expected[key])
+
+
+def test_longrope_beyond_its_original_context_is_refused_with_the_numbers():
+    model = make_model("llama-longrope")
+    with pytest.raises(ValueError, match=r"max_model_len=65.*longrope.* = 64.*'transformers'"):
+        NativeEngine(model, max_model_len=65)
+    with pytest.raises(ValueError, match=r"66, more than the engine's context of 64.*longrope"):
+        greedy(awake(model), make_prompts([60]), 6)
+
+
+def test_max_model_len_lowers_the_context():
+    engine = awake(make_model("llama3"), max_model_len=20)
+    assert len(greedy(engine, make_prompts([12]), 8)[0]) == 8
+    with pytest.raises(ValueError, match=r"21, more than.* 20 .*max_model_len = 20"):
+        greedy(engine, make_prompts([12]), 9)
+
+
+def test_a_sequence_that_cannot_fit_is_refused_with_the_arithmetic():
+    engine = awake(make_model("llama3"), page_size=4, kv_cache_tokens=24)
+    assert len(greedy(engine, make_prompts([16]), 9)[0]) == 9
+    message = r"ceil\(25 / 4\) = 7 pages .* there are 6.* kv_cache_tokens to at least 28"
+    with pytest.raises(ValueError, match=message):
+        greedy(engine, make_prompts([16]), 10)
+    with pytest.raises(ValueError, match="kv_cache_tokens=3 is less than one page of 4"):
+        NativeEngine(make_model("llama3"), page_size=4, kv_cache_tokens=3)
+
+
+def test_sleep_frees_the_cache_and_wake_up_takes_it():
+    engine = NativeEngine(make_model("llama3"), page_size=4, kv_cache_tokens=64)
+    assert engine._cache.num_pages == 0
+    engine.wake_up()
+    assert engine._cache.num_pages == 16
+    engine.sleep()
+    assert engine._cache.num_pages == 0
+
+
+def test_what_has_no_layout_is_refused_by_name():
+    assert has_layout(make_model("qwen2"))
+    assert not has_layout(make_gpt2())
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no layout.*Qwen3ForCausalLM.*'transformers'"):
+        NativeEngine(make_gpt2())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m.config, "final_logit_softcapping", 30.0), "final_logit_softcapping=30.0"),
+        (lambda m: setattr(m.config, "quantization_config", {"bits": 4}), "is quantised"),
+        (lambda m: m.config.rope_parameters.update(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        (lambda m: m.config.rope_parameters.update(rope_type="proportional"), "'proportional'"),
+        (lambda m: setattr(m.model.layers[1], "mlp", torch.nn.Identity()), "layer 1 has Identity"),
+        (
+            lambda m: setattr(
+                m.model.layers[0].mlp,
+                "up_proj",
+                torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(32, 48)),
+            ),
+            "layer 0 has a projection of type ParametrizedLinear",
+        ),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_by_name(change, message):
+    model = make_model("qwen2")
+    change(model)
+    assert not has_layout(model)
+    with pytest.raises(ValueError, match=f"{message}.*Use the 'transformers' engine"):
+        layout_for(model)
