@@ -47,7 +47,7 @@ class GRPOConfig(TrainingArguments):
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass: a third more compute, far less memory."""
     bf16: bool | None = None
-    """Parameters in bfloat16, with float32 masters in the optimizer. None: True on a GPU that has bfloat16."""
+    """Parameters in bfloat16, with float32 masters in the optimizer. None: True on GPUs that have it."""
     remove_unused_columns: bool | None = False
     """Keep only the column `prompt`, so that reward functions see no other."""
     resume_from_checkpoint: str | bool | None = None
@@ -71,7 +71,7 @@ class GRPOConfig(TrainingArguments):
     num_generations_eval: int | None = None
     """G in evaluation; None takes `num_generations`."""
     generation_batch_size: int | None = None
-    """Completions per rollout, all ranks. None: per_device_train_batch_size × ranks × steps_per_generation."""
+    """Completions per rollout, all ranks. None: per_device_train_batch_size × ranks × steps_per_generation"""
     steps_per_generation: int | None = None
     """Micro-steps that one rollout is cut into. None: gradient_accumulation_steps, one optimizer step."""
     num_iterations: int = 1
@@ -318,7 +318,8 @@ class GRPOConfig(TrainingArguments):
             raise ValueError(
                 f"The rollout of {arithmetic} × {self.steps_per_generation} steps_per_generation = "
                 f"{self.generation_batch_size} completions is not a whole number of groups of "
-                f"num_generations={group}. Set per_device_train_batch_size to {step}, {2 * step}, {3 * step}, …"
+                f"num_generations={group}. "
+                f"Set per_device_train_batch_size to {step}, {2 * step}, {3 * step}, …"
                 + (f" or num_generations to one of {divisors[:12]}." if divisors else ".")
             )
         group_eval = self.num_generations_eval or group
@@ -326,8 +327,9 @@ class GRPOConfig(TrainingArguments):
             step = group_eval // math.gcd(group_eval, self.world_size)
             raise ValueError(
                 "Evaluation batches of per_device_eval_batch_size × ranks = "
-                f"{self.per_device_eval_batch_size} × {self.world_size} completions do not hold whole groups of {group_eval}. Set "
-                f"per_device_eval_batch_size to {step}, {2 * step}, {3 * step}, … or num_generations_eval."
+                f"{self.per_device_eval_batch_size} × {self.world_size} completions do not "
+                f"hold whole groups of {group_eval}. Set per_device_eval_batch_size to {step}, {2 * step}, "
+                f"{3 * step}, … or num_generations_eval."
             )
 
     def validate(self) -> list[str]:
@@ -377,7 +379,7 @@ class GRPOConfig(TrainingArguments):
         if self.loss_type == "vespo" and mode.startswith("sequence"):
             raise ValueError(
                 f"loss_type='vespo' weighs each token by itself, but vllm_importance_sampling_mode={mode!r} "
-                "weighs whole sequences. Set vllm_importance_sampling_mode to 'token_truncate' or 'token_mask'."
+                "weighs whole sequences. Set the mode to 'token_truncate' or 'token_mask'."
             )
 
     def _check_launcher(self) -> None:
@@ -385,7 +387,7 @@ class GRPOConfig(TrainingArguments):
             if os.environ.get(variable, "false").lower() in ("1", "true"):
                 raise ValueError(
                     f"The launcher asks for {plugin} ({variable}={os.environ[variable]}), which is not "
-                    "supported yet: a model must fit on one device. Launch with `accelerate launch --multi_gpu`."
+                    "supported yet: a model must fit on one device. Use `accelerate launch --multi_gpu`."
                 )
 
 
