@@ -1,0 +1,395 @@
+"""Every option of a run: TRL's names and defaults, and a handful of our own.
+
+What happens to each inherited option (honoured, unnecessary, refused) is the table in `options.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
+
+from colocate.options import CHOICES, RANGES, RENAMED, check_choice, check_range, check_support
+
+logger = logging.getLogger(__name__)
+
+_GENERATION_KWARGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(repr=False)  # TrainingArguments' own representation hides tokens
+class GRPOConfig(TrainingArguments):
+    """Options of a GRPO run: those of TRL 1.16's `GRPOConfig` and of `transformers.TrainingArguments`.
+
+    Differences from TRL: `bf16=None` means True only where the device is a GPU that has bfloat16;
+    `report_to=None` means no reporting; values are checked here rather than in the trainer; an option that
+    cannot be honoured is refused by name.
+
+    Raises:
+        ValueError: an option is refused, out of its range, or the batch does not hold whole groups.
+    """
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012  (TrainingArguments keeps its own as a plain list too)
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "generation_kwargs",
+        "chat_template_kwargs",
+    ]
+
+    # ── Defaults that differ from TrainingArguments ──────────────────────────────────────────────────────
+
+    learning_rate: float = 1e-6
+    logging_steps: float = 10
+    gradient_checkpointing: bool = True
+    """Recompute each layer's activations in the backward pass: a third more compute, far less memory."""
+    bf16: bool | None = None
+    """Parameters in bfloat16, with float32 masters in the optimizer. None: True on GPUs that have it."""
+    remove_unused_columns: bool | None = False
+    """Keep only the column `prompt`, so that reward functions see no other."""
+    resume_from_checkpoint: str | bool | None = None
+    """Checkpoint for `colocate train` to continue from; True takes the last one in `output_dir`."""
+
+    # ── Model ────────────────────────────────────────────────────────────────────────────────────────────
+
+    model_init_kwargs: dict[str, Any] | str | None = None
+    """Arguments of `from_pretrained` when the model is given by name."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model or tokenizer."""
+    disable_dropout: bool = False
+    """Set every dropout probability of the model to 0."""
+    router_aux_loss_coef: float | None = None
+    cast_lm_head_to_fp32: bool = False
+
+    # ── Batches. All batch sizes count completions, not prompts ──────────────────────────────────────────
+
+    num_generations: int | None = 8
+    """G, completions per prompt: at least 2, and a divisor of `generation_batch_size`."""
+    num_generations_eval: int | None = None
+    """G in evaluation; None takes `num_generations`."""
+    generation_batch_size: int | None = None
+    """Completions per rollout, all ranks. None: per_device_train_batch_size × ranks × steps_per_generation"""
+    steps_per_generation: int | None = None
+    """Micro-steps that one rollout is cut into. None: gradient_accumulation_steps, one optimizer step."""
+    num_iterations: int = 1
+    """μ, how many times each rollout is trained on."""
+    max_prompt_length: int | None = None
+    """Keep this many last tokens of a longer prompt; None keeps all. (TRL has dropped the option.)"""
+    max_completion_length: int | None = 512
+    """Tokens generated at most."""
+    shuffle_dataset: bool | None = True
+    """Draw prompts in random order (seeded by `data_seed`, else `seed`)."""
+    max_tokens_per_microbatch: int | None = None
+    """Tokens of one packed micro-batch; changes memory and speed, never the gradient. None:
+    per_device_train_batch_size × the longest sequence of the step, the memory of TRL's padded micro-batch."""
+    logprob_chunk_size: int = 1024
+    """Tokens whose logits exist at one time, [chunk, V] in float32."""
+    max_skipped_steps: int = 3
+    """Stop after this many steps in a row whose loss or gradient is not finite; each of them is skipped."""
+
+    # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
+
+    engine: str = "auto"
+    """"native" decodes on the trainer's parameters; "transformers" calls `model.generate`, slow but for any
+    architecture; "auto" takes native where it knows the architecture."""
+    max_num_seqs: int = 64
+    """Sequences decoded side by side."""
+    page_size: int = 16
+    """Tokens per page of the KV cache."""
+    kv_cache_tokens: int | None = None
+    """Tokens that the KV cache holds. None: what `max_num_seqs` full sequences need, if memory allows."""
+    temperature: float = 1.0
+    """Divides the logits in sampling, and in training likewise."""
+    top_p: float = 1.0
+    """Sample among the fewest tokens whose probability reaches this; 1 for all."""
+    top_k: int = 0
+    """Sample among this many most likely tokens; 0 for all."""
+    min_p: float | None = None
+    """Drop tokens less likely than this times the most likely one."""
+    repetition_penalty: float = 1.0
+    """Above 1 discourages tokens already in prompt or completion."""
+    generation_kwargs: dict | str | None = None
+    """Overrides temperature, top_p, top_k, min_p or repetition_penalty."""
+    chat_template_kwargs: dict | str | None = None
+    """Arguments of `apply_chat_template` for conversational prompts."""
+    vllm_max_model_length: int | None = None
+    """Longest prompt + completion that the engine accepts. None: the model's own limit."""
+
+    # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    loss_type: str = "dapo"
+    """"dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo" or "vespo": surrogate and normalisation."""
+    importance_sampling_level: str = "token"
+    """Ratios per "token", or one per "sequence" from the mean log-ratio (GSPO, arXiv:2507.18071)."""
+    epsilon: float = 0.2
+    """Lower clipping bound: ratios below 1 − ε."""
+    epsilon_high: float | None = None
+    """Upper clipping bound, 1 + ε_high; None takes `epsilon`. DAPO: 0.28. With "cispo" the cap itself: 5."""
+    delta: float | None = None
+    """Second upper bound on the ratio, for negative advantages (INTELLECT-2, arXiv:2505.07291)."""
+    beta: float = 0.0
+    """Weight of the KL penalty to the reference model; 0 keeps no reference."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL term by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556)."""
+    sync_ref_model: bool = False
+    """Move the reference towards the policy every `ref_model_sync_steps` (TR-DPO, arXiv:2404.09656)."""
+    ref_model_mixup_alpha: float = 0.6
+    """α in: reference ← α policy + (1 − α) reference."""
+    ref_model_sync_steps: int = 512
+    sapo_temperature_neg: float = 1.05
+    """SAPO's temperature where the advantage is not positive (arXiv:2511.20347)."""
+    sapo_temperature_pos: float = 1.0
+    """SAPO's temperature where the advantage is positive."""
+    vespo_k_pos: float = 2.0
+    """VESPO's exponent k of the ratio, positive advantages (arXiv:2602.10693)."""
+    vespo_lambda_pos: float = 3.0
+    """VESPO's decay λ of the ratio, positive advantages."""
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    mask_truncated_completions: bool = False
+    """Leave completions that reached `max_completion_length` out of the loss."""
+    top_entropy_quantile: float = 1.0
+    """Share of tokens, by entropy from the top, that the policy loss keeps (arXiv:2506.01939)."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus (mean per token, for every loss type)."""
+    use_adaptive_entropy: bool = False
+    """Steer `entropy_coef` towards `entropy_target` (Skywork-OR1, arXiv:2505.22312)."""
+    entropy_coef_min: float = 0.0
+    entropy_coef_max: float = 1.0
+    entropy_coef_delta: float = 0.005
+    """How far one optimizer step moves the coefficient."""
+    entropy_target: float = 0.2
+    """Mean entropy per token, in nats, at or below which the bonus acts."""
+    off_policy_mask_threshold: float | None = None
+    """Drop completions with negative advantage whose mean log-ratio to the old policy exceeds this."""
+    vllm_importance_sampling_correction: bool = True
+    """Weight tokens by policy ÷ rollout probability, whichever engine generated (the name is TRL's)."""
+    vllm_importance_sampling_mode: str = "sequence_mask"
+    """"token_truncate", "token_mask",
+    "sequence_truncate" or "sequence_mask": what becomes of ratios out of bounds."""
+    vllm_importance_sampling_clip_max: float | None = 3.0
+    vllm_importance_sampling_clip_min: float | None = None
+
+    # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
+
+    reward_weights: list[float] | None = None
+    """One weight per reward function; None weighs all by 1."""
+    scale_rewards: str | bool = "group"
+    """Divide advantages by the standard deviation of the "group" (True), the "batch", or "none" (False)."""
+    multi_objective_aggregation: str = "sum_then_normalize"
+    """or "normalize_then_sum": normalise each reward function by itself (GDPO, arXiv:2601.05242)."""
+
+    # ── Logging ──────────────────────────────────────────────────────────────────────────────────────────
+
+    log_completions: bool = False
+    """Print and save prompts, completions and rewards every `logging_steps`."""
+    num_completions_to_print: int | None = None
+    """How many of them to print; None prints all."""
+    log_unique_prompts: bool = False
+    """Only one completion of each prompt."""
+
+    # ── Accepted so that existing scripts run, or refused: `options.py` says which and why ───────────────
+
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    vllm_model_impl: str = "vllm"
+    vllm_enable_sleep_mode: bool = False
+    vllm_structured_outputs_regex: str | None = None
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: int = 8000
+    vllm_server_timeout: float = 240.0
+    vllm_group_port: int = 51216
+    vllm_gpu_memory_utilization: float = 0.3
+    vllm_tensor_parallel_size: int = 1
+    ds3_gather_for_generation: bool = True
+    pad_to_multiple_of: int | str | None = "auto"
+    cache_implementation: str | None = None
+    max_tool_calling_iterations: int | None = None
+    log_multimodal: bool = True
+    log_completions_hub_repo: str | None = None
+    use_transformers_continuous_batching: bool = False
+    transformers_continuous_batching_config: dict | str | None = None
+    use_transformers_paged: bool = False
+    # Older than TRL 1.16
+    vllm_importance_sampling_cap: float | None = None
+    vllm_max_model_len: int | None = None
+    vllm_guided_decoding_regex: str | None = None
+    vllm_device: str | None = None
+    vllm_dtype: str | None = None
+    vllm_enable_prefix_caching: bool | None = None
+    use_liger_loss: bool | None = None
+    wandb_log_unique_prompts: bool | None = None
+    warmup_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        notices = self._resolve_renamed()
+        notices += check_support(self)
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        for name in CHOICES:
+            check_choice(name, getattr(self, name))
+        self.pad_to_multiple_of = None
+        if self.report_to is None:
+            self.report_to = "none"
+        if self.bf16 is None:
+            self.bf16 = not self.use_cpu and is_torch_bf16_gpu_available()
+        # transformers 5.2x warns about the older name even when it is only our default.
+        if getattr(self, "activation_checkpointing", False) is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.activation_checkpointing_kwargs = (
+                self.activation_checkpointing_kwargs or self.gradient_checkpointing_kwargs
+            )
+
+        super().__post_init__()
+
+        if self.n_gpu > 1:
+            notices.append(
+                f"{self.n_gpu} GPUs are visible but one process uses one; to use them all, start with "
+                f"`accelerate launch --num_processes {self.n_gpu}`."
+            )
+            self._n_gpu = 1  # else TrainingArguments.train_batch_size counts all of them
+        self._resolve_generation_kwargs()
+        self._derive_batch_sizes()
+        notices += self.validate()
+        if self.process_index == 0:
+            for notice in notices:
+                logger.warning(notice)
+
+    def _resolve_renamed(self) -> list[str]:
+        notices = []
+        for old, new in RENAMED.items():
+            if (value := getattr(self, old)) is not None:
+                notices.append(f"{old} is an older name: read as {new}={value!r}.")
+                setattr(self, new, value)
+                setattr(self, old, None)
+        return notices
+
+    def _resolve_generation_kwargs(self) -> None:
+        for name, value in (self.generation_kwargs or {}).items():
+            if name not in _GENERATION_KWARGS:
+                raise ValueError(
+                    f"generation_kwargs has {name!r}, which no engine here supports. It may set "
+                    f"{', '.join(_GENERATION_KWARGS)}; length is max_completion_length."
+                )
+            setattr(self, name, value)
+
+    def _derive_batch_sizes(self) -> None:
+        """TRL's rules: one rollout feeds `steps_per_generation` micro-steps of every rank."""
+        micro_step = self.per_device_train_batch_size * self.world_size
+        arithmetic = (
+            f"per_device_train_batch_size × ranks = {self.per_device_train_batch_size} × {self.world_size}"
+        )
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise ValueError(
+                f"generation_batch_size={self.generation_batch_size} and steps_per_generation="
+                f"{self.steps_per_generation} say the same thing twice; set only one of them."
+            )
+        if self.generation_batch_size is None:
+            if self.steps_per_generation is None:
+                self.steps_per_generation = self.gradient_accumulation_steps
+            self.generation_batch_size = micro_step * self.steps_per_generation
+        elif self.generation_batch_size < 1 or self.generation_batch_size % micro_step:
+            lower = self.generation_batch_size // micro_step * micro_step
+            raise ValueError(
+                f"generation_batch_size={self.generation_batch_size} is not a multiple of {arithmetic} = "
+                f"{micro_step}. Set it to {max(lower, micro_step)} or {lower + micro_step}."
+            )
+        else:
+            self.steps_per_generation = self.generation_batch_size // micro_step
+        self._check_groups(arithmetic)
+
+    def _check_groups(self, arithmetic: str) -> None:
+        """A rollout must hold whole groups, or advantages would compare completions of different prompts."""
+        group = self.num_generations
+        if group is None or group < 2:
+            raise ValueError(
+                f"num_generations={group}: an advantage compares completions of one prompt, so GRPO needs at "
+                "least 2 of them. Set num_generations to 2 or more."
+            )
+        if self.generation_batch_size % group:
+            # per_device × ranks × steps is a multiple of G exactly when per_device is one of this:
+            step = group // math.gcd(group, self.world_size * self.steps_per_generation)
+            divisors = [
+                g for g in range(2, self.generation_batch_size + 1) if self.generation_batch_size % g == 0
+            ]
+            raise ValueError(
+                f"The rollout of {arithmetic} × {self.steps_per_generation} steps_per_generation = "
+                f"{self.generation_batch_size} completions is not a whole number of groups of "
+                f"num_generations={group}. "
+                f"Set per_device_train_batch_size to {step}, {2 * step}, {3 * step}, …"
+                + (f" or num_generations to one of {divisors[:12]}." if divisors else ".")
+            )
+        group_eval = self.num_generations_eval or group
+        if self.eval_strategy != "no" and (self.per_device_eval_batch_size * self.world_size) % group_eval:
+            step = group_eval // math.gcd(group_eval, self.world_size)
+            raise ValueError(
+                "Evaluation batches of per_device_eval_batch_size × ranks = "
+                f"{self.per_device_eval_batch_size} × {self.world_size} completions do not "
+                f"hold whole groups of {group_eval}. Set per_device_eval_batch_size to {step}, {2 * step}, "
+                f"{3 * step}, … or num_generations_eval."
+            )
+
+    def validate(self) -> list[str]:
+        """Check values and combinations; returns advice worth printing.
+
+        Raises:
+            ValueError: with the option, its value and what to set.
+        """
+        self._check_launcher()
+        for name in RANGES:
+            check_range(name, getattr(self, name))
+        if self.max_completion_length is None:
+            raise ValueError("max_completion_length=None: a rollout needs a limit; set a number of tokens.")
+        if self.sync_ref_model and self.beta == 0.0:
+            raise ValueError(
+                "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "
+                "sync_ref_model=False."
+            )
+        self._check_importance_sampling()
+        sequence_level = self.importance_sampling_level == "sequence"
+        if sequence_level and self.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+            return [
+                f"importance_sampling_level='sequence' with loss_type={self.loss_type!r} weighs a completion "
+                "by its length; GSPO as published is loss_type='grpo'."
+            ]
+        if sequence_level and self.loss_type == "vespo":
+            return ["loss_type='vespo' builds its own sequence ratio; use importance_sampling_level='token'."]
+        if not sequence_level and self.loss_type == "luspo":
+            return ["loss_type='luspo' as published needs importance_sampling_level='sequence'."]
+        return []
+
+    def _check_importance_sampling(self) -> None:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min={low} must be less than "
+                f"vllm_importance_sampling_clip_max={high}."
+            )
+        if not self.vllm_importance_sampling_correction:
+            return
+        mode = self.vllm_importance_sampling_mode
+        if mode.endswith("_truncate") and low is None and high is None:
+            raise ValueError(
+                f"vllm_importance_sampling_mode={mode!r} truncates to bounds, and there is none. Set "
+                "vllm_importance_sampling_clip_max (TRL's default is 3.0) or _clip_min."
+            )
+        if self.loss_type == "vespo" and mode.startswith("sequence"):
+            raise ValueError(
+                f"loss_type='vespo' weighs each token by itself, but vllm_importance_sampling_mode={mode!r} "
+                "weighs whole sequences. Set the mode to 'token_truncate' or 'token_mask'."
+            )
+
+    def _check_launcher(self) -> None:
+        for variable, plugin in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):
+            if os.environ.get(variable, "false").lower() in ("1", "true"):
+                raise ValueError(
+                    f"The launcher asks for {plugin} ({variable}={os.environ[variable]}), which is not "
+                    "supported yet: a model must fit on one device. Use `accelerate launch --multi_gpu`."
+                )
+
+
+OPTION_NAMES: tuple[str, ...] = tuple(field.name for field in fields(GRPOConfig))
+"""Every option's name, in the order of their declaration."""

@@ -1,0 +1,268 @@
+"""What colocate does with each option: honours it, has no use for it, or refuses it.
+
+`GRPOConfig` inherits some two hundred options from TRL and transformers. An option that is accepted and then
+ignored costs its user days, so every one of them is in exactly one row here:
+
+- HONOURED: does what TRL's or transformers' documentation says;
+- RENAMED: an older name, moved to the new one;
+- UNNECESSARY: what it asks for happens anyway or cannot matter here; setting it prints one line saying why;
+- REFUSED: any value but the default is a `ValueError` with the reason and what to do instead.
+
+A field in none of them comes from a newer transformers and is refused unless it has its default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+HONOURED: frozenset[str] = _names(
+    """
+    output_dir model_init_kwargs trust_remote_code disable_dropout
+
+    per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation
+    num_generations num_iterations num_train_epochs max_steps max_prompt_length max_completion_length
+    shuffle_dataset remove_unused_columns seed data_seed full_determinism
+
+    engine max_num_seqs page_size kv_cache_tokens vllm_max_model_length
+    temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
+
+    loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl
+    sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
+    vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max
+    vllm_importance_sampling_clip_min off_policy_mask_threshold mask_truncated_completions
+    top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max
+    entropy_coef_delta entropy_target sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
+    reward_weights scale_rewards multi_objective_aggregation
+
+    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim weight_decay adam_beta1 adam_beta2
+    adam_epsilon max_grad_norm bf16 tf32 activation_checkpointing activation_checkpointing_kwargs
+    gradient_checkpointing gradient_checkpointing_kwargs max_tokens_per_microbatch logprob_chunk_size
+    max_skipped_steps use_cpu ddp_backend ddp_timeout
+
+    logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
+    run_name project trackio_space_id trackio_bucket_id trackio_static_space_id log_completions
+    num_completions_to_print log_unique_prompts
+
+    eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size num_generations_eval
+
+    save_strategy save_steps save_total_limit save_only_model save_on_each_node resume_from_checkpoint
+    push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_revision
+    """
+)
+
+RENAMED: dict[str, str] = {
+    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    "warmup_ratio": "warmup_steps",
+}
+
+_SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
+_NO_SERVER = "only read with vllm_mode='server', which colocate does not use"
+_NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
+_NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
+_NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
+
+UNNECESSARY: dict[str, str] = {
+    "use_vllm": "colocated rollout is what the native engine does: it generates, vLLM is not started "
+    "(`engine` selects the engine)",
+    "vllm_gpu_memory_utilization": _SHARED,
+    "vllm_enable_sleep_mode": "the KV cache always gives its memory back before training",
+    "vllm_model_impl": "the native engine runs the trainer's own parameters",
+    "vllm_device": _SHARED,
+    "vllm_dtype": _SHARED,
+    "vllm_enable_prefix_caching": "a prompt is always stored and read once for its whole group",
+    "vllm_server_base_url": _NO_SERVER,
+    "vllm_server_host": _NO_SERVER,
+    "vllm_server_port": _NO_SERVER,
+    "vllm_server_timeout": _NO_SERVER,
+    "vllm_group_port": _NO_SERVER,
+    "ds3_gather_for_generation": "only read under DeepSpeed ZeRO-3",
+    "pad_to_multiple_of": "sequences are packed, never padded",
+    "use_liger_loss": "log-probabilities are always computed in chunks, never from full logits",
+    "log_multimodal": "completions are text",
+    "average_tokens_across_devices": "losses are always normalised by the tokens of all ranks",
+    "bf16_full_eval": "evaluation uses the policy's own weights in their own precision",
+    "use_cache": "the trainer's forward keeps no KV cache, the engine always does",
+    "torch_empty_cache_steps": "memory is handed over between rollout and training in every step",
+    "log_on_each_node": "metrics are reduced over all ranks and logged once",
+    "logging_nan_inf_filter": "a step that is not finite is skipped and counted (see max_skipped_steps)",
+    "include_num_input_tokens_seen": "num_tokens is always logged",
+    "skip_memory_metrics": "memory is always reported",
+    "prediction_loss_only": _NO_LOGITS,
+    "eval_do_concat_batches": _NO_LOGITS,
+    "eval_use_gather_object": _NO_LOGITS,
+    "eval_accumulation_steps": _NO_LOGITS,
+    "include_for_metrics": _NO_LOGITS,
+    "batch_eval_metrics": _NO_LOGITS,
+    "label_names": _NO_LOGITS,
+    "hub_always_push": "every upload is finished before the next starts, so none is skipped",
+    "dataloader_drop_last": "an incomplete last batch is always dropped, as in TRL",
+    "dataloader_num_workers": _NO_WORKERS,
+    "dataloader_pin_memory": _NO_WORKERS,
+    "dataloader_persistent_workers": _NO_WORKERS,
+    "dataloader_prefetch_factor": _NO_WORKERS,
+    "dataloader_multiprocessing_context": _NO_WORKERS,
+    "dataloader_in_order": _NO_WORKERS,
+    "length_column_name": "micro-batches are packed by the lengths of the completions themselves",
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "do_train": "the script that calls `train()` decides",
+    "do_eval": "eval_strategy decides",
+    "do_predict": "nothing is predicted beyond evaluation",
+    "local_rank": "read from the environment that the launcher sets",
+}
+
+_ONE_GPU_MODEL = "a model must fit on one device in this version; use fewer parameters or use_peft"
+_NATIVE_BATCHING = "the native engine batches continuously already; set engine='native' (or 'auto')"
+_NO_BEST = (
+    "every checkpoint is a plain directory with its metrics in trainer_state.json: load the best yourself"
+)
+
+REFUSED: dict[str, str] = {
+    "vllm_mode": "rollout shares the trainer's devices and there is no server; use vllm_mode='colocate'",
+    "vllm_tensor_parallel_size": "the engine reads the trainer's parameters, which are whole on each device; "
+    "use 1: each device generates its own share of the completions",
+    "vllm_structured_outputs_regex": "sampling outside the policy's own distribution is not supported; score "
+    "the format in a reward function instead",
+    "cache_implementation": "the engines keep their own paged KV cache; remove it",
+    "use_transformers_continuous_batching": _NATIVE_BATCHING,
+    "transformers_continuous_batching_config": _NATIVE_BATCHING,
+    "use_transformers_paged": _NATIVE_BATCHING,
+    "max_tool_calling_iterations": "tools are not supported yet; remove it",
+    "log_completions_hub_repo": "completions are written to output_dir; upload that directory instead",
+    "router_aux_loss_coef": "mixture-of-experts models are not supported yet; remove it",
+    "cast_lm_head_to_fp32": "trainer and engine share the head; logits are already turned into "
+    "log-probabilities in float32",
+    "fp16": "float16 needs loss scaling, which rare large gradients upset; set bf16=True",
+    "fp16_full_eval": "evaluation uses the policy's own weights; set bf16=True for half precision",
+    "auto_find_batch_size": "a generation batch must hold whole groups, so it cannot shrink when memory runs "
+    "out; lower max_tokens_per_microbatch, which changes no result",
+    "label_smoothing_factor": "GRPO has no labels; remove it",
+    "neftune_noise_alpha": "noise on the embeddings would make trainer and engine disagree; remove it",
+    "train_sampling_strategy": "use shuffle_dataset=False for the data's own order; packing balances lengths",
+    "optim_args": "set learning_rate, weight_decay and adam_*, or pass `optimizers` to the trainer",
+    "optim_target_modules": "projected-gradient optimizers are not supported; use use_peft to train less",
+    "torch_compile": "not supported yet; remove it",
+    "torch_compile_backend": "torch_compile is not supported yet; remove it",
+    "torch_compile_mode": "torch_compile is not supported yet; remove it",
+    "use_liger_kernel": "it patches the layers whose parameters the engine shares; remove it: full logits "
+    "are never stored here anyway",
+    "liger_kernel_config": "use_liger_kernel is not supported; remove it",
+    "fsdp": _ONE_GPU_MODEL,
+    "fsdp_config": _ONE_GPU_MODEL,
+    "deepspeed": _ONE_GPU_MODEL,
+    "parallelism_config": _ONE_GPU_MODEL,
+    "accelerator_config": "batches are cut by the repeat sampler itself; remove it",
+    "debug": "not supported; steps that are not finite are reported by name (see max_skipped_steps)",
+    "load_best_model_at_end": _NO_BEST,
+    "metric_for_best_model": _NO_BEST,
+    "greater_is_better": _NO_BEST,
+    "ignore_data_skip": "a resumed run continues its data where it stopped; start a new run instead",
+    "restore_callback_states_from_checkpoint": "callbacks start anew on resuming; keep their state in "
+    "TrainerState instead",
+    "enable_jit_checkpoint": "not supported yet; set save_steps to what you can afford to lose",
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "engine": ("auto", "native", "transformers"),
+    "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
+    "importance_sampling_level": ("token", "sequence"),
+    "scale_rewards": ("group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    # Others need offload, quantised state or the projected gradients of a module list; the trainer's
+    # `optimizers` argument takes any optimizer object.
+    "optim": ("adamw_torch", "adamw_torch_fused", "sgd"),
+    "lr_scheduler_type": (
+        *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
+        *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
+    ),
+    "save_strategy": ("no", "steps", "epoch"),
+    "hub_strategy": ("end", "every_save"),
+}
+"""Values that are honoured, where not every value of the type is."""
+
+
+_POSITIVE = ("must be greater than 0", lambda v: v > 0)
+_NOT_NEGATIVE = ("must not be negative", lambda v: v >= 0)
+_FRACTION = ("must lie between 0 and 1", lambda v: 0 <= v <= 1)
+
+RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        _names(
+            """
+            per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_iterations
+            generation_batch_size steps_per_generation num_generations_eval max_prompt_length
+            max_completion_length max_num_seqs page_size kv_cache_tokens vllm_max_model_length
+            max_tokens_per_microbatch logprob_chunk_size max_skipped_steps ref_model_sync_steps
+            """
+        ),
+        ("must be at least 1", lambda v: v >= 1),
+    ),
+    # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
+    **dict.fromkeys(
+        _names("temperature repetition_penalty sapo_temperature_neg sapo_temperature_pos"), _POSITIVE
+    ),
+    "top_p": ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1),
+    **dict.fromkeys(_names("min_p top_entropy_quantile ref_model_mixup_alpha"), _FRACTION),
+    **dict.fromkeys(_names("top_k beta epsilon epsilon_high delta off_policy_mask_threshold"), _NOT_NEGATIVE),
+}
+"""What a number must satisfy, in words and as a test. None is for the caller to judge."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` when a candidate resembles `name`, else the empty string."""
+    close = difflib.get_close_matches(str(name), list(candidates), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def default_of(field: Field) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def check_choice(name: str, value: Any) -> None:
+    """Raises ValueError, with the nearest valid value, when `value` is not one of `CHOICES[name]`."""
+    if value not in CHOICES[name]:
+        valid = ", ".join(repr(choice) for choice in CHOICES[name])
+        hint = nearest(value, CHOICES[name])
+        raise ValueError(f"{name}={str(value)!r} is not supported{hint or '.'} Use one of {valid}.")
+
+
+def check_range(name: str, value: Any) -> None:
+    """Raises ValueError when `value` is a number outside `RANGES[name]`."""
+    requirement, holds = RANGES[name]
+    if value is not None and not holds(value):
+        raise ValueError(f"{name}={value!r} {requirement}.")
+
+
+def check_support(config: Any) -> list[str]:
+    """Refuse what is not supported; returns one line for each option that is set but unnecessary.
+
+    Must see the values as given, before `TrainingArguments` replaces them with derived ones.
+
+    Raises:
+        ValueError: an option in `REFUSED`, or unknown here, does not have its default.
+    """
+    notices = []
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if name in HONOURED or value == default_of(field):
+            continue
+        if name in UNNECESSARY:
+            notices.append(f"{name}={value!r} is not needed: {UNNECESSARY[name]}.")
+        else:
+            reason = REFUSED.get(name, f"this version of colocate does not know it; remove {name}")
+            raise ValueError(f"{name}={value!r} is not supported: {reason}.")
+    return notices

@@ -1,0 +1,242 @@
+"""A run as a file: `GRPOConfig`'s options and what to train on what, in one flat YAML mapping.
+
+    model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+    dataset_name: gsm8k
+    reward_funcs: [accuracy_reward]
+    learning_rate: 1e-6
+
+Every key may also be given as `--key value` on the command line, which wins over the file. A key
+that does not exist is an error, as is a value that its option cannot take.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from colocate.config import GRPOConfig
+from colocate.options import HONOURED, default_of, nearest
+
+
+@dataclass
+class RunConfig:
+    """What `colocate train` passes to `GRPOTrainer` beside its `GRPOConfig`, under TRL's names."""
+
+    model_name_or_path: str | None = None
+    """Model on the Hub or in a directory."""
+    model_revision: str = "main"
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    """Type of the parameters. None: bfloat16 when `bf16` holds, else float32 (TRL: always float32)."""
+    attn_implementation: str | None = None
+    """Attention of the trainer's forward, as in `from_pretrained`. None: transformers' choice."""
+
+    use_peft: bool = False
+    """Train LoRA adapters instead of the whole model."""
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.05
+    lora_target_modules: str | list[str] | None = None
+    """Names of the matrices to adapt, or "all-linear". None: PEFT's choice for the architecture."""
+
+    dataset_name: str | None = None
+    """Built-in task, dataset on the Hub, or file: see `colocate.data.loading.load_prompts`."""
+    dataset_config: str | None = None
+    dataset_train_split: str = "train"
+    dataset_test_split: str = "test"
+    """Read only when `eval_strategy` asks for evaluation."""
+    dataset_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `load_prompts`."""
+
+    reward_funcs: list[str] = field(default_factory=list)
+    """Built-in names, dotted paths (`package.module.function`) or `file.py:function`."""
+    reward_model_name_or_path: str | None = None
+    """A reward model, scored before the functions."""
+
+
+# ── Reading ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML 1.2's plain scalars: to YAML 1.1, PyYAML's own, `2e-6` is a string and `no` is False."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would not read back as a string."""
+
+
+for _class in (_Loader, _Dumper):
+    _replaced = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    _class.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _replaced]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _class.add_implicit_resolver(_replaced[0], re.compile(r"^(?:true|false)$", re.IGNORECASE), list("tTfF"))
+    _class.add_implicit_resolver(
+        _replaced[1],
+        # One with a point, an exponent or both: a number without them is an integer.
+        re.compile(r"^[-+]?(?:\.\d+|\d+\.\d*)(?:[eE][-+]?\d+)?$|^[-+]?\d+[eE][-+]?\d+$|^[-+]?\.inf$|^\.nan$"),
+        list("-+0123456789."),
+    )
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Raises ValueError when the file is no mapping of options; OSError when it cannot be read."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ValueError(f"{path} must hold options as `name: value` lines, not {type(content).__name__}.")
+    return content
+
+
+def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--key a b c` (a list) and `--flag` (True), values still as text.
+
+    Raises:
+        ValueError: a value without an option before it.
+    """
+    overrides: dict[str, Any] = {}
+    values: list[str] | None = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            values = [value] if equals else []
+            overrides[key.replace("-", "_")] = values
+        elif values is None:
+            raise ValueError(f"{argument!r} follows no option; write --name {argument}")
+        else:
+            values.append(argument)
+    return {key: True if not v else v[0] if len(v) == 1 else v for key, v in overrides.items()}
+
+
+def parse_run(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
+    """Split options into the two records' arguments, each with the type that its field declares.
+
+    Returns the `RunConfig` and the keyword arguments of `GRPOConfig` (which derives values as it is made).
+
+    Raises:
+        ValueError: an unknown option, or a value that is not of its option's type.
+    """
+    run_types, option_types = _types_of(RunConfig), _types_of(GRPOConfig)
+    run, options = {}, {}
+    for name, value in values.items():
+        if name in run_types:
+            run[name] = coerce(name, value, run_types[name])
+        elif name in option_types:
+            options[name] = coerce(name, value, option_types[name])
+        else:
+            hint = nearest(name, [*run_types, *option_types])
+            raise ValueError(f"There is no option {name!r}{hint or '.'}")
+    return RunConfig(**run), options
+
+
+@functools.cache
+def _types_of(record: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(record)
+    return {f.name: hints[f.name] for f in fields(record)}
+
+
+# ── Types ────────────────────────────────────────────────────────────────────────────────────────────────
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def coerce(name: str, value: Any, hint: Any) -> Any:
+    """`value`, from YAML or the command line, as the type `hint`; of a union, the first member that takes it.
+
+    Raises:
+        ValueError: no member takes it.
+    """
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    # A word is a string only when it can be nothing narrower: `--scale_rewards false`, `--top_k 5`.
+    for member in sorted(members, key=_width):
+        try:
+            return _coerce_member(name, value, member)
+        except (TypeError, ValueError):
+            continue
+    wanted = " or ".join(_type_name(member) for member in members)
+    raise ValueError(f"{name}={value!r} is not {wanted}.")
+
+
+def _width(member: Any) -> int:
+    origin = get_origin(member) or member
+    order = [types.NoneType, bool, int, float, list, dict]
+    return order.index(origin) if origin in order else len(order)
+
+
+def _type_name(member: Any) -> str:
+    if get_origin(member) is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(member))
+    return "None" if member is types.NoneType else getattr(member, "__name__", str(member))
+
+
+def _coerce_member(name: str, value: Any, member: Any) -> Any:
+    origin = get_origin(member) or member
+    if member is Any:
+        return value
+    if origin is types.NoneType:
+        return _require(None, value is None or str(value).lower() in ("none", "null", "~"))
+    if origin is bool:
+        word = str(value).lower()
+        # "1" is True for `--flag 1` but a number is not a truth value for an option that may be either.
+        return _require(word in _TRUE, word in _TRUE + _FALSE and not isinstance(value, float))
+    if origin is int:
+        return _require(int(float(value)), not isinstance(value, bool) and float(value).is_integer())
+    if origin is float:
+        return _require(float(value), not isinstance(value, bool))
+    if origin in (list, dict):
+        if isinstance(value, str) and value[:1] in "[{":
+            value = yaml.load(value, _Loader)
+        elif origin is list and isinstance(value, str):
+            value = [value]
+        _require(value, isinstance(value, origin))
+        return [coerce(name, item, get_args(member)[0]) for item in value] if origin is list else value
+    if origin is Literal:
+        return _require(value, value in get_args(member))
+    if isinstance(origin, type) and issubclass(origin, enum.Enum):
+        return origin(value)
+    # A list or mapping is no string, nor is a bool or number that another member should have taken.
+    return _require(value, isinstance(value, origin))
+
+
+def _require(value: Any, condition: bool) -> Any:
+    if not condition:
+        raise ValueError
+    return value
+
+
+# ── Writing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+# Where a run is launched from, not what it is; and what must not lie in a file.
+_NOT_SAVED = ("resume_from_checkpoint", "hub_token")
+
+
+def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of the run as it was given or by default, so that later defaults cannot change it.
+
+    Values that `GRPOConfig` derives (batch sizes, bfloat16) stay underived: they depend on the machine.
+    """
+    defaults = {f.name: default_of(f) for f in fields(GRPOConfig) if f.name in HONOURED}
+    values = {f.name: getattr(run, f.name) for f in fields(run)} | defaults | dict(options)
+    return {
+        name: value.value if isinstance(value, enum.Enum) else value
+        for name, value in values.items()
+        if name not in _NOT_SAVED
+    }
+
+
+def save_run(path: Path, run: RunConfig, options: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.dump(resolved(run, options), Dumper=_Dumper, sort_keys=False), encoding="utf-8")

@@ -1,0 +1,113 @@
+"""TRL's own GRPOConfig is the reference: names, defaults, derived batches, and which batches are errors."""
+
+import dataclasses
+import warnings
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import TrainingArguments
+
+from colocate.config import GRPOConfig
+
+trl = pytest.importorskip("trl")
+
+OWN = {
+    **dict.fromkeys(
+        ("engine", "max_num_seqs", "page_size", "kv_cache_tokens"),
+        "options of engines that TRL does not have",
+    ),
+    **dict.fromkeys(
+        ("max_tokens_per_microbatch", "logprob_chunk_size", "max_skipped_steps"), "packing, chunks, safety"
+    ),
+    **dict.fromkeys(
+        (
+            "max_prompt_length",
+            "vllm_max_model_len",
+            "vllm_guided_decoding_regex",
+            "vllm_device",
+            "vllm_dtype",
+            "vllm_enable_prefix_caching",
+            "use_liger_loss",
+            "wandb_log_unique_prompts",
+            "warmup_ratio",
+        ),
+        "TRL or transformers had it once, and scripts still set it",
+    ),
+}
+
+
+def declared(config_class):
+    return {f.name: f for f in dataclasses.fields(config_class)}
+
+
+def default(field):
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def test_names_are_trls_and_the_listed_ones():
+    ours, theirs = declared(GRPOConfig), declared(trl.GRPOConfig)
+    assert set(theirs) - set(ours) == set()
+    assert set(ours) - set(theirs) == set(OWN)
+
+
+def test_declared_defaults_are_trls():
+    ours, theirs = declared(GRPOConfig), declared(trl.GRPOConfig)
+    different = {name for name in theirs if default(ours[name]) != default(theirs[name])}
+    assert different == set()
+
+
+def test_resolved_defaults_are_trls(tmp_path):
+    reasons = {
+        "bf16": "TRL: True everywhere; here only where the device is a GPU that has it",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        theirs = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True).to_dict()
+    ours = GRPOConfig(output_dir=str(tmp_path), use_cpu=True).to_dict()
+    assert {name for name, value in theirs.items() if ours[name] != value} == set(reasons)
+
+
+sizes = st.integers(1, 8)
+batches = st.fixed_dictionaries(
+    {"per_device_train_batch_size": sizes, "gradient_accumulation_steps": st.integers(1, 4)},
+    optional={
+        "num_generations": st.integers(1, 9),
+        "num_generations_eval": st.integers(1, 4),
+        "per_device_eval_batch_size": sizes,
+        "generation_batch_size": st.integers(1, 48),
+        "steps_per_generation": st.integers(1, 6),
+        "eval_strategy": st.sampled_from(["no", "epoch"]),
+        "do_eval": st.booleans(),
+        "scale_rewards": st.sampled_from([True, False, "group", "batch", "none"]),
+        "vllm_importance_sampling_clip_max": st.sampled_from([None, 1.0, 3.0]),
+        "vllm_importance_sampling_clip_min": st.sampled_from([None, 0.5, 1.0, 2.0]),
+        "vllm_importance_sampling_mode": st.sampled_from(["token_truncate", "sequence_mask"]),
+    },
+)
+DERIVED = (
+    "generation_batch_size",
+    "steps_per_generation",
+    "num_generations",
+    "num_generations_eval",
+    "scale_rewards",
+    "do_eval",
+    "pad_to_multiple_of",
+)
+
+
+@given(options=batches, world_size=st.integers(1, 4))
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_derived_batches_and_errors_are_trls(options, world_size, tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", world_size)
+
+    def derive(config_class):
+        try:
+            config = config_class(output_dir=str(tmp_path), use_cpu=True, **options)
+        except ValueError:
+            return "ValueError"
+        return {name: getattr(config, name) for name in DERIVED}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        assert derive(GRPOConfig) == derive(trl.GRPOConfig)

@@ -1,0 +1,303 @@
+"""GRPOConfig: every option classified, refused or explained; errors that carry the arithmetic."""
+
+import dataclasses
+import logging
+
+import pytest
+import transformers
+from packaging.version import Version
+from transformers import TrainingArguments
+
+from colocate.config import GRPOConfig
+from colocate.options import CHOICES, HONOURED, RANGES, REFUSED, RENAMED, UNNECESSARY
+
+FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+CLASSES = (HONOURED, set(RENAMED), set(UNNECESSARY), set(REFUSED))
+
+
+def other_than(value):
+    """A value of a like type that is not the default."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    return "something else"
+
+
+@pytest.fixture
+def make(tmp_path):
+    return lambda **options: GRPOConfig(output_dir=str(tmp_path), **options)
+
+
+# ── Classification ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_option_is_classified_once(name, make):
+    count = sum(name in names for names in CLASSES)
+    if count == 0 and Version(transformers.__version__) > Version("5.23.99"):
+        with pytest.raises(ValueError, match="does not know it"):
+            make(**{name: other_than(FIELDS[name].default)})
+    else:
+        assert count == 1, f"{name} is in {count} of the four classes"
+
+
+def test_no_class_names_an_option_that_does_not_exist():
+    # transformers renames options between minor versions; only those may be missing here.
+    version_specific = {
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+        "train_sampling_strategy",
+        "dataloader_multiprocessing_context",
+        "dataloader_in_order",
+    }
+    assert set().union(*CLASSES) - set(FIELDS) <= version_specific
+    assert set(CHOICES) | set(RANGES) <= set(FIELDS)
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) & set(FIELDS)))
+def test_refused_options_name_themselves_and_the_reason(name, make):
+    value = other_than(FIELDS[name].default)
+    with pytest.raises(ValueError) as error:
+        make(**{name: value})
+    assert str(error.value).startswith(f"{name}={value!r} is not supported: ")
+    assert REFUSED[name] in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) & set(FIELDS)))
+def test_refused_options_pass_at_their_default(name, make):
+    field = FIELDS[name]
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    make(**{name: default})
+
+
+# Options whose every other value transformers itself would reject on this machine, or that need one more.
+@pytest.mark.parametrize("name", sorted(set(UNNECESSARY) & set(FIELDS) - {"bf16_full_eval"}))
+def test_unnecessary_options_are_accepted_with_one_line(name, make, caplog):
+    field = FIELDS[name]
+    value = 2 if name in ("torch_empty_cache_steps",) else other_than(field.default)
+    more = {"dataloader_num_workers": 1} if name == "dataloader_prefetch_factor" else {}
+    with caplog.at_level(logging.WARNING, "colocate"):
+        make(**{name: value}, **more)
+    lines = [message for message in caplog.messages if message.startswith(f"{name}=")]
+    assert lines == [f"{name}={value!r} is not needed: {UNNECESSARY[name]}."]
+
+
+def test_defaults_say_nothing(make, caplog):
+    with caplog.at_level(logging.WARNING, "colocate"):
+        make()
+    assert caplog.messages == []
+
+
+def test_an_option_of_a_newer_transformers_is_refused(tmp_path):
+    @dataclasses.dataclass(repr=False)
+    class Newer(GRPOConfig):
+        shiny_feature: bool = False
+
+    Newer(output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"shiny_feature=True .* does not know it"):
+        Newer(output_dir=str(tmp_path), shiny_feature=True)
+
+
+# ── Old and vLLM names ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_published_colocation_script_runs_unchanged(make, caplog):
+    """The options of the published TRL example of colocated GRPO."""
+    with caplog.at_level(logging.WARNING, "colocate"):
+        config = make(
+            logging_steps=1,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_tensor_parallel_size=1,
+            vllm_gpu_memory_utilization=0.3,
+            max_prompt_length=512,
+            max_completion_length=1024,
+            max_steps=2,
+            num_generations=4,
+            num_train_epochs=1,
+            per_device_train_batch_size=4,
+            push_to_hub=False,
+            report_to=None,
+        )
+    assert config.report_to == []
+    assert (config.generation_batch_size, config.steps_per_generation) == (4, 1)
+    assert len(caplog.messages) == 1
+    assert "colocated rollout is what the native engine does" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", 2.5),
+        ("vllm_max_model_len", "vllm_max_model_length", 900),
+        ("wandb_log_unique_prompts", "log_unique_prompts", True),
+        ("warmup_ratio", "warmup_steps", 0.1),
+    ],
+)
+def test_renamed_options_move_with_a_line(old, new, value, make, caplog):
+    with caplog.at_level(logging.WARNING, "colocate"):
+        assert getattr(make(**{old: value}), new) == value
+    assert caplog.messages == [f"{old} is an older name: read as {new}={value!r}."]
+
+
+def test_guided_decoding_is_refused_under_its_new_name(make):
+    with pytest.raises(ValueError, match="vllm_structured_outputs_regex='a' is not supported"):
+        make(vllm_guided_decoding_regex="a")
+
+
+@pytest.mark.parametrize(("given", "read"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_scale_rewards(given, read, make):
+    assert make(scale_rewards=given).scale_rewards == read
+
+
+# ── Values ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("name", "typo", "meant"),
+    [
+        ("loss_type", "dr-grpo", "dr_grpo"),
+        ("importance_sampling_level", "tokens", "token"),
+        ("scale_rewards", "groups", "group"),
+        ("engine", "nativ", "native"),
+        ("vllm_importance_sampling_mode", "seq_mask", "sequence_mask"),
+        ("optim", "adamw", "adamw_torch"),
+        ("lr_scheduler_type", "cosin", "cosine"),
+    ],
+)
+def test_unknown_values_get_the_nearest_name(name, typo, meant, make):
+    with pytest.raises(ValueError, match=f"{name}={typo!r} is not supported; did you mean {meant!r}"):
+        make(**{name: typo})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.0),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("top_k", -1),
+        ("page_size", 0),
+        ("max_completion_length", 0),
+        ("max_completion_length", None),
+        ("beta", -0.1),
+        ("top_entropy_quantile", 1.5),
+        ("num_iterations", 0),
+    ],
+)
+def test_values_out_of_range(name, value, make):
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        make(**{name: value})
+
+
+def test_generation_kwargs_win_and_unknown_ones_are_refused(make):
+    config = make(temperature=0.5, generation_kwargs='{"temperature": 0.7, "top_k": 20}')
+    assert (config.temperature, config.top_k) == (0.7, 20)
+    with pytest.raises(ValueError, match="num_beams"):
+        make(generation_kwargs={"num_beams": 4})
+    with pytest.raises(ValueError, match=r"top_p=1\.5"):
+        make(generation_kwargs={"top_p": 1.5})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_ref_model": True},
+        {"loss_type": "vespo"},
+        {"vllm_importance_sampling_clip_min": 3.0},
+        {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+    ],
+)
+def test_contradictions_are_refused(options, make):
+    with pytest.raises(ValueError):
+        make(**options)
+    assert make(sync_ref_model=True, beta=0.1).sync_ref_model
+    assert make(loss_type="vespo", vllm_importance_sampling_mode="token_mask").loss_type == "vespo"
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"])
+def test_launchers_that_shard_the_model_are_refused(variable, make, monkeypatch):
+    # transformers sets up the plugin before we can refuse it; only the refusal matters here.
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 1)
+    monkeypatch.setattr(TrainingArguments, "world_size", 1)
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match=variable):
+        make()
+
+
+# ── Batches ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_batch_errors_list_sizes_that_work(make, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match=r"3 × 2 × 1 .* = 6 completions .* to 4, 8, 12, … or .*\[2, 3, 6\]"):
+        make(per_device_train_batch_size=3)
+    for works in (4, 8, 12):
+        assert make(per_device_train_batch_size=works).generation_batch_size == 2 * works
+    for works in (2, 3, 6):
+        make(per_device_train_batch_size=3, num_generations=works)
+
+
+def test_generation_batch_error_names_the_neighbours(make):
+    with pytest.raises(ValueError, match="Set it to 8 or 16"):
+        make(generation_batch_size=12)
+    with pytest.raises(ValueError, match="only one"):
+        make(generation_batch_size=8, steps_per_generation=1)
+
+
+def test_evaluation_batch_error_lists_sizes_that_work(make):
+    with pytest.raises(ValueError, match="per_device_eval_batch_size to 8, 16, 24"):
+        make(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=12)
+    make(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=12, num_generations_eval=1)
+
+
+def test_one_completion_per_prompt_is_refused(make):
+    with pytest.raises(ValueError, match=r"num_generations=1: .* at least 2"):
+        make(num_generations=1)
+
+
+# ── TrainingArguments' behaviour ─────────────────────────────────────────────────────────────────────────
+
+
+def test_several_visible_gpus_count_as_one(make, monkeypatch, caplog):
+    original = TrainingArguments.__post_init__
+
+    def with_four_gpus(self):
+        original(self)
+        self._n_gpu = 4
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", with_four_gpus)
+    with caplog.at_level(logging.WARNING, "colocate"):
+        config = make(per_device_train_batch_size=8)
+    assert (config.n_gpu, config.train_batch_size) == (1, 8)
+    assert "--num_processes 4" in caplog.text
+
+
+def test_serialises_like_training_arguments(make):
+    config = make(hub_token="secret", loss_type="grpo")
+    assert config.to_dict()["loss_type"] == "grpo"
+    assert '"loss_type": "grpo"' in config.to_json_string()
+    assert "secret" not in repr(config) and "secret" not in config.to_json_string()
+    assert config.device.type in ("cpu", "cuda")
+
+
+def test_checkpointing_default_is_quiet_and_can_be_turned_off(make, recwarn):
+    assert make().gradient_checkpointing is True
+    assert not [w for w in recwarn if "gradient_checkpointing" in str(w.message)]
+    assert make(gradient_checkpointing=False).gradient_checkpointing is False
+
+
+def test_bf16_default_follows_the_device(make, monkeypatch):
+    monkeypatch.setattr("colocate.config.is_torch_bf16_gpu_available", lambda: True)
+    # transformers asks by its own name whether bfloat16 is there.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    assert make().bf16 is True
+    assert make(use_cpu=True).bf16 is False
+    assert make(bf16=False).bf16 is False
+    monkeypatch.setattr("colocate.config.is_torch_bf16_gpu_available", lambda: False)
+    assert make().bf16 is False
