@@ -17,10 +17,10 @@
                            "categories": {"weights": 3087428608, "kv_cache": 107374182400}},
                           {"phase": "train", ...}]}}
 
-On a GPU the bytes are those in use on the device: what PyTorch's allocator has handed out plus everything that
-lives outside of it (the KV arena, the CUDA context, other processes). On a CPU they are the process's resident set.
-A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end) and `peak_allocated_bytes`, PyTorch's
-own numbers. A category is the most that was seen of it in the span.
+On a GPU the bytes are those in use on the device: what PyTorch's allocator has handed out plus everything
+that lives outside of it (the KV arena, the CUDA context, other processes). On a CPU they are the process's
+resident set. A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end) and
+`peak_allocated_bytes`, PyTorch's own numbers. A category is the most that was seen of it in the span.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timeline:
     def __init__(
         self, device: torch.device | str = "cpu", on_phase: Callable[[str], None] | None = None
     ) -> None:
-        """`on_phase` is told the name of every phase that begins, and the enclosing one's (or "") at its end."""
+        """`on_phase` is told the name of every phase that begins; when it ends, the enclosing one's or ""."""
         device = torch.device(device)
         self._memory: _CudaMemory | _HostMemory = (
             _CudaMemory(device) if device.type == "cuda" else _HostMemory()
@@ -172,8 +172,8 @@ class _HostMemory:
 
     def begin(self) -> int:
         try:
-            # Resets the kernel's high-water mark (proc(5)), so that each phase has a peak of its own. Where this
-            # is not allowed or not Linux, the peak is the largest of the samples.
+            # Resets the kernel's high-water mark (proc(5)), so that each phase has a peak of its own. Where
+            # this is not allowed or not Linux, the peak is the largest of the samples.
             Path("/proc/self/clear_refs").write_text("5")
             self._has_high_water_mark = True
         except OSError:
@@ -212,8 +212,8 @@ class _CudaMemory:
         return self.sample()
 
     def sample(self) -> int:
-        # Memory that the allocator keeps in reserve is free to PyTorch, so it does not count as in use; what the
-        # device misses beyond that reserve lives outside the allocator.
+        # Memory that the allocator keeps in reserve is free to PyTorch, so it does not count as in use; what
+        # the device misses beyond that reserve lives outside the allocator.
         free, total = torch.cuda.mem_get_info(self._device)
         outside = max(0, total - free - torch.cuda.memory_reserved(self._device))
         self._outside = max(self._outside, outside)

@@ -18,9 +18,11 @@ One line per evaluation, metrics under TRL's `eval_` names:
 
     {"eval": true, "step": 50, "epoch": 1.0, "time": 1790000300.2, "eval_reward": 0.44, ...}
 
-`completions.jsonl` has one line per sampled completion; prompt and completion are strings or lists of messages:
+`completions.jsonl` has one line per sampled completion; prompt and completion are strings or lists of
+messages:
 
-    {"step": 12, "prompt": "2 + 2 =", "completion": " 4", "rewards": {"accuracy_reward": 1.0}, "advantage": 0.7}
+    {"step": 12, "prompt": "2 + 2 =", "completion": " 4", "rewards": {"accuracy_reward": 1.0},
+     "advantage": 0.7}
 
 `run.json` is one object that describes the run. The report shows `run_name`, `model`, `dataset`, `device` and
 `versions` (a dict); all are optional.
