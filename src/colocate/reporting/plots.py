@@ -40,7 +40,7 @@ class Axis:
         tight: bool = False,
         zero: bool = False,
         log: bool = False,
-        num_ticks: int = 4,
+        num_ticks: int = 5,
         format: Callable[[float], str] | None = None,
     ) -> Axis:
         """An axis that holds all finite values.
@@ -165,17 +165,15 @@ class Plot:
 
     def box(
         self,
-        x_from: float,
-        x_to: float,
-        y_from: float,
-        y_to: float,
+        xs: tuple[float, float],
+        ys: tuple[float, float],
         color: str,
         hover: str = "",
         gap: float = 0,
     ) -> None:
-        """A filled rectangle, `gap` pixels narrower than its values say."""
-        left, bottom = self.x(x_from), self.y(y_from)
-        width, height = max(0.3, self.x(x_to) - left - gap), max(0.0, bottom - self.y(y_to))
+        """A filled rectangle between two x and two y, drawn `gap` pixels narrower."""
+        left, bottom = self.x(xs[0]), self.y(ys[0])
+        width, height = max(0.3, self.x(xs[1]) - left - gap), max(0.0, bottom - self.y(ys[1]))
         title = f"<title>{escape(hover)}</title>" if hover else ""
         self._marks.append(
             f'<rect class="f-{color}" x="{left:.2f}" y="{bottom - height:.2f}" width="{width:.2f}" '
@@ -281,9 +279,9 @@ def smooth(ys: Sequence[float], window: int) -> list[float]:
 
 
 def nice_step(raw: float) -> float:
-    """The smallest of 1, 2, 5 times a power of ten that is at least `raw`."""
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least `raw`."""
     power = 10.0 ** math.floor(math.log10(raw))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
 
 
 def compact(value: float, digits: int = 3) -> str:
@@ -312,7 +310,11 @@ def _tick_text(tick: float, step: float, largest: float) -> str:
 
 
 def _decimals(value: float, step: float) -> str:
-    return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+    """`value` with the decimals that tell it from its neighbours one `step` away."""
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:
+        decimals += 1  # a step of 2.5
+    return f"{value:.{decimals}f}"
 
 
 def _runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[tuple[float, float]]]:
