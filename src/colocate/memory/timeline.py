@@ -1,0 +1,248 @@
+"""Where a step's time and memory went, phase by phase.
+
+    timeline = Timeline(device, on_phase=progress.set_phase)
+    timeline.watch("weights", policy.weight_bytes)
+    with timeline.phase("rollout"): ...
+    with timeline.phase("train"):
+        with timeline.phase("train/forward"): ...
+    record = timeline.drain()
+
+`drain` returns, for the time since the previous `drain`:
+
+    {"wall_s": 7.3,
+     "phases": {"rollout": 4.1, "train": 3.0, "train/forward": 1.2},        # seconds; "a/b" is part of "a"
+     "memory": {"device": "cuda:0", "limit_bytes": 150109880320,
+                "spans": [{"phase": "rollout", "start_s": 0.0, "end_s": 4.1,     # since the step began
+                           "before_bytes": ..., "after_bytes": ..., "peak_bytes": ...,
+                           "categories": {"weights": 3087428608, "kv_cache": 107374182400}},
+                          {"phase": "train", ...}]}}
+
+On a GPU the bytes are those in use on the device: what PyTorch's allocator has handed out plus everything
+that lives outside of it (the KV arena, the CUDA context, other processes). On a CPU they are the process's
+resident set. A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end) and
+`peak_allocated_bytes`, PyTorch's own numbers. A category is the most that was seen of it in the span.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+class Timeline:
+    """Measures phases that follow one another, and parts of them named "phase/part" inside them."""
+
+    def __init__(
+        self, device: torch.device | str = "cpu", on_phase: Callable[[str], None] | None = None
+    ) -> None:
+        """`on_phase` is told the name of every phase that begins; when it ends, the enclosing one's or ""."""
+        device = torch.device(device)
+        self._memory: _CudaMemory | _HostMemory = (
+            _CudaMemory(device) if device.type == "cuda" else _HostMemory()
+        )
+        self._on_phase = on_phase or (lambda name: None)
+        self._categories: dict[str, Callable[[], int]] = {}
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._spans: list[dict[str, Any]] = []
+        # Set by the first phase: what came before (loading a model) is not part of the first step.
+        self._step_start: float | None = None
+
+    def watch(self, category: str, num_bytes: Callable[[], int]) -> None:
+        """Ask `num_bytes` at every boundary of a phase how much memory `category` takes."""
+        self._categories[category] = num_bytes
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the body as phase `name`; a name already measured in this step adds up.
+
+        The device is synchronised at both ends of a phase, so that its time is that of the work it launched.
+        Parts ("train/forward") are not synchronised: theirs is the host's time.
+
+        Raises:
+            ValueError: a phase inside another that is not named as a part of it, or a part on its own.
+        """
+        self._check_nesting(name)
+        is_part = bool(self._open)
+        if not is_part:
+            self._memory.synchronize()
+        start = time.perf_counter()
+        if self._step_start is None:
+            self._step_start = start
+        if not is_part:
+            self._begin_span(name, start - self._step_start)
+        self._open.append(name)
+        self._on_phase(name)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            if not is_part:
+                self._memory.synchronize()
+            end = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            if not is_part:
+                self._end_span(end - self._step_start)
+            self._on_phase(self._open[-1] if self._open else "")
+
+    def sample(self) -> None:
+        """Look at the memory now, within a phase: for what is there only between the phase's two ends."""
+        if not self._spans or not self._open:
+            raise RuntimeError("Timeline.sample() belongs inside `with timeline.phase(...)`: none is open.")
+        span = self._spans[-1]
+        span["peak_bytes"] = max(span["peak_bytes"], self._memory.sample())
+        self._see_categories(span)
+
+    def drain(self) -> dict[str, Any]:
+        """The record of the time since the last `drain`, as described above; a new step begins.
+
+        Raises:
+            RuntimeError: a phase is still open.
+        """
+        if self._open:
+            raise RuntimeError(f"Timeline.drain() inside phase {self._open[-1]!r}: close the phase first.")
+        now = time.perf_counter()
+        record = {
+            "wall_s": 0.0 if self._step_start is None else now - self._step_start,
+            "phases": self._seconds,
+            "memory": {
+                "device": self._memory.name,
+                "limit_bytes": self._memory.limit_bytes,
+                "spans": self._spans,
+            },
+        }
+        self._seconds, self._spans, self._step_start = {}, [], now
+        return record
+
+    def _check_nesting(self, name: str) -> None:
+        if self._open and not name.startswith(f"{self._open[-1]}/"):
+            raise ValueError(
+                f"Phase {name!r} begins inside phase {self._open[-1]!r} and its time would count twice: "
+                f"close {self._open[-1]!r} first, or name the part '{self._open[-1]}/{name}'."
+            )
+        if not self._open and "/" in name:
+            whole = name.rpartition("/")[0]
+            raise ValueError(
+                f"{name!r} is a part of phase {whole!r}, which is not open: open {whole!r} first."
+            )
+
+    def _begin_span(self, phase: str, start_s: float) -> None:
+        before = self._memory.begin()
+        span = {
+            "phase": phase,
+            "start_s": start_s,
+            "end_s": start_s,
+            "before_bytes": before,
+            "peak_bytes": before,
+        }
+        self._spans.append(span)
+        self._see_categories(span)
+
+    def _end_span(self, end_s: float) -> None:
+        span = self._spans[-1]
+        self._see_categories(span)
+        measured = self._memory.end()
+        measured["peak_bytes"] = max(span["peak_bytes"], measured["peak_bytes"])
+        span.update(measured, end_s=end_s)
+
+    def _see_categories(self, span: dict[str, Any]) -> None:
+        seen = span.setdefault("categories", {})
+        for name, num_bytes in self._categories.items():
+            seen[name] = max(seen.get(name, 0), int(num_bytes()))
+
+
+class _HostMemory:
+    """The resident set of this process."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.limit_bytes = _host_limit_bytes()
+        self._highest = 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def begin(self) -> int:
+        try:
+            # Resets the kernel's high-water mark (proc(5)), so that each phase has a peak of its own. Where
+            # this is not allowed or not Linux, the peak is the largest of the samples.
+            Path("/proc/self/clear_refs").write_text("5")
+            self._has_high_water_mark = True
+        except OSError:
+            self._has_high_water_mark = False
+        self._highest = 0
+        return self.sample()
+
+    def sample(self) -> int:
+        now = self._process.memory_info().rss
+        self._highest = max(self._highest, now)
+        return now
+
+    def end(self) -> dict[str, int]:
+        now = self.sample()
+        peak = _high_water_mark_bytes() if self._has_high_water_mark else 0
+        return {"after_bytes": now, "peak_bytes": max(self._highest, peak)}
+
+
+class _CudaMemory:
+    """Memory in use on one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.device(
+            "cuda", torch.cuda.current_device() if device.index is None else device.index
+        )
+        self.name = str(self._device)
+        self.limit_bytes = torch.cuda.mem_get_info(self._device)[1]
+        self._outside = 0
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def begin(self) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._outside = 0
+        return self.sample()
+
+    def sample(self) -> int:
+        # Memory that the allocator keeps in reserve is free to PyTorch, so it does not count as in use; what
+        # the device misses beyond that reserve lives outside the allocator.
+        free, total = torch.cuda.mem_get_info(self._device)
+        outside = max(0, total - free - torch.cuda.memory_reserved(self._device))
+        self._outside = max(self._outside, outside)
+        return outside + torch.cuda.memory_allocated(self._device)
+
+    def end(self) -> dict[str, int]:
+        now = self.sample()
+        peak_allocated = torch.cuda.max_memory_allocated(self._device)
+        return {
+            "after_bytes": now,
+            "peak_bytes": self._outside + peak_allocated,
+            "allocated_bytes": torch.cuda.memory_allocated(self._device),
+            "reserved_bytes": torch.cuda.memory_reserved(self._device),
+            "peak_allocated_bytes": peak_allocated,
+        }
+
+
+def _high_water_mark_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _host_limit_bytes() -> int:
+    """The machine's memory, or the container's share of it."""
+    total = psutil.virtual_memory().total
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

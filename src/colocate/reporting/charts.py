@@ -1,0 +1,373 @@
+"""The charts of a run. Each function draws one, or returns None when the run has no data for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colocate.reporting.plots import Axis, Plot, compact, smooth
+from colocate.reporting.run import Run, finite_or_zero, number
+from colocate.reporting.theme import CATEGORY_COLORS, PHASE_COLORS, color_of
+
+GIB = 2**30
+_CHARTED = {"entropy", "kl", "cispo_clip_ratio", "grad_norm", "loss", "learning_rate", "frac_reward_zero_std"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of a small chart."""
+
+    metric: str
+    label: str
+    color: str
+
+
+def smoothing_window(num_steps: int) -> int:
+    """Steps that a running mean spans: none for a short run, a twenty-fifth of a long one."""
+    return 1 if num_steps < 30 else num_steps // 25 | 1
+
+
+def reward_chart(run: Run, size: tuple[int, int]) -> str | None:
+    """Reward by step: each step, the running mean, the spread over completions, evaluations."""
+    reward = run.metric("reward")
+    if not _has_data(reward):
+        return None
+    window = smoothing_window(len(reward))
+    mean = smooth(reward, window)
+    spread = smooth(run.metric("reward_std"), window)
+    lows = [m - s for m, s in zip(mean, spread, strict=True)]
+    highs = [m + s for m, s in zip(mean, spread, strict=True)]
+    eval_x, eval_y = run.eval_metric("eval_reward")
+    legend = [("each step", "blue", "faint"), (f"mean of {window} steps", "blue", "line")]
+    if window == 1:
+        legend = [("each step", "blue", "line")]
+    if _has_data(lows):
+        legend.append(("± std over completions", "blue", "band"))
+    if eval_y:
+        legend.append(("held-out evaluation", "orange", "dot"))
+    plot = Plot(
+        "Reward",
+        Axis.around(run.x + eval_x, tight=True, num_ticks=8 if size[0] > 500 else 4),
+        Axis.around([*reward, *lows, *highs, *eval_y]),
+        legend=legend,
+        width=size[0],
+        height=size[1],
+    )
+    plot.band(run.x, lows, highs, "blue")
+    _noisy_line(plot, run.x, reward, "blue")
+    plot.hover(run.x, lambda i: f"step {run.x[i]:.0f}: reward {compact(reward[i])}, mean {compact(mean[i])}")
+    plot.points(eval_x, eval_y, "orange")
+    return plot.svg()
+
+
+def metric_chart(
+    run: Run,
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    zero: bool = False,
+    log: bool = False,
+    percent: bool = False,
+    note: str = "",
+) -> str | None:
+    """Metrics by step, each as its values and, in a long run, their running mean.
+
+    Args:
+        log: on powers of ten, if the values span enough of them.
+    """
+    curves = [curve for curve in curves if _has_data(run.metric(curve.metric))]
+    if not curves:
+        return None
+    values = {curve.metric: run.metric(curve.metric) for curve in curves}
+    positive = [v for column in values.values() for v in column if v > 0]
+    log = log and max(positive, default=1.0) > 30 * min(positive, default=1.0)
+    several = len(curves) > 1
+    axis = Axis.around(
+        [v for column in values.values() for v in column],
+        zero=zero,
+        log=log,
+        format=(lambda v: f"{100 * v:.3g}%") if percent else None,
+    )
+    legend = [(curve.label, curve.color, "line") for curve in curves] if several else []
+    plot = Plot(title, Axis.around(run.x, tight=True), axis, legend=legend, note=note)
+    for curve in curves:
+        _noisy_line(plot, run.x, values[curve.metric], curve.color)
+
+    def describe(i: int) -> str:
+        shown = ", ".join(f"{c.label} {compact(values[c.metric][i], 4)}" for c in curves)
+        return f"step {run.x[i]:.0f}: {shown}"
+
+    plot.hover(run.x, describe)
+    return plot.svg()
+
+
+def length_chart(run: Run) -> str | None:
+    """Tokens per completion: mean, and from the shortest to the longest."""
+    mean = run.metric("completions/mean_length")
+    if not _has_data(mean):
+        return None
+    lows, highs = run.metric("completions/min_length"), run.metric("completions/max_length")
+    plot = Plot(
+        "Completion length",
+        Axis.around(run.x, tight=True),
+        Axis.around([*mean, *lows, *highs], zero=True),
+        legend=[("mean", "blue", "line"), ("shortest to longest", "blue", "band")],
+        note="tokens",
+    )
+    plot.band(run.x, lows, highs, "blue")
+    _noisy_line(plot, run.x, mean, "blue")
+    plot.hover(
+        run.x,
+        lambda i: (
+            f"step {run.x[i]:.0f}: mean {compact(mean[i])}, {compact(lows[i])} to {compact(highs[i])} tokens"
+        ),
+    )
+    return plot.svg()
+
+
+def throughput_chart(run: Run) -> str | None:
+    """Prompt and completion tokens per second of wall time."""
+    speed = run.tokens_per_second
+    if not _has_data(speed):
+        return None
+    plot = Plot("Throughput", Axis.around(run.x, tight=True), Axis.around(speed, zero=True), note="tokens/s")
+    _noisy_line(plot, run.x, speed, "green")
+    plot.hover(run.x, lambda i: f"step {run.x[i]:.0f}: {compact(speed[i])} tokens/s")
+    return plot.svg()
+
+
+def phase_names(run: Run) -> list[str]:
+    """The phases in the order in which they first ran, then "other"."""
+    names = {name: None for phases in run.phases for name in phases if name != "other"}
+    return [*names, "other"] if "other" in run.phase_totals() else list(names)
+
+
+def phase_color(run: Run, phase: str) -> str:
+    return color_of(phase, PHASE_COLORS, [name for name in phase_names(run) if name not in PHASE_COLORS])
+
+
+def time_chart(run: Run, size: tuple[int, int]) -> str | None:
+    """Where each step's time went: one stacked bar per step, or per group of steps where they get thin."""
+    names = phase_names(run)
+    if not names or sum(run.wall_s) <= 0:
+        return None
+    per_bar = math.ceil(4 * len(run.steps) / size[0])
+    groups = [range(i, min(i + per_bar, len(run.steps))) for i in range(0, len(run.steps), per_bar)]
+    heights = [{name: _mean_seconds(run, rows, name) for name in names} for rows in groups]
+    # A resumed or thinned record skips steps: each bar reaches to the next one's first step at most.
+    widths = [run.x[rows[-1]] - run.x[rows[0]] + 1 for rows in groups]
+    edges = [run.x[rows[0]] - 0.5 for rows in groups]
+    plot = Plot(
+        "Where each step's time went",
+        Axis.around([edges[0], edges[-1] + widths[-1]], tight=True, num_ticks=8 if size[0] > 500 else 4),
+        Axis.around([sum(bar.values()) for bar in heights], zero=True),
+        legend=[(name, phase_color(run, name), "box") for name in names],
+        width=size[0],
+        height=size[1],
+        note="seconds" if per_bar == 1 else f"seconds, bars: means of {per_bar} steps",
+    )
+    for rows, left, width, bar in zip(groups, edges, widths, heights, strict=True):
+        first, last = run.x[rows[0]], run.x[rows[-1]]
+        which = f"step {first:.0f}" if first == last else f"steps {first:.0f} to {last:.0f}"
+        base = 0.0
+        for name, seconds in bar.items():
+            if seconds > 0:
+                plot.box(
+                    (left, left + width),
+                    (base, base + seconds),
+                    phase_color(run, name),
+                    f"{which}: {name} {compact(seconds)} s of {compact(sum(bar.values()))} s",
+                    gap=1 if len(groups) <= 60 else 0.4,
+                )
+                base += seconds
+    return plot.svg()
+
+
+def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None) -> str | None:
+    """One typical step: memory at its fullest in each phase, by what holds it, over the step's seconds."""
+    index = run.typical_step()
+    if index is None:
+        return None
+    spans = run.spans[index]
+    stacks = [_stack(span) for span in spans]
+    names = list(dict.fromkeys(name for stack in stacks for name in stack))
+    names.sort(key=lambda name: name == "in use")  # the rest goes on top of what is known
+    unknown = [name for name in names if name not in CATEGORY_COLORS]
+    colors = {name: color_of(name, CATEGORY_COLORS, unknown) for name in names}
+    highest = max(sum(stack.values()) for stack in stacks)
+    limit = run.limit_bytes / GIB
+    shows_limit = highest > 0.4 * limit
+    plot = Plot(
+        title or f"Memory through one step (step {run.x[index]:.0f})",
+        Axis.around([0.0, run.wall_s[index], *(span["end_s"] for span in spans)], tight=True, num_ticks=6),
+        Axis.around([0.0, highest, *([limit * 1.04] if shows_limit else [])], zero=True),
+        legend=[(_category_label(name, names), colors[name], "box") for name in names],
+        width=size[0],
+        height=size[1],
+        x_label="seconds since the step began",
+        note="GiB",
+    )
+    for span, stack in zip(spans, stacks, strict=True):
+        base = 0.0
+        for name in names:
+            if stack.get(name, 0.0) > 0:
+                hover = f"{span['phase']}: {_category_label(name, names)} {compact(stack[name])} GiB"
+                plot.box(
+                    (span["start_s"], span["end_s"]), (base, base + stack[name]), colors[name], hover, gap=1.5
+                )
+                base += stack[name]
+        _label_span(plot, str(span["phase"]), span["start_s"], span["end_s"], base)
+    if shows_limit:
+        plot.rule(limit, f"device: {compact(limit)} GiB")
+    return plot.svg()
+
+
+def peak_memory_chart(run: Run) -> str | None:
+    """The fullest moment of each phase, by step."""
+    names = list(dict.fromkeys(str(span["phase"]) for spans in run.spans for span in spans))
+    if not names:
+        return None
+    peaks = {name: [_phase_peak(spans, name) for spans in run.spans] for name in names}
+    highest = max(v for column in peaks.values() for v in column if math.isfinite(v))
+    limit = run.limit_bytes / GIB
+    shows_limit = highest > 0.4 * limit
+    plot = Plot(
+        "Peak memory by phase",
+        Axis.around(run.x, tight=True),
+        Axis.around([highest, *([limit * 1.04] if shows_limit else [])], zero=True),
+        legend=[(name, phase_color(run, name), "line") for name in names],
+        note="GiB",
+    )
+    for name in names:
+        plot.line(run.x, peaks[name], phase_color(run, name))
+    if shows_limit:
+        plot.rule(limit, f"device: {compact(limit)} GiB")
+    plot.hover(
+        run.x,
+        lambda i: f"step {run.x[i]:.0f}: " + ", ".join(f"{n} {compact(peaks[n][i])} GiB" for n in names),
+    )
+    return plot.svg()
+
+
+def metric_charts(run: Run) -> list[str]:
+    """The small charts of how the policy learns, those that the run has data for."""
+    charts: list[str | None] = [
+        reward_functions_chart(run),
+        length_chart(run),
+        metric_chart(
+            run,
+            "Completions without signal",
+            [
+                Curve("completions/clipped_ratio", "cut off at the limit", "orange"),
+                Curve("frac_reward_zero_std", "group of equal rewards", "slate"),
+            ],
+            zero=True,
+            percent=True,
+        ),
+        metric_chart(run, "Entropy", [Curve("entropy", "entropy", "blue")], note="nats per token"),
+        metric_chart(
+            run, "KL to the reference", [Curve("kl", "KL", "purple")], zero=True, note="nats per token"
+        ),
+        metric_chart(
+            run,
+            "Clipped tokens",
+            [
+                Curve("clip_ratio/low_mean", "low", "blue"),
+                Curve("clip_ratio/high_mean", "high", "orange"),
+                Curve("cispo_clip_ratio", "CISPO", "purple"),
+            ],
+            zero=True,
+            percent=True,
+        ),
+        metric_chart(run, "Gradient norm", [Curve("grad_norm", "gradient norm", "blue")], log=True),
+        metric_chart(run, "Loss", [Curve("loss", "loss", "blue")]),
+        metric_chart(run, "Learning rate", [Curve("learning_rate", "learning rate", "slate")], zero=True),
+        metric_chart(
+            run,
+            "Rollout against trainer",
+            [
+                Curve("sampling/sampling_logp_difference/mean", "mean", "blue"),
+                Curve("sampling/sampling_logp_difference/max", "max", "orange"),
+            ],
+            log=True,
+            note="|log-prob difference|",
+        ),
+        metric_chart(
+            run,
+            "Importance-sampling ratio",
+            [
+                Curve("sampling/importance_sampling_ratio/min", "min", "slate"),
+                Curve("sampling/importance_sampling_ratio/mean", "mean", "blue"),
+                Curve("sampling/importance_sampling_ratio/max", "max", "orange"),
+            ],
+        ),
+    ]
+    return [chart for chart in charts if chart]
+
+
+def other_metric_charts(run: Run) -> list[str]:
+    """What no other chart shows, such as metrics logged by reward functions; the first 24."""
+    shown = {"reward", "reward_std", "num_tokens", "step_time"}
+    shown_groups = ("rewards/", "completions/", "clip_ratio/", "sampling/")
+    names = [n for n in run.metric_names if n not in shown | _CHARTED and not n.startswith(shown_groups)]
+    charts = [metric_chart(run, name, [Curve(name, name, "slate")]) for name in names[:24]]
+    return [chart for chart in charts if chart]
+
+
+def reward_functions_chart(run: Run) -> str | None:
+    """The mean of every reward function; the first six if there are more."""
+    suffix = "/mean"
+    names = [n for n in run.metric_names if n.startswith("rewards/") and n.endswith(suffix)]
+    if len(names) < 2:
+        return None
+    palette = ("blue", "orange", "green", "purple", "gold", "red")
+    curves = [
+        Curve(name, name.removeprefix("rewards/").removesuffix(suffix), color)
+        for name, color in zip(names, palette, strict=False)
+    ]
+    return metric_chart(run, "Reward by function", curves)
+
+
+def _noisy_line(plot: Plot, xs: Sequence[float], ys: Sequence[float], color: str) -> None:
+    """The values and, in a long run where they hide the trend, their running mean over them."""
+    window = smoothing_window(len(xs))
+    plot.line(xs, ys, color, "faint" if window > 1 else "curve")
+    if window > 1:
+        plot.line(xs, smooth(ys, window), color)
+
+
+def _has_data(values: Sequence[float]) -> bool:
+    return any(math.isfinite(value) for value in values)
+
+
+def _mean_seconds(run: Run, rows: Sequence[int], phase: str) -> float:
+    total = sum(run.phases[i].get(phase, 0.0) for i in rows)
+    if phase == "other":
+        total += sum(run.wall_s[i] - sum(run.phases[i].values()) for i in rows)
+    return total / len(rows)
+
+
+def _phase_peak(spans: Sequence[dict], phase: str) -> float:
+    return max((number(s["peak_bytes"]) / GIB for s in spans if s["phase"] == phase), default=math.nan)
+
+
+def _stack(span: dict) -> dict[str, float]:
+    """GiB by category; "in use" is what the peak holds beyond them."""
+    categories = span.get("categories")
+    known = categories.items() if isinstance(categories, dict) else ()
+    stack = {name: finite_or_zero(size) / GIB for name, size in known}
+    rest = number(span["peak_bytes"]) / GIB - sum(stack.values())
+    return {**stack, "in use": rest} if rest > 0 else stack
+
+
+def _category_label(name: str, names: Sequence[str]) -> str:
+    if name == "in use" and len(names) > 1:
+        return "activations, gradients, other"
+    return name.replace("_", " ").replace("kv", "KV")
+
+
+def _label_span(plot: Plot, phase: str, start: float, end: float, top: float) -> None:
+    """The phase's name inside its box, if it fits there."""
+    if plot.x(end) - plot.x(start) > 7 * len(phase) + 8 and plot.y(0.0) - plot.y(top) > 22:
+        plot.label((start + end) / 2, top / 2, phase)

@@ -1,0 +1,153 @@
+"""The completions of one step as a table: printed, and written as TRL's parquet files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class CompletionTable:
+    """N completions, column by column; every column has N entries."""
+
+    prompts: Sequence[Any]
+    """Strings or conversations (lists of messages)."""
+    completions: Sequence[Any]
+    rewards: Mapping[str, Sequence[float]]
+    """One column per reward function; NaN where it returned None."""
+    advantages: Sequence[float]
+    extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns that reward functions added with `log_extra`."""
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns().items():
+            if len(column) != len(self.prompts):
+                raise ValueError(
+                    f"Column {name!r} has {len(column)} entries for {len(self.prompts)} prompts: "
+                    "every column of a CompletionTable needs one entry per completion."
+                )
+
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """The columns under TRL's names, in TRL's order: prompt, completion, rewards, extras, advantage."""
+        return {
+            "prompt": self.prompts,
+            "completion": self.completions,
+            **self.rewards,
+            **self.extra,
+            "advantage": self.advantages,
+        }
+
+    def unique_prompts(self) -> CompletionTable:
+        """The first completion of every prompt."""
+        first = {str(prompt): i for i, prompt in reversed(list(enumerate(self.prompts)))}
+        return self._select(sorted(first.values()))
+
+    def sample(self, num_samples: int, seed: int) -> CompletionTable:
+        """`num_samples` rows at random, in their order; all if there are not more.
+
+        The draw does not touch Python's global generator, so that looking does not change the run.
+        """
+        rows = range(len(self.prompts))
+        if num_samples < len(rows):
+            rows = sorted(random.Random(seed).sample(rows, num_samples))
+        return self._select(rows)
+
+    def _select(self, rows: Sequence[int]) -> CompletionTable:
+        return CompletionTable(
+            prompts=[self.prompts[i] for i in rows],
+            completions=[self.completions[i] for i in rows],
+            rewards={name: [column[i] for i in rows] for name, column in self.rewards.items()},
+            advantages=[self.advantages[i] for i in rows],
+            extra={name: [column[i] for i in rows] for name, column in self.extra.items()},
+        )
+
+
+def write_completions_parquet(output_dir: str | Path, step: int, table: CompletionTable) -> Path:
+    """Write `completions/completions_{step:05d}.parquet` with TRL's columns and return its path.
+
+    Raises:
+        ValueError: a column mixes types that parquet cannot hold together.
+    """
+    columns = {"step": [step] * len(table.prompts), **table.columns()}
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = pyarrow.array(list(values))
+        except pyarrow.ArrowException as error:
+            raise ValueError(
+                f"Column {name!r} of the completions of step {step} cannot be written as parquet ({error}): "
+                "give all its entries one type, for instance str."
+            ) from error
+    path = Path(output_dir) / "completions" / f"completions_{step:05d}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(arrays), path)
+    return path
+
+
+def print_completions(
+    table: CompletionTable,
+    step: int,
+    num_completions_to_print: int | None = None,
+    log_unique_prompts: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print the completions of a step as a table, one row each.
+
+    Args:
+        num_completions_to_print: this many at random; None prints all, 0 none.
+        log_unique_prompts: only the first completion of every prompt.
+    """
+    if log_unique_prompts:
+        table = table.unique_prompts()
+    if num_completions_to_print is not None:
+        table = table.sample(max(0, num_completions_to_print), seed=step)
+    if not table.prompts:
+        return
+    grid = Table(expand=True, show_lines=True)
+    grid.add_column("Prompt", style="yellow", ratio=2)
+    grid.add_column("Completion", style="green", ratio=3)
+    for name in table.rewards:
+        grid.add_column(name, style="cyan", justify="right")
+    grid.add_column("Advantage", style="magenta", justify="right")
+    for name in table.extra:
+        grid.add_column(name)
+    for i, (prompt, completion) in enumerate(zip(table.prompts, table.completions, strict=True)):
+        grid.add_row(
+            # Text, not str: a completion may contain what rich takes for markup.
+            Text(as_text(prompt)),
+            Text(as_text(completion)),
+            *(f"{column[i]:.2f}" for column in table.rewards.values()),
+            f"{table.advantages[i]:.2f}",
+            *(Text(as_text(column[i])) for column in table.extra.values()),
+        )
+    (console or Console()).print(Panel(grid, title=f"Step {step}"))
+
+
+def as_text(entry: Any) -> str:
+    """A prompt or completion as plain text; the messages of a conversation one after the other."""
+    if not (isinstance(entry, list) and entry and all(isinstance(message, dict) for message in entry)):
+        return str(entry)
+    return "\n\n".join(_message_text(message) for message in entry)
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    lines = [str(message.get("role", "")).upper()]
+    lines.append(str(message.get("reasoning_content") or message.get("thinking") or ""))
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(block.get("text", "") for block in content if isinstance(block, dict))
+    lines.append(str(content))
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", {})
+        lines.append(f"{function.get('name', '?')}({function.get('arguments', '')})")
+    return "\n".join(line for line in lines if line)

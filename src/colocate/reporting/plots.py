@@ -1,0 +1,349 @@
+"""Small plots as SVG text: lines, bands, points and boxes over two axes.
+
+    plot = Plot("Reward", Axis.around(steps), Axis.around(rewards), legend=[("mean", "blue", "line")])
+    plot.line(steps, rewards, "blue")
+    plot.svg()
+
+The styles are those of `theme.plot_rules`. NaN is a gap in a line, never an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+
+MAX_POINTS = 500  # per line: more than the pixels of a small plot, few enough to keep a page light
+MAX_HOVERS = 100
+CHARACTER_PX = 6.0  # of the 11 px font, on average; decides when a legend needs another row
+Legend = Sequence[tuple[str, str, str]]  # (name, colour, "line" | "faint" | "band" | "dot" | "box")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values and the ticks to show in it."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+    format: Callable[[float], str] | None = None
+    """Text of a tick; by default as many decimals as the ticks need."""
+
+    @classmethod
+    def around(
+        cls,
+        values: Iterable[float],
+        *,
+        tight: bool = False,
+        zero: bool = False,
+        log: bool = False,
+        num_ticks: int = 5,
+        format: Callable[[float], str] | None = None,
+    ) -> Axis:
+        """An axis that holds all finite values.
+
+        Args:
+            tight: end at the values, not at the ticks around them.
+            zero: start at zero or below.
+            log: powers of ten; values that are not positive do not count.
+        """
+        finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
+        if log:
+            return cls._log_around(finite or [1.0], num_ticks, format)
+        low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+        if zero:
+            low = min(low, 0.0)
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            margin = 0.1 * abs(high) or 0.5
+            low, high = (low if zero and low == 0 else low - margin), high + margin
+        step = nice_step((high - low) / num_ticks)
+        if not tight:
+            low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
+        first = math.ceil(low / step - 1e-6)
+        count = math.floor(high / step + 1e-6) - first + 1
+        return cls(low, high, tuple((first + i) * step for i in range(count)), format=format)
+
+    @classmethod
+    def _log_around(
+        cls, values: Sequence[float], num_ticks: int, format: Callable[[float], str] | None
+    ) -> Axis:
+        first = math.floor(math.log10(min(values)) + 1e-9)
+        last = max(math.ceil(math.log10(max(values)) - 1e-9), first + 1)
+        stride = max(1, math.ceil((last - first) / num_ticks))
+        ticks = tuple(10.0**power for power in range(first, last + 1, stride))
+        return cls(10.0**first, 10.0**last, ticks, log=True, format=format)
+
+    def fraction(self, value: float) -> float:
+        """Where `value` lies between the ends: 0 at the low one, 1 at the high one."""
+        if self.log:
+            span = math.log10(self.high) - math.log10(self.low)
+            return (math.log10(max(value, self.low)) - math.log10(self.low)) / span
+        return (value - self.low) / (self.high - self.low)
+
+    def text(self, tick: float) -> str:
+        if self.format is not None:
+            return self.format(tick)
+        if self.log or len(self.ticks) < 2:
+            return compact(tick)
+        return _tick_text(tick, self.ticks[1] - self.ticks[0], max(abs(self.low), abs(self.high)))
+
+
+class Plot:
+    """One SVG picture; marks are drawn in the order of the calls."""
+
+    def __init__(
+        self,
+        title: str,
+        x: Axis,
+        y: Axis,
+        *,
+        legend: Legend = (),
+        width: int = 360,
+        height: int = 230,
+        x_label: str = "step",
+        note: str = "",
+    ) -> None:
+        """`note` stands to the right of the title: units, or what the line means."""
+        self._x, self._y = x, y
+        self._width, self._height = width, height
+        self._marks: list[str] = []
+        self._left = 16 + max((CHARACTER_PX * len(y.text(tick)) for tick in y.ticks), default=0.0)
+        legend_svg, num_rows = _legend(legend, width)
+        self._top = 30.0 + 17 * num_rows
+        self._right, self._bottom = width - 14.0, height - 36.0
+        self._head = [
+            f'<text class="title" x="0" y="14">{escape(title)}</text>',
+            f'<text x="{width}" y="14" text-anchor="end">{escape(note)}</text>' if note else "",
+            *legend_svg,
+        ]
+        self._title, self._x_label = title, x_label
+
+    def x(self, value: float) -> float:
+        return self._left + self._x.fraction(value) * (self._right - self._left)
+
+    def y(self, value: float) -> float:
+        return self._bottom - self._y.fraction(value) * (self._bottom - self._top)
+
+    def line(self, xs: Sequence[float], ys: Sequence[float], color: str, style: str = "curve") -> None:
+        """A line through the points, broken where y is NaN; a point on its own is a dot.
+
+        Args:
+            style: "curve" or "faint".
+        """
+        for run in _runs(*decimate(xs, self._drawable(ys))):
+            if len(run) == 1:
+                cx, cy = self._point(*run[0])
+                self._marks.append(f'<circle class="f-{color}" cx="{cx}" cy="{cy}" r="2"/>')
+            else:
+                path = "L".join(f"{px} {py}" for px, py in (self._point(*point) for point in run))
+                self._marks.append(f'<path class="{style} s-{color}" d="M{path}"/>')
+
+    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], color: str) -> None:
+        """The area between two lines, where both are there."""
+        lows, highs = self._drawable(lows), self._drawable(highs)
+        for run in _runs(xs, [lo + hi for lo, hi in zip(lows, highs, strict=True)]):
+            inside = {x for x, _ in run}
+            edges = []
+            for edge in (lows, highs):
+                pairs = [(x, v) for x, v in zip(xs, edge, strict=True) if x in inside]
+                edges.append(decimate([x for x, _ in pairs], [v for _, v in pairs]))
+            (low_xs, low_ys), (high_xs, high_ys) = edges
+            there = [self._point(x, v) for x, v in zip(high_xs, high_ys, strict=True)]
+            back = [self._point(x, v) for x, v in zip(low_xs, low_ys, strict=True)][::-1]
+            path = "L".join(f"{px} {py}" for px, py in there + back)
+            self._marks.append(f'<path class="band f-{color}" d="M{path}Z"/>')
+
+    def points(self, xs: Sequence[float], ys: Sequence[float], color: str) -> None:
+        xs, ys = decimate(xs, self._drawable(ys))
+        for x, y in zip(xs, ys, strict=True):
+            if math.isfinite(y):
+                cx, cy = self._point(x, y)
+                self._marks.append(f'<circle class="dot f-{color}" cx="{cx}" cy="{cy}" r="3.5"/>')
+
+    def box(
+        self,
+        xs: tuple[float, float],
+        ys: tuple[float, float],
+        color: str,
+        hover: str = "",
+        gap: float = 0,
+    ) -> None:
+        """A filled rectangle between two x and two y, drawn `gap` pixels narrower."""
+        left, bottom = self.x(xs[0]), self.y(ys[0])
+        width, height = max(0.3, self.x(xs[1]) - left - gap), max(0.0, bottom - self.y(ys[1]))
+        title = f"<title>{escape(hover)}</title>" if hover else ""
+        self._marks.append(
+            f'<rect class="f-{color}" x="{left:.2f}" y="{bottom - height:.2f}" width="{width:.2f}" '
+            f'height="{height:.2f}">{title}</rect>'
+        )
+
+    def label(self, x: float, y: float, text: str) -> None:
+        """Text centred on a point, in the colour that reads on a filled box."""
+        cx, cy = self._point(x, y)
+        self._marks.append(
+            f'<text class="label" x="{cx}" y="{cy}" dy="4" text-anchor="middle">{escape(text)}</text>'
+        )
+
+    def rule(self, y: float, text: str) -> None:
+        """A dashed line across, for a limit."""
+        at = self.y(y)
+        self._marks.append(
+            f'<path class="rule" d="M{self._left:.1f} {at:.1f}H{self._right:.1f}"/>'
+            f'<text x="{self._right:.1f}" y="{at - 4:.1f}" text-anchor="end">{escape(text)}</text>'
+        )
+
+    def hover(self, xs: Sequence[float], texts: Callable[[int], str]) -> None:
+        """Columns that show `texts(i)` for the i-th x when pointed at."""
+        chosen = range(0, len(xs), math.ceil(len(xs) / MAX_HOVERS)) if len(xs) else range(0)
+        centres = [self.x(xs[i]) for i in chosen]
+        edges = [self._left, *((a + b) / 2 for a, b in pairwise(centres)), self._right]
+        for i, (left, right) in zip(chosen, pairwise(edges), strict=True):
+            self._marks.append(
+                f'<rect class="hit" x="{left:.1f}" y="{self._top:.1f}" width="{max(0.0, right - left):.1f}" '
+                f'height="{self._bottom - self._top:.1f}"><title>{escape(texts(i))}</title></rect>'
+            )
+
+    def svg(self) -> str:
+        body = "".join([*self._head, *self._axes(), *self._marks])
+        return (
+            f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" width="{self._width}" '
+            f'height="{self._height}" viewBox="0 0 {self._width} {self._height}" role="img" '
+            f'aria-label="{escape(self._title)}">{body}</svg>'
+        )
+
+    def _axes(self) -> list[str]:
+        parts = []
+        for tick in self._y.ticks:
+            at = self.y(tick)
+            parts.append(f'<path class="grid" d="M{self._left:.1f} {at:.1f}H{self._right:.1f}"/>')
+            parts.append(
+                f'<text class="y-tick" x="{self._left - 6:.1f}" y="{at:.1f}" dy="4" text-anchor="end">'
+                f"{escape(self._y.text(tick))}</text>"
+            )
+        for tick in self._x.ticks:
+            parts.append(
+                f'<text class="x-tick" x="{self.x(tick):.1f}" y="{self._bottom + 16:.1f}" '
+                f'text-anchor="middle">{escape(self._x.text(tick))}</text>'
+            )
+        parts.append(
+            f'<text x="{(self._left + self._right) / 2:.1f}" y="{self._height - 4}" text-anchor="middle">'
+            f"{escape(self._x_label)}</text>"
+        )
+        return parts
+
+    def _point(self, x: float, y: float) -> tuple[str, str]:
+        return f"{self.x(x):.1f}", f"{self.y(y):.1f}"
+
+    def _drawable(self, ys: Sequence[float]) -> list[float]:
+        return [y if math.isfinite(y) and (y > 0 or not self._y.log) else math.nan for y in ys]
+
+
+def decimate(
+    xs: Sequence[float], ys: Sequence[float], max_points: int = MAX_POINTS
+) -> tuple[list[float], list[float]]:
+    """At most about `max_points` of the points, among them the ends and every bucket's lowest and highest.
+
+    NaN stays only as one point between two others, as the gap that it is.
+    """
+    if len(xs) <= max_points:
+        return list(xs), list(ys)
+    bucket = math.ceil(len(xs) / (max_points // 4))
+    keep: list[int] = []
+    for start in range(0, len(xs), bucket):
+        rows = range(start, min(start + bucket, len(xs)))
+        finite = [i for i in rows if math.isfinite(ys[i])]
+        if finite:
+            lowest, highest = min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)
+            keep += sorted({finite[0], lowest, highest, finite[-1]})
+        else:
+            keep.append(start)
+    return [xs[i] for i in keep], [ys[i] for i in keep]
+
+
+def smooth(ys: Sequence[float], window: int) -> list[float]:
+    """Running mean over `window` values centred on each, fewer at the ends; NaN does not count and stays."""
+    sums, counts = [0.0], [0]
+    for y in ys:
+        finite = math.isfinite(y)
+        sums.append(sums[-1] + (y if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    means = []
+    for i, y in enumerate(ys):
+        first, last = max(0, i - window // 2), min(len(ys), i + window // 2 + 1)
+        count = counts[last] - counts[first]
+        means.append((sums[last] - sums[first]) / count if math.isfinite(y) else math.nan)
+    return means
+
+
+def nice_step(raw: float) -> float:
+    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least `raw`."""
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
+
+
+def compact(value: float, digits: int = 3) -> str:
+    """A number to read: 0.412, 28.4k, 1.2e-06; "–" for NaN."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / min(size, 1e3) if suffix == 'k' else value / size:.{digits}g}{suffix}"
+    if abs(value) < 1e-3:
+        return f"{value:.{digits - 1}e}".replace("e-0", "e-")
+    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def _tick_text(tick: float, step: float, largest: float) -> str:
+    if abs(tick) < step * 1e-6:
+        return "0"
+    if largest >= 1e4:
+        size, suffix = next(pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= pair[0])
+        return f"{_decimals(tick / size, step / size)}{suffix}"
+    if largest < 1e-3:
+        return f"{tick:.1e}".replace("e-0", "e-").replace(".0e", "e")
+    return _decimals(tick, step)
+
+
+def _decimals(value: float, step: float) -> str:
+    """`value` with the decimals that tell it from its neighbours one `step` away."""
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:
+        decimals += 1  # a step of 2.5
+    return f"{value:.{decimals}f}"
+
+
+def _runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """The stretches of points without a NaN between them."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(xs, ys, strict=True):
+        if math.isfinite(y):
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _legend(legend: Legend, width: int) -> tuple[list[str], int]:
+    """The keys from left to right, and the number of rows that they fill."""
+    parts, x, row = [], 0.0, 0
+    for name, color, kind in legend:
+        name = name if len(name) <= 40 else name[:39] + "…"
+        needed = 20 + CHARACTER_PX * len(name) + 14
+        if x > 0 and x + needed - 14 > width:
+            x, row = 0.0, row + 1
+        y = 29 + 17 * row
+        if kind in ("band", "box"):
+            swatch = f'<rect class="{kind} f-{color}" x="{x:.1f}" y="{y - 5}" width="14" height="10" rx="2"/>'
+        elif kind == "dot":
+            swatch = f'<circle class="dot f-{color}" cx="{x + 7:.1f}" cy="{y}" r="3.5"/>'
+        else:
+            style = "faint" if kind == "faint" else "curve"
+            swatch = f'<path class="{style} s-{color}" d="M{x:.1f} {y}h14"/>'
+        parts.append(f'{swatch}<text class="key" x="{x + 19:.1f}" y="{y + 4}">{escape(name)}</text>')
+        x += needed
+    return parts, row + 1 if parts else 0

@@ -1,0 +1,271 @@
+"""The report of a run: one HTML file that needs nothing else, not even a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from colocate.reporting import charts
+from colocate.reporting.completions import as_text
+from colocate.reporting.plots import compact
+from colocate.reporting.run import Run, number, read_run
+from colocate.reporting.theme import COLORS, FONT, plot_rules, stylesheet
+
+REPORT_FILE = "report.html"
+MAX_TEXT = 2000  # characters shown of a prompt or a completion
+WIDE, NARROW = (1128, 280), (360, 250)
+TWO_THIRDS = (768, 230)
+
+_PAGE_RULES = f"""
+*{{box-sizing:border-box}}
+body{{margin:0;background:var(--page);color:var(--text);font:15px/1.5 {FONT}}}
+main{{max-width:1176px;margin:0 auto;padding:32px 24px 48px}}
+h1{{font-size:26px;line-height:1.2;margin:0 0 6px;letter-spacing:-.01em;overflow-wrap:anywhere}}
+h2{{font-size:17px;margin:36px 0 12px}}
+p{{margin:0}}
+.facts{{color:var(--muted);font-size:14px;overflow-wrap:anywhere}}
+.facts span+span::before{{content:" · "}}
+.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(170px,1fr));gap:12px;margin-top:24px}}
+.tile,.card{{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px}}
+.tile b{{display:block;font-size:21px;line-height:1.25;font-weight:650;font-variant-numeric:tabular-nums}}
+.tile span,.tile small{{color:var(--muted);font-size:13px;display:block}}
+.grid3{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));gap:12px}}
+.grid2{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:12px}}
+.gap{{margin-top:12px}}
+.two{{grid-column:span 2}}
+.narrow{{display:none}}
+.share{{display:flex;height:26px;border-radius:6px;overflow:hidden;gap:1px}}
+.share i{{display:block}}
+table{{width:100%;border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;margin-top:12px}}
+th,td{{text-align:right;padding:5px 0 5px 12px;border-top:1px solid var(--line)}}
+th{{color:var(--muted);font-weight:500;border-top:0}}
+th:first-child,td:first-child{{text-align:left;padding-left:0}}
+td.part{{padding-left:22px!important;color:var(--muted)}}
+.key i{{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:8px}}
+h3{{font-size:14px;margin:0 0 10px;color:var(--muted);font-weight:600}}
+.sample+.sample{{border-top:1px solid var(--line);margin-top:14px;padding-top:14px}}
+.sample pre{{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;
+ white-space:pre-wrap;overflow-wrap:anywhere;margin:6px 0 0;max-height:240px;overflow:auto}}
+.sample pre.prompt{{color:var(--muted);max-height:110px;border-left:2px solid var(--line);padding-left:10px}}
+.chip{{display:inline-block;background:var(--page);border:1px solid var(--line);border-radius:20px;
+ padding:0 9px;margin:0 6px 4px 0;font-size:12.5px;font-variant-numeric:tabular-nums}}
+footer{{color:var(--muted);font-size:13px;margin-top:32px}}
+details summary{{cursor:pointer;color:var(--muted);margin-top:14px}}
+details[open] summary{{margin-bottom:12px}}
+@media (max-width:720px){{main{{padding:20px 12px 32px}}.wide{{display:none}}
+ .two{{grid-column:auto}}.narrow{{display:block}}
+ .tiles{{grid-template-columns:repeat(2,1fr)}}.tile{{padding:12px}}.tile b{{font-size:19px}}}}
+"""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Draw the run recorded in `run_dir` into `run_dir/report.html` and return that path.
+
+    Raises:
+        FileNotFoundError: there is no `metrics.jsonl`.
+        ValueError: it has no record of a step.
+    """
+    run = read_run(run_dir)
+    body = "".join(
+        [
+            _header(run),
+            _tiles(run),
+            _learning(run),
+            _time(run),
+            _memory(run),
+            _completions(run),
+            _footer(run),
+        ]
+    )
+    colors = "".join(f".b-{name}{{background:var(--{name})}}" for name in COLORS)
+    page = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(run.name)} – run report</title>"
+        f"<style>{stylesheet(_PAGE_RULES + plot_rules() + colors)}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
+    )
+    path = run.directory / REPORT_FILE
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def duration(seconds: float) -> str:
+    """3 h 07 min, 12 min 30 s, 41 s."""
+    seconds = round(seconds)
+    if seconds >= 3600:
+        return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+    return f"{seconds // 60} min {seconds % 60:02d} s" if seconds >= 60 else f"{seconds} s"
+
+
+def reward_ends(run: Run) -> tuple[float, float, int]:
+    """Mean reward over the first and the last few steps (a tenth of the run, ten at most); how many."""
+    rewards = [value for value in run.metric("reward") if math.isfinite(value)]
+    if not rewards:
+        return math.nan, math.nan, 0
+    count = max(1, min(10, len(rewards) // 10))
+    return sum(rewards[:count]) / count, sum(rewards[-count:]) / count, count
+
+
+def _header(run: Run) -> str:
+    versions = run.info.get("versions")
+    last = run.x[-1]
+    facts = [
+        *(str(run.info[key]) for key in ("model", "dataset", "device") if run.info.get(key)),
+        f"{last:,.0f} step{'s' if last != 1 else ''}",
+        f"{duration(sum(run.wall_s))} of training" if sum(run.wall_s) > 0 else "",
+        *(f"{name} {version}" for name, version in (versions.items() if isinstance(versions, dict) else ())),
+    ]
+    shown = "".join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
+    return f'<h1>{escape(run.name)}</h1><p class="facts">{shown}</p>'
+
+
+def _tiles(run: Run) -> str:
+    first, last, count = reward_ends(run)
+    tiles = []
+    if count:
+        over = f"means of the first and last {count} steps" if count > 1 else "first and last step"
+        tiles.append(("Reward", f"{compact(first)} → {compact(last)}", over))
+    eval_x, eval_y = run.eval_metric("eval_reward")
+    if eval_y:
+        value = f"{compact(eval_y[0])} → {compact(eval_y[-1])}" if len(eval_y) > 1 else compact(eval_y[0])
+        at = f"steps {eval_x[0]:.0f} and {eval_x[-1]:.0f}" if len(eval_y) > 1 else f"step {eval_x[0]:.0f}"
+        tiles.append(("Held-out reward", value, f"evaluated at {at}"))
+    totals, wall = run.phase_totals(), sum(run.wall_s)
+    speeds = [(s, w) for s, w in zip(run.tokens_per_second, run.wall_s, strict=True) if math.isfinite(s)]
+    if speeds:
+        speed = sum(s * w for s, w in speeds) / sum(w for _, w in speeds)
+        tiles.append(("Throughput", f"{compact(speed)} tokens/s", "prompt and completion tokens"))
+    if wall > 0:
+        longest = max((n for n in totals if "/" not in n), key=totals.__getitem__, default="")
+        share = f"{100 * totals[longest] / wall:.0f}% in {longest}" if longest else ""
+        tiles.append(("Time per step", f"{compact(wall / len(run.steps))} s", share))
+    peaks = [(number(s["peak_bytes"]), str(s["phase"])) for spans in run.spans for s in spans]
+    if peaks:
+        peak, phase = max(peaks)
+        limit = run.limit_bytes
+        of = f" / {compact(limit / charts.GIB)}" if math.isfinite(limit) else ""
+        tiles.append(("Peak memory", f"{compact(peak / charts.GIB)}{of} GiB", f"in {phase}"))
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b>'
+            f"<small>{escape(note)}</small></div>"
+            for name, value, note in tiles
+        )
+        + "</div>"
+    )
+
+
+def _learning(run: Run) -> str:
+    wide, narrow = charts.reward_chart(run, WIDE), charts.reward_chart(run, NARROW)
+    small = charts.metric_charts(run)
+    parts = ["<h2>How it learned</h2>", _wide_card(wide, narrow)]
+    if small:
+        parts.append(f'<div class="grid3 gap">{"".join(_card(chart) for chart in small)}</div>')
+    others = charts.other_metric_charts(run)
+    if others:
+        cards = "".join(_card(chart) for chart in others)
+        parts.append(
+            f"<details><summary>{len(others)} more metrics</summary>"
+            f'<div class="grid3">{cards}</div></details>'
+        )
+    return "".join(parts) if wide or small or others else ""
+
+
+def _time(run: Run) -> str:
+    wide, narrow = charts.time_chart(run, WIDE), charts.time_chart(run, NARROW)
+    if wide is None:
+        return ""
+    throughput = charts.throughput_chart(run)
+    cards = f'<div class="card two">{_share_of_time(run)}</div>' + (_card(throughput) if throughput else "")
+    return f'<h2>Where the time went</h2>{_wide_card(wide, narrow)}<div class="grid3 gap">{cards}</div>'
+
+
+def _share_of_time(run: Run) -> str:
+    totals, wall = run.phase_totals(), sum(run.wall_s)
+    names = charts.phase_names(run)
+    bar = "".join(
+        f'<i class="b-{charts.phase_color(run, name)}" style="width:{100 * totals[name] / wall:.2f}%" '
+        f'title="{escape(name)} {100 * totals[name] / wall:.1f}%"></i>'
+        for name in names
+    )
+    rows = []
+    for name in names:
+        parts = sorted(part for part in totals if part.startswith(f"{name}/"))
+        for row in (name, *parts):
+            is_part = row != name
+            key = f'<i class="b-{charts.phase_color(run, name)}"></i>' if not is_part else ""
+            label = row.removeprefix(f"{name}/") if is_part else row
+            rows.append(
+                f'<tr><td class="{"part" if is_part else "key"}">{key}{escape(label)}</td>'
+                f"<td>{compact(totals[row] / len(run.steps))} s</td>"
+                f"<td>{100 * totals[row] / wall:.1f}%</td></tr>"
+            )
+    head = "<tr><th>phase</th><th>per step</th><th>share</th></tr>"
+    return f'<h3>Share of the run</h3><div class="share">{bar}</div><table>{head}{"".join(rows)}</table>'
+
+
+def _memory(run: Run) -> str:
+    wide, narrow = charts.step_memory_chart(run, TWO_THIRDS), charts.step_memory_chart(run, NARROW)
+    peaks = charts.peak_memory_chart(run)
+    if wide is None or peaks is None:
+        return ""
+    cards = _wide_card(wide, narrow, "two") + _card(peaks)
+    return f'<h2>Where the memory went</h2><div class="grid3">{cards}</div>'
+
+
+def _completions(run: Run) -> str:
+    early, late = run.sample_completions()
+    if not early:
+        return ""
+    columns = "".join(_samples(samples) for samples in (early, late) if samples)
+    return f'<h2>What it wrote</h2><div class="grid2">{columns}</div>'
+
+
+def _samples(samples: Sequence[dict[str, Any]]) -> str:
+    shown = []
+    for sample in samples:
+        rewards = sample.get("rewards")
+        chips = [
+            *(rewards.items() if isinstance(rewards, dict) else ()),
+            ("advantage", sample.get("advantage")),
+        ]
+        shown.append(
+            '<div class="sample">'
+            + "".join(
+                f'<span class="chip">{escape(str(n))} {escape(compact(number(v)))}</span>' for n, v in chips
+            )
+            + f'<pre class="prompt">{_clipped(sample.get("prompt", ""))}</pre>'
+            f"<pre>{_clipped(sample.get('completion', ''))}</pre></div>"
+        )
+    return f'<div class="card"><h3>Step {samples[0]["step"]}</h3>{"".join(shown)}</div>'
+
+
+def _clipped(entry: Any) -> str:
+    text = as_text(entry)
+    more = f"\n[{len(text) - MAX_TEXT:,} more characters]" if len(text) > MAX_TEXT else ""
+    return escape(text[:MAX_TEXT] + more)
+
+
+def _footer(run: Run) -> str:
+    facts = [f"Drawn by colocate from {len(run.steps):,} steps and {len(run.evals):,} evaluations."]
+    if run.num_unreadable:
+        facts.append(f"{run.num_unreadable:,} unreadable lines of the record were left out.")
+    facts.append("Point at a chart to read its values.")
+    return f"<footer>{escape(' '.join(facts))}</footer>"
+
+
+def _card(content: str) -> str:
+    return f'<div class="card">{content}</div>'
+
+
+def _wide_card(wide: str | None, narrow: str | None, css_class: str = "") -> str:
+    """Two drawings of one chart, for a screen and for a phone, where the wide one's text would be tiny."""
+    if wide is None or narrow is None:
+        return ""
+    drawings = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return f'<div class="card {css_class}">{drawings}</div>'

@@ -1,0 +1,217 @@
+"""A run as its record tells it: what the report and the picture are drawn from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from colocate.reporting.run_log import COMPLETIONS_FILE, METRICS_FILE, RESERVED_KEYS, RUN_FILE
+
+_MAX_SAMPLES = 3  # completions shown from the first and from the last logged step
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one run. Numbers that are missing or not numbers read as NaN."""
+
+    directory: Path
+    info: dict[str, Any]
+    steps: list[dict[str, Any]]
+    """One record per optimizer step, in order."""
+    evals: list[dict[str, Any]]
+    num_unreadable: int
+    """Lines of the record that were no JSON object with a step."""
+
+    @property
+    def name(self) -> str:
+        return str(self.info.get("run_name") or self.directory.resolve().name)
+
+    @cached_property
+    def x(self) -> list[float]:
+        """The numbers of the steps."""
+        return [float(record["step"]) for record in self.steps]
+
+    def metric(self, name: str) -> list[float]:
+        """One value per step."""
+        return [number(record.get(name)) for record in self.steps]
+
+    def eval_metric(self, name: str) -> tuple[list[float], list[float]]:
+        """The steps at which `name` was evaluated, and its values."""
+        pairs = [(float(record["step"]), number(record.get(name))) for record in self.evals]
+        pairs = [(step, value) for step, value in pairs if math.isfinite(value)]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    @cached_property
+    def metric_names(self) -> list[str]:
+        """Every metric that is a number at some step, in order of appearance."""
+        names: dict[str, None] = {}
+        for record in self.steps:
+            names.update({name: None for name, value in record.items() if math.isfinite(number(value))})
+        return [name for name in names if name not in RESERVED_KEYS]
+
+    @cached_property
+    def wall_s(self) -> list[float]:
+        """Seconds of each step; at least what its phases add up to."""
+        return [
+            max(finite_or_zero(record.get("wall_s")), sum(phases.values()))
+            for record, phases in zip(self.steps, self.phases, strict=True)
+        ]
+
+    @cached_property
+    def phases(self) -> list[dict[str, float]]:
+        """Seconds of each step by phase, without parts of phases."""
+        return [{n: s for n, s in _seconds(record).items() if "/" not in n} for record in self.steps]
+
+    def phase_totals(self) -> dict[str, float]:
+        """Seconds of the run by phase and part of phase; "other" is the time outside of all phases."""
+        totals: dict[str, float] = {}
+        for record in self.steps:
+            for name, seconds in _seconds(record).items():
+                totals[name] = totals.get(name, 0.0) + seconds
+        outside = sum(self.wall_s) - sum(seconds for name, seconds in totals.items() if "/" not in name)
+        if outside > 0.001 * sum(self.wall_s):
+            totals["other"] = totals.get("other", 0.0) + outside
+        return totals
+
+    @cached_property
+    def tokens_per_second(self) -> list[float]:
+        """Per step, from TRL's running count `num_tokens` and the step's wall time."""
+        tokens = self.metric("num_tokens")
+        before = [0.0 if self.x[0] == 1 else math.nan, *tokens]
+        return [
+            (now - then) / wall if wall > 0 and now >= then else math.nan
+            for then, now, wall in zip(before, tokens, self.wall_s, strict=False)
+        ]
+
+    @cached_property
+    def spans(self) -> list[list[dict[str, Any]]]:
+        """Each step's memory spans, those with a phase, two times and a peak."""
+        return [_spans(record) for record in self.steps]
+
+    @cached_property
+    def limit_bytes(self) -> float:
+        """What the device holds, NaN if the record does not say."""
+        return number(_mapping(self.steps[-1].get("memory")).get("limit_bytes"))
+
+    def typical_step(self) -> int | None:
+        """Index of the step of median length among the last half of those with memory spans."""
+        seen = [i for i, spans in enumerate(self.spans) if spans]
+        seen = seen[len(seen) // 2 :]
+        if not seen:
+            return None
+        middle = median(self.wall_s[i] for i in seen)
+        return min(seen, key=lambda i: abs(self.wall_s[i] - middle))
+
+    def sample_completions(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """A few completions of the first logged step, and of the last if that is another one."""
+        early: list[dict[str, Any]] = []
+        late: list[dict[str, Any]] = []
+        for record in _read_objects(self.directory / COMPLETIONS_FILE):
+            if record is None:
+                continue
+            for samples, newest in ((early, False), (late, True)):
+                if samples and samples[0]["step"] != record["step"] and newest:
+                    samples.clear()
+                if not samples or samples[0]["step"] == record["step"]:
+                    samples.append(record)
+        late = late if late and late[0]["step"] != early[0]["step"] else []
+        return early[:_MAX_SAMPLES], late[:_MAX_SAMPLES]
+
+
+def read_run(run_dir: str | Path) -> Run:
+    """Read a run's directory.
+
+    Raises:
+        FileNotFoundError: there is no `metrics.jsonl`.
+        ValueError: it has no record of a step.
+    """
+    directory = Path(run_dir)
+    path = directory / METRICS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"No {METRICS_FILE} in {directory.resolve()}: that is not the output directory of a run, or the "
+            "run has not begun. Pass the run's `output_dir`."
+        )
+    steps: dict[float, dict[str, Any]] = {}
+    evals: dict[float, dict[str, Any]] = {}
+    num_unreadable = 0
+    for record in _read_objects(path):
+        if record is None:
+            num_unreadable += 1
+        else:
+            (evals if record.get("eval") else steps)[record["step"]] = record
+    if not steps:
+        raise ValueError(
+            f"{path.resolve()} has no record of an optimizer step ({len(evals)} of evaluations, "
+            f"{num_unreadable} unreadable lines): the run has not finished its first step."
+        )
+    ordered = [steps[step] for step in sorted(steps)]
+    return Run(directory, _read_info(directory), ordered, [evals[s] for s in sorted(evals)], num_unreadable)
+
+
+def number(value: Any) -> float:
+    """`value` as a float, NaN if it is none that can be drawn."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_number else math.nan
+
+
+def finite_or_zero(value: Any) -> float:
+    value = number(value)
+    return value if math.isfinite(value) else 0.0
+
+
+def _read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The objects of a JSON-lines file, None for lines that are no object with a step."""
+    if not path.is_file():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            has_step = isinstance(record, dict) and math.isfinite(number(record.get("step")))
+            yield record if has_step else None
+
+
+def _read_info(directory: Path) -> dict[str, Any]:
+    """What is known about the run: `run.json`, else the TRL options in `config.yaml`."""
+    try:
+        return _mapping(json.loads((directory / RUN_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        pass
+    try:
+        config = _mapping(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    names = {"run_name": "run_name", "model": "model_name_or_path", "dataset": "dataset_name"}
+    return {ours: config[theirs] for ours, theirs in names.items() if config.get(theirs)}
+
+
+def _seconds(record: dict[str, Any]) -> dict[str, float]:
+    return {name: finite_or_zero(value) for name, value in _mapping(record.get("phases")).items()}
+
+
+def _spans(record: dict[str, Any]) -> list[dict[str, Any]]:
+    spans = _mapping(record.get("memory")).get("spans")
+    return [span for span in spans if _is_span(span)] if isinstance(spans, list) else []
+
+
+def _is_span(span: Any) -> bool:
+    if not isinstance(span, dict) or "phase" not in span:
+        return False
+    return all(math.isfinite(number(span.get(key))) for key in ("start_s", "end_s", "peak_bytes"))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
