@@ -271,8 +271,7 @@ class GRPOTrainer:
         self.journal.end_step(metrics, self.timeline.drain())
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
             self.policy.reference.sync(self.model, self.args.ref_model_mixup_alpha)
-        if update.skipped:
-            self.journal.save_offending(update, self.processing_class)
+        self._stop_if_skipping(samples, update)
         if self.control.should_evaluate:
             self.evaluate()
         stop_requested = stop.received()
@@ -436,7 +435,6 @@ class GRPOTrainer:
         rank = self.accelerator.process_index
         snapshot.load_rank_state(directory, rank, self._resumable_parts(), self._identity())
         self.policy.load_state_dict(torch.load(directory / "optimizer.pt", map_location="cpu"))
-        self.journal.load_state(directory / "trainer_state.json")
         self.objective.entropy_coef = self.entropy.applied_coef
         self.publish()
 

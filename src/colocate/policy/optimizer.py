@@ -91,7 +91,10 @@ class PolicyOptimizer:
     @property
     def leaves(self) -> list[nn.Parameter]:
         """What the optimizer steps on: masters, and the parameters that are their own."""
-        return list((self._parameters | self._masters).values())
+        return list(self._leaves_by_name().values())
+
+    def _leaves_by_name(self) -> dict[str, nn.Parameter]:
+        return self._parameters | self._masters
 
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients, one per leaf; zeros where backward has not been.
@@ -119,30 +122,38 @@ class PolicyOptimizer:
             leaf.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to continue bit for bit: moments, schedule and masters by parameter name."""
+        """All that is needed to continue bit for bit: moments, schedule and weights by parameter name.
+
+        The weights are the masters, or the parameters that are their own: the checkpoint's Hugging Face files
+        hold only what is left of a master after rounding.
+        """
         return {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
-            "masters": {name: master.detach() for name, master in self._masters.items()},
+            "weights": {name: leaf.detach() for name, leaf in self._leaves_by_name().items()},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict()` and set the parameters to the masters.
+        """Restore `state_dict()`, the model's parameters included.
 
         Raises:
-            ValueError: the state has masters for other parameters: precision or trainable parameters have
-                changed.
+            ValueError: the state is of other parameters or another precision.
         """
-        if state["masters"].keys() != self._masters.keys():
-            differing = sorted(state["masters"].keys() ^ self._masters.keys())
+        leaves, saved = self._leaves_by_name(), state["weights"]
+        differing = [
+            name
+            for name in sorted(saved.keys() | leaves.keys())
+            if name not in saved or name not in leaves or saved[name].dtype != leaves[name].dtype
+        ]
+        if differing:
             raise ValueError(
-                f"The saved optimizer has fp32 masters for {len(state['masters'])} parameters, this run for "
-                f"{len(self._masters)}; {len(differing)} differ, {differing[0]} for one. Resume with the "
-                "`bf16`, `peft_config` and `optimizers` of the run that saved it."
+                f"The saved optimizer holds weights of {len(saved)} parameters, this run of {len(leaves)}; "
+                f"{len(differing)} differ, {differing[0]} for one. Resume with the `bf16`, `peft_config` and "
+                "`optimizers` of the run that saved it."
             )
-        for name, master in self._masters.items():
-            master.copy_(state["masters"][name])
+        for name, leaf in leaves.items():
+            leaf.copy_(saved[name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self._publish()

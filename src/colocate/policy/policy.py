@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,9 @@ class Policy:
         model: on its device, in its precision, with its adapter.
         temperature: divides the logits, as it did when the completions were sampled.
         max_tokens_per_microbatch: prompt and completion tokens in one forward and backward. Bounds the
-            memory, does not change the gradient.
+            memory, does not change the gradient. None: as many as `sequences_per_microbatch` times the longest
+            sequence of the step, which is what a padded micro-batch of so many would hold.
+        sequences_per_microbatch: see there.
         max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
         reference: needed for `reference_logprobs` only.
         logprob_chunk_size: tokens whose logits exist at a time.
@@ -59,7 +62,8 @@ class Policy:
         optimizer: PolicyOptimizer,
         *,
         temperature: float,
-        max_tokens_per_microbatch: int,
+        sequences_per_microbatch: int = 1,
+        max_tokens_per_microbatch: int | None = None,
         max_grad_norm: float | None,
         reference: Reference | None = None,
         logprob_chunk_size: int = 1024,
@@ -77,6 +81,7 @@ class Policy:
         self.num_skipped_updates = 0
         self._temperature = temperature
         self._max_tokens = max_tokens_per_microbatch
+        self._num_sequences = sequences_per_microbatch
         self._max_grad_norm = max_grad_norm
         self._chunk_size = logprob_chunk_size
 
@@ -130,6 +135,14 @@ class Policy:
         with self.reference.model() as model:
             return [logprobs for logprobs, _ in self._evaluate(model, samples)]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, masters, moments, schedule and version."""
+        return {"optimizer": self.optimizer.state_dict(), "version": self.version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+
     def _accumulate(
         self, samples: list[Sample], objective: LossFunction
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
@@ -169,7 +182,8 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
-        return (pack if runs_packed(self.model) else pack_padded)(lengths, self._max_tokens)
+        budget = self._max_tokens or self._num_sequences * max(lengths)
+        return (pack if runs_packed(self.model) else pack_padded)(lengths, budget)
 
     def _reduced_gradient_norm(self) -> Tensor:
         gradients = self.optimizer.gradients()

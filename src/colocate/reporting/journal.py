@@ -58,13 +58,16 @@ class Journal:
         self.state.train_batch_size = args.per_device_train_batch_size
         self.state.compute_steps(args, max_steps)
         self._steps_per_epoch = steps_per_epoch
-        self._is_main = accelerator.is_main_process
         self._history = MetricHistory()
         self._since_last_step: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._table: CompletionTable | None = None
         self._run_log: RunLog | None = None
-        self._progress: Progress | None = None
+        self._progress = Progress(
+            is_main_process=accelerator.is_main_process,
+            disable_tqdm=bool(args.disable_tqdm),
+            logging_steps=self.state.logging_steps,
+        )
         self.event("on_init_end")
 
     def event(self, name: str, **kwargs: Any) -> None:
@@ -73,7 +76,7 @@ class Journal:
 
     def open(self, description: dict[str, Any], *, resumed: bool) -> None:
         """Begin or continue the run's record."""
-        if self._is_main:
+        if self.state.is_world_process_zero:
             self._run_log = RunLog(self.args.output_dir, self.state.global_step if resumed else None)
             versions = {
                 "colocate": colocate.__version__,
@@ -82,11 +85,7 @@ class Journal:
                 "python": platform.python_version(),
             }
             self._run_log.describe({"run_name": self.args.run_name, **description, "versions": versions})
-            self._progress = Progress(
-                total_steps=self.state.max_steps,
-                start_step=self.state.global_step,
-                plain=self.args.disable_tqdm,
-            )
+            self._progress.__enter__()
         self.event("on_train_begin")
         self.event("on_epoch_begin")
 
@@ -94,12 +93,11 @@ class Journal:
         self.event("on_train_end")
         if self._run_log is not None:
             self._run_log.close()
-        if self._progress is not None:
-            self._progress.close()
+            self._progress.__exit__()
 
     def set_phase(self, name: str) -> None:
-        if self._progress is not None:
-            self._progress.set_phase(name)
+        """Show the phase that begins."""
+        self._progress.set_phase(name)
 
     def add_rollout(self, metrics: dict[str, float], table: CompletionTable, num_tokens: int) -> None:
         """Take note of a rollout; its metrics belong to the optimizer step that comes next."""
@@ -107,11 +105,12 @@ class Journal:
         self._since_last_step.update(metrics)
         self._table = table
 
-    def end_step(self, metrics: dict[str, float], timeline: dict[str, Any], num_tokens: int) -> None:
+    def end_step(self, metrics: dict[str, float], timeline: dict[str, Any]) -> None:
         """Count an optimizer step and let the callbacks decide what follows it.
 
         Args:
-            num_tokens: prompt and completion tokens it trained on, over all ranks.
+            metrics: of the step, over all ranks.
+            timeline: what `Timeline.drain` returned.
         """
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self._steps_per_epoch
@@ -121,7 +120,6 @@ class Journal:
             **metrics,
             "num_tokens": self.state.num_input_tokens_seen,
             "step_time": timeline["wall_s"],
-            "tokens_per_second": num_tokens / max(timeline["wall_s"], 1e-9),
         }
         self._since_last_step = {}
         self._history.add(metrics)
@@ -131,11 +129,10 @@ class Journal:
             self.event("on_epoch_end")
             self.event("on_epoch_begin")
         if self._run_log is not None:
-            self._run_log.log_step(step, metrics, epoch=self.state.epoch, timeline=timeline)
+            record = self._run_log.log_step(step, metrics, epoch=self.state.epoch, timeline=timeline)
+            self._progress.update(step, self.state.max_steps, record)
             if self._table is not None and self.control.should_log:
                 self._run_log.log_completions(step, self._table)
-        if self._progress is not None:
-            self._progress.update(step, metrics, timeline)
         if self.control.should_log:
             self.log({})
             self._log_completions(step)
@@ -154,21 +151,26 @@ class Journal:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         if self._run_log is not None:
             self._run_log.log_eval(self.state.global_step, metrics, epoch=self.state.epoch)
-        if self._progress is not None:
-            self._progress.log_eval(self.state.global_step, metrics)
         self.event("on_log", logs=logs)
         self.event("on_evaluate", metrics=metrics)
 
     def _log_completions(self, step: int) -> None:
-        if not (self.args.log_completions and self._is_main and self._table is not None):
+        if not (self.args.log_completions and self.state.is_world_process_zero and self._table is not None):
             return
         table = self._table.unique_prompts() if self.args.log_unique_prompts else self._table
         print_completions(table, step, self.args.num_completions_to_print)
         write_completions_parquet(Path(self.args.output_dir), step, self._table)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self._history.state_dict(), "last": self._last}
+        return {"history": self._history.state_dict(), "last": self._last, "state": self._trainer_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._history.load_state_dict(state["history"])
         self._last = state["last"]
+        for name, value in state["state"].items():
+            setattr(self.state, name, value)
+
+    def _trainer_state(self) -> dict[str, Any]:
+        # What this run sets itself (max_steps, the log intervals) may differ from what the checkpoint's had.
+        names = ("global_step", "epoch", "num_input_tokens_seen", "log_history")
+        return {name: getattr(self.state, name) for name in names}
