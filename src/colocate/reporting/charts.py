@@ -126,12 +126,19 @@ def length_chart(run: Run) -> str | None:
     return plot.svg()
 
 
-def throughput_chart(run: Run) -> str | None:
+def throughput_chart(run: Run, size: tuple[int, int]) -> str | None:
     """Prompt and completion tokens per second of wall time."""
     speed = run.tokens_per_second
     if not _has_data(speed):
         return None
-    plot = Plot("Throughput", Axis.around(run.x, tight=True), Axis.around(speed, zero=True), note="tokens/s")
+    plot = Plot(
+        "Throughput",
+        Axis.around(run.x, tight=True),
+        Axis.around(speed, zero=True),
+        width=size[0],
+        height=size[1],
+        note="tokens/s",
+    )
     _noisy_line(plot, run.x, speed, "green")
     plot.hover(run.x, lambda i: f"step {run.x[i]:.0f}: {compact(speed[i])} tokens/s")
     return plot.svg()

@@ -17,7 +17,7 @@ from colocate.reporting.theme import COLORS, FONT, plot_rules, stylesheet
 REPORT_FILE = "report.html"
 MAX_TEXT = 2000  # characters shown of a prompt or a completion
 WIDE, NARROW = (1128, 280), (360, 250)
-TWO_THIRDS = (768, 230)
+TWO_THIRDS, TALL = (768, 230), (360, 320)
 
 _PAGE_RULES = f"""
 *{{box-sizing:border-box}}
@@ -170,7 +170,7 @@ def _learning(run: Run) -> str:
     if others:
         cards = "".join(_card(chart) for chart in others)
         parts.append(
-            f"<details><summary>{len(others)} more metrics</summary>"
+            f"<details><summary>More metrics ({len(others)})</summary>"
             f'<div class="grid3">{cards}</div></details>'
         )
     return "".join(parts) if wide or small or others else ""
@@ -180,7 +180,7 @@ def _time(run: Run) -> str:
     wide, narrow = charts.time_chart(run, WIDE), charts.time_chart(run, NARROW)
     if wide is None:
         return ""
-    throughput = charts.throughput_chart(run)
+    throughput = charts.throughput_chart(run, TALL)
     cards = f'<div class="card two">{_share_of_time(run)}</div>' + (_card(throughput) if throughput else "")
     return f'<h2>Where the time went</h2>{_wide_card(wide, narrow)}<div class="grid3 gap">{cards}</div>'
 
