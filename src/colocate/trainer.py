@@ -6,6 +6,8 @@ and training (the engine sleeps and its memory is the trainer's). Everything it 
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -38,6 +40,8 @@ from colocate.rollout import Rollout, RolloutRequest, Scorer
 from colocate.types import Prompt, Sample
 from colocate.weighting import shuffled_slices, with_entropy_threshold
 from colocate.window import TrainingWindow
+
+logger = logging.getLogger(__name__)
 
 
 class GRPOTrainer:
@@ -133,6 +137,7 @@ class GRPOTrainer:
             mask_truncated_completions=args.mask_truncated_completions,
             stop_token_ids=self.sampling.stop_token_ids,
         )
+        self._num_skipped = 0  # steps in a row that were not finite
         self.context_length = assembly.context_length(self.model, args)
         self.check_longest_prompts()
 
@@ -151,11 +156,12 @@ class GRPOTrainer:
                     with self.phase("train"):
                         self.window.add(self.slices_of(rollout, batch), self.old_logprobs)
                 with self.phase("train"):
-                    update = self.policy.update(self.next_samples(), self.objective)
+                    samples = self.next_samples()
+                    update = self.policy.update(samples, self.objective)
                     self.window.advance(update.logprobs)
                 with self.phase("publish"):
                     self.publish()
-                self.report(update, stop)
+                self.report(samples, update, stop)
         return self.finish()
 
     @contextmanager
@@ -261,7 +267,7 @@ class GRPOTrainer:
     def control(self) -> TrainerControl:
         return self.journal.control
 
-    def report(self, update: UpdateResult, stop: StopRequest) -> None:
+    def report(self, samples: list[Sample], update: UpdateResult, stop: StopRequest) -> None:
         """Count the step; log, evaluate and save as the callbacks ask; stop if somebody asked for it."""
         metrics = self._over_ranks(update.metrics)
         if self.objective.params.has_entropy_bonus:
@@ -271,7 +277,7 @@ class GRPOTrainer:
         self.journal.end_step(metrics, self.timeline.drain())
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
             self.policy.reference.sync(self.model, self.args.ref_model_mixup_alpha)
-        self._stop_if_skipping(samples, update)
+        self._check_finite(samples, update)
         if self.control.should_evaluate:
             self.evaluate()
         stop_requested = stop.received()
@@ -279,6 +285,32 @@ class GRPOTrainer:
             self.save_checkpoint()
         if stop_requested:
             raise SystemExit(143)  # 128 + SIGTERM, what a shell expects of a process that obeyed it
+
+    def _check_finite(self, samples: list[Sample], update: UpdateResult) -> None:
+        """Keep what made a step be skipped; give up after `max_skipped_steps` in a row."""
+        self._num_skipped = self._num_skipped + 1 if update.skipped else 0
+        if not update.skipped:
+            return
+        name = f"skipped_step_{self.state.global_step}_rank{self.accelerator.process_index}.jsonl"
+        file = Path(self.args.output_dir) / name
+        decode = self.processing_class.decode
+        with file.open("w") as stream:
+            for sample, logprobs in zip(samples, update.logprobs, strict=True):
+                record = {
+                    "prompt": decode(sample.prompt_ids),
+                    "completion": decode(sample.completion_ids),
+                    "advantage": sample.advantage,
+                    "is_finite": bool(logprobs.isfinite().all()),
+                }
+                stream.write(json.dumps(record) + "\n")
+        logger.warning(f"Step {self.state.global_step} was skipped: loss or gradient not finite. See {file}.")
+        if self._num_skipped >= self.args.max_skipped_steps:
+            raise FloatingPointError(
+                f"{self._num_skipped} steps in a row had a loss or gradient that is not finite and were "
+                f"skipped (max_skipped_steps={self.args.max_skipped_steps}). Their prompts are in {file} and "
+                "its neighbours; the weights are those of the last good step. Lower learning_rate or "
+                "max_grad_norm, or look for extreme log-probs in those files."
+            )
 
     def _over_ranks(self, metrics: Metrics) -> dict[str, float]:
         total = Metrics()

@@ -45,8 +45,8 @@ class Policy:
         model: on its device, in its precision, with its adapter.
         temperature: divides the logits, as it did when the completions were sampled.
         max_tokens_per_microbatch: prompt and completion tokens in one forward and backward. Bounds the
-            memory, does not change the gradient. None: as many as `sequences_per_microbatch` times the longest
-            sequence of the step, which is what a padded micro-batch of so many would hold.
+            memory, does not change the gradient. None: `sequences_per_microbatch` times the step's longest
+            sequence, which is what a padded micro-batch of so many would hold.
         sequences_per_microbatch: see there.
         max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
         reference: needed for `reference_logprobs` only.

@@ -85,15 +85,14 @@ class Journal:
                 "python": platform.python_version(),
             }
             self._run_log.describe({"run_name": self.args.run_name, **description, "versions": versions})
-            self._progress.__enter__()
+        self._progress.__enter__()
         self.event("on_train_begin")
         self.event("on_epoch_begin")
 
     def close(self) -> None:
+        """End the run. The record stays open for evaluations that follow."""
         self.event("on_train_end")
-        if self._run_log is not None:
-            self._run_log.close()
-            self._progress.__exit__()
+        self._progress.__exit__()
 
     def set_phase(self, name: str) -> None:
         """Show the phase that begins."""
