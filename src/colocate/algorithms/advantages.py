@@ -41,7 +41,8 @@ def compute_advantages(
       Optimization for Multi-reward RL Optimization", arXiv 2601.05242.
 
     A reward of NaN ("this function does not apply") is left out of sums, means and deviations. Deviations are
-    unbiased (n − 1); where only one completion of a group is scored there is nothing to compare and A = 0.
+    unbiased (n − 1). A completion that no function scored gets A = 0 and is part of no baseline; where only
+    one of a group is scored there is nothing to compare, and its normalised reward is 0.
 
     Args:
         rewards_per_func: [N, F], every completion of all ranks.
@@ -67,12 +68,14 @@ def compute_advantages(
             "one weight per function."
         )
 
-    rewards = _weighted_sum(rewards_per_func, reward_weights)
+    # nansum makes 0 of a row without any reward, which would pull the baseline.
+    unscored = rewards_per_func.isnan().all(dim=1)
+    rewards = (rewards_per_func * reward_weights).nansum(dim=1).masked_fill(unscored, torch.nan)
     if multi_objective_aggregation == "normalize_then_sum":
         grouped = rewards_per_func.view(-1, num_generations, num_funcs)
         centred = grouped - grouped.nanmean(dim=1, keepdim=True)
         normalized = (centred / (_spread(grouped, dim=1) + STD_OFFSET)).view_as(rewards_per_func)
-        objective = _weighted_sum(normalized, reward_weights)
+        objective = (normalized * reward_weights).nansum(dim=1).masked_fill(unscored, torch.nan)
         std = _spread(objective, dim=0).expand_as(objective)
         advantages = (objective - objective.nanmean()) / (std + STD_OFFSET)
     else:
@@ -105,9 +108,3 @@ def _spread(values: Tensor, dim: int) -> Tensor:
     if values.shape[dim] == 1:
         return torch.zeros_like(values)
     return nanstd(values, dim=dim, keepdim=True)
-
-
-def _weighted_sum(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
-    unscored = rewards_per_func.isnan().all(dim=1)
-    # nansum makes 0 of a row without any reward, which would pull its group's baseline.
-    return (rewards_per_func * weights).nansum(dim=1).masked_fill(unscored, torch.nan)

@@ -1,5 +1,4 @@
-"""Correction for the mismatch between the engine that sampled a completion and the trainer that learns from
-it.
+"""Correction for the mismatch between the engine that samples and the trainer that learns.
 
 The same weights give different log-probabilities in different kernels. Ratios π_old / π_rollout restore the
 expectation under the trainer's policy; they are bounded because their product over a sequence has a heavy
@@ -70,12 +69,11 @@ def correction_ratios(
 def record_sampling_metrics(
     metrics: Metrics, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, ratios: Tensor
 ) -> None:
-    """Add `sampling/sampling_logp_difference/*` and `sampling/importance_sampling_ratio/*`, as TRL defines
-    them.
+    """Add `sampling/sampling_logp_difference/*` and `sampling/importance_sampling_ratio/*`.
 
-    The difference is |log π_old − log π_rollout| over the unmasked tokens whose rollout log-probability is
-    known. The ratio is the bounded one, over unmasked tokens (token modes) or over sequences (sequence
-    modes).
+    As TRL defines them: the difference is |log π_old − log π_rollout| over the unmasked tokens whose
+    rollout log-probability is known; the ratio is the bounded one, over unmasked tokens (token modes) or
+    over sequences (sequence modes).
 
     Args:
         old_logprobs, rollout_logprobs, mask: [B, T].

@@ -74,12 +74,14 @@ class ObjectiveParams:
         if self.upper_epsilon < 0:
             raise ValueError(
                 f"epsilon_high={self.upper_epsilon} caps ratios at 1 + epsilon_high = "
-                f"{1 + self.upper_epsilon}, even where the policy has not changed: set it to 0 or more (0.28 in DAPO)."
+                f"{1 + self.upper_epsilon}, even where the policy has not changed: set it to 0 or more "
+                "(0.28 in DAPO)."
             )
         if self.delta is not None and self.delta <= 1 + self.upper_epsilon:
             raise ValueError(
                 f"delta={self.delta} must exceed 1 + epsilon_high = {1 + self.upper_epsilon}: where "
-                "advantages are negative the ratio counts up to the larger of the two. Raise delta or set it to None."
+                "advantages are negative the ratio counts up to the larger of the two. Raise delta or set it "
+                "to None."
             )
         if self.delta is not None and self.loss_type not in CLIPPED_LOSSES:
             raise ValueError(
