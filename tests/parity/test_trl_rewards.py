@@ -26,6 +26,12 @@ ANSWERS = [
     r"<think>\boxed{3}</think> so \boxed{4}",
     r"<think>\boxed{3}</think>\boxed{1}<answer>\boxed{3}</answer>\boxed{3}",
     r"<think>it is \boxed{3}",
+    r"<think>a</think> \boxed{3} </think> \boxed{10}",
+    r"The final answer is $10$. I hope it is correct. \boxed{3}",
+    r"\boxed{3} and then the final answer is $10$. I hope it is correct.",
+    r"$\notacommand{$ or $3$ or $10$",
+    r"</think> $10$ or $3$",
+    r"</think> \boxed{((} and the final answer is $3$",
     r"<think>is it \boxed{2}?</think> It is \boxed{3}.",
 ]
 SOLUTIONS = ["3", r"\frac{1}{3}", r"\frac12", "10", "", "not mathematics", r"$\{1, 2\}$"]
