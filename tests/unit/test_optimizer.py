@@ -177,8 +177,12 @@ def test_errors_say_what_to_do(monkeypatch):
     with pytest.raises(ValueError, match="is_trainable=True"):
         PolicyOptimizer(small_model().requires_grad_(False), arguments(), 10)
     state = PolicyOptimizer(model, arguments(), 10).state_dict()
-    with pytest.raises(ValueError, match="masters for 0 parameters, this run for 6"):
-        PolicyOptimizer(small_model().to(torch.bfloat16), arguments(), 10).load_state_dict(state)
+    name, weight = state["weights"].popitem()
+    with pytest.raises(ValueError, match=f"weights of 5 parameters, this run of 6; 1 differ, {name} for one"):
+        PolicyOptimizer(small_model(), arguments(), 10).load_state_dict(state)
+    state["weights"][name] = weight.double()
+    with pytest.raises(ValueError, match=f"1 differ, {name} for one"):
+        PolicyOptimizer(small_model(), arguments(), 10).load_state_dict(state)
     factory = staticmethod(lambda args, model: (torch.optim.SGD, {"params": []}))
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", factory)
     with pytest.raises(ValueError, match="adamw_torch_fused"):
