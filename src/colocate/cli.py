@@ -117,7 +117,7 @@ def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
         peft_config=_peft_config(run),
     )
     if config.process_index == 0:
-        save_run(Path(config.output_dir) / "config.yaml", run, options)
+        save_run(Path(str(config.output_dir)) / "config.yaml", run, options)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(config.output_dir)
     if config.push_to_hub:
@@ -150,7 +150,7 @@ def _peft_config(run: RunConfig) -> Any:
         r=run.lora_r,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
-        target_modules=run.lora_target_modules,
+        target_modules=run.lora_targets,
         task_type="CAUSAL_LM",
     )
 
@@ -190,6 +190,7 @@ _ASSUMED_PROMPT_TOKENS = 512
 def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     run, options = _read_run(rest)
     _require(run, "model_name_or_path")
+    model_name = str(run.model_name_or_path)
 
     import torch
     from transformers import AutoConfig
@@ -199,7 +200,7 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
     config = GRPOConfig(**_with_model_options(run, options))
     model_config = AutoConfig.from_pretrained(
-        run.model_name_or_path, revision=run.model_revision, trust_remote_code=config.trust_remote_code
+        model_name, revision=run.model_revision, trust_remote_code=config.trust_remote_code
     )
     device_bytes = None
     if known.device_memory_gib is not None:
@@ -216,15 +217,17 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _workload(run: RunConfig, config: GRPOConfig, model_config: Any) -> Any:
     import torch
+    from transformers.training_args import OptimizerNames
 
     from colocate.memory.planner import Workload
+
+    assert config.max_completion_length is not None, "GRPOConfig refuses None"
 
     if run.dtype == "auto":
         dtype = model_config.dtype or torch.float32
     else:
         dtype = getattr(torch, run.dtype) if run.dtype else torch.bfloat16 if config.bf16 else torch.float32
     longest = (config.max_prompt_length or _ASSUMED_PROMPT_TOKENS) + config.max_completion_length
-    targets = run.lora_target_modules
     return Workload(
         parameter_dtype=dtype,
         max_sequence_length=longest,
@@ -235,10 +238,10 @@ def _workload(run: RunConfig, config: GRPOConfig, model_config: Any) -> Any:
         kv_cache_tokens=config.kv_cache_tokens,
         logprob_chunk_size=config.logprob_chunk_size,
         gradient_checkpointing=bool(config.gradient_checkpointing),
-        optim=config.optim.value,
+        optim=OptimizerNames(config.optim).value,
         has_reference=config.beta != 0.0,
         lora_rank=run.lora_r if run.use_peft else None,
-        lora_target_modules=tuple(targets) if isinstance(targets, list) else targets,
+        lora_target_modules=run.lora_targets,
     )
 
 
@@ -250,8 +253,8 @@ def _print_plan(result: MemoryPlan, run: RunConfig, config: GRPOConfig) -> None:
         return f"{size / 2**30:.2f} GiB"
 
     table = Table(title=f"Memory of one device: {run.model_name_or_path}", title_justify="left")
-    for column, justify in (("phase", "left"), ("what", "left"), ("memory", "right"), ("how", "left")):
-        table.add_column(column, justify=justify, no_wrap=column != "how")
+    for column in ("phase", "what", "memory", "how"):
+        table.add_column(column, justify="right" if column == "memory" else "left", no_wrap=column != "how")
     for phase in ("resident", "rollout", "train"):
         for row in (row for row in result.rows if row.phase == phase):
             table.add_row(phase, row.name, gib(row.size_bytes), row.how)

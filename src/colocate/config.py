@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
@@ -46,11 +46,11 @@ class GRPOConfig(TrainingArguments):
     logging_steps: float = 10
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass: a third more compute, far less memory."""
-    bf16: bool | None = None
+    bf16: bool | None = None  # type: ignore[assignment]  # TRL's type
     """Parameters in bfloat16, with float32 masters in the optimizer. None: True on GPUs that have it."""
-    remove_unused_columns: bool | None = False
+    remove_unused_columns: bool | None = False  # type: ignore[assignment]  # TRL's type
     """Keep only the column `prompt`, so that reward functions see no other."""
-    resume_from_checkpoint: str | bool | None = None
+    resume_from_checkpoint: str | bool | None = None  # type: ignore[assignment]
     """Checkpoint for `colocate train` to continue from; True takes the last one in `output_dir`."""
 
     # ── Model ────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,7 +228,8 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         notices = self._resolve_renamed()
         notices += check_support(self)
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         for name in CHOICES:
             check_choice(name, getattr(self, name))
         self.pad_to_multiple_of = None
@@ -268,6 +269,10 @@ class GRPOConfig(TrainingArguments):
         return notices
 
     def _resolve_generation_kwargs(self) -> None:
+        if isinstance(self.generation_kwargs, str):
+            raise ValueError(
+                f"generation_kwargs={self.generation_kwargs!r} is not a mapping such as {{'top_k': 20}}."
+            )
         for name, value in (self.generation_kwargs or {}).items():
             if name not in _GENERATION_KWARGS:
                 raise ValueError(
@@ -287,21 +292,21 @@ class GRPOConfig(TrainingArguments):
                 f"generation_batch_size={self.generation_batch_size} and steps_per_generation="
                 f"{self.steps_per_generation} say the same thing twice; set only one of them."
             )
-        if self.generation_batch_size is None:
+        if self.generation_batch_size is not None:
+            lower = self.generation_batch_size // micro_step * micro_step
+            if lower != self.generation_batch_size or lower < 1:
+                raise ValueError(
+                    f"generation_batch_size={self.generation_batch_size} is not a multiple of {arithmetic} = "
+                    f"{micro_step}. Set it to {max(lower, micro_step)} or {max(lower, 0) + micro_step}."
+                )
+            self.steps_per_generation = lower // micro_step
+        else:
             if self.steps_per_generation is None:
                 self.steps_per_generation = self.gradient_accumulation_steps
             self.generation_batch_size = micro_step * self.steps_per_generation
-        elif self.generation_batch_size < 1 or self.generation_batch_size % micro_step:
-            lower = self.generation_batch_size // micro_step * micro_step
-            raise ValueError(
-                f"generation_batch_size={self.generation_batch_size} is not a multiple of {arithmetic} = "
-                f"{micro_step}. Set it to {max(lower, micro_step)} or {lower + micro_step}."
-            )
-        else:
-            self.steps_per_generation = self.generation_batch_size // micro_step
-        self._check_groups(arithmetic)
+        self._check_groups(self.generation_batch_size, self.steps_per_generation)
 
-    def _check_groups(self, arithmetic: str) -> None:
+    def _check_groups(self, rollout: int, steps: int) -> None:
         """A rollout must hold whole groups, or advantages would compare completions of different prompts."""
         group = self.num_generations
         if group is None or group < 2:
@@ -309,16 +314,14 @@ class GRPOConfig(TrainingArguments):
                 f"num_generations={group}: an advantage compares completions of one prompt, so GRPO needs at "
                 "least 2 of them. Set num_generations to 2 or more."
             )
-        if self.generation_batch_size % group:
-            # per_device × ranks × steps is a multiple of G exactly when per_device is one of this:
-            step = group // math.gcd(group, self.world_size * self.steps_per_generation)
-            divisors = [
-                g for g in range(2, self.generation_batch_size + 1) if self.generation_batch_size % g == 0
-            ]
+        if rollout % group:
+            # per_device × ranks × steps is a multiple of G exactly when per_device is one of `step`.
+            step = group // math.gcd(group, self.world_size * steps)
+            divisors = [g for g in range(2, rollout + 1) if rollout % g == 0]
             raise ValueError(
-                f"The rollout of {arithmetic} × {self.steps_per_generation} steps_per_generation = "
-                f"{self.generation_batch_size} completions is not a whole number of groups of "
-                f"num_generations={group}. "
+                "The rollout of per_device_train_batch_size × ranks × steps_per_generation = "
+                f"{self.per_device_train_batch_size} × {self.world_size} × {steps} = {rollout} completions "
+                f"is not a whole number of groups of num_generations={group}. "
                 f"Set per_device_train_batch_size to {step}, {2 * step}, {3 * step}, …"
                 + (f" or num_generations to one of {divisors[:12]}." if divisors else ".")
             )
@@ -389,7 +392,3 @@ class GRPOConfig(TrainingArguments):
                     f"The launcher asks for {plugin} ({variable}={os.environ[variable]}), which is not "
                     "supported yet: a model must fit on one device. Use `accelerate launch --multi_gpu`."
                 )
-
-
-OPTION_NAMES: tuple[str, ...] = tuple(field.name for field in fields(GRPOConfig))
-"""Every option's name, in the order of their declaration."""

@@ -44,7 +44,7 @@ class RunConfig:
     lora_r: int = 16
     lora_alpha: int = 32
     lora_dropout: float = 0.05
-    lora_target_modules: str | list[str] | None = None
+    lora_target_modules: list[str] | None = None
     """Names of the matrices to adapt, or "all-linear". None: PEFT's choice for the architecture."""
 
     dataset_name: str | None = None
@@ -60,6 +60,11 @@ class RunConfig:
     """Built-in names, dotted paths (`package.module.function`) or `file.py:function`."""
     reward_model_name_or_path: str | None = None
     """A reward model, scored before the functions."""
+
+    @property
+    def lora_targets(self) -> list[str] | Literal["all-linear"] | None:
+        """`lora_target_modules` as PEFT takes it, which knows "all-linear" outside a list only."""
+        return "all-linear" if self.lora_target_modules == ["all-linear"] else self.lora_target_modules
 
 
 # ── Reading ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -68,22 +68,30 @@ def test_resolved_defaults_are_trls(tmp_path):
     assert {name for name, value in theirs.items() if ours[name] != value} == set(reasons)
 
 
-sizes = st.integers(1, 8)
-batches = st.fixed_dictionaries(
-    {"per_device_train_batch_size": sizes, "gradient_accumulation_steps": st.integers(1, 4)},
+TRAINING = st.fixed_dictionaries(
+    {"per_device_train_batch_size": st.integers(1, 8), "num_generations": st.integers(1, 6)},
     optional={
-        "num_generations": st.integers(1, 9),
-        "num_generations_eval": st.integers(1, 4),
-        "per_device_eval_batch_size": sizes,
+        "gradient_accumulation_steps": st.integers(1, 4),
         "generation_batch_size": st.integers(1, 48),
         "steps_per_generation": st.integers(1, 6),
+    },
+)
+EVALUATION = st.fixed_dictionaries(
+    {
+        "per_device_eval_batch_size": st.integers(1, 8),
         "eval_strategy": st.sampled_from(["no", "epoch"]),
         "do_eval": st.booleans(),
-        "scale_rewards": st.sampled_from([True, False, "group", "batch", "none"]),
+    },
+    optional={"num_generations_eval": st.integers(1, 6)},
+)
+REWARDS_AND_CORRECTION = st.fixed_dictionaries(
+    {
         "vllm_importance_sampling_clip_max": st.sampled_from([None, 1.0, 3.0]),
         "vllm_importance_sampling_clip_min": st.sampled_from([None, 0.5, 1.0, 2.0]),
         "vllm_importance_sampling_mode": st.sampled_from(["token_truncate", "sequence_mask"]),
-    },
+        "vllm_importance_sampling_correction": st.booleans(),
+        "scale_rewards": st.sampled_from([True, False, "group", "batch", "none"]),
+    }
 )
 DERIVED = (
     "generation_batch_size",
@@ -96,10 +104,12 @@ DERIVED = (
 )
 
 
-@given(options=batches, world_size=st.integers(1, 4))
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_derived_batches_and_errors_are_trls(options, world_size, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingArguments, "world_size", world_size)
+@pytest.mark.parametrize("grid", [TRAINING, EVALUATION, REWARDS_AND_CORRECTION])
+@given(data=st.data())
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+def test_derived_values_and_errors_are_trls(grid, data, tmp_path, monkeypatch):
+    options = data.draw(grid)
+    monkeypatch.setattr(TrainingArguments, "world_size", data.draw(st.integers(1, 4)))
 
     def derive(config_class):
         try:

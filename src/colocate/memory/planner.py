@@ -12,13 +12,13 @@ V vocabulary, T tokens of one packed micro-batch, b bytes of a parameter (2 in b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 Phase = Literal["resident", "rollout", "train"]
 
@@ -50,7 +50,8 @@ class Workload:
     has_reference: bool = False
     lora_rank: int | None = None
     """None: full fine-tuning."""
-    lora_target_modules: tuple[str, ...] | Literal["all-linear"] | None = None
+    lora_target_modules: Sequence[str] | Literal["all-linear"] | None = None
+    """Names of the adapted matrices, or "all-linear". None: PEFT's choice for Llama, Mistral and Qwen."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class _Shapes:
         )
 
 
-def _num_adapter_parameters(model: nn.Module, workload: Workload) -> int:
+def _num_adapter_parameters(model: PreTrainedModel, workload: Workload) -> int:
     """LoRA adds A [r, in] and B [out, r] to each targeted matrix (arXiv:2106.09685, eq. 3)."""
     if workload.lora_rank is None:
         return 0

@@ -1,0 +1,360 @@
+"""The command line: what it reads, what it passes on, how it fails. The trainer is a stand-in."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen2Config
+
+from colocate.cli import main
+from colocate.config import GRPOConfig
+from colocate.run_config import (
+    RunConfig,
+    coerce,
+    parse_run,
+    read_file,
+    read_overrides,
+    resolved,
+    save_run,
+)
+
+# ── Reading options ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_overrides():
+    arguments = (
+        "--learning_rate 2e-6 --max_steps -1 --use-peft --reward_funcs a b.c --report_to=none "
+        "--run_name=a=b --log_completions"
+    )
+    assert read_overrides(arguments.split()) == {
+        "learning_rate": "2e-6",
+        "max_steps": "-1",
+        "use_peft": True,
+        "reward_funcs": ["a", "b.c"],
+        "report_to": "none",
+        "run_name": "a=b",
+        "log_completions": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("learning_rate", "2e-6", 2e-6),
+        ("learning_rate", "1", 1.0),
+        ("max_steps", "-1", -1),
+        ("max_steps", "1e3", 1000),
+        ("report_to", "none", None),
+        ("report_to", "wandb", ["wandb"]),
+        ("report_to", "[wandb, tensorboard]", ["wandb", "tensorboard"]),
+        ("reward_weights", "[1, 2e-1]", [1.0, 0.2]),
+        ("reward_weights", "0.5", [0.5]),
+        ("chat_template_kwargs", '{"enable_thinking": false}', {"enable_thinking": False}),
+        ("generation_kwargs", "{min_p: 1e-2}", {"min_p": 0.01}),
+        ("scale_rewards", "false", False),
+        ("scale_rewards", "none", "none"),
+        ("bf16", "true", True),
+        ("bf16", "none", None),
+        ("shuffle_dataset", "no", False),
+        ("eval_strategy", "no", "no"),
+        ("lr_scheduler_type", "cosine", "cosine"),
+        ("pad_to_multiple_of", "8", 8),
+        ("pad_to_multiple_of", "auto", "auto"),
+        ("resume_from_checkpoint", "true", True),
+        ("resume_from_checkpoint", "out/checkpoint-5", "out/checkpoint-5"),
+        ("run_name", "5", "5"),
+        ("lora_target_modules", "all-linear", ["all-linear"]),
+        ("dtype", "bfloat16", "bfloat16"),
+        ("dataset_options", "{size: 10}", {"size": 10}),
+        ("dataset_name", "none", None),
+    ],
+)
+def test_values_take_their_options_type(name, text, value):
+    run, options = parse_run({name: text})
+    read = options[name] if name in options else getattr(run, name)
+    assert read == value
+    assert isinstance(read, type(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_steps", 1.5),
+        ("max_steps", "many"),
+        ("top_k", True),
+        ("use_peft", "maybe"),
+        ("dtype", "float8"),
+        ("loss_type", ["grpo", "dapo"]),
+        ("reward_weights", ["a"]),
+    ],
+)
+def test_values_of_the_wrong_type_name_the_option(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        parse_run({name: value})
+
+
+def test_run_file_reads_numbers_and_words_as_written(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rate: 2e-6\neval_strategy: no\nreport_to: none\nreward_weights: [1e-1, 1]\n")
+    _, options = parse_run(read_file(path))
+    assert options["learning_rate"] == 2e-6
+    assert options["eval_strategy"] == "no"
+    assert options["report_to"] is None
+    assert options["reward_weights"] == [0.1, 1.0]
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [", "1: 2"])
+def test_a_file_that_is_no_mapping_is_refused(text, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"run\.yaml"):
+        read_file(path)
+
+
+words = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "learning_rate": st.floats(1e-9, 1.0),
+            "run_name": words.filter(lambda w: w.lower() not in ("none", "null", "~")),
+            "max_steps": st.integers(-1, 10**6),
+            "log_completions": st.booleans(),
+            "reward_weights": st.none() | st.lists(st.floats(-2, 2), min_size=1),
+            "report_to": st.sampled_from(["none", "wandb", ["tensorboard", "wandb"]]),
+            "model_init_kwargs": st.dictionaries(words, st.booleans() | st.integers() | words, max_size=2),
+            "eval_strategy": st.sampled_from(["no", "steps"]),
+            "scale_rewards": st.sampled_from([True, False, "none", "batch"]),
+        },
+    )
+)
+def test_a_saved_run_reads_back_the_same(options, tmp_path_factory):
+    run, parsed = parse_run({"model_name_or_path": "m", "lora_target_modules": ["q", "v"], **options})
+    path = tmp_path_factory.mktemp("run") / "config.yaml"
+    save_run(path, run, parsed)
+    run_again, parsed_again = parse_run(read_file(path))
+    assert run_again == run
+    assert {name: parsed_again[name] for name in parsed} == parsed
+    # The default "none" is read back as None, which means the same to GRPOConfig.
+    same = {"report_to": parsed.get("report_to")}
+    assert resolved(run_again, parsed_again) | same == resolved(run, parsed) | same
+
+
+def test_a_saved_run_holds_defaults_but_no_secrets_and_nothing_derived(tmp_path):
+    run, options = parse_run({"hub_token": "secret", "resume_from_checkpoint": "x", "num_generations": 4})
+    save_run(tmp_path / "config.yaml", run, options)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved["num_generations"] == 4 and saved["loss_type"] == "dapo"
+    assert saved["generation_batch_size"] is None and saved["bf16"] is None
+    assert not {"hub_token", "resume_from_checkpoint"} & set(saved)
+    _, again = parse_run(read_file(tmp_path / "config.yaml"))
+    GRPOConfig(**again)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("all-linear", "all-linear"), ("q_proj", ["q_proj"]), ("none", None)]
+)
+def test_lora_targets_as_peft_takes_them(given, meant):
+    assert parse_run({"lora_target_modules": given})[0].lora_targets == meant
+
+
+def test_coerce_prefers_the_narrowest_type():
+    assert coerce("x", "3", int | str) == 3
+    assert coerce("x", "three", int | str) == "three"
+    assert coerce("x", 0.5, float | None) == 0.5
+
+
+# ── train ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Stand-ins for the parts that `train` puts together; returns what they were called with."""
+    record = types.SimpleNamespace(datasets=[], trained=[], saved=[], trainer=None)
+
+    class Trainer:
+        def __init__(self, **arguments):
+            record.trainer = arguments
+
+        def train(self, resume_from_checkpoint):
+            record.trained.append(resume_from_checkpoint)
+
+        def save_model(self, path):
+            record.saved.append(path)
+
+    def load_prompts(name, *, config=None, split="train", **options):
+        record.datasets.append((name, config, split, options))
+        return f"{name}/{split}"
+
+    for name, content in {
+        "colocate.trainer": {"GRPOTrainer": Trainer},
+        "colocate.data.loading": {"load_prompts": load_prompts},
+        "colocate.rewards": {"get_reward_function": lambda name: f"built-in {name}"},
+    }.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return record
+
+
+def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("def brevity(completions, **kwargs):\n    return [0.0]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        f"""
+        model_name_or_path: tiny
+        dataset_name: gsm8k
+        dataset_config: main
+        dataset_options: {{limit: 10}}
+        reward_funcs: [accuracy_reward, my_rewards.brevity, {tmp_path}/my_rewards.py:brevity]
+        use_peft: true
+        lora_r: 4
+        learning_rate: 5e-6
+        output_dir: {tmp_path}/out
+        """
+    )
+    arguments = ["--learning_rate", "2e-6", "--eval_strategy=epoch", "--dtype", "bfloat16", "--beta", "0.1"]
+    assert main(["train", str(run_file), *arguments]) == 0
+
+    given, config = calls.trainer, calls.trainer["args"]
+    assert given["model"] == "tiny"
+    assert (config.learning_rate, config.beta) == (2e-6, 0.1)
+    assert config.model_init_kwargs == {"revision": "main", "dtype": "bfloat16"}
+    assert given["peft_config"].r == 4
+    assert given["train_dataset"] == "gsm8k/train" and given["eval_dataset"] == "gsm8k/test"
+    assert calls.datasets[0] == ("gsm8k", "main", "train", {"limit": 10})
+    built_in, dotted, by_file = given["reward_funcs"]
+    assert built_in == "built-in accuracy_reward"
+    assert dotted([]) == by_file([]) == [0.0]
+    assert calls.trained == [None] and calls.saved == [f"{tmp_path}/out"]
+
+    assert main(["train", f"{tmp_path}/out/config.yaml", "--resume_from_checkpoint"]) == 0
+    assert calls.trainer["args"].to_dict() | {"resume_from_checkpoint": None} == config.to_dict()
+    assert calls.trained == [None, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--learning_rat", "1"], "There is no option 'learning_rat'; did you mean 'learning_rate'?"),
+        (["--dataset_name", "d", "--reward_funcs", "r"], "model_name_or_path is not set"),
+        (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
+        (["--fp16"], "fp16=True is not supported"),
+        (["--per_device_train_batch_size", "3"], "whole number of groups"),
+        (["--loss_type", "gpro"], "did you mean 'grpo'?"),
+        (["--reward_funcs", "nowhere.py:f"], "no Python file 'nowhere.py'"),
+        (["--reward_funcs", "json.dumpz"], "'json' has no function 'dumpz'"),
+        (["missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_user_errors_are_one_message(arguments, message, calls, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r"]
+    # What a case is about overrides what makes the command line complete otherwise.
+    about_missing = any(text in message for text in ("is not set", "missing.yaml"))
+    assert main(["train", *([] if about_missing else complete), *arguments]) == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "Traceback" not in printed
+    assert calls.trained == []
+
+    assert main(["train", *([] if about_missing else complete), *arguments, "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+# ── plan and report ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    Qwen2Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_plan_as_json(model_dir, capsys):
+    arguments = "--json --max_prompt_length 24 --max_completion_length 40 --max_num_seqs 2 --dtype bfloat16"
+    assert main(["plan", "--model_name_or_path", model_dir, *arguments.split()]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2  # key and value, layers, heads, head size, bytes
+    assert result["kv_cache_tokens"] == 2 * 64
+    assert result["peak_bytes"] == result["resident_bytes"] + max(
+        result["rollout_bytes"], result["train_bytes"]
+    )
+    micro_batch = next(row for row in result["rows"] if row["name"] == "activations")
+    assert micro_batch["how"].startswith(f"{8 * 64} tokens")  # per_device_train_batch_size × (24 + 40)
+
+
+def test_plan_as_table_says_whether_it_fits(model_dir, capsys):
+    command = ["plan", "--model_name_or_path", model_dir, "--max_num_seqs", "1", "--device_memory_gib"]
+    assert main([*command, "80"]) == 0
+    assert "Fits in 80.00 GiB" in capsys.readouterr().out
+    assert main([*command, "0.001"]) == 0
+    printed = capsys.readouterr().out
+    assert "Does not fit" in printed and "use_peft=True" in printed
+
+
+def test_report_prints_where_it_wrote(tmp_path, capsys, monkeypatch):
+    module = types.ModuleType("colocate.reporting.report")
+    module.write_report = lambda run_dir: Path(run_dir) / "report.html"
+    monkeypatch.setitem(sys.modules, "colocate.reporting.report", module)
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+
+
+# ── The real program ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"]])
+def test_help_and_version_load_no_torch(arguments):
+    code = (
+        "import sys\nfrom colocate.cli import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert "colocate" in result.stdout
+
+
+@pytest.mark.slow  # a fresh process imports transformers to know the options
+def test_exit_codes_of_the_program(tmp_path):
+    unknown = python("-m", "colocate.cli", "train", "--learning_rat", "1")
+    assert unknown.returncode == 1
+    assert unknown.stderr.splitlines()[0] == (
+        "colocate train: There is no option 'learning_rat'; did you mean 'learning_rate'?"
+    )
+    assert python("-m", "colocate.cli", "nonsense").returncode == 2
+    assert python("-m", "colocate.cli").returncode == 2
+
+
+def test_run_config_has_no_name_of_grpo_config():
+    import dataclasses
+
+    shared = {f.name for f in dataclasses.fields(RunConfig)} & {
+        f.name for f in dataclasses.fields(GRPOConfig)
+    }
+    assert shared == set()
