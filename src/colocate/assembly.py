@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from colocate.algorithms.entropy import EntropyController
-from colocate.algorithms.objective import ObjectiveParams
 from colocate.config import GRPOConfig
 from colocate.data.prompts import validate_columns
 from colocate.engines.base import RolloutEngine
@@ -164,10 +162,6 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
         stop_token_ids=stop_token_ids,
         seed=args.seed,
     )
-
-
-def objective_params(args: GRPOConfig) -> ObjectiveParams:
-    return ObjectiveParams(**{field.name: getattr(args, field.name) for field in fields(ObjectiveParams)})
 
 
 def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int, float]:

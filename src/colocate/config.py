@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from colocate.options import CHOICES, RANGES, RENAMED, check_choice, check_range, check_support
+from colocate.algorithms.choices import check_choice
+from colocate.algorithms.objective_params import ObjectiveParams
+from colocate.options import CHOICES, RANGES, RENAMED, check_range, check_support
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +233,7 @@ class GRPOConfig(TrainingArguments):
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         for name in CHOICES:
-            check_choice(name, getattr(self, name))
+            check_choice(name, getattr(self, name), CHOICES[name])
         self.pad_to_multiple_of = None
         if self.report_to is None:
             self.report_to = "none"
@@ -254,7 +256,7 @@ class GRPOConfig(TrainingArguments):
             self._n_gpu = 1  # else TrainingArguments.train_batch_size counts all of them
         self._resolve_generation_kwargs()
         self._derive_batch_sizes()
-        notices += self.validate()
+        self.validate()
         if self.process_index == 0:
             for notice in notices:
                 logger.warning(notice)
@@ -335,8 +337,8 @@ class GRPOConfig(TrainingArguments):
                 f"{3 * step}, … or num_generations_eval."
             )
 
-    def validate(self) -> list[str]:
-        """Check values and combinations; returns advice worth printing.
+    def validate(self) -> None:
+        """Check values and combinations.
 
         Raises:
             ValueError: with the option, its value and what to set.
@@ -351,39 +353,15 @@ class GRPOConfig(TrainingArguments):
                 "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "
                 "sync_ref_model=False."
             )
-        self._check_importance_sampling()
-        sequence_level = self.importance_sampling_level == "sequence"
-        if sequence_level and self.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
-            return [
-                f"importance_sampling_level='sequence' with loss_type={self.loss_type!r} weighs a completion "
-                "by its length; GSPO as published is loss_type='grpo'."
-            ]
-        if sequence_level and self.loss_type == "vespo":
-            return ["loss_type='vespo' builds its own sequence ratio; use importance_sampling_level='token'."]
-        if not sequence_level and self.loss_type == "luspo":
-            return ["loss_type='luspo' as published needs importance_sampling_level='sequence'."]
-        return []
+        self.objective_params()
 
-    def _check_importance_sampling(self) -> None:
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"vllm_importance_sampling_clip_min={low} must be less than "
-                f"vllm_importance_sampling_clip_max={high}."
-            )
-        if not self.vllm_importance_sampling_correction:
-            return
-        mode = self.vllm_importance_sampling_mode
-        if mode.endswith("_truncate") and low is None and high is None:
-            raise ValueError(
-                f"vllm_importance_sampling_mode={mode!r} truncates to bounds, and there is none. Set "
-                "vllm_importance_sampling_clip_max (TRL's default is 3.0) or _clip_min."
-            )
-        if self.loss_type == "vespo" and mode.startswith("sequence"):
-            raise ValueError(
-                f"loss_type='vespo' weighs each token by itself, but vllm_importance_sampling_mode={mode!r} "
-                "weighs whole sequences. Set the mode to 'token_truncate' or 'token_mask'."
-            )
+    def objective_params(self) -> ObjectiveParams:
+        """The loss's share of the options.
+
+        Raises:
+            ValueError: they contradict each other.
+        """
+        return ObjectiveParams(**{field.name: getattr(self, field.name) for field in fields(ObjectiveParams)})
 
     def _check_launcher(self) -> None:
         for variable, plugin in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -177,11 +179,8 @@ REFUSED: dict[str, str] = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ("auto", "native", "transformers"),
-    "loss_type": ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "none"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "scale_rewards": REWARD_SCALES,
+    "multi_objective_aggregation": AGGREGATIONS,
     # Others need offload, quantised state or the projected gradients of a module list; the trainer's
     # `optimizers` argument takes any optimizer object.
     "optim": ("adamw_torch", "adamw_torch_fused", "sgd"),
@@ -196,7 +195,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 _POSITIVE = ("must be greater than 0", lambda v: v > 0)
-_NOT_NEGATIVE = ("must not be negative", lambda v: v >= 0)
 _FRACTION = ("must lie between 0 and 1", lambda v: 0 <= v <= 1)
 
 RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -212,12 +210,10 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("must be at least 1", lambda v: v >= 1),
     ),
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
-    **dict.fromkeys(
-        _names("temperature repetition_penalty sapo_temperature_neg sapo_temperature_pos"), _POSITIVE
-    ),
+    **dict.fromkeys(_names("temperature repetition_penalty"), _POSITIVE),
     "top_p": ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1),
     **dict.fromkeys(_names("min_p top_entropy_quantile ref_model_mixup_alpha"), _FRACTION),
-    **dict.fromkeys(_names("top_k beta epsilon epsilon_high delta off_policy_mask_threshold"), _NOT_NEGATIVE),
+    "top_k": ("must not be negative", lambda v: v >= 0),
 }
 """What a number must satisfy, in words and as a test. None is for the caller to judge."""
 
@@ -230,14 +226,6 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 def default_of(field: Field) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def check_choice(name: str, value: Any) -> None:
-    """Raises ValueError, with the nearest valid value, when `value` is not one of `CHOICES[name]`."""
-    if value not in CHOICES[name]:
-        valid = ", ".join(repr(choice) for choice in CHOICES[name])
-        hint = nearest(value, CHOICES[name])
-        raise ValueError(f"{name}={str(value)!r} is not supported{hint or '.'} Use one of {valid}.")
 
 
 def check_range(name: str, value: Any) -> None:

@@ -112,7 +112,7 @@ class GRPOTrainer:
         )
         self.engine = assembly.build_engine(self.model, args, self.accelerator)
         self.sampling = assembly.sampling_params(args, stop_token_ids(self.processing_class, self.model))
-        self.objective = Objective(assembly.objective_params(args))
+        self.objective = Objective(args.objective_params())
         self.entropy = assembly.entropy_controller(args)
         self.window = TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device)
         self.journal = Journal(

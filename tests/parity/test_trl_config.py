@@ -87,7 +87,7 @@ EVALUATION = st.fixed_dictionaries(
 REWARDS_AND_CORRECTION = st.fixed_dictionaries(
     {
         "vllm_importance_sampling_clip_max": st.sampled_from([None, 1.0, 3.0]),
-        "vllm_importance_sampling_clip_min": st.sampled_from([None, 0.5, 1.0, 2.0]),
+        "vllm_importance_sampling_clip_min": st.sampled_from([None, 0.5, 1.0]),
         "vllm_importance_sampling_mode": st.sampled_from(["token_truncate", "sequence_mask"]),
         "vllm_importance_sampling_correction": st.booleans(),
         "scale_rewards": st.sampled_from([True, False, "group", "batch", "none"]),

@@ -252,7 +252,7 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
         (["--fp16"], "fp16=True is not supported"),
         (["--per_device_train_batch_size", "3"], "whole number of groups"),
-        (["--loss_type", "gpro"], "did you mean 'grpo'?"),
+        (["--loss_type", "gpro"], "Did you mean 'grpo'?"),
         (["--reward_funcs", "nowhere.py:f"], "no Python file 'nowhere.py'"),
         (["--reward_funcs", "json.dumpz"], "'json' has no function 'dumpz'"),
         (["missing.yaml"], "missing.yaml"),

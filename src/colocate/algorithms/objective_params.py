@@ -51,8 +51,7 @@ class ObjectiveParams:
         )
         self._check_clipping()
         self._check_coefficients()
-        if self.vllm_importance_sampling_correction:
-            self._check_importance_sampling()
+        self._check_importance_sampling()
         self._warn_of_unusual_pairs()
 
     @property
@@ -110,15 +109,18 @@ class ObjectiveParams:
     def _check_importance_sampling(self) -> None:
         mode = self.vllm_importance_sampling_mode
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if (low is not None and not 0 <= low <= 1) or (high is not None and high < 1) or low == high == 1:
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} must "
+                "differ and have 1 between them, the ratio where engine and trainer agree: set 0 <= min <= 1 "
+                "<= max."
+            )
+        if not self.vllm_importance_sampling_correction:
+            return
         if low is None and high is None and mode.endswith("_truncate"):
             raise ValueError(
                 f"vllm_importance_sampling_mode={mode!r} truncates to bounds that are not set: set "
                 "vllm_importance_sampling_clip_max (e.g. 3.0), vllm_importance_sampling_clip_min or both."
-            )
-        if (low is not None and not 0 <= low <= 1) or (high is not None and high < 1):
-            raise ValueError(
-                f"vllm_importance_sampling_clip_min={low} and vllm_importance_sampling_clip_max={high} must "
-                "have 1 between them, the ratio where engine and trainer agree: set 0 <= min <= 1 <= max."
             )
         if self.loss_type == "vespo" and mode.startswith("sequence_"):
             raise ValueError(
