@@ -434,8 +434,7 @@ class GRPOTrainer:
         output_dir = Path(self.args.output_dir)
         directory = output_dir / f"checkpoint-{self.state.global_step}"
         is_main = self.accelerator.is_main_process
-        barrier = self.accelerator.wait_for_everyone
-        with checkpoint.writing(directory, is_main=is_main, barrier=barrier) as partial:
+        with checkpoint.writing(directory, is_main=is_main, gather=gather_object) as partial:
             self.save_model(str(partial))
             if is_main:
                 self.state.save_to_json(str(partial / "trainer_state.json"))
@@ -446,7 +445,7 @@ class GRPOTrainer:
                 rank = self.accelerator.process_index
                 snapshot.save_rank_state(partial, rank, self._resumable_parts(), self._identity())
         if is_main:
-            checkpoint.rotate(output_dir, self.args.save_total_limit)
+            checkpoint.rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
         self.journal.event("on_save")
         if self.args.push_to_hub and self.args.hub_strategy == "every_save":
             self.push_to_hub(f"Step {self.state.global_step}")
