@@ -113,7 +113,16 @@ def build_policy(
     has_new_adapter: bool,
     optimizers: tuple[Any, Any],
 ) -> Policy:
-    """The policy with its optimizer, and its reference where the KL penalty needs one."""
+    """The policy with its optimizer, and its reference where the KL penalty needs one.
+
+    Raises:
+        ValueError: `sync_ref_model` with an adapter.
+    """
+    if args.sync_ref_model and hasattr(model, "peft_config"):
+        raise ValueError(
+            "sync_ref_model=True, but with an adapter the reference is the frozen weights under it, which "
+            "cannot move. Set sync_ref_model=False, or train the whole model without an adapter."
+        )
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
     optimizer = PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
     return Policy(

@@ -88,6 +88,7 @@ class GRPOTrainer:
             tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
         )
         self.args = args = args or assembly.default_config(model)
+        checkpoint.check_writable(Path(args.output_dir))
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
         set_seed(args.seed)
         self.accelerator = Accelerator(cpu=args.use_cpu)
@@ -137,15 +138,16 @@ class GRPOTrainer:
             mask_truncated_completions=args.mask_truncated_completions,
             stop_token_ids=self.sampling.stop_token_ids,
         )
-        self._num_skipped = 0  # steps in a row that were not finite
+        # Taken now, because `sync_ref_model` will change the reference.
+        self._frozen_checksum = snapshot.checksum(self.policy.frozen_weights())
         self.context_length = assembly.context_length(self.model, args)
         self.check_longest_prompts()
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train until `max_steps`; from a checkpoint directory, or the newest in `output_dir` with True."""
         self.begin(resume_from_checkpoint)
-        with StopRequest(self.accelerator) as stop:
-            while not self.control.should_training_stop:
+        with StopRequest(self.accelerator) as stop, self.journal.progress:
+            while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
                 while not self.window.ready:
                     batch = next(self.batches)
                     request = self.training_request(batch)
@@ -288,7 +290,6 @@ class GRPOTrainer:
 
     def _check_finite(self, samples: list[Sample], update: UpdateResult) -> None:
         """Keep what made a step be skipped; give up after `max_skipped_steps` in a row."""
-        self._num_skipped = self._num_skipped + 1 if update.skipped else 0
         if not update.skipped:
             return
         name = f"skipped_step_{self.state.global_step}_rank{self.accelerator.process_index}.jsonl"
@@ -304,9 +305,10 @@ class GRPOTrainer:
                 }
                 stream.write(json.dumps(record) + "\n")
         logger.warning(f"Step {self.state.global_step} was skipped: loss or gradient not finite. See {file}.")
-        if self._num_skipped >= self.args.max_skipped_steps:
+        num_skipped = self.policy.num_skipped_updates
+        if num_skipped >= self.args.max_skipped_steps:
             raise FloatingPointError(
-                f"{self._num_skipped} steps in a row had a loss or gradient that is not finite and were "
+                f"{num_skipped} steps in a row had a loss or gradient that is not finite and were "
                 f"skipped (max_skipped_steps={self.args.max_skipped_steps}). Their prompts are in {file} and "
                 "its neighbours; the weights are those of the last good step. Lower learning_rate or "
                 "max_grad_norm, or look for extreme log-probs in those files."
@@ -497,4 +499,5 @@ class GRPOTrainer:
             "parameter": {name: tuple(p.shape) for name, p in self.model.named_parameters()},
             "option": {name: getattr(self.args, name) for name in (*options, "per_device_train_batch_size")},
             "number of processes": self.accelerator.num_processes,
+            "checksum of the frozen weights (an adapter's base, the reference model)": self._frozen_checksum,
         }
