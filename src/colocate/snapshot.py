@@ -31,8 +31,8 @@ class Resumable(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def checksum(weights: Iterable[Tensor]) -> int:
-    """A number that changes with any bit of the weights, the same on every device.
+def checksum(weights: Iterable[Tensor]) -> str:
+    """16 hexadecimal digits that change with any bit of the weights, the same on every device.
 
     Sums the elements' bits as integers, which no order of summation can round, at memory speed.
     """
@@ -41,7 +41,7 @@ def checksum(weights: Iterable[Tensor]) -> int:
     for position, weight in enumerate(weights, start=1):
         bits = weight.detach().view(integers[weight.element_size()])
         total += position * int(bits.sum(dtype=torch.int64))  # tells apart two weights that changed places
-    return total
+    return f"{total % 2**64:016x}"
 
 
 def save_rank_state(
@@ -82,7 +82,7 @@ def load_rank_state(
 
 
 def _check_same_run(saved: dict[str, Any], current: dict[str, Any], directory: Path) -> None:
-    for name in sorted(saved.keys() | current.keys()):
+    for name in dict.fromkeys([*current, *saved]):
         was, now = saved.get(name), current.get(name)
         if was == now:
             continue

@@ -496,8 +496,8 @@ class GRPOTrainer:
         """What must not change between a checkpoint and the run that resumes it."""
         options = ("num_generations", "num_iterations", "steps_per_generation", "gradient_accumulation_steps")
         return {
+            "number of processes": self.accelerator.num_processes,
             "parameter": {name: tuple(p.shape) for name, p in self.model.named_parameters()},
             "option": {name: getattr(self.args, name) for name in (*options, "per_device_train_batch_size")},
-            "number of processes": self.accelerator.num_processes,
             "checksum of the frozen weights (an adapter's base, the reference model)": self._frozen_checksum,
         }
