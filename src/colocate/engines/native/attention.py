@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache, by PyTorch's scaled-dot-product attention.
+"""Attention over a paged KV cache, in plain PyTorch.
 
 The three functions are the whole interface between the model runner and the kernels. Shapes: H query heads, K
-key-value heads, D head size; a cache is one layer's keys or values, [num_pages, page_size, K, D]; a block
-table lists the pages of a sequence in order.
+key-value heads, D head size; a cache is one layer's keys or values, [num_pages, K, page_size, D], so that one
+head's part of a page is one piece of memory; a block table lists the pages of a sequence in order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from torch import Tensor
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Store keys and values [T, K, D] at `slots` [T] = page * page_size + offset in the page."""
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k)
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v)
+    _, num_kv_heads, page_size, head_dim = k_cache.shape
+    heads = torch.arange(num_kv_heads, device=slots.device)
+    rows = ((slots // page_size)[:, None] * num_kv_heads + heads) * page_size + (slots % page_size)[:, None]
+    k_cache.view(-1, head_dim).index_copy_(0, rows.flatten(), k.flatten(0, 1))
+    v_cache.view(-1, head_dim).index_copy_(0, rows.flatten(), v.flatten(0, 1))
 
 
 def prefill_attention(
@@ -46,8 +49,8 @@ def prefill_attention(
     for query, table, query_len, context_len in zip(
         q.split(list(query_lens)), block_tables, query_lens, context_lens, strict=True
     ):
-        key = k_cache.index_select(0, table).flatten(0, 1)[:context_len]
-        value = v_cache.index_select(0, table).flatten(0, 1)[:context_len]
+        key = k_cache.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :context_len]
+        value = v_cache.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :context_len]
         mask = None
         if query_len < context_len or sliding_window is not None:
             query_positions = torch.arange(context_len - query_len, context_len, device=q.device)[:, None]
@@ -57,8 +60,8 @@ def prefill_attention(
                 mask &= distances < sliding_window
         output = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
+            key[None],
+            value[None],
             attn_mask=mask,
             is_causal=mask is None,
             scale=scale,
@@ -91,21 +94,20 @@ def decode_attention(
     Returns:
         [B, H, D].
     """
-    page_size = k_cache.shape[1]
+    num_seqs, num_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k_cache.shape
     pages = block_tables[:, : -(-max_context_len // page_size)]
-    shape = (len(q), -1, *k_cache.shape[2:])
-    key = k_cache.index_select(0, pages.flatten()).view(shape)[:, :max_context_len]
-    value = v_cache.index_select(0, pages.flatten()).view(shape)[:, :max_context_len]
-    positions = torch.arange(max_context_len, device=q.device)
-    mask = positions < context_lens[:, None]
+    heads = torch.arange(num_kv_heads, device=q.device)[:, None]
+    pieces = (pages[:, None] * num_kv_heads + heads).flatten()
+    # [B * K, whole pages of tokens, D]: the query heads of a key-value head share one matrix product.
+    shape = (num_seqs * num_kv_heads, -1, head_dim)
+    key = k_cache.view(-1, page_size * head_dim).index_select(0, pieces).view(shape)
+    value = v_cache.view(-1, page_size * head_dim).index_select(0, pieces).view(shape)
+    positions = torch.arange(key.shape[1], device=q.device)
+    is_hidden = positions >= context_lens[:, None]
     if sliding_window is not None:
-        mask &= positions >= context_lens[:, None] - sliding_window
-    output = F.scaled_dot_product_attention(
-        q[:, :, None],
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask[:, None, None],
-        scale=scale,
-        enable_gqa=True,
-    )
-    return output[:, :, 0]
+        is_hidden |= positions < context_lens[:, None] - sliding_window
+    scores = torch.bmm(q.reshape(num_seqs * num_kv_heads, -1, head_dim), key.transpose(1, 2))
+    scores = scores.view(num_seqs, num_heads, -1).float().mul_(scale)
+    weights = scores.masked_fill_(is_hidden[:, None], -torch.inf).softmax(dim=-1).to(value.dtype)
+    return torch.bmm(weights.view(num_seqs * num_kv_heads, -1, key.shape[1]), value).view(q.shape)
