@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """One tensor [layers, 2, num_pages, K, page_size, D]; index 0 of the second dimension is keys, 1
-    values."""
+    """One tensor [layers, 2, num_pages, K, page_size, D]; the second dimension is keys, values."""
 
     def __init__(self, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int) -> None:
         self.num_layers = num_layers
