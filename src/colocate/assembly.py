@@ -213,12 +213,18 @@ def check_datasets(
             f"eval_strategy={str(args.eval_strategy)!r}, but there is no eval_dataset: pass one, or set "
             "eval_strategy='no'."
         )
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    for dataset in [train_dataset, *(part for part in evaluated.values() if part is not None)]:
+    for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
         validate_columns(dataset)
     if args.remove_unused_columns:
         train_dataset = train_dataset.select_columns(["prompt"])
     return train_dataset, eval_dataset
+
+
+def evaluation_sets(eval_dataset: EvalDataset | None) -> dict[str, TrainDataset]:
+    """By name; a single one is called ""."""
+    if eval_dataset is None:
+        return {}
+    return eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
 
 
 def context_length(model: nn.Module, args: GRPOConfig) -> int:

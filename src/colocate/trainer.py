@@ -222,12 +222,13 @@ class GRPOTrainer:
         Raises:
             ValueError: prompt and completion do not fit the context together.
         """
-        if isinstance(self.train_dataset, datasets.IterableDataset):
-            return
-        lengths = [len(str(prompt)) for prompt in self.train_dataset["prompt"]]
-        longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-16:]
-        num_tokens = max(len(ids) for ids in self._tokenize([self.train_dataset[i] for i in longest]))
-        check_context_length(num_tokens, self.sampling.max_tokens, self.context_length)
+        for dataset in (self.train_dataset, *assembly.evaluation_sets(self.eval_dataset).values()):
+            if isinstance(dataset, datasets.IterableDataset):
+                continue
+            lengths = [len(str(prompt)) for prompt in dataset["prompt"]]
+            longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-16:]
+            num_tokens = max(len(ids) for ids in self._tokenize([dataset[i] for i in longest]))
+            check_context_length(num_tokens, self.sampling.max_tokens, self.context_length)
 
     # ── Training ─────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from colocate import GRPOConfig, GRPOTrainer
@@ -26,6 +26,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *ALPHABET))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()  # no spaces between the letters
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 

@@ -42,7 +42,9 @@ def assert_names(error: pytest.ExceptionInfo, *parts: str) -> None:
 def test_batch_that_holds_no_whole_groups(tmp_path):
     with pytest.raises(ValueError) as error:
         make_config(tmp_path, per_device_train_batch_size=3, num_generations=4)
-    assert_names(error, "3 × 1 × 2", "= 6 completions", "num_generations=4", "per_device_train_batch_size to 2")
+    assert_names(
+        error, "3 × 1 × 2", "= 6 completions", "num_generations=4", "per_device_train_batch_size to 2"
+    )
 
 
 def test_group_of_one(tmp_path):
@@ -69,7 +71,7 @@ def test_unknown_option(tmp_path):
 def test_unknown_loss_type(tmp_path):
     with pytest.raises(ValueError) as error:
         make_config(tmp_path, loss_type="dappo")
-    assert_names(error, "'dappo'", "'dapo'", "'dr_grpo'", "'vespo'")
+    assert_names(error, "loss_type='dappo'", "dr_grpo", "vespo", "Did you mean 'dapo'?")
 
 
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
@@ -131,7 +133,9 @@ def test_tokenizer_without_pad_token_takes_eos(tmp_path):
 
 
 def test_tokenizer_without_eos_token(tmp_path):
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer().backend_tokenizer, pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer().backend_tokenizer, pad_token="<pad>"
+    )
     with pytest.raises(ValueError, match=r"no EOS token.*Set tokenizer\.eos_token"):
         make_trainer(tmp_path, processing_class=tokenizer)
 
@@ -171,7 +175,10 @@ def looks_up(completions: list[str], rewards: list[Any]) -> list[float]:
 FAULTS = {
     "too_few": (lambda c, r: r[1:], ["returned 3 rewards, but 4 were expected", "one reward per completion"]),
     "nan": (lambda c, r: [*r[:2], math.nan, r[3]], ["returned 'nan' (float) for completion 2 (", "finite"]),
-    "text": (lambda c, r: [r[0], "0.5", *r[2:]], ["returned '0.5' (str) for completion 1 (", "finite number"]),
+    "text": (
+        lambda c, r: [r[0], "0.5", *r[2:]],
+        ["returned '0.5' (str) for completion 1 (", "finite number"],
+    ),
     "one_text": (lambda c, r: "good", ["returned 'good' (str)", "a list of 4 rewards"]),
     "raising": (looks_up, ["raised KeyError", "It was working on completion", "to the prompt"]),
 }
@@ -252,7 +259,9 @@ def test_disk_full_while_saving(tmp_path, num_bytes):
     make_trainer(tmp_path, **options, model=make_model()).train()
     (tmp_path / "checkpoint-4").rename(tmp_path / "away")
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "away").iterdir()}
-    assert sizes["model.safetensors"] > 50_000 and sizes["optimizer.pt"] > 150_000 > sizes["model.safetensors"]
+    assert (
+        sizes["model.safetensors"] > 50_000 and sizes["optimizer.pt"] > 150_000 > sizes["model.safetensors"]
+    )
 
     trainer = make_trainer(tmp_path, **options)
     with files_no_larger_than(num_bytes), pytest.raises(CheckpointError) as error:
