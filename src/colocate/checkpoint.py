@@ -142,6 +142,25 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found, key=_written_at)
 
 
+def find(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | None:
+    """The checkpoint that the option asks for: a path, the newest for True, none for None or False.
+
+    Raises:
+        CheckpointError: True, but there is none.
+    """
+    if not resume_from_checkpoint:
+        return None
+    if resume_from_checkpoint is not True:
+        return Path(resume_from_checkpoint)
+    found = list_checkpoints(output_dir)
+    if not found:
+        raise CheckpointError(
+            f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint. To begin the run, "
+            "leave resume_from_checkpoint out."
+        )
+    return found[-1]
+
+
 def rotate(output_dir: Path, limit: int | None, keep: str | None) -> None:
     """Delete the oldest checkpoints beyond `limit`, but never the one named `keep` (the best so far)."""
     if limit is None or limit <= 0:

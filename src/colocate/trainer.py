@@ -367,7 +367,10 @@ class GRPOTrainer:
 
     def begin(self, resume_from_checkpoint: str | bool | None) -> None:
         """Start, or continue where a checkpoint stands."""
-        directory = self._checkpoint_to_resume(resume_from_checkpoint)
+        requested = (
+            self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        )
+        directory = checkpoint.find(requested, Path(self.args.output_dir))
         if directory is not None:
             self.load_checkpoint(directory)
         self._start = (time.time(), self.state.global_step)
@@ -471,19 +474,6 @@ class GRPOTrainer:
         self.policy.load_state_dict(torch.load(directory / "optimizer.pt", map_location="cpu"))
         self.objective.entropy_coef = self.entropy.applied_coef
         self.publish()
-
-    def _checkpoint_to_resume(self, requested: str | bool | None) -> Path | None:
-        requested = self.args.resume_from_checkpoint if requested is None else requested
-        if not requested:
-            return None
-        if requested is not True:
-            return Path(requested)
-        found = checkpoint.list_checkpoints(Path(self.args.output_dir))
-        if not found:
-            raise checkpoint.CheckpointError(
-                f"resume_from_checkpoint=True, but {self.args.output_dir} holds no complete checkpoint."
-            )
-        return found[-1]
 
     def _resumable_parts(self) -> dict[str, snapshot.Resumable]:
         return {

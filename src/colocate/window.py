@@ -61,9 +61,8 @@ class TrainingWindow:
         added = [Slice(list(samples), self.num_iterations) for samples in slices]
         num_on_policy = max(0, self.slices_per_step - len(self._queue))
         if self._queue and self._queue[0].samples[0].old_logprobs is not None:
-            num_on_policy = (
-                0  # they share a step with older completions, and all of a step's need old log-probs
-            )
+            # They share a step with older completions, and all of a step's need old log-probs.
+            num_on_policy = 0
         later = [sample for entry in added[num_on_policy:] for sample in entry.samples]
         if later:
             logprobs = iter(old_logprobs(later))
@@ -108,4 +107,8 @@ class TrainingWindow:
         self._queue = deque(slices[i] for i in state["order"])
 
     def _restored(self, fields: dict[str, Any]) -> Sample:
-        return Sample(**{k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in fields.items()})
+        on_device: dict[str, Any] = {
+            name: value.to(self._device) if isinstance(value, Tensor) else value
+            for name, value in fields.items()
+        }
+        return Sample(**on_device)

@@ -68,13 +68,14 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "bf16_with_masters": dict(bf16=True, learning_rate=1e-3, num_iterations=2),
     "dropout": dict(model="gpt2", num_iterations=2),
-    "stream": dict(train_dataset="stream", num_iterations=2),
+    "stream": dict(train_dataset="stream"),
+    "many_epochs": dict(train_dataset=make_dataset(3), eval_dataset=make_dataset(1), eval_strategy="epoch"),
     "kl": dict(beta=0.1, num_iterations=2),
     "moving_reference": dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2),
     "lora": dict(peft_config=lora(lora_dropout=0.2), beta=0.1, num_iterations=2),
     "older_adapter": dict(model="trained_adapter", beta=0.1),
     "adaptive_entropy": dict(
-        use_adaptive_entropy=True, entropy_target=1.9, entropy_coef=0.02, entropy_coef_delta=0.01
+        use_adaptive_entropy=True, entropy_target=4.0, entropy_coef=0.02, entropy_coef_delta=0.01
     ),
     "entropy_quantile": dict(top_entropy_quantile=0.5, num_iterations=2),
     "drawing_reward_and_rare_logs": dict(reward_funcs=moody_reward, logging_steps=3, num_iterations=2),
@@ -85,8 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
 def build(output_dir: Path, case: dict[str, Any], **options: Any) -> Any:
     case = {"save_strategy": "steps", "save_steps": 1, "max_steps": NUM_STEPS, **case, **options}
     if case.get("train_dataset") == "stream":
-        # A buffer smaller than the data, in shards: the order is that of reading.
-        case["train_dataset"] = make_dataset().to_iterable_dataset(num_shards=2)
+        case["train_dataset"] = make_dataset(5).to_iterable_dataset(num_shards=2)
     if case.get("model") == "trained_adapter":
         case["model"] = trained_adapter()
     return make_trainer(output_dir, **case)
@@ -107,7 +107,7 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("step", [1, 3, 4])
+@pytest.mark.parametrize("step", [1, 4])
 def test_resumed_equals_uninterrupted(uninterrupted, name, step, tmp_path):
     whole = uninterrupted(name)
     # As a kill leaves it: the record goes on beyond the checkpoint.
@@ -139,8 +139,9 @@ def assert_same_run(run: Any, expected: Any) -> None:
         [without_timings(entry) for entry in run.state.log_history],
         [without_timings(entry) for entry in expected.state.log_history],
     )
-    assert [r["step"] for r in read_metrics(run.args.output_dir)] == list(range(1, NUM_STEPS + 1))
-    assert_same(read_metrics(run.args.output_dir), read_metrics(expected.args.output_dir))
+    records = read_metrics(run.args.output_dir)
+    assert [r["step"] for r in records if "eval" not in r] == list(range(1, NUM_STEPS + 1))
+    assert_same(records, read_metrics(expected.args.output_dir))
     completions = [Path(r.args.output_dir, "completions.jsonl").read_text() for r in (run, expected)]
     assert completions[0] == completions[1] != ""
 
@@ -200,6 +201,7 @@ def num_steps_recorded(output_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_step_in_hand(uninterrupted, tmp_path):
     process = start(train_in_child, tmp_path, "two_iterations", False, 0.5, 0.0)
     wait_for(lambda: num_steps_recorded(tmp_path) == 2, process)  # both passes over the first rollout
@@ -216,6 +218,7 @@ def test_sigterm_saves_the_step_in_hand(uninterrupted, tmp_path):
     assert_same_run(resumed, uninterrupted("two_iterations"))
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_at_random_moments(uninterrupted, tmp_path):
     name = "rollout_feeds_two_steps"
     rng = random.Random(os.urandom(8))
@@ -257,6 +260,7 @@ def kill_at(moment: str, output_dir: Path) -> None:
     trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "left", "sealed"),
     [
