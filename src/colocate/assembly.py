@@ -30,7 +30,7 @@ from colocate.policy.loading import (
 )
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
-from colocate.policy.reference import make_reference
+from colocate.policy.reference import FrozenCopy, make_reference
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams
 from colocate.weights.layouts import has_layout
@@ -115,6 +115,11 @@ def build_policy(
 ) -> Policy:
     """The policy with its optimizer, and its reference where the KL penalty needs one."""
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
+    if args.sync_ref_model and not isinstance(reference, FrozenCopy):
+        raise ValueError(
+            "sync_ref_model=True with an adapter: its reference is the base model or a frozen adapter, which "
+            "cannot be moved. Set sync_ref_model=False, or train all weights."
+        )
     optimizer = PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
     return Policy(
         model,
@@ -165,7 +170,9 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
 
 
 def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int, float]:
-    """Optimizer steps of the whole run, and steps per epoch (infinite for a stream without length).
+    """Optimizer steps of the whole run, and steps per epoch: a fraction where a step crosses epochs.
+
+    A stream without a length counts as one epoch.
 
     Raises:
         ValueError: an iterable dataset without max_steps.
@@ -175,12 +182,13 @@ def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int,
             raise ValueError(
                 "An iterable dataset has no length, so epochs cannot be turned into steps: set max_steps."
             )
-        return args.max_steps, float("inf")
+        return args.max_steps, args.max_steps
+    assert args.steps_per_generation is not None, "GRPOConfig derives it"
     micro_steps = num_batches_per_epoch * args.steps_per_generation * args.num_iterations
     steps_per_epoch = micro_steps / args.gradient_accumulation_steps
     if args.max_steps > 0:
         return args.max_steps, steps_per_epoch
-    return max(1, int(args.num_train_epochs * steps_per_epoch)), steps_per_epoch
+    return max(1, math.ceil(args.num_train_epochs * steps_per_epoch)), steps_per_epoch
 
 
 def default_config(model: Any) -> GRPOConfig:
@@ -204,12 +212,14 @@ def check_datasets(
             f"eval_strategy={str(args.eval_strategy)!r}, but there is no eval_dataset: pass one, or set "
             "eval_strategy='no'."
         )
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    for dataset in [train_dataset, *(part for part in evaluated.values() if part is not None)]:
+
+    def checked(dataset: TrainDataset) -> TrainDataset:
         validate_columns(dataset)
-    if args.remove_unused_columns:
-        train_dataset = train_dataset.select_columns(["prompt"])
-    return train_dataset, eval_dataset
+        return dataset.select_columns(["prompt"]) if args.remove_unused_columns else dataset
+
+    if isinstance(eval_dataset, dict):
+        return checked(train_dataset), {name: checked(part) for name, part in eval_dataset.items()}
+    return checked(train_dataset), None if eval_dataset is None else checked(eval_dataset)
 
 
 def context_length(model: nn.Module, args: GRPOConfig) -> int:
