@@ -53,7 +53,9 @@ def write_model_card(
         data=data.to_yaml(),
         name=model_name or directory.name,
         origin=f"[{base_model}](https://huggingface.co/{base_model}), " if base_model else "A model ",
-        dataset=f" on [{dataset_name}](https://huggingface.co/datasets/{dataset_name})" if dataset_name else "",
+        dataset=f" on [{dataset_name}](https://huggingface.co/datasets/{dataset_name})"
+        if dataset_name
+        else "",
         colocate=colocate.__version__,
         transformers=transformers.__version__,
         torch=torch.__version__,

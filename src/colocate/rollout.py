@@ -100,7 +100,9 @@ class RequestBuilder:
         self, rows: list[dict[str, Any]], keys: list[int], members: list[range], num_generations: int
     ) -> RolloutRequest:
         parts = zip(self._tokenize(rows), keys, members, strict=True)
-        return RolloutRequest(rows, [Prompt(ids, key, samples) for ids, key, samples in parts], num_generations)
+        return RolloutRequest(
+            rows, [Prompt(ids, key, samples) for ids, key, samples in parts], num_generations
+        )
 
     def _tokenize(self, rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
         args = self._args

@@ -138,9 +138,7 @@ class GRPOTrainer:
             mask_truncated_completions=args.mask_truncated_completions,
             stop_token_ids=self.sampling.stop_token_ids,
         )
-        self.requests = RequestBuilder(
-            self.processing_class, args, assembly.context_length(self.model, args)
-        )
+        self.requests = RequestBuilder(self.processing_class, args, assembly.context_length(self.model, args))
         self.requests.check_longest(self.train_dataset)
         self._num_skipped = 0  # steps in a row that were not finite
 
