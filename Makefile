@@ -8,7 +8,7 @@ CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "--constrai
 .PHONY: quickstart test lint gpu-test bench clean
 
 quickstart: $(VENV)/.installed
-	$(BIN)/python examples/quickstart/warm_start.py --output_dir runs/quickstart/model
+	$(BIN)/python examples/quickstart/warm_start.py
 	$(BIN)/colocate train recipes/quickstart.yaml
 	$(BIN)/colocate report runs/quickstart
 

@@ -6,8 +6,6 @@ torch and transformers take seconds to load, so each command imports what it nee
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import sys
 import traceback
@@ -101,27 +99,29 @@ def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     from colocate.trainer import GRPOTrainer
 
     config = GRPOConfig(**_with_model_options(run, options))
-    splits = {"train": run.dataset_train_split}
-    if config.eval_strategy != "no":
-        splits["eval"] = run.dataset_test_split
-    datasets = {
-        use: load_prompts(run.dataset_name, config=run.dataset_config, split=split, **run.dataset_options)
-        for use, split in splits.items()
-    }
+    train_dataset = load_prompts(
+        run.dataset_name, config=run.dataset_config, split=run.dataset_train_split, **run.dataset_options
+    )
+    eval_dataset = None
+    if config.eval_strategy != "no" or config.eval_on_start:
+        eval_dataset = load_prompts(
+            run.eval_dataset_name or run.dataset_name,
+            config=run.dataset_config,
+            split="train" if run.eval_dataset_name else run.dataset_test_split,
+            **(run.eval_dataset_options if run.eval_dataset_name else run.dataset_options),
+        )
     trainer = GRPOTrainer(
         model=run.model_name_or_path,
         reward_funcs=_reward_functions(run),
         args=config,
-        train_dataset=datasets["train"],
-        eval_dataset=datasets.get("eval"),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         peft_config=_peft_config(run),
     )
     if config.process_index == 0:
         save_run(Path(str(config.output_dir)) / "config.yaml", run, options)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(config.output_dir)
-    if config.push_to_hub:
-        trainer.push_to_hub()
     return 0
 
 
@@ -156,30 +156,10 @@ def _peft_config(run: RunConfig) -> Any:
 
 
 def _reward_functions(run: RunConfig) -> list[Any]:
-    models = [run.reward_model_name_or_path] if run.reward_model_name_or_path else []
-    return [*models, *(_reward_function(name) for name in run.reward_funcs)]
-
-
-def _reward_function(name: str) -> Any:
-    """`file.py:function`, `package.module.function`, or the name of a built-in reward."""
     from colocate.rewards import get_reward_function
 
-    file, colon, function = name.rpartition(":")
-    if colon:
-        spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-        if spec is None or spec.loader is None or not Path(file).is_file():
-            raise ValueError(f"reward_funcs: there is no Python file {file!r} (from {name!r})")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    elif "." in name:
-        file, _, function = name.rpartition(".")
-        sys.path.insert(0, str(Path.cwd()))  # the user's own modules, as with `python -m`
-        module = importlib.import_module(file)
-    else:
-        return get_reward_function(name)
-    if not callable(reward := getattr(module, function, None)):
-        raise ValueError(f"reward_funcs: {file!r} has no function {function!r}")
-    return reward
+    models = [run.reward_model_name_or_path] if run.reward_model_name_or_path else []
+    return [*models, *(get_reward_function(name) for name in run.reward_funcs)]
 
 
 # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────

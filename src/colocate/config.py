@@ -68,7 +68,7 @@ class GRPOConfig(TrainingArguments):
 
     # ── Batches. All batch sizes count completions, not prompts ──────────────────────────────────────────
 
-    num_generations: int | None = 8
+    num_generations: int = 8
     """G, completions per prompt: at least 2, and a divisor of `generation_batch_size`."""
     num_generations_eval: int | None = None
     """G in evaluation; None takes `num_generations`."""
@@ -80,9 +80,9 @@ class GRPOConfig(TrainingArguments):
     """μ, how many times each rollout is trained on."""
     max_prompt_length: int | None = None
     """Keep this many last tokens of a longer prompt; None keeps all. (TRL has dropped the option.)"""
-    max_completion_length: int | None = 512
+    max_completion_length: int = 512
     """Tokens generated at most."""
-    shuffle_dataset: bool | None = True
+    shuffle_dataset: bool = True
     """Draw prompts in random order (seeded by `data_seed`, else `seed`)."""
     max_tokens_per_microbatch: int | None = None
     """Tokens of one packed micro-batch; changes memory and speed, never the gradient. None:

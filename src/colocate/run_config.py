@@ -55,6 +55,10 @@ class RunConfig:
     """Read only when `eval_strategy` asks for evaluation."""
     dataset_options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `load_prompts`."""
+    eval_dataset_name: str | None = None
+    """Another dataset to evaluate on, its split "train". None: `dataset_test_split` of `dataset_name`."""
+    eval_dataset_options: dict[str, Any] = field(default_factory=dict)
+    """Likewise for `eval_dataset_name`, such as another seed of a generated task."""
 
     reward_funcs: list[str] = field(default_factory=list)
     """Built-in names, dotted paths (`package.module.function`) or `file.py:function`."""

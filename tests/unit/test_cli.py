@@ -14,6 +14,7 @@ from transformers import Qwen2Config
 
 from colocate.cli import main
 from colocate.config import GRPOConfig
+from colocate.rewards import accuracy_reward
 from colocate.run_config import (
     RunConfig,
     coerce,
@@ -198,7 +199,6 @@ def calls(monkeypatch):
     for name, content in {
         "colocate.trainer": {"GRPOTrainer": Trainer},
         "colocate.data.loading": {"load_prompts": load_prompts},
-        "colocate.rewards": {"get_reward_function": lambda name: f"built-in {name}"},
     }.items():
         module = types.ModuleType(name)
         vars(module).update(content)
@@ -235,7 +235,7 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
     assert given["train_dataset"] == "gsm8k/train" and given["eval_dataset"] == "gsm8k/test"
     assert calls.datasets[0] == ("gsm8k", "main", "train", {"limit": 10})
     built_in, dotted, by_file = given["reward_funcs"]
-    assert built_in == "built-in accuracy_reward"
+    assert built_in is accuracy_reward
     assert dotted([]) == by_file([]) == [0.0]
     assert calls.trained == [None] and calls.saved == [f"{tmp_path}/out"]
 
@@ -248,19 +248,19 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
     ("arguments", "message"),
     [
         (["--learning_rat", "1"], "There is no option 'learning_rat'; did you mean 'learning_rate'?"),
-        (["--dataset_name", "d", "--reward_funcs", "r"], "model_name_or_path is not set"),
+        (["--dataset_name", "d", "--reward_funcs", "think_format_reward"], "model_name_or_path is not set"),
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
         (["--fp16"], "fp16=True is not supported"),
         (["--per_device_train_batch_size", "3"], "whole number of groups"),
         (["--loss_type", "gpro"], "Did you mean 'grpo'?"),
-        (["--reward_funcs", "nowhere.py:f"], "no Python file 'nowhere.py'"),
+        (["--reward_funcs", "nowhere.py:f"], "No file 'nowhere.py'"),
         (["--reward_funcs", "json.dumpz"], "'json' has no function 'dumpz'"),
         (["missing.yaml"], "missing.yaml"),
     ],
 )
 def test_user_errors_are_one_message(arguments, message, calls, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "r"]
+    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     # What a case is about overrides what makes the command line complete otherwise.
     about_missing = any(text in message for text in ("is not set", "missing.yaml"))
     assert main(["train", *([] if about_missing else complete), *arguments]) == 1

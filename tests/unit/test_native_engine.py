@@ -138,6 +138,14 @@ def test_tiny_pools_preempt_and_change_nothing(pressure, spare_pages, page_size)
     )
 
 
+def test_preempted_sequences_do_not_come_back_to_be_preempted_again(pressure):
+    # 12 sequences of 8 + 24 tokens in 30 pages of 4 tokens: they cannot all run at once.
+    engine = awake(make_model("qwen2"), max_num_seqs=12, page_size=4, kv_cache_tokens=120)
+    engine.generate(make_prompts([8] * 12), SamplingParams(max_tokens=24))
+    # Without a page in reserve for each running sequence a newcomer is sent back within a page's length.
+    assert 0 < pressure.num_preempted <= 12
+
+
 def test_prompts_are_prefilled_once_per_group_however_few_slots(pressure):
     prompts = make_prompts([5, 12, 8], 6)
     model = make_model("llama3")

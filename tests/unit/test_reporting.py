@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
 import random
+import re
+import tempfile
+import time
+from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
-from colocate.reporting.completions import CompletionTable
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from colocate.memory.timeline import Timeline
+from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
+from colocate.reporting.metrics import Metrics
+from colocate.reporting.picture import write_picture
+from colocate.reporting.plots import Axis, Plot, compact, decimate, smooth
+from colocate.reporting.progress import Progress
+from colocate.reporting.report import write_report
 from colocate.reporting.run_log import RunLog
 
 GIB = 2**30
@@ -108,3 +127,729 @@ def synthetic_completions(step: int) -> CompletionTable:
     completions[0] = "<script>alert('escaped?')</script>" + "na " * 900
     rewards = {"accuracy_reward": [0.0, 1.0] * 3, "format_reward": [1.0] * 5 + [math.nan]}
     return CompletionTable(prompts, completions, rewards, [-1.0, 1.0] * 3)
+
+
+def read_strictly(path: Path) -> list[dict]:
+    """The objects of a JSON-lines file, by a reader that knows no NaN and no Infinity."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+# --- the record -------------------------------------------------------------------------------------------
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text()
+    | st.floats(allow_nan=True, allow_infinity=True)
+    | st.floats(width=32).map(torch.tensor),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=json_values)
+def test_record_is_strict_json_whatever_the_metrics(value):
+    with tempfile.TemporaryDirectory() as directory:
+        log = RunLog(directory)
+        returned = log.log_step(1, {"metric": value}, epoch=0.5, timeline={"wall_s": math.nan})
+        log.close()
+        [read] = read_strictly(Path(directory) / "metrics.jsonl")
+    assert read == returned
+    assert read["wall_s"] is None and read["step"] == 1
+    if isinstance(value, float):
+        assert read["metric"] == (value if math.isfinite(value) else None)
+
+
+def test_lines_are_on_disk_before_the_log_is_closed(tmp_path):
+    log = RunLog(tmp_path)
+    log.log_step(1, {"reward": 0.5}, epoch=0.1, timeline={})
+    log.log_completions(1, synthetic_completions(1), num_samples=2)
+    assert read_strictly(tmp_path / "metrics.jsonl")[0]["reward"] == 0.5
+    assert len(read_strictly(tmp_path / "completions.jsonl")) == 2
+
+
+def test_resume_drops_later_lines_and_repeats_none(tmp_path):
+    log = RunLog(tmp_path)
+    for step in range(1, 8):
+        log.log_step(step, {"reward": step}, epoch=step / 10, timeline={})
+        log.log_completions(step, synthetic_completions(step), num_samples=1)
+        if step in (5, 7):
+            log.log_eval(step, {"eval_reward": step}, epoch=step / 10)
+    log.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "rew')  # cut short by a crash
+    log = RunLog(tmp_path, resume_step=5)
+    log.log_step(6, {"reward": 60}, epoch=0.6, timeline={})
+    log.close()
+    records = read_strictly(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r.get("eval", False)) for r in records] == [
+        *[(step, False) for step in range(1, 6)],
+        (5, True),
+        (6, False),
+    ]
+    assert records[-1]["reward"] == 60
+    assert [r["step"] for r in read_strictly(tmp_path / "completions.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_new_run_sets_the_old_record_aside(tmp_path):
+    for reward in (1, 2, 3):
+        log = RunLog(tmp_path)
+        log.log_step(1, {"reward": reward}, epoch=0.1, timeline={})
+        log.close()
+    names = ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")
+    assert [[r["reward"] for r in read_strictly(tmp_path / name)] for name in names] == [[1], [2], [3]]
+
+
+def test_a_step_cannot_be_logged_twice_and_keys_cannot_clash(tmp_path):
+    log = RunLog(tmp_path)
+    log.log_step(4, {"step": 4, "epoch": 0.1}, epoch=0.1, timeline={})
+    with pytest.raises(ValueError, match="resume_step=3"):
+        log.log_step(4, {}, epoch=0.1, timeline={})
+    with pytest.raises(ValueError, match="phases"):
+        log.log_step(5, {"phases": 1}, epoch=0.1, timeline={})
+    assert len(read_strictly(tmp_path / "metrics.jsonl")) == 1
+
+
+# --- tables of completions --------------------------------------------------------------------------------
+
+
+def test_parquet_is_what_trl_writes(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    table = CompletionTable(
+        [[{"role": "user", "content": "hi"}]] * 2,
+        ["a", "b"],
+        {"accuracy_reward": [1.0, math.nan]},
+        [0.5, -0.5],
+        {"answer": ["x", None]},
+    )
+    path = write_completions_parquet(tmp_path, 7, table)
+    assert path == tmp_path / "completions" / "completions_00007.parquet"
+    # TRL 1.16.0, GRPOTrainer.log: the table as a DataFrame, written by pandas.
+    theirs = pandas.DataFrame(
+        {
+            "step": [7, 7],
+            "prompt": table.prompts,
+            "completion": table.completions,
+            "accuracy_reward": [1.0, math.nan],
+            "answer": ["x", None],
+            "advantage": [0.5, -0.5],
+        }
+    )
+    theirs.to_parquet(tmp_path / "theirs.parquet")
+    pandas.testing.assert_frame_equal(
+        pandas.read_parquet(path), pandas.read_parquet(tmp_path / "theirs.parquet")
+    )
+
+
+def test_parquet_names_the_column_it_cannot_write(tmp_path):
+    table = CompletionTable(["p", "p"], ["a", "b"], {}, [0.0, 0.0], {"answer": ["x", 3]})
+    with pytest.raises(ValueError, match=r"'answer'.*give all its entries one type"):
+        write_completions_parquet(tmp_path, 1, table)
+
+
+def printed(table: CompletionTable, **options) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    print_completions(table, 3, console=console, **options)
+    return console.file.getvalue()
+
+
+def test_print_completions_chooses_rows_as_asked():
+    table = CompletionTable(
+        ["apple", "apple", "cherry"],
+        ["[b]one", "two", "three"],
+        {"score": [0.125, 1.0, math.nan]},
+        [0, 1, -1.0],
+    )
+    text = printed(table)
+    assert all(word in text for word in ("[b]one", "two", "three", "Step 3", "score", "0.12", "nan", "-1.00"))
+    unique = printed(table, log_unique_prompts=True)
+    assert "one" in unique and "three" in unique and "two" not in unique
+    state = random.getstate()
+    assert sum(word in printed(table, num_completions_to_print=1) for word in ("one", "two", "three")) == 1
+    assert random.getstate() == state
+    assert printed(table, num_completions_to_print=0) == ""
+
+
+# --- the timeline -----------------------------------------------------------------------------------------
+
+
+def test_phases_cover_the_wall_time():
+    seen = []
+    timeline = Timeline("cpu", on_phase=seen.append)
+    start = time.perf_counter()
+    with timeline.phase("rollout"):
+        time.sleep(0.05)
+    with timeline.phase("train"):
+        with timeline.phase("train/forward"):
+            time.sleep(0.03)
+        time.sleep(0.02)
+    with timeline.phase("rollout"):
+        time.sleep(0.01)
+    record = timeline.drain()
+    wall = time.perf_counter() - start
+    phases = record["phases"]
+    assert phases["rollout"] >= 0.06 and phases["train/forward"] >= 0.03
+    assert phases["train"] >= phases["train/forward"] + 0.02
+    assert phases["rollout"] + phases["train"] <= record["wall_s"] <= wall
+    # What lies outside of the phases is the measuring itself.
+    assert record["wall_s"] - (phases["rollout"] + phases["train"]) < 0.02
+    assert seen == ["rollout", "", "train", "train/forward", "train", "", "rollout", ""]
+    spans = record["memory"]["spans"]
+    assert [span["phase"] for span in spans] == ["rollout", "train", "rollout"]
+    assert all(a["end_s"] <= b["start_s"] for a, b in itertools.pairwise(spans))
+    assert sum(span["end_s"] - span["start_s"] for span in spans) == pytest.approx(
+        phases["rollout"] + phases["train"], abs=1e-6
+    )
+
+
+def test_time_between_steps_belongs_to_the_next_step_but_set_up_to_none():
+    timeline = Timeline("cpu")
+    time.sleep(0.05)
+    with timeline.phase("train"):
+        pass
+    assert timeline.drain()["wall_s"] < 0.04
+    time.sleep(0.02)
+    with timeline.phase("train"):
+        pass
+    record = timeline.drain()
+    assert record["wall_s"] >= 0.02 and record["memory"]["spans"][0]["start_s"] >= 0.02
+    assert timeline.drain()["phases"] == {}
+
+
+def test_peak_is_that_of_its_own_phase():
+    timeline = Timeline("cpu")
+    num_bytes = 64 * 2**20
+    held = {"kv_cache": 0}
+    timeline.watch("kv_cache", lambda: held["kv_cache"])
+    with timeline.phase("rollout"):
+        pages = torch.ones(num_bytes // 4)
+        held["kv_cache"] = num_bytes
+        timeline.sample()
+        held["kv_cache"] = 0
+        del pages
+    with timeline.phase("train"):
+        pass
+    rollout, train = timeline.drain()["memory"]["spans"]
+    assert rollout["peak_bytes"] - rollout["before_bytes"] > 0.9 * num_bytes
+    assert train["peak_bytes"] < rollout["peak_bytes"] - 0.9 * num_bytes
+    assert rollout["categories"] == {"kv_cache": num_bytes} and train["categories"] == {"kv_cache": 0}
+    assert (
+        rollout["before_bytes"] <= rollout["peak_bytes"] and rollout["after_bytes"] <= rollout["peak_bytes"]
+    )
+
+
+def test_phases_that_would_count_twice_are_refused():
+    timeline = Timeline("cpu")
+    with (
+        timeline.phase("train"),
+        pytest.raises(ValueError, match="'train/rollout'"),
+        timeline.phase("rollout"),
+    ):
+        pass
+    with pytest.raises(ValueError, match="open that first"), timeline.phase("train/forward"):
+        pass
+    with timeline.phase("train"), pytest.raises(RuntimeError, match="close the phase"):
+        timeline.drain()
+    with pytest.raises(RuntimeError, match="none is open"):
+        timeline.sample()
+
+
+def test_a_phase_that_fails_is_still_recorded():
+    timeline = Timeline("cpu")
+    with pytest.raises(KeyError), timeline.phase("train"):
+        raise KeyError
+    assert list(timeline.drain()["phases"]) == ["train"]
+
+
+def test_memory_in_use_on_a_gpu_is_the_allocators_and_what_lives_outside_of_it(monkeypatch):
+    """A device of 100 units: the allocator's reserve, an arena outside of it, and 2 of CUDA's own."""
+    state = {"allocated": 10, "reserved": 15, "highest": 10, "arena": 0}
+    fakes = {
+        "mem_get_info": lambda device: (100 - state["reserved"] - state["arena"] - 2, 100),
+        "memory_allocated": lambda device: state["allocated"],
+        "memory_reserved": lambda device: state["reserved"],
+        "max_memory_allocated": lambda device: state["highest"],
+        "reset_peak_memory_stats": lambda device: state.update(highest=state["allocated"]),
+        "synchronize": lambda device: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    timeline = Timeline("cuda:0")
+    with timeline.phase("rollout"):
+        state["arena"] = 60
+        timeline.sample()
+        state["arena"] = 0
+    with timeline.phase("train"):
+        state.update(reserved=80, highest=70)
+    memory = timeline.drain()["memory"]
+    rollout, train = memory["spans"]
+    assert (memory["device"], memory["limit_bytes"]) == ("cuda:0", 100)
+    assert (rollout["before_bytes"], rollout["peak_bytes"], rollout["after_bytes"]) == (12, 72, 12)
+    assert (train["before_bytes"], train["peak_bytes"], train["after_bytes"]) == (12, 72, 12)
+    assert (train["allocated_bytes"], train["reserved_bytes"], train["peak_allocated_bytes"]) == (10, 80, 70)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_peak_and_time_on_a_real_gpu():
+    timeline = Timeline("cuda")
+    with timeline.phase("train"):
+        block = torch.ones(256 * 2**20, dtype=torch.uint8, device="cuda")
+        del block
+        torch.cuda._sleep(200_000_000)  # cycles, about 0.1 s; launched, not waited for
+    record = timeline.drain()
+    [span] = record["memory"]["spans"]
+    assert 256 * 2**20 <= span["peak_bytes"] - span["before_bytes"] < 600 * 2**20
+    assert span["peak_bytes"] < record["memory"]["limit_bytes"]
+    assert record["phases"]["train"] > 0.05
+
+
+# --- plots ------------------------------------------------------------------------------------------------
+
+
+def tick_values(svg: ElementTree.Element, axis: str) -> list[tuple[float, float]]:
+    """(value, pixel) of every tick, from its text and its place alone."""
+    units = {"k": 1e3, "M": 1e6, "G": 1e9, "%": 0.01}
+    ticks = []
+    for text in svg.iter("{http://www.w3.org/2000/svg}text"):
+        if text.get("class") == f"{axis}-tick":
+            shown = text.text or ""
+            scale = units.get(shown[-1], 1.0)
+            ticks.append((float(shown.rstrip("kMG%")) * scale, float(text.get(axis))))
+    return ticks
+
+
+def pixel_to_value(svg: ElementTree.Element, axis: str):
+    (v0, p0), *_, (v1, p1) = tick_values(svg, axis)
+    return lambda pixel: v0 + (pixel - p0) * (v1 - v0) / (p1 - p0)
+
+
+def drawn_lines(svg: ElementTree.Element, css_class: str) -> list[list[tuple[float, float]]]:
+    """The lines of a class as values, read back through the ticks."""
+    x, y = pixel_to_value(svg, "x"), pixel_to_value(svg, "y")
+    lines = []
+    for path in svg.iter("{http://www.w3.org/2000/svg}path"):
+        # Keys of the legend are drawn with a relative "h".
+        if path.get("class") == css_class and "h" not in path.get("d"):
+            points = [point.split() for point in path.get("d")[1:].split("L")]
+            lines.append([(x(float(px)), y(float(py))) for px, py in points])
+    return lines
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ys=st.lists(st.floats(-1, 1) | st.just(math.nan), min_size=2, max_size=60).filter(
+        lambda ys: sum(map(math.isfinite, ys)) >= 2
+    ),
+    scale=st.sampled_from([1e-6, 0.02, 1.0, 700.0, 3e5, 4e9]),
+    shift=st.sampled_from([0.0, 3.0]),
+)
+def test_a_line_shows_its_values_where_the_ticks_say(ys, scale, shift):
+    ys = [scale * (y + shift) for y in ys]
+    xs = [float(10 + 2 * i) for i in range(len(ys))]
+    plot = Plot("t", Axis.around(xs, tight=True), Axis.around(ys))
+    plot.line(xs, ys, "blue")
+    svg = ElementTree.fromstring(plot.svg())
+    ticks = tick_values(svg, "y")
+    assert 2 <= len(ticks) <= 8 and len({value for value, _ in ticks}) == len(ticks)
+    steps = [b[0] - a[0] for a, b in itertools.pairwise(ticks)]
+    assert max(steps) == pytest.approx(min(steps), rel=1e-3)  # also: the texts have decimals enough
+    drawn = [point for line in drawn_lines(svg, "curve s-blue") for point in line]
+    x, y = pixel_to_value(svg, "x"), pixel_to_value(svg, "y")
+    for circle in svg.iter("{http://www.w3.org/2000/svg}circle"):
+        drawn.append((x(float(circle.get("cx"))), y(float(circle.get("cy")))))
+    finite = [(px, py) for px, py in zip(xs, ys, strict=True) if math.isfinite(py)]
+    assert len(drawn) == len(finite)
+    tolerance_x = 0.2 * (xs[-1] - xs[0]) / 250
+    tolerance_y = 0.2 * (max(v for v, _ in ticks) - min(v for v, _ in ticks)) / 150
+    for (dx, dy), (vx, vy) in zip(sorted(drawn), finite, strict=True):
+        assert dx == pytest.approx(vx, abs=tolerance_x) and dy == pytest.approx(vy, abs=tolerance_y)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_points=st.integers(1, 5000),
+    max_points=st.integers(8, 600),
+    holes=st.booleans(),
+)
+def test_decimation_keeps_the_ends_and_the_extremes(seed, num_points, max_points, holes):
+    rng = random.Random(seed)
+    ys = [math.nan if holes and rng.random() < 0.3 else rng.gauss(0, 1) for _ in range(num_points)]
+    xs = list(range(num_points))
+    kept_x, kept_y = decimate(xs, ys, max_points)
+    finite, kept = [y for y in ys if math.isfinite(y)], [y for y in kept_y if math.isfinite(y)]
+    assert len(kept_x) <= max_points + 4 and kept_x == sorted(set(kept_x))
+    assert all(ys[x] == y or math.isnan(y) for x, y in zip(kept_x, kept_y, strict=True))
+    if finite:
+        assert (min(kept), max(kept), kept[0], kept[-1]) == (min(finite), max(finite), finite[0], finite[-1])
+
+
+def test_smoothing_is_the_mean_of_the_window():
+    ys = [1.0, 5.0, math.nan, 3.0, 7.0]
+    smoothed = smooth(ys, 3)
+    assert smoothed[:2] == [3.0, 3.0] and math.isnan(smoothed[2]) and smoothed[3:] == [5.0, 5.0]
+
+
+def test_log_axis_puts_a_decade_at_equal_distances():
+    axis = Axis.around([0.002, 40.0, -1.0, math.nan], log=True)
+    assert (axis.low, axis.high) == (pytest.approx(1e-3), pytest.approx(100))
+    assert axis.fraction(0.1) == pytest.approx(2 / 5) and axis.fraction(10) == pytest.approx(4 / 5)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.4123, "0.412"), (28_412, "28.4k"), (1234, "1234"), (2_500_000, "2.5M"), (1.2e-6, "1.20e-6"), (0, "0"),
+     (math.nan, "–"), (999.6, "1000"), (-0.5, "-0.5"), (7e9, "7G")],
+)  # fmt: skip
+def test_compact(value, text):
+    assert compact(value) == text
+
+
+# --- the report -------------------------------------------------------------------------------------------
+
+
+VOID_TAGS = {"meta", "br", "img", "link", "hr", "input"}
+
+
+class PageParser(HTMLParser):
+    """Checks that tags nest, and collects text, tags and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open_tags: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.attributes: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID_TAGS:
+            self.open_tags.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open_tags and self.open_tags.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def parse_page(path: Path) -> PageParser:
+    parser = PageParser()
+    parser.feed(path.read_text(encoding="utf-8"))
+    parser.close()
+    assert parser.open_tags == []
+    return parser
+
+
+def charts_in(path: Path, title: str) -> list[ElementTree.Element]:
+    pictures = re.findall(r"<svg.*?</svg>", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    elements = [ElementTree.fromstring(picture) for picture in pictures]
+    return [element for element in elements if element.get("aria-label") == title]
+
+
+@pytest.fixture(scope="module")
+def synthetic_run(tmp_path_factory) -> Path:
+    return write_synthetic_run(tmp_path_factory.mktemp("run"), num_steps=120)
+
+
+def test_report_is_one_well_formed_page_that_needs_nothing_else(synthetic_run):
+    path = write_report(synthetic_run)
+    assert path == synthetic_run / "report.html"
+    page = parse_page(path)
+    assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
+    assert not {name for name, _ in page.attributes} & {"src", "href", "srcset", "onclick"}
+    addresses = [value for name, value in page.attributes if "//" in value and name != "xmlns"]
+    assert addresses == []
+    assert "@import" not in path.read_text() and "url(" not in path.read_text()
+    # What the run wrote is shown as text, not run.
+    assert "<script>alert('escaped?')</script>" in page.text
+    assert "synthetic <numbers> & nothing else" in page.text
+    assert "prefers-color-scheme:dark" in path.read_text()
+
+
+def test_report_says_the_right_numbers(synthetic_run):
+    page = parse_page(write_report(synthetic_run))
+    records = read_strictly(synthetic_run / "metrics.jsonl")
+    steps = [r for r in records if not r.get("eval")]
+    evals = [r["eval_reward"] for r in records if r.get("eval")]
+    wall = sum(r["wall_s"] for r in steps)
+    first, last = (sum(r["reward"] for r in part) / 10 for part in (steps[:10], steps[-10:]))
+    rollout = sum(r["phases"]["rollout"] for r in steps)
+    peak = max(span["peak_bytes"] for r in steps for span in r["memory"]["spans"]) / GIB
+    for text in (
+        f"{first:.3g} → {last:.3g}",
+        f"{evals[0]:.3g} → {evals[-1]:.3g}",
+        f"{steps[-1]['num_tokens'] / wall / 1000:.3g}k tokens/s",
+        f"{wall / 120:.3g} s",
+        f"{100 * rollout / wall:.0f}% in rollout",
+        f"{100 * rollout / wall:.1f}%",
+        f"{peak:.0f} / 140 GiB",
+        "120 steps",
+        "invented-1.5B",
+    ):
+        assert text in page.text, text
+
+
+def test_reward_curve_passes_through_the_rewards(synthetic_run):
+    records = read_strictly(synthetic_run / "metrics.jsonl")
+    rewards = [(r["step"], r["reward"]) for r in records if not r.get("eval")]
+    evals = [(r["step"], r["eval_reward"]) for r in records if r.get("eval")]
+    wide, narrow = charts_in(write_report(synthetic_run), "Reward")
+    for svg in (wide, narrow):
+        [line] = drawn_lines(svg, "faint s-blue")
+        assert len(line) == 120
+        for (x, y), (step, reward) in zip(line, rewards, strict=True):
+            assert x == pytest.approx(step, abs=0.1) and y == pytest.approx(reward, abs=0.002)
+        x, y = pixel_to_value(svg, "x"), pixel_to_value(svg, "y")
+        circles = svg.findall(".//{http://www.w3.org/2000/svg}circle")[1:]  # the first is the legend's
+        assert [(x(float(c.get("cx"))), y(float(c.get("cy")))) for c in circles] == [
+            (pytest.approx(step, abs=0.1), pytest.approx(value, abs=0.002)) for step, value in evals
+        ]
+
+
+def test_time_bars_are_as_high_as_the_steps_are_long(synthetic_run):
+    steps = [r for r in read_strictly(synthetic_run / "metrics.jsonl") if not r.get("eval")]
+    wide, _ = charts_in(write_report(synthetic_run), "Where each step's time went")
+    (_, p0), *_, (_, p1) = ticks = tick_values(wide, "y")
+    seconds_per_pixel = (ticks[-1][0] - ticks[0][0]) / (p0 - p1)
+    bars: dict[int, dict[str, float]] = {}
+    for rect in wide.iter("{http://www.w3.org/2000/svg}rect"):
+        title = rect.find("{http://www.w3.org/2000/svg}title")
+        if title is not None:
+            step, phase = re.match(r"step (\d+): (\w+) ", title.text).groups()
+            bars.setdefault(int(step), {})[phase] = float(rect.get("height")) * seconds_per_pixel
+    assert len(bars) == 120
+    for record in steps:
+        bar = bars[record["step"]]
+        assert sum(bar.values()) == pytest.approx(record["wall_s"], abs=0.01)
+        assert bar["rollout"] == pytest.approx(record["phases"]["rollout"], abs=0.005)
+        assert "train/forward" not in bar
+
+
+def test_memory_of_a_step_adds_up_to_its_peaks(synthetic_run):
+    [svg, _] = [c for c in map(ElementTree.fromstring, re.findall(
+        r"<svg.*?</svg>", write_report(synthetic_run).read_text(), flags=re.DOTALL
+    )) if "Memory through one step" in c.get("aria-label")]  # fmt: skip
+    number = int(re.search(r"step (\d+)", svg.get("aria-label")).group(1))
+    records = read_strictly(synthetic_run / "metrics.jsonl")
+    [record] = [r for r in records if r["step"] == number and not r.get("eval")]
+    totals: dict[str, float] = {}
+    for title in svg.iter("{http://www.w3.org/2000/svg}title"):
+        phase, value = re.match(r"(\w+): .* ([\d.]+) GiB", title.text).groups()
+        totals[phase] = totals.get(phase, 0.0) + float(value)
+    for span in record["memory"]["spans"]:
+        assert totals[span["phase"]] == pytest.approx(span["peak_bytes"] / GIB, rel=0.02)
+
+
+ODD_SPAN = {"phase": 1, "start_s": 2.0, "end_s": 1.0, "peak_bytes": 5, "categories": [1]}
+BROKEN_VALUES = st.sampled_from(
+    [
+        *(None, "text", True, [], {}, -1.0, 0, 1e308, 10**400),
+        *({"rollout": "x"}, {"rollout": None}, {"spans": [1]}, {"spans": 3, "limit_bytes": "y"}),
+        {"spans": [{"phase": "a", "start_s": 0, "end_s": 1, "peak_bytes": None}]},
+        {"spans": [ODD_SPAN]},
+    ]
+)
+BROKEN_NAMES = st.sampled_from(
+    [
+        *("reward", "reward_std", "phases", "memory", "wall_s", "num_tokens", "kl", "grad_norm", "my_metric"),
+        *("completions/mean_length", "sampling/sampling_logp_difference/mean", "eval_reward", "eval"),
+    ]
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(records=st.lists(st.dictionaries(BROKEN_NAMES, BROKEN_VALUES), min_size=1, max_size=5))
+def test_no_record_breaks_the_report(records):
+    with tempfile.TemporaryDirectory() as directory:
+        lines = [json.dumps({"step": i, **record}) for i, record in enumerate(records)]
+        lines += ["", "[1]", '{"no": "step"}', '{"step": null}', '{"step": 1, "rew']
+        (Path(directory) / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 99}']))
+        (Path(directory) / "completions.jsonl").write_text(
+            '{"step": 1, "rewards": 3}\n{"step": 1, "prompt": [{}]}\n9'
+        )
+        (Path(directory) / "run.json").write_text("[not an object")
+        page = parse_page(write_report(directory))
+    assert "4 unreadable lines" in page.text
+
+
+def test_missing_or_empty_record_is_a_clear_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"No metrics.jsonl in {tmp_path}")):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"eval": true, "step": 0}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"no record of an optimizer step.*1 of evaluations, 1 unreadable"):
+        write_report(tmp_path)
+
+
+def test_one_step_and_the_header_from_config_yaml(tmp_path):
+    log = RunLog(tmp_path)
+    log.log_step(1, {"reward": 0.25}, epoch=0.1, timeline={})
+    log.close()
+    (tmp_path / "config.yaml").write_text("model_name_or_path: some/model\ndataset_name: some/data\n")
+    page = parse_page(write_report(tmp_path))
+    assert all(
+        text in page.text for text in ("some/model", "some/data", "1 step", "0.25 → 0.25", tmp_path.name)
+    )
+
+
+@pytest.mark.slow
+def test_long_run_stays_small_and_keeps_its_spike(tmp_path):
+    rng = random.Random(1)
+    pool = []
+    for step in range(1, 301):
+        metrics, timeline = synthetic_step(step, 300, rng)
+        pool.append(json.dumps({**timeline, **metrics})[1:])
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 50_001):
+            # The later of two equal keys counts.
+            line = pool[rng.randrange(300)][:-1]
+            file.write(f'{{"step": {step}, {line}, "reward": {9.5 if step == 23_457 else rng.random()}}}\n')
+    path = write_report(tmp_path)
+    assert path.stat().st_size < 2_000_000
+    parse_page(path)
+    for svg in charts_in(path, "Reward"):
+        [line] = drawn_lines(svg, "faint s-blue")
+        assert max(y for _, y in line) == pytest.approx(9.5, abs=0.1)
+
+
+def test_picture_is_one_svg_of_reward_time_and_memory(synthetic_run):
+    path = write_picture(synthetic_run)
+    svg = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+    assert path.name == "picture.svg" and svg.tag == "{http://www.w3.org/2000/svg}svg"
+    assert [part.get("aria-label") for part in svg if part.get("aria-label")] == [
+        "Reward",
+        "One step: time and memory",
+    ]
+    text = path.read_text(encoding="utf-8")
+    assert "var(" not in text and "url(" not in text and "<script" not in text and "href" not in text
+
+
+# --- progress ---------------------------------------------------------------------------------------------
+
+
+def record_of(step: int) -> dict:
+    return {
+        "reward": 0.5,
+        "reward_std": 0.25,
+        "num_tokens": 3000 * step,
+        "wall_s": 2.0,
+        "phases": {"rollout": 1.2, "train": 0.6, "train/forward": 0.3},
+        "memory": {"limit_bytes": 80 * GIB, "spans": [{"phase": "train", "peak_bytes": 61 * GIB}]},
+    }
+
+
+def plain_output(**options) -> list[str]:
+    console = Console(file=io.StringIO(), width=40)
+    with Progress(console=console, **options) as progress:
+        for step in range(1, 4):
+            progress.set_phase("rollout")
+            progress.update(step, 4, record_of(step))
+    return console.file.getvalue().splitlines()
+
+
+def test_progress_prints_one_plain_line_per_step_without_a_terminal():
+    lines = plain_output()
+    assert lines[0] == (
+        "step 1/4 | reward 0.500 ± 0.250 | speed 1500 tokens/s | step time 2 s (rollout 60%, train 30%) | "
+        "memory 61.0 of 80.0 GiB | ETA 0:00:06"
+    )
+    assert len(lines) == 3 and "\x1b" not in "".join(lines)
+    assert [line.split(" |")[0] for line in plain_output(logging_steps=2)] == ["step 2/4"]
+    assert plain_output(is_main_process=False) == []
+
+
+def test_progress_with_missing_metrics_says_what_it_knows():
+    console = Console(file=io.StringIO())
+    Progress(console=console).update(7, 9, {"reward": None, "num_tokens": 5, "phases": None})
+    assert console.file.getvalue() == "step 7/9 | \n"
+
+
+def test_live_panel_shows_step_phase_and_memory_in_80_columns():
+    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
+    with Progress(console=console) as progress:
+        progress.update(1, 2, record_of(1))
+        progress.set_phase("train/forward")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    for shown in ("step 1/2", "50.0%", "● train/forward", "○ rollout", "0.500 ± 0.250", "61.0 of 80.0 GiB"):
+        assert shown in text
+    assert max(map(len, text.splitlines())) <= 80
+    plain = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with Progress(console=plain, disable_tqdm=True) as progress:
+        progress.update(1, 2, record_of(1))
+    assert plain.file.getvalue().startswith("step 1/2 |")
+
+
+def test_speed_is_not_made_up_after_resuming():
+    console = Console(file=io.StringIO())
+    progress = Progress(console=console)
+    progress.update(11, 20, record_of(11))
+    progress.update(12, 20, record_of(12))
+    first, second = console.file.getvalue().splitlines()
+    assert "tokens/s" not in first and "1500 tokens/s" in second
+
+
+# --- metrics ----------------------------------------------------------------------------------------------
+
+numbers = st.floats(-1e3, 1e3, width=32)
+events = st.lists(
+    st.tuples(st.sampled_from("ab"), numbers | st.just(math.nan), st.integers(1, 50)), min_size=1, max_size=30
+)
+
+
+def gathered(rows) -> Metrics:
+    metrics = Metrics()
+    for name, value, count in rows:
+        if math.isfinite(value):
+            metrics.add_mean(f"{name}/mean", torch.tensor(value * count, dtype=torch.float64), count)
+        metrics.add_min(f"{name}/min", torch.tensor(value))
+        metrics.add_max(f"{name}/max", torch.tensor(value))
+    return metrics
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=events, cuts=st.lists(st.integers(0, 30), max_size=4), as_floats=st.booleans())
+def test_metrics_of_any_split_are_those_of_the_whole(rows, cuts, as_floats):
+    edges = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]
+    merged = Metrics()
+    for start, end in itertools.pairwise(edges):
+        part = gathered(rows[start:end])
+        merged.merge(part.to_host() if as_floats else part)
+    computed = merged.compute()
+    for name in {name for name, _, _ in rows}:
+        finite = [(value, count) for n, value, count in rows if n == name and math.isfinite(value)]
+        if not finite:
+            assert math.isnan(computed[f"{name}/min"]) and f"{name}/mean" not in computed
+            continue
+        # The mean is weighted by the counts, not a mean of means; NaN is no extreme.
+        weighted = math.fsum(v * c for v, c in finite) / sum(c for _, c in finite)
+        assert computed[f"{name}/mean"] == pytest.approx(weighted, rel=1e-9, abs=1e-9)
+        assert computed[f"{name}/min"] == min(v for v, _ in finite)
+        assert computed[f"{name}/max"] == max(v for v, _ in finite)
+
+
+def test_metrics_on_the_host_are_floats_and_the_mean_of_nothing_is_nan():
+    metrics = gathered([("a", 2.0, 3), ("a", 4.0, 1)])
+    metrics.add_mean("empty", torch.tensor(0.0), torch.tensor(0.0))
+    host = metrics.to_host()
+    assert host._sums["a/mean"] == (10.0, 4.0) and all(type(v) is float for v in host._sums["a/mean"])
+    assert type(host._minima["a/min"]) is float and type(host._maxima["a/max"]) is float
+    computed = host.compute()
+    assert math.isnan(computed.pop("empty"))
+    assert (
+        computed
+        == {"a/mean": 2.5, "a/min": 2.0, "a/max": 4.0}
+        == {k: v for k, v in metrics.compute().items() if k != "empty"}
+    )

@@ -84,19 +84,8 @@ def _draw(logits: torch.Tensor, num_draws: int, **options) -> tuple[torch.Tensor
     return sampler(logits.expand(num_draws, -1), index % 101, index % 7, index // 707, None)
 
 
-@pytest.mark.parametrize("vocab_size", [5, BLOCK_SIZE, 2 * BLOCK_SIZE + 88])
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 60, "top_p": 0.9}]
-)
-def test_draws_follow_the_softmax(vocab_size, options):
-    """Pearson's chi-square; bins with fewer than 10 expected draws are pooled."""
-    num_draws = 12_000
-    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
-    tokens, logprobs = _draw(logits, num_draws, **options)
-    filtered = process_logits(logits[None], SamplingParams(max_tokens=1, **options), None)[0].double()
-    expected = filtered.softmax(0) * num_draws
-    observed = torch.bincount(tokens, minlength=vocab_size).double()
-    assert observed[expected == 0].sum() == 0, "a filtered token was drawn"
+def _chi_square_deviations(observed: torch.Tensor, expected: torch.Tensor) -> float:
+    """Pearson's chi-square in standard deviations; bins with fewer than 10 expected draws are pooled."""
     is_rare = expected < 10
     expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
     observed = torch.cat([observed[~is_rare], observed[is_rare].sum()[None]])
@@ -104,8 +93,30 @@ def test_draws_follow_the_softmax(vocab_size, options):
     chi_square = ((observed - expected)[kept].square() / expected[kept]).sum().item()
     freedom = int(kept.sum()) - 1
     # Wilson and Hilferty: the cube root of chi-square / freedom is nearly normal.
-    deviations = ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    assert abs(deviations) < 4, f"chi-square {chi_square:.1f} with {freedom} degrees of freedom"
+    return ((chi_square / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+
+
+@pytest.mark.parametrize("vocab_size", [5, BLOCK_SIZE, 2 * BLOCK_SIZE + 88])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 60, "top_p": 0.9}]
+)
+def test_draws_follow_the_softmax(vocab_size, options):
+    num_draws = 12_000
+    index = torch.arange(vocab_size)
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    # Blocks of equal weight would hide a wrong choice between them.
+    logits -= 1.2 * (index // BLOCK_SIZE)
+    tokens, logprobs = _draw(logits, num_draws, **options)
+    filtered = process_logits(logits[None], SamplingParams(max_tokens=1, **options), None)[0].double()
+    expected = filtered.softmax(0) * num_draws
+    observed = torch.bincount(tokens, minlength=vocab_size).double()
+    assert observed[expected == 0].sum() == 0, "a filtered token was drawn"
+    assert _chi_square_deviations(observed, expected) < 4
+    if vocab_size > BLOCK_SIZE:
+        by_block = torch.zeros(3, dtype=torch.double)
+        block = index // BLOCK_SIZE
+        observed, expected = (by_block.index_add(0, block, counts) for counts in (observed, expected))
+        assert _chi_square_deviations(observed, expected) < 4
     torch.testing.assert_close(logprobs, filtered.log_softmax(0)[tokens].float(), atol=1e-5, rtol=1e-5)
 
 

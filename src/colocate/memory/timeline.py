@@ -128,9 +128,7 @@ class Timeline:
             )
         if not self._open and "/" in name:
             whole = name.rpartition("/")[0]
-            raise ValueError(
-                f"{name!r} is a part of phase {whole!r}, which is not open: open {whole!r} first."
-            )
+            raise ValueError(f"{name!r} is a part of phase {whole!r}, which is not open: open that first.")
 
     def _begin_span(self, phase: str, start_s: float) -> None:
         before = self._memory.begin()

@@ -48,7 +48,7 @@ def reward_chart(run: Run, size: tuple[int, int]) -> str | None:
         legend.append(("held-out evaluation", "orange", "dot"))
     plot = Plot(
         "Reward",
-        Axis.around(run.x + eval_x, tight=True, num_ticks=8 if size[0] > 500 else 4),
+        _step_axis(run.x + eval_x, size[0]),
         Axis.around([*reward, *lows, *highs, *eval_y]),
         legend=legend,
         width=size[0],
@@ -90,7 +90,7 @@ def metric_chart(
         format=(lambda v: f"{100 * v:.3g}%") if percent else None,
     )
     legend = [(curve.label, curve.color, "line") for curve in curves] if several else []
-    plot = Plot(title, Axis.around(run.x, tight=True), axis, legend=legend, note=note)
+    plot = Plot(title, _step_axis(run.x), axis, legend=legend, note=note)
     for curve in curves:
         _noisy_line(plot, run.x, values[curve.metric], curve.color)
 
@@ -110,7 +110,7 @@ def length_chart(run: Run) -> str | None:
     lows, highs = run.metric("completions/min_length"), run.metric("completions/max_length")
     plot = Plot(
         "Completion length",
-        Axis.around(run.x, tight=True),
+        _step_axis(run.x),
         Axis.around([*mean, *lows, *highs], zero=True),
         legend=[("mean", "blue", "line"), ("shortest to longest", "blue", "band")],
         note="tokens",
@@ -133,7 +133,7 @@ def throughput_chart(run: Run, size: tuple[int, int]) -> str | None:
         return None
     plot = Plot(
         "Throughput",
-        Axis.around(run.x, tight=True),
+        _step_axis(run.x),
         Axis.around(speed, zero=True),
         width=size[0],
         height=size[1],
@@ -144,19 +144,13 @@ def throughput_chart(run: Run, size: tuple[int, int]) -> str | None:
     return plot.svg()
 
 
-def phase_names(run: Run) -> list[str]:
-    """The phases in the order in which they first ran, then "other"."""
-    names = {name: None for phases in run.phases for name in phases if name != "other"}
-    return [*names, "other"] if "other" in run.phase_totals() else list(names)
-
-
 def phase_color(run: Run, phase: str) -> str:
-    return color_of(phase, PHASE_COLORS, [name for name in phase_names(run) if name not in PHASE_COLORS])
+    return color_of(phase, PHASE_COLORS, [name for name in run.phase_names if name not in PHASE_COLORS])
 
 
 def time_chart(run: Run, size: tuple[int, int]) -> str | None:
     """Where each step's time went: one stacked bar per step, or per group of steps where they get thin."""
-    names = phase_names(run)
+    names = run.phase_names
     if not names or sum(run.wall_s) <= 0:
         return None
     per_bar = math.ceil(4 * len(run.steps) / size[0])
@@ -167,7 +161,7 @@ def time_chart(run: Run, size: tuple[int, int]) -> str | None:
     edges = [run.x[rows[0]] - 0.5 for rows in groups]
     plot = Plot(
         "Where each step's time went",
-        Axis.around([edges[0], edges[-1] + widths[-1]], tight=True, num_ticks=8 if size[0] > 500 else 4),
+        _step_axis([edges[0], edges[-1] + widths[-1]], size[0]),
         Axis.around([sum(bar.values()) for bar in heights], zero=True),
         legend=[(name, phase_color(run, name), "box") for name in names],
         width=size[0],
@@ -224,7 +218,7 @@ def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None)
                     (span["start_s"], span["end_s"]), (base, base + stack[name]), colors[name], hover, gap=1.5
                 )
                 base += stack[name]
-        _label_span(plot, str(span["phase"]), span["start_s"], span["end_s"], base)
+        _label_span(plot, span["phase"], span["start_s"], span["end_s"], base)
     if shows_limit:
         plot.rule(limit, f"device: {compact(limit)} GiB")
     return plot.svg()
@@ -232,7 +226,7 @@ def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None)
 
 def peak_memory_chart(run: Run) -> str | None:
     """The fullest moment of each phase, by step."""
-    names = list(dict.fromkeys(str(span["phase"]) for spans in run.spans for span in spans))
+    names = list(dict.fromkeys(span["phase"] for spans in run.spans for span in spans))
     if not names:
         return None
     peaks = {name: [_phase_peak(spans, name) for spans in run.spans] for name in names}
@@ -241,7 +235,7 @@ def peak_memory_chart(run: Run) -> str | None:
     shows_limit = highest > 0.4 * limit
     plot = Plot(
         "Peak memory by phase",
-        Axis.around(run.x, tight=True),
+        _step_axis(run.x),
         Axis.around([highest, *([limit * 1.04] if shows_limit else [])], zero=True),
         legend=[(name, phase_color(run, name), "line") for name in names],
         note="GiB",
@@ -334,6 +328,10 @@ def reward_functions_chart(run: Run) -> str | None:
         for name, color in zip(names, palette, strict=False)
     ]
     return metric_chart(run, "Reward by function", curves)
+
+
+def _step_axis(steps: Sequence[float], width: int = 360) -> Axis:
+    return Axis.around(steps, tight=True, whole=True, num_ticks=8 if width > 500 else 4)
 
 
 def _noisy_line(plot: Plot, xs: Sequence[float], ys: Sequence[float], color: str) -> None:

@@ -57,7 +57,7 @@ class CompletionTable:
 
         The draw does not touch Python's global generator, so that looking does not change the run.
         """
-        rows = range(len(self.prompts))
+        rows: Sequence[int] = range(len(self.prompts))
         if num_samples < len(rows):
             rows = sorted(random.Random(seed).sample(rows, num_samples))
         return self._select(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -49,16 +50,24 @@ class Metrics:
 
     def compute(self) -> dict[str, float]:
         """Final numbers. A mean over nothing is NaN."""
-        host = self.to_host()
-        means = {n: t / c if c else math.nan for n, (t, c) in host._sums.items()}
-        return {**means, **host._minima, **host._maxima}
+        means = {n: float(t) / float(c) if c else math.nan for n, (t, c) in self._sums.items()}
+        extremes = {n: float(v) for part in (self._minima, self._maxima) for n, v in part.items()}
+        return {**means, **extremes}
 
 
-def _extreme(choose, old, new):
+def _extreme(
+    choose: Callable[[Tensor, Tensor], Tensor], old: float | Tensor | None, new: float | Tensor
+) -> float | Tensor:
     if old is None:
         return new
-    # fmin/fmax ignore NaN: an empty micro-batch has no extreme and must not erase the others'.
-    return choose(torch.as_tensor(old), torch.as_tensor(new, device=getattr(old, "device", None)))
+    # fmin/fmax ignore NaN: an empty micro-batch has no extreme and must not erase the others'. Numbers that
+    # came from another rank are Python floats and keep their precision.
+    device = next((x.device for x in (old, new) if isinstance(x, Tensor)), None)
+    values = [
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device=device)
+        for x in (old, new)
+    ]
+    return choose(*values)
 
 
 class MetricHistory:

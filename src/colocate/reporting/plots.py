@@ -40,6 +40,7 @@ class Axis:
         tight: bool = False,
         zero: bool = False,
         log: bool = False,
+        whole: bool = False,
         num_ticks: int = 5,
         format: Callable[[float], str] | None = None,
     ) -> Axis:
@@ -48,6 +49,7 @@ class Axis:
         Args:
             tight: end at the values, not at the ticks around them.
             zero: start at zero or below.
+            whole: ticks at whole numbers only.
             log: powers of ten; values that are not positive do not count.
         """
         finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
@@ -59,7 +61,9 @@ class Axis:
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             margin = 0.1 * abs(high) or 0.5
             low, high = (low if zero and low == 0 else low - margin), high + margin
-        step = nice_step((high - low) / num_ticks)
+        step = nice_step(max((high - low) / num_ticks, 1.0 if whole else 0.0))
+        if whole and step == 2.5:
+            step = 5.0
         if not tight:
             low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
         first = math.ceil(low / step - 1e-6)
@@ -305,7 +309,8 @@ def _tick_text(tick: float, step: float, largest: float) -> str:
         size, suffix = next(pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= pair[0])
         return f"{_decimals(tick / size, step / size)}{suffix}"
     if largest < 1e-3:
-        return f"{tick:.1e}".replace("e-0", "e-").replace(".0e", "e")
+        power = math.floor(math.log10(largest))
+        return f"{_decimals(tick / 10.0**power, step / 10.0**power)}e{power}"
     return _decimals(tick, step)
 
 

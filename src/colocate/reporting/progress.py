@@ -129,24 +129,6 @@ class Progress:
         known = {"reward": reward, "length": length, "speed": speed, "step time": seconds}
         return {name: text for name, text in facts.items() if text and math.isfinite(known.get(name, 0.0))}
 
-    def _shares(self) -> str:
-        phases = self._record.get("phases") or {}
-        wall = number(self._record.get("wall_s"))
-        whole = {name: number(s) for name, s in phases.items() if "/" not in name}
-        shares = [
-            f"{name} {100 * s / wall:.0f}%" for name, s in whole.items() if wall > 0 and s / wall > 0.02
-        ]
-        return f" ({', '.join(shares)})" if shares else ""
-
-    def _memory(self) -> str:
-        memory = self._record.get("memory") or {}
-        peaks = [number(span.get("peak_bytes")) for span in memory.get("spans", [])]
-        if not peaks:
-            return ""
-        limit = number(memory.get("limit_bytes"))
-        of = f" of {limit / _GIB:.1f}" if math.isfinite(limit) else ""
-        return f"{max(peaks) / _GIB:.1f}{of} GiB"
-
     def _line(self) -> str:
         facts = " | ".join(f"{name} {text}" for name, text in self._shown.items())
         return f"step {self._step}/{self._total} | {facts}"

@@ -89,7 +89,8 @@ def write_report(run_dir: str | Path) -> Path:
         f"<body><main>{body}</main></body></html>\n"
     )
     path = run.directory / REPORT_FILE
-    path.write_text(page, encoding="utf-8")
+    # A completion may end within a character, which leaves half a surrogate pair.
+    path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
 
@@ -134,7 +135,7 @@ def _tiles(run: Run) -> str:
         value = f"{compact(eval_y[0])} → {compact(eval_y[-1])}" if len(eval_y) > 1 else compact(eval_y[0])
         at = f"steps {eval_x[0]:.0f} and {eval_x[-1]:.0f}" if len(eval_y) > 1 else f"step {eval_x[0]:.0f}"
         tiles.append(("Held-out reward", value, f"evaluated at {at}"))
-    totals, wall = run.phase_totals(), sum(run.wall_s)
+    totals, wall = run.phase_totals, sum(run.wall_s)
     speeds = [(s, w) for s, w in zip(run.tokens_per_second, run.wall_s, strict=True) if math.isfinite(s)]
     if speeds:
         speed = sum(s * w for s, w in speeds) / sum(w for _, w in speeds)
@@ -143,7 +144,7 @@ def _tiles(run: Run) -> str:
         longest = max((n for n in totals if "/" not in n), key=totals.__getitem__, default="")
         share = f"{100 * totals[longest] / wall:.0f}% in {longest}" if longest else ""
         tiles.append(("Time per step", f"{compact(wall / len(run.steps))} s", share))
-    peaks = [(number(s["peak_bytes"]), str(s["phase"])) for spans in run.spans for s in spans]
+    peaks = [(number(s["peak_bytes"]), s["phase"]) for spans in run.spans for s in spans]
     if peaks:
         peak, phase = max(peaks)
         limit = run.limit_bytes
@@ -186,8 +187,8 @@ def _time(run: Run) -> str:
 
 
 def _share_of_time(run: Run) -> str:
-    totals, wall = run.phase_totals(), sum(run.wall_s)
-    names = charts.phase_names(run)
+    totals, wall = run.phase_totals, sum(run.wall_s)
+    names = run.phase_names
     bar = "".join(
         f'<i class="b-{charts.phase_color(run, name)}" style="width:{100 * totals[name] / wall:.2f}%" '
         f'title="{escape(name)} {100 * totals[name] / wall:.1f}%"></i>'

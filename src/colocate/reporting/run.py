@@ -70,6 +70,7 @@ class Run:
         """Seconds of each step by phase, without parts of phases."""
         return [{n: s for n, s in _seconds(record).items() if "/" not in n} for record in self.steps]
 
+    @cached_property
     def phase_totals(self) -> dict[str, float]:
         """Seconds of the run by phase and part of phase; "other" is the time outside of all phases."""
         totals: dict[str, float] = {}
@@ -80,6 +81,12 @@ class Run:
         if outside > 0.001 * sum(self.wall_s):
             totals["other"] = totals.get("other", 0.0) + outside
         return totals
+
+    @cached_property
+    def phase_names(self) -> list[str]:
+        """The phases, without parts, in the order in which they first ran; "other" is last."""
+        names = [name for name in self.phase_totals if "/" not in name]
+        return sorted(names, key=lambda name: name == "other")
 
     @cached_property
     def tokens_per_second(self) -> list[float]:
@@ -204,13 +211,15 @@ def _seconds(record: dict[str, Any]) -> dict[str, float]:
 
 def _spans(record: dict[str, Any]) -> list[dict[str, Any]]:
     spans = _mapping(record.get("memory")).get("spans")
-    return [span for span in spans if _is_span(span)] if isinstance(spans, list) else []
+    spans = spans if isinstance(spans, list) else []
+    return [{**span, "phase": str(span["phase"])} for span in spans if _is_span(span)]
 
 
 def _is_span(span: Any) -> bool:
     if not isinstance(span, dict) or "phase" not in span:
         return False
-    return all(math.isfinite(number(span.get(key))) for key in ("start_s", "end_s", "peak_bytes"))
+    start, end, peak = (number(span.get(key)) for key in ("start_s", "end_s", "peak_bytes"))
+    return start <= end and math.isfinite(peak)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The run's own record: `metrics.jsonl`, `completions.jsonl` and `run.json` in the output directory.
 
-`metrics.jsonl` has one strict JSON object per line: no NaN, no Infinity (they become null).
+`metrics.jsonl` has one strict JSON object per line, in ASCII: no NaN, no Infinity (they become null).
 
 One line per optimizer step, metrics under TRL's names beside these reserved keys:
 
@@ -73,7 +73,7 @@ class RunLog:
 
     def describe(self, info: Mapping[str, Any]) -> None:
         """Write `run.json`."""
-        text = json.dumps(strict_json(info), indent=2, allow_nan=False, ensure_ascii=False)
+        text = json.dumps(strict_json(info), indent=2, allow_nan=False)
         (self._dir / RUN_FILE).write_text(text + "\n", encoding="utf-8")
 
     def log_step(
@@ -144,7 +144,7 @@ def _with_metrics(record: dict[str, Any], metrics: Mapping[str, Any]) -> dict[st
 
 def _write_line(file: TextIO, record: Mapping[str, Any]) -> dict[str, Any]:
     strict = strict_json(record)
-    file.write(json.dumps(strict, allow_nan=False, ensure_ascii=False) + "\n")
+    file.write(json.dumps(strict, allow_nan=False) + "\n")
     file.flush()
     return strict
 

@@ -76,7 +76,7 @@ def plot_rules() -> str:
         "svg.plot text{fill:var(--muted)}",
         "svg.plot .title{fill:var(--text);font-size:13px;font-weight:600}",
         "svg.plot .key{fill:var(--text)}",
-        "svg.plot .label{fill:#fff;font-weight:600}",
+        "svg.plot .label{fill:var(--card);font-weight:600}",
         ".grid{stroke:var(--line);stroke-width:1;fill:none}",
         ".rule{stroke:var(--muted);stroke-width:1;stroke-dasharray:4 3;fill:none}",
         ".curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}",

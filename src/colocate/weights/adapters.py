@@ -75,8 +75,7 @@ def prompt_learning_adapter(model: nn.Module) -> str | None:
 
 
 def unsupported_adapters(base: nn.Module) -> str | None:
-    """Name the first PEFT feature in `base` that is more than LoRA on linear layers; None if there is
-    none."""
+    """Name the first PEFT feature in `base` beyond LoRA on linear layers; None if there is none."""
     if "peft" not in sys.modules:  # no adapter without the library that makes them
         return None
     from peft.tuners.lora.layer import Linear as LoraLinear

@@ -61,7 +61,7 @@ def _is_fused(parts: Sequence[Tensor]) -> bool:
     return True
 
 
-def _fuse(parameters: Sequence[nn.Parameter]) -> None:
+def _fuse(parameters: Sequence[Tensor]) -> None:
     if _is_fused(parameters):
         return
     fused = torch.cat([parameter.detach() for parameter in parameters])

@@ -14,9 +14,10 @@ from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import PagePool, pages_for
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.scheduler import Admission, Scheduler
+from colocate.engines.native.scheduler import Sequence as RunningSequence
 from colocate.engines.requests import check_requests
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.layouts import layout_for
+from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 FREE_MEMORY_FRACTION = 0.5
@@ -151,8 +152,7 @@ class NativeEngine:
         self._model = None
 
     def _size_cache(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        """Check that the cache can hold one sequence, and take memory for this rollout if its size is not
-        given."""
+        """Check that one sequence fits; take memory for this rollout if no size was given."""
         page_size, layout = self._page_size, self._layout
         # The last token drawn is never fed back: it needs no key and value.
         longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens - 1
@@ -188,8 +188,13 @@ class _Rollout:
     """One `generate` call."""
 
     def __init__(
-        self, layout, cache: KVCache, max_num_seqs: int, prompts: Sequence[Prompt], sampling: SamplingParams
-    ):
+        self,
+        layout: Layout,
+        cache: KVCache,
+        max_num_seqs: int,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+    ) -> None:
         self.cache = cache
         self.sampling = sampling
         self.pool = PagePool(cache.num_pages)
@@ -237,8 +242,7 @@ class _Rollout:
         if admission.page_copies:
             self.cache.copy_pages(*zip(*admission.page_copies, strict=True))
         started = admission.started
-        first_logits = [s.group.logits if s.logits is None else s.logits for s in started]
-        self.batch.start(started, torch.stack(first_logits))
+        self.batch.start(started, torch.stack([sequence.next_logits for sequence in started]))
         for sequence in started:
             sequence.logits = None
             if sequence.group.num_unstarted == 0:
@@ -268,7 +272,7 @@ class _Rollout:
             self._read_back(rows, [self.scheduler.running[row] for row in rows])
             self.scheduler.finish(rows)
 
-    def _read_back(self, rows, sequences) -> None:
+    def _read_back(self, rows: Sequence[int], sequences: Sequence[RunningSequence]) -> None:
         for sequence, (token_ids, logprobs) in zip(sequences, self.batch.read(rows), strict=True):
             sequence.token_ids, sequence.logprobs = token_ids, logprobs
         self.batch.remove(rows)

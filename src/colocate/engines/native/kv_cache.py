@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """One tensor [layers, 2, num_pages, page_size, K, D]; index 0 of the second dimension is keys, 1
-    values."""
+    """One tensor [layers, 2, num_pages, K, page_size, D]; the second dimension is keys, values."""
 
     def __init__(self, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int) -> None:
         self.num_layers = num_layers
@@ -35,7 +34,7 @@ class KVCache:
     def allocate(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take memory for `num_pages` pages; what was stored before is lost."""
         self.free()
-        shape = (self.num_layers, 2, num_pages, self.page_size, self.num_kv_heads, self.head_dim)
+        shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self.page_size, self.head_dim)
         # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN would be NaN.
         self._data = torch.zeros(shape, dtype=dtype, device=device)
 
@@ -44,7 +43,7 @@ class KVCache:
         self._data = None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [num_pages, page_size, K, D]."""
+        """Keys and values of one layer, each [num_pages, K, page_size, D]."""
         assert self._data is not None, "the KV cache has no storage"
         return self._data[index, 0], self._data[index, 1]
 

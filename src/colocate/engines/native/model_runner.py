@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colocate.engines.native.attention import decode_attention, prefill_attention, write_kv
+from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.kv_cache import KVCache
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
 from colocate.weights.layouts import LayerLayout, Layout
@@ -26,8 +26,7 @@ piece."""
 
 @dataclass(frozen=True)
 class Prefill:
-    """Tokens to run through the model in one piece: a prompt, or what a preempted sequence has to
-    recompute."""
+    """Tokens to run through the model in one piece: a prompt, or a preempted sequence to recompute."""
 
     token_ids: Sequence[int]
     """The whole context, from its first token."""
@@ -42,8 +41,7 @@ class Prefill:
 
 
 class Projection:
-    """A linear layer, or several that read the same input, with their adapters: one product for all base
-    weights."""
+    """Linear layers that read the same input: one product for all base weights, plus their adapters."""
 
     def __init__(self, *modules: nn.Module) -> None:
         linears = [base_linear(module) for module in modules]
@@ -71,10 +69,10 @@ class LayerWeights:
         self.o = Projection(layer.o)
         self.gate_up = Projection(layer.gate, layer.up)
         self.down = Projection(layer.down)
-        self.input_norm = layer.input_norm.weight
-        self.post_attention_norm = layer.post_attention_norm.weight
-        self.q_norm = None if layer.q_norm is None else layer.q_norm.weight
-        self.k_norm = None if layer.k_norm is None else layer.k_norm.weight
+        self.input_norm = _weight(layer.input_norm)
+        self.post_attention_norm = _weight(layer.post_attention_norm)
+        self.q_norm = None if layer.q_norm is None else _weight(layer.q_norm)
+        self.k_norm = None if layer.k_norm is None else _weight(layer.k_norm)
         self.activation = layer.activation
         self.sliding_window = layer.sliding_window
 
@@ -89,12 +87,12 @@ class ModelRunner:
     def __init__(self, layout: Layout, cache: KVCache, max_len: int) -> None:
         self.layout = layout
         self.cache = cache
+        self._attention = PagedAttention()
         self._layers = [LayerWeights(layer) for layer in layout.layers]
         self._cos, self._sin = layout.rotary_table(max_len)
 
     def prefill(self, items: Sequence[Prefill]) -> Tensor:
-        """Fill the pages of every item. Returns the logits after each item's last token, [len(items), V]
-        float32.
+        """Fill the pages of every item. Returns the logits after each one's last token, [N, V] float32.
 
         Items are packed in order, so one may read pages that an earlier one fills.
         """
@@ -128,7 +126,7 @@ class ModelRunner:
         scale = self.layout.scaling
 
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-            return decode_attention(
+            return self._attention.decode(
                 q, k_cache, v_cache, block_tables, context_lens, max_context_len, scale, window
             )
 
@@ -153,7 +151,9 @@ class ModelRunner:
         scale = self.layout.scaling
 
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-            return prefill_attention(q, k_cache, v_cache, tables, query_lens, context_lens, scale, window)
+            return self._attention.prefill(
+                q, k_cache, v_cache, tables, query_lens, context_lens, scale, window
+            )
 
         token_ids, position_ids, slot_ids = torch.tensor([tokens, positions, slots], device=device)
         hidden = self._forward(token_ids, position_ids, slot_ids, attend)
@@ -162,8 +162,7 @@ class ModelRunner:
     def _forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attend: Callable[..., Tensor]
     ) -> Tensor:
-        """Hidden states after the last layer, [T, hidden]; writes the tokens' keys and values to the
-        cache."""
+        """Hidden states after the last layer, [T, hidden]; stores the tokens' keys and values."""
         layout = self.layout
         eps, num_heads, num_kv_heads = layout.rms_norm_eps, layout.num_heads, layout.num_kv_heads
         cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
@@ -176,7 +175,7 @@ class ModelRunner:
                 q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             k_cache, v_cache = self.cache.layer(index)
-            write_kv(k, v, k_cache, v_cache, slots)
+            self._attention.write_kv(k, v, k_cache, v_cache, slots)
             attended = attend(q, k_cache, v_cache, layer.sliding_window)
             hidden = hidden + layer.o(attended.flatten(1))
             gate, up = layer.gate_up(rms_norm(hidden, layer.post_attention_norm, eps)).chunk(2, dim=1)
@@ -184,7 +183,7 @@ class ModelRunner:
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden, self.layout.norm.weight, self.layout.rms_norm_eps)
+        normed = rms_norm(hidden, _weight(self.layout.norm), self.layout.rms_norm_eps)
         return F.linear(normed, self.layout.lm_head.weight).float()
 
 
@@ -199,6 +198,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of heads [T, heads, D], whose halves are the two coordinates of each plane."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _weight(norm: nn.Module) -> Tensor:
+    assert isinstance(norm.weight, Tensor), f"{type(norm).__name__} has no weight"
+    return norm.weight
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -11,8 +11,7 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 class PagePool:
-    """Hands out pages 0 .. num_pages - 1. A page may have several holders and is free when the last lets
-    go."""
+    """Hands out pages 0 .. num_pages - 1. A page is free when its last holder lets go."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages

@@ -114,8 +114,7 @@ def _draw(logits: Tensor, block_noise: Tensor, token_noise: Tensor) -> tuple[Ten
 def gumbel_noise(
     seed: int, prompt_keys: Tensor, samples: Tensor, positions: Tensor, *, num_blocks: int
 ) -> tuple[Tensor, Tensor]:
-    """Standard Gumbel noise for the blocks, [B, num_blocks], and for the tokens in any one block, [B,
-    BLOCK_SIZE].
+    """Standard Gumbel noise for the blocks, [B, num_blocks], and the tokens of a block, [B, BLOCK_SIZE].
 
     Philox key: low and high word of the seed. Counters: low and high word of the prompt key, position, and
     column / 4 + 2^16 * member. Columns 0 .. BLOCK_SIZE - 1 are the tokens of a block and those from

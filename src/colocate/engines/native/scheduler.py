@@ -59,6 +59,13 @@ class Sequence:
         return self.group.prompt.token_ids
 
     @property
+    def next_logits(self) -> Tensor:
+        """[V] to draw the first token from after starting."""
+        logits = self.group.logits if self.logits is None else self.logits
+        assert logits is not None, "a sequence was started before its context was prefilled"
+        return logits
+
+    @property
     def num_context(self) -> int:
         return len(self.prompt) + len(self.token_ids)
 
@@ -126,8 +133,7 @@ class Scheduler:
         return admission
 
     def make_room(self) -> list[Sequence]:
-        """Preempt until the coming step's pages are there. Returns the preempted sequences, rows still
-        set."""
+        """Preempt until the coming step's pages are there. Returns the preempted, their rows still set."""
         growing = self._by_phase[self._num_steps % self.page_size]
         preempted = []
         while len(growing) > self.pool.num_free:
@@ -144,8 +150,7 @@ class Scheduler:
         return preempted
 
     def grow(self) -> tuple[list[int], list[int], list[int]]:
-        """Give a page to each sequence whose coming token needs one: (rows, columns of the block table,
-        pages)."""
+        """Give a page to each sequence whose coming token needs one: (rows, block-table columns, pages)."""
         growing = self._by_phase[self._num_steps % self.page_size]
         pages = self.pool.allocate(len(growing))
         for sequence, page in zip(growing, pages, strict=True):

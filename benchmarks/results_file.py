@@ -1,0 +1,71 @@
+"""Writes a benchmark's result with everything needed to judge and repeat it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("colocate", "torch", "transformers", "accelerate", "trl", "vllm", "triton")
+
+
+def write_result(
+    name: str, hardware: str, claims: dict[str, float], repetitions: list[dict[str, Any]], **setup: Any
+) -> Path:
+    """Write `results/<name>-<hardware>.json`.
+
+    Args:
+        claims: the figures that README or docs may quote, each a median or a ratio of medians of this run.
+        repetitions: every single measurement.
+        setup: shapes and options that were run.
+
+    Raises:
+        RuntimeError: tracked files differ from the commit, so the figures could not be repeated from it.
+    """
+    directory = os.environ.get("OUT", RESULTS)
+    record = {
+        "name": name,
+        "claims": claims,
+        "command": " ".join(["python", *sys.argv]),
+        "commit": _commit(),
+        "hardware": {"name": hardware, "processor": _processor(), "num_cores": os.cpu_count()},
+        "python": platform.python_version(),
+        "versions": {package: found for package in PACKAGES if (found := _version(package))},
+        "setup": setup,
+        "repetitions": repetitions,
+    }
+    path = Path(directory) / f"{name}-{hardware}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
+    if changed:
+        raise RuntimeError(
+            f"Commit first: these files differ from the commit the result would name:\n{changed}"
+        )
+    return git("rev-parse", "HEAD")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
