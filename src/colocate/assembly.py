@@ -31,7 +31,7 @@ from colocate.policy.loading import (
 )
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
-from colocate.policy.reference import FrozenCopy, make_reference
+from colocate.policy.reference import make_reference
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams
 from colocate.weights.layouts import has_layout
@@ -114,13 +114,17 @@ def build_policy(
     has_new_adapter: bool,
     optimizers: tuple[Any, Any],
 ) -> Policy:
-    """The policy with its optimizer, and its reference where the KL penalty needs one."""
-    reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
-    if args.sync_ref_model and not isinstance(reference, FrozenCopy):
+    """The policy with its optimizer, and its reference where the KL penalty needs one.
+
+    Raises:
+        ValueError: `sync_ref_model` with an adapter.
+    """
+    if args.sync_ref_model and hasattr(model, "peft_config"):
         raise ValueError(
-            "sync_ref_model=True with an adapter: its reference is the base model or a frozen adapter, which "
-            "cannot be moved. Set sync_ref_model=False, or train all weights."
+            "sync_ref_model=True, but with an adapter the reference is the frozen weights under it, which "
+            "cannot move. Set sync_ref_model=False, or train the whole model without an adapter."
         )
+    reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
     optimizer = PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
     return Policy(
         model,

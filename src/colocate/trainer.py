@@ -146,7 +146,7 @@ class GRPOTrainer:
         """Train until `max_steps`; from a checkpoint directory, or the newest in `output_dir` with True."""
         self.begin(resume_from_checkpoint)
         with StopRequest(self.accelerator) as stop:
-            while not self.control.should_training_stop:
+            while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
                 self.journal.event("on_step_begin")
                 while not self.window.ready:
                     batch = next(self.batches)
@@ -458,7 +458,7 @@ class GRPOTrainer:
                 rank = self.accelerator.process_index
                 snapshot.save_rank_state(partial, rank, self._resumable_parts(), self._identity())
         if is_main:
-            checkpoint.rotate(output_dir, self.args.save_total_limit)
+            checkpoint.rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
         self.journal.event("on_save")
         if self.args.push_to_hub and self.args.hub_strategy == "every_save":
             self.push_to_hub(f"Step {self.state.global_step}")
