@@ -9,6 +9,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import pytest
 import torch
+
 from tiny import make_model, make_reward_model, make_tokenizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import torch
@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from colocate.algorithms.entropy import EntropyController
 from colocate.config import GRPOConfig
 from colocate.data.prompts import validate_columns
+from colocate.data.sampler import PromptBatches
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
@@ -38,8 +39,8 @@ from colocate.weights.layouts import has_layout
 
 logger = logging.getLogger(__name__)
 
-TrainDataset = datasets.Dataset | datasets.IterableDataset
-EvalDataset = TrainDataset | dict[str, TrainDataset]
+TrainDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
+EvalDataset: TypeAlias = TrainDataset | dict[str, TrainDataset]
 
 NOT_SUPPORTED = {
     "tools": "agents that call tools are not supported yet",
@@ -93,7 +94,7 @@ def prepare_model(
             "quantization_config applies while a model loads, but the model is loaded already: pass the "
             "model by name, or drop quantization_config."
         )
-    loaded = load_model(model, bf16=args.bf16, model_init_kwargs=init_kwargs)
+    loaded = load_model(model, bf16=bool(args.bf16), model_init_kwargs=init_kwargs)
     originals = cast_to_bf16(loaded) if args.bf16 else {}
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
@@ -174,6 +175,17 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
     )
 
 
+def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:
+    """The training prompts in the order of the run."""
+    assert args.generation_batch_size and args.num_generations, "GRPOConfig derives them"
+    return PromptBatches(
+        dataset,
+        args.generation_batch_size // args.num_generations,
+        shuffle=bool(args.shuffle_dataset),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
+
+
 def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int, float]:
     """Optimizer steps of the whole run, and steps per epoch: a fraction where a step crosses epochs.
 
@@ -199,7 +211,7 @@ def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int,
 def default_config(model: Any) -> GRPOConfig:
     """TRL's default: everything default, named after the model."""
     name = model if isinstance(model, str) else causal_lm(model).config.name_or_path
-    return GRPOConfig(output_dir=f"{Path(name).name or 'model'}-GRPO")
+    return GRPOConfig(output_dir=f"{Path(str(name)).name or 'model'}-GRPO")
 
 
 def check_datasets(
@@ -260,3 +272,17 @@ def build_rewards(
     for model in rewards.models:
         model.to(device)
     return rewards
+
+
+def description(
+    model: nn.Module, engine: RolloutEngine, dataset: TrainDataset, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What `run.json` says of a run beside its versions."""
+    lm = causal_lm(model)
+    return {
+        "model": lm.config.name_or_path or type(lm).__name__,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "engine": type(engine).__name__,
+        "dataset": getattr(dataset.info, "dataset_name", None),
+        "device": f"{accelerator.num_processes} x {accelerator.device.type}",
+    }

@@ -22,7 +22,7 @@ _CARD = """---
 
 # {name}
 
-{origin}trained with GRPO ([DeepSeekMath, arXiv 2402.03300](https://arxiv.org/abs/2402.03300)){dataset}, by colocate.
+{origin}trained with GRPO ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300)){dataset}, by colocate.
 
 Versions: colocate {colocate}, transformers {transformers}, torch {torch}.
 """
@@ -81,6 +81,6 @@ def upload(
         folder_path=directory,
         commit_message=commit_message,
         revision=revision,
-        run_as_future=not blocking,
+        run_as_future=not blocking,  # type: ignore[call-overload]
         ignore_patterns=list(IGNORED),
     )

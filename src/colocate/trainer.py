@@ -26,7 +26,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 from colocate import assembly, checkpoint, hub, snapshot
 from colocate.algorithms.objective import Objective
 from colocate.config import GRPOConfig
-from colocate.data.sampler import PromptBatch, PromptBatches
+from colocate.data.sampler import PromptBatch
 from colocate.interruption import StopRequest
 from colocate.memory.timeline import Timeline
 from colocate.policy.forward import causal_lm
@@ -89,12 +89,7 @@ class GRPOTrainer:
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
         set_seed(args.seed)
         self.accelerator = Accelerator(cpu=args.use_cpu)
-        self.batches = PromptBatches(
-            self.train_dataset,
-            args.generation_batch_size // args.num_generations,
-            shuffle=args.shuffle_dataset,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-        )
+        self.batches = assembly.prompt_batches(self.train_dataset, args)
         max_steps, steps_per_epoch = assembly.num_steps(args, self.batches.num_batches_per_epoch)
 
         device = self.accelerator.device
@@ -210,7 +205,7 @@ class GRPOTrainer:
         weights = () if self.engine.shares_weights else self.model.named_parameters()
         self.engine.update_weights(weights, self.policy.version)
 
-    # ── What transformers' trainers offer besides ────────────────────────────────────────────────────────────
+    # ── What transformers' trainers offer besides ────────────────────────────────────────────────────────
 
     log_metrics = trainer_pt_utils.log_metrics
     save_metrics = trainer_pt_utils.save_metrics
@@ -258,7 +253,7 @@ class GRPOTrainer:
                 self.journal.event("on_epoch_begin")
 
     def log_evaluate_save(self, stop: StopRequest) -> None:
-        """Do what the callbacks asked for, in transformers' order; save and leave if somebody asked to stop."""
+        """Do what the callbacks asked for, in transformers' order; save and leave if asked to stop."""
         self.journal.log_if_asked()
         if self.control.should_evaluate:
             self.evaluate()
@@ -358,7 +353,10 @@ class GRPOTrainer:
                 "up. To train on, make a new trainer with model=trainer.model."
             )
         self._start = (time.time(), self.state.global_step)
-        self.journal.open(self._description(), resumed=directory is not None)
+        self.journal.open(
+            assembly.description(self.model, self.engine, self.train_dataset, self.accelerator),
+            resumed=directory is not None,
+        )
         if self.args.eval_on_start and directory is None:
             self.evaluate()
         self.journal.event("on_epoch_begin")
@@ -367,34 +365,18 @@ class GRPOTrainer:
         """Log the run's summary and close its record."""
         start_s, first_step = self._start
         num_steps = self.state.global_step - first_step
-        summary = speed_metrics(
-            "train", start_s, num_samples=num_steps * self._completions_per_step, num_steps=num_steps
-        )
+        num_samples = num_steps * self.args.gradient_accumulation_steps * self.args.train_batch_size
+        num_samples *= self.args.world_size
+        summary = speed_metrics("train", start_s, num_samples=num_samples, num_steps=num_steps)
         summary.update(train_loss=self.journal.train_loss, epoch=self.state.epoch)
         self.journal.log(summary)
         self.journal.close()
         return TrainOutput(self.state.global_step, summary["train_loss"], summary)
 
-    def _description(self) -> dict[str, Any]:
-        lm = causal_lm(self.model)
-        num_parameters = sum(p.numel() for p in self.model.parameters())
-        return {
-            "model": lm.config.name_or_path or type(lm).__name__,
-            "num_parameters": num_parameters,
-            "engine": type(self.engine).__name__,
-            "dataset": getattr(self.train_dataset.info, "dataset_name", None),
-            "device": f"{self.accelerator.num_processes} x {self.accelerator.device.type}",
-        }
-
-    @property
-    def _completions_per_step(self) -> int:
-        args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write a plain Hugging Face (or PEFT) directory, by default `output_dir`; with `push_to_hub`, upload it.
+        """Write a plain Hugging Face (or PEFT) directory, by default the run's own.
 
-        Beside model and tokenizer it holds `training_args.bin`, as transformers' does.
+        It holds model, tokenizer and `training_args.bin`. With `push_to_hub=True` it is uploaded too.
         """
         self._write_model(Path(output_dir or str(self.args.output_dir)))
         if self.args.push_to_hub:

@@ -20,6 +20,7 @@ def shuffled_slices(samples: Sequence[Sample], args: GRPOConfig, batch_number: i
 
     The order depends on the seed and the batch alone, so a resumed run cuts alike.
     """
+    assert args.steps_per_generation is not None, "GRPOConfig derives it"
     generator = torch.Generator().manual_seed(args.seed + batch_number)
     order = torch.randperm(len(samples), generator=generator).tolist()
     size = args.per_device_train_batch_size

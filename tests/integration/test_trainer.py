@@ -10,6 +10,11 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
+
+from colocate import GRPOConfig, GRPOTrainer
+from colocate.weights.adapters import base_linear
 from tiny import (
     StubEngine,
     changed_weights,
@@ -21,11 +26,6 @@ from tiny import (
     sums,
     weights_of,
 )
-from transformers import TrainerCallback
-from transformers.trainer_utils import TrainOutput
-
-from colocate import GRPOConfig, GRPOTrainer
-from colocate.weights.adapters import base_linear
 
 LORA = dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
 
@@ -317,7 +317,7 @@ def test_scale_rewards_takes_booleans(tmp_path_factory, given, meaning):
 
 @pytest.mark.parametrize("correction", [True, False])
 def test_importance_sampling_correction(tmp_path, correction):
-    """An engine whose log-probs are off by 2 nats per token: with the correction no sequence is trained on."""
+    """An engine whose log-probs are off by 2 nats per token: with the correction nothing is trained on."""
     trainer = make_trainer(tmp_path, vllm_importance_sampling_correction=correction)
     generate = trainer.engine.generate
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiny import count_digits, make_trainer, sums
 from transformers import PrinterCallback, TrainerCallback
+
+from tiny import count_digits, make_trainer, sums
 
 
 class Recorder(TrainerCallback):

@@ -12,6 +12,9 @@ import threading
 import pyarrow.parquet
 import pytest
 import torch
+from transformers import TrainerState
+
+from colocate import GRPOTrainer
 from tiny import (
     StubEngine,
     changed_weights,
@@ -22,9 +25,6 @@ from tiny import (
     sums,
     weights_of,
 )
-from transformers import TrainerState
-
-from colocate import GRPOTrainer
 
 
 def train(trainer: GRPOTrainer) -> set[str]:

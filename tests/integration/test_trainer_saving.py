@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from tiny import make_model, make_trainer, sums, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
 from colocate import hub
+from tiny import make_model, make_trainer, sums, weights_of
 
 
 def same_weights(a, b) -> bool:

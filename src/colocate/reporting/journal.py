@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 import colocate
+from colocate.config import GRPOConfig
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress
@@ -37,7 +38,7 @@ class Journal:
 
     def __init__(
         self,
-        args: TrainingArguments,
+        args: GRPOConfig,
         accelerator: Accelerator,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
         *,
@@ -54,7 +55,7 @@ class Journal:
         self.state = TrainerState(
             is_local_process_zero=accelerator.is_local_main_process,
             is_world_process_zero=accelerator.is_main_process,
-            stateful_callbacks=[part for part in exportable if isinstance(part, ExportableState)],
+            stateful_callbacks=[part for part in exportable if isinstance(part, ExportableState)],  # type: ignore[misc]
         )
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(max_steps / steps_per_epoch)
@@ -91,7 +92,7 @@ class Journal:
     def open(self, description: dict[str, Any], *, resumed: bool) -> None:
         """Begin or continue the run's record."""
         if self.state.is_world_process_zero:
-            self._run_log = RunLog(self.args.output_dir, self.state.global_step if resumed else None)
+            self._run_log = RunLog(str(self.args.output_dir), self.state.global_step if resumed else None)
             versions = {
                 "colocate": colocate.__version__,
                 "torch": torch.__version__,
@@ -192,7 +193,7 @@ class Journal:
             return
         table = self._table.unique_prompts() if self.args.log_unique_prompts else self._table
         print_completions(table, step, self.args.num_completions_to_print)
-        write_completions_parquet(Path(self.args.output_dir), step, self._table)
+        write_completions_parquet(Path(str(self.args.output_dir)), step, self._table)
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self._history.state_dict(), "last": self._last, "state": self._trainer_state()}
