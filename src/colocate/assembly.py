@@ -239,6 +239,13 @@ def check_datasets(
     return checked(train_dataset), None if eval_dataset is None else checked(eval_dataset)
 
 
+def evaluation_sets(eval_dataset: EvalDataset | None) -> dict[str, TrainDataset]:
+    """By name; a single one is called ""."""
+    if eval_dataset is None:
+        return {}
+    return eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+
+
 def context_length(model: nn.Module, args: GRPOConfig) -> int:
     """Tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if fewer."""
     limits = [

@@ -13,8 +13,8 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 import colocate
 
 TAGS = ("colocate", "grpo")
-IGNORED = ("checkpoint-*", "partial-checkpoint-*")
-"""What stays at home: the optimizer's state is three times the model."""
+IGNORED = ("checkpoint-*", "partial-*", "completions*", "skipped_step_*")
+"""What stays at home: optimizer states, three times the model in size, and prompts, which may be private."""
 
 _CARD = """---
 {data}

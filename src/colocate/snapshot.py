@@ -14,12 +14,13 @@ already generated and paid for but not yet trained on, the metrics not yet logge
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from colocate.checkpoint import CheckpointError
 
@@ -28,6 +29,19 @@ class Resumable(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def checksum(weights: Iterable[Tensor]) -> str:
+    """16 hexadecimal digits that change with any bit of the weights, the same on every device.
+
+    Sums the elements' bits as integers, which no order of summation can round, at memory speed.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total = 0
+    for position, weight in enumerate(weights, start=1):
+        bits = weight.detach().view(integers[weight.element_size()])
+        total += position * int(bits.sum(dtype=torch.int64))  # tells apart two weights that changed places
+    return f"{total % 2**64:016x}"
 
 
 def save_rank_state(
@@ -68,7 +82,7 @@ def load_rank_state(
 
 
 def _check_same_run(saved: dict[str, Any], current: dict[str, Any], directory: Path) -> None:
-    for name in sorted(saved.keys() | current.keys()):
+    for name in dict.fromkeys([*current, *saved]):
         was, now = saved.get(name), current.get(name)
         if was == now:
             continue
@@ -76,8 +90,8 @@ def _check_same_run(saved: dict[str, Any], current: dict[str, Any], directory: P
             key = next(k for k in sorted(was.keys() | now.keys()) if was.get(k) != now.get(k))
             name, was, now = f"{name} {key}", was.get(key, "absent"), now.get(key, "absent")
         raise CheckpointError(
-            f"{directory} cannot be resumed: {name} was {was} when it was written and is {now} now. Set it "
-            f"back, or start a new run in another output_dir with model={str(directory)!r}."
+            f"{directory} cannot be resumed: {name} was {was} when it was written and is {now} now. Go back "
+            f"to the former, or start a new run in another output_dir with model={str(directory)!r}."
         )
 
 

@@ -6,6 +6,7 @@ and training (the engine sleeps and its memory is the trainer's). Everything it 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -86,6 +87,7 @@ class GRPOTrainer:
             tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
         )
         self.args = args = args or assembly.default_config(model)
+        checkpoint.check_writable(Path(args.output_dir))
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
         set_seed(args.seed)
         self.accelerator = Accelerator(cpu=args.use_cpu)
@@ -133,14 +135,16 @@ class GRPOTrainer:
             mask_truncated_completions=args.mask_truncated_completions,
             stop_token_ids=self.sampling.stop_token_ids,
         )
+        # Taken now, because `sync_ref_model` will change the reference.
+        self._frozen_checksum = snapshot.checksum(self.policy.frozen_weights())
         self.requests = RequestBuilder(self.processing_class, args, assembly.context_length(self.model, args))
-        self.requests.check_longest(self.train_dataset)
-        self._num_skipped = 0  # steps in a row that were not finite
+        for dataset in (self.train_dataset, *assembly.evaluation_sets(self.eval_dataset).values()):
+            self.requests.check_longest(dataset)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train until `max_steps`; from a checkpoint directory, or the newest in `output_dir` with True."""
         self.begin(resume_from_checkpoint)
-        with StopRequest(self.accelerator) as stop:
+        with StopRequest(self.accelerator) as stop, self.journal.progress:
             while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
                 self.journal.event("on_step_begin")
                 while not self.window.ready:
@@ -266,7 +270,6 @@ class GRPOTrainer:
 
     def _check_finite(self, samples: list[Sample], update: UpdateResult) -> None:
         """Keep what made a step be skipped; give up after `max_skipped_steps` in a row."""
-        self._num_skipped = self._num_skipped + 1 if update.skipped else 0
         if not update.skipped:
             return
         name = f"skipped_step_{self.state.global_step}_rank{self.accelerator.process_index}.jsonl"
@@ -282,9 +285,10 @@ class GRPOTrainer:
                 }
                 stream.write(json.dumps(record) + "\n")
         logger.warning(f"Step {self.state.global_step} was skipped: loss or gradient not finite. See {file}.")
-        if self._num_skipped >= self.args.max_skipped_steps:
+        num_skipped = self.policy.num_skipped_updates
+        if num_skipped >= self.args.max_skipped_steps:
             raise FloatingPointError(
-                f"{self._num_skipped} steps in a row had a loss or gradient that is not finite and were "
+                f"{num_skipped} steps in a row had a loss or gradient that is not finite and were "
                 f"skipped (max_skipped_steps={self.args.max_skipped_steps}). Their prompts are in {file} and "
                 "its neighbours; the weights are those of the last good step. Lower learning_rate or "
                 "max_grad_norm, or look for extreme log-probs in those files."
@@ -386,7 +390,9 @@ class GRPOTrainer:
         if self.accelerator.is_main_process:
             self.model.save_pretrained(directory)
             self.processing_class.save_pretrained(directory)
-            torch.save(self.args, directory / "training_args.bin")
+            args = copy.copy(self.args)
+            args.hub_token = None  # the directory may be shared
+            torch.save(args, directory / "training_args.bin")
 
     def push_to_hub(
         self,
@@ -429,8 +435,7 @@ class GRPOTrainer:
         output_dir = Path(self.args.output_dir)
         directory = output_dir / f"checkpoint-{self.state.global_step}"
         is_main = self.accelerator.is_main_process
-        barrier = self.accelerator.wait_for_everyone
-        with checkpoint.writing(directory, is_main=is_main, barrier=barrier) as partial:
+        with checkpoint.writing(directory, is_main=is_main, gather=gather_object) as partial:
             self._write_model(partial)
             if is_main:
                 self.state.save_to_json(str(partial / "trainer_state.json"))
@@ -489,7 +494,8 @@ class GRPOTrainer:
         """What must not change between a checkpoint and the run that resumes it."""
         options = ("num_generations", "num_iterations", "steps_per_generation", "gradient_accumulation_steps")
         return {
+            "number of processes": self.accelerator.num_processes,
             "parameter": {name: tuple(p.shape) for name, p in self.model.named_parameters()},
             "option": {name: getattr(self.args, name) for name in (*options, "per_device_train_batch_size")},
-            "number of processes": self.accelerator.num_processes,
+            "checksum of the frozen weights (an adapter's base, the reference model)": self._frozen_checksum,
         }

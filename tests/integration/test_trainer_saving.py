@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -130,7 +131,9 @@ def test_push_to_hub(tmp_path, uploads):
     assert upload["repo_id"] == "someone/my-model" and upload["commit_message"] == "End of training"
     assert upload["token"] == "secret" and upload["run_as_future"] is False
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= upload["files"]
-    assert "checkpoint-*" in upload["ignore_patterns"]
+    kept_home = [name for name in upload["files"] if any(fnmatch(name, p) for p in upload["ignore_patterns"])]
+    assert kept_home == ["completions.jsonl"]
+    assert b"secret" not in (tmp_path / "my-model" / "training_args.bin").read_bytes()
     card = (tmp_path / "my-model" / "README.md").read_text()
     assert "someone/sums" in card and "- arithmetic" in card and "library_name: transformers" in card
     assert "secret" not in card

@@ -79,6 +79,7 @@ class Policy:
         self.version = 0
         """Grows by one with every step that changed the weights."""
         self.num_skipped_updates = 0
+        """In a row, up to now."""
         self._temperature = temperature
         self._max_tokens = max_tokens_per_microbatch
         self._num_sequences = sequences_per_microbatch
@@ -116,6 +117,7 @@ class Policy:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
             self.optimizer.step()
             self.version += 1
+            self.num_skipped_updates = 0
         return UpdateResult(metrics, [logprobs[i] for i in range(len(samples))], skipped)
 
     @torch.no_grad()
@@ -156,12 +158,25 @@ class Policy:
             return [logprobs for logprobs, _ in self._evaluate(model, samples)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, masters, moments, schedule and version."""
-        return {"optimizer": self.optimizer.state_dict(), "version": self.version}
+        """Weights, masters, moments, schedule and version; the reference if it has moved."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "version": self.version,
+            "num_skipped_updates": self.num_skipped_updates,
+            "reference": {} if self.reference is None else self.reference.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
+        self.num_skipped_updates = state["num_skipped_updates"]
+        if self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
+
+    def frozen_weights(self) -> list[Tensor]:
+        """What the run starts with and `state_dict` leaves out: the base of an adapter, the reference."""
+        frozen: list[Tensor] = [p for p in self.model.parameters() if not p.requires_grad]
+        return frozen + ([] if self.reference is None else self.reference.weights())
 
     def _accumulate(
         self, samples: list[Sample], objective: LossFunction

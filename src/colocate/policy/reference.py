@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 ADAPTER_NAME = "ref"
 """TRL's name for the frozen copy of an adapter."""
@@ -19,16 +19,38 @@ class Reference(Protocol):
         """The reference model, valid while the context lasts."""
         ...
 
+    def weights(self) -> list[Tensor]:
+        """Those that are not the policy model's."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights that a resumed run could not make again from the model it starts with."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 class FrozenCopy:
     """A second set of weights, for full fine-tuning. Make it before the optimizer hooks into the policy."""
 
     def __init__(self, policy_model: nn.Module) -> None:
         self._model = copy.deepcopy(policy_model).requires_grad_(False).eval()
+        self._has_moved = False
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
         yield self._model
+
+    def weights(self) -> list[Tensor]:
+        return list(self._model.parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._model.state_dict()) if self._has_moved else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self._model.load_state_dict(state)
+            self._has_moved = True
 
     @torch.no_grad()
     def sync(self, policy_model: nn.Module, mixup_alpha: float) -> None:
@@ -36,9 +58,23 @@ class FrozenCopy:
         2404.09656)."""
         for mine, theirs in zip(self._model.parameters(), policy_model.parameters(), strict=True):
             mine.copy_(torch.lerp(mine.float(), theirs.float(), mixup_alpha))
+        self._has_moved = True
 
 
-class AdapterOff:
+class _InPolicyModel:
+    """A reference made of the policy model's own frozen weights: nothing of its own to keep."""
+
+    def weights(self) -> list[Tensor]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert not state, "only a copy can have moved"
+
+
+class AdapterOff(_InPolicyModel):
     """The base model under a new adapter: it was the policy before the adapter learned anything."""
 
     def __init__(self, policy_model: nn.Module) -> None:
@@ -50,7 +86,7 @@ class AdapterOff:
             yield self._model
 
 
-class FrozenAdapter:
+class FrozenAdapter(_InPolicyModel):
     """A copy of an adapter that was trained before, so that the reference is where this run starts."""
 
     def __init__(self, policy_model: nn.Module) -> None:

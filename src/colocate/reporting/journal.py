@@ -65,15 +65,16 @@ class Journal:
         self._history = MetricHistory()
         self._since_last_step: dict[str, float] = {}
         self._last: dict[str, float] = {}
-        self._losses: list[float] = []
+        self._loss_sum, self._num_losses = 0.0, 0
         self._last_logged_step = 0
         self._table: CompletionTable | None = None
         self._run_log: RunLog | None = None
-        self._progress = Progress(
+        self.progress = Progress(
             is_main_process=accelerator.is_main_process,
             disable_tqdm=bool(args.disable_tqdm),
             logging_steps=self.state.logging_steps,
         )
+        """A context: an error that ends the run must leave the terminal as it was."""
         self.event("on_init_end")
 
     def event(self, name: str, **kwargs: Any) -> None:
@@ -100,19 +101,16 @@ class Journal:
                 "python": platform.python_version(),
             }
             self._run_log.describe({"run_name": self.args.run_name, **description, "versions": versions})
-        self._losses.clear()
         self._last_logged_step = self.state.global_step
-        self._progress.__enter__()
         self.event("on_train_begin")
 
     def close(self) -> None:
         """End the run. The record stays open for evaluations that follow."""
         self.event("on_train_end")
-        self._progress.__exit__()
 
     def set_phase(self, name: str) -> None:
         """Show the phase that begins."""
-        self._progress.set_phase(name)
+        self.progress.set_phase(name)
 
     def add_rollout(self, metrics: dict[str, float], table: CompletionTable, num_tokens: int) -> None:
         """Take note of a rollout; its metrics belong to the optimizer step that comes next."""
@@ -141,10 +139,11 @@ class Journal:
         self._history.add(metrics)
         self._last = {name: metrics[name] for name in LAST_VALUES}
         if math.isfinite(metrics["loss"]):
-            self._losses.append(metrics["loss"])
+            self._loss_sum += metrics["loss"]
+            self._num_losses += 1
         if self._run_log is not None:
             record = self._run_log.log_step(step, metrics, epoch=self.state.epoch, timeline=timeline)
-            self._progress.update(step, self.state.max_steps, record)
+            self.progress.update(step, self.state.max_steps, record)
         self.event("on_step_end")
 
     @property
@@ -157,8 +156,8 @@ class Journal:
 
     @property
     def train_loss(self) -> float:
-        """Mean loss of the steps since `open`; NaN if there was none."""
-        return sum(self._losses) / len(self._losses) if self._losses else math.nan
+        """Mean loss of all steps of the run, also of those before it was resumed; NaN if there was none."""
+        return self._loss_sum / self._num_losses if self._num_losses else math.nan
 
     def log_if_asked(self) -> None:
         """Log the steps since the last log, if a callback asked for it."""
@@ -196,15 +195,24 @@ class Journal:
         write_completions_parquet(Path(str(self.args.output_dir)), step, self._table)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self._history.state_dict(), "last": self._last, "state": self._trainer_state()}
+        return {
+            "history": self._history.state_dict(),
+            "last": self._last,
+            "losses": (self._loss_sum, self._num_losses),
+            "table": self._table if self.state.is_world_process_zero else None,  # several steps train on it
+            "state": self._trainer_state(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._history.load_state_dict(state["history"])
         self._last = state["last"]
+        self._loss_sum, self._num_losses = state["losses"]
+        self._table = state["table"]
         for name, value in state["state"].items():
             setattr(self.state, name, value)
 
     def _trainer_state(self) -> dict[str, Any]:
         # What this run sets itself (max_steps, the log intervals) may differ from what the checkpoint's had.
-        names = ("global_step", "epoch", "num_input_tokens_seen", "log_history")
-        return {name: getattr(self.state, name) for name in names}
+        counts = ("global_step", "epoch", "num_input_tokens_seen", "log_history")
+        best = ("best_metric", "best_global_step", "best_model_checkpoint")  # for callbacks to set
+        return {name: getattr(self.state, name) for name in (*counts, *best)}

@@ -144,8 +144,12 @@ def _with_metrics(record: dict[str, Any], metrics: Mapping[str, Any]) -> dict[st
 
 def _write_line(file: TextIO, record: Mapping[str, Any]) -> dict[str, Any]:
     strict = strict_json(record)
-    file.write(json.dumps(strict, allow_nan=False) + "\n")
-    file.flush()
+    try:
+        file.write(json.dumps(strict, allow_nan=False) + "\n")
+        file.flush()
+    except OSError as error:
+        error.filename = file.name  # "No space left on device", but on which?
+        raise
     return strict
 
 

@@ -1,0 +1,102 @@
+"""One rank of the runs in test_data_parallel.py: `grpo_worker.py <directory> <case> ...`.
+
+Trains each case in `<directory>/<case>` and leaves its parameters there, or what ended it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+from small_runs import make_trainer
+
+from colocate import snapshot
+from colocate.checkpoint import CheckpointError
+
+# The global batch: `dapo` has one group of four per rollout, split over two ranks; `grpo` three, of which the
+# second is split.
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": dict(loss_type="dapo", num_iterations=2, gradient_accumulation_steps=1, beta=0.1),
+    "grpo": dict(loss_type="grpo", gradient_accumulation_steps=3),
+}
+CASES["accelerate"] = CASES["grpo"]
+CASES["resumed"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3}
+
+
+def build(directory: Path, case: str, num_ranks: int, **options: Any) -> Any:
+    """The trainer of one of `num_ranks` ranks."""
+    options = {"max_steps": 5, "learning_rate": 3e-3, **CASES.get(case, CASES["resumed"]), **options}
+    return make_trainer(directory / case, per_device_train_batch_size=4 // num_ranks, **options)
+
+
+class StopAfterThreeSteps(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 3
+
+
+def main() -> None:
+    directory, cases = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    for case in cases:
+        if case in ENDINGS:
+            trainer = build(directory, case, 2)
+            try:
+                ENDINGS[case](trainer, directory)
+            except (CheckpointError, SystemExit) as end:
+                file = directory / f"{case}{trainer.accelerator.process_index}.json"
+                file.write_text(json.dumps([type(end).__name__, str(end), trainer.state.global_step]))
+            continue
+        resume = case == "resumed"
+        if resume:
+            build(directory, case, 2, callbacks=[StopAfterThreeSteps]).train()
+        trainer = build(directory, case, 2)
+        assert trainer.accelerator.num_processes == 2
+        trainer.train(resume_from_checkpoint=resume)
+        rank = trainer.accelerator.process_index
+        torch.save(dict(trainer.model.named_parameters()), directory / case / f"params{rank}.pt")
+
+
+def resume_checkpoint_of_one(trainer: Any, directory: Path) -> None:
+    trainer.train(resume_from_checkpoint=str(directory / "one" / "resumed" / "checkpoint-3"))
+
+
+def fill_disk_of_rank_1(trainer: Any, directory: Path) -> None:
+    def write(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank1.pt")
+
+    original = snapshot.save_rank_state
+    snapshot.save_rank_state = write if trainer.accelerator.process_index == 1 else original
+    try:
+        trainer.train()
+    finally:
+        snapshot.save_rank_state = original
+
+
+def terminate_rank_1(trainer: Any, directory: Path) -> None:
+    class Terminate(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2 and args.process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.journal.handler.add_callback(Terminate())
+    trainer.train()
+
+
+ENDINGS = {
+    "refused": resume_checkpoint_of_one,
+    "full_disk": fill_disk_of_rank_1,
+    "terminated": terminate_rank_1,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Two processes with half the batch each train what one process with the whole batch trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grpo_worker import CASES, build
+from small_runs import read_metrics, without_timings
+
+from colocate.checkpoint import CheckpointError, list_checkpoints, verify
+
+pytestmark = pytest.mark.slow
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    # Without --multi_gpu it starts several processes by MPI only; the processes themselves run on the CPU.
+    "accelerate": [
+        *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+        *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
+    ],
+}
+
+
+def launch(launcher: str, directory: Path, *cases: str) -> None:
+    worker = Path(__file__).with_name("grpo_worker.py")
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(worker), str(directory), *cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """The directory where pairs of processes trained every case, and single trainers that did likewise."""
+    directory = tmp_path_factory.mktemp("runs")
+    single = {}
+    for case in CASES:
+        single[case] = build(directory / "one", case, num_ranks=1)
+        single[case].train()
+    launch("torchrun", directory, "dapo", "grpo", "resumed", "refused", "full_disk", "terminated")
+    launch("accelerate", directory, "accelerate")
+    return directory, single
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_equal_one(runs, case):
+    directory, single = runs
+    expected = dict(single[case].model.named_parameters())
+    start = dict(build(directory / "start", case, num_ranks=1).model.named_parameters())
+    both = [torch.load(directory / case / f"params{rank}.pt") for rank in range(2)]
+    moved = max((expected[name] - start[name]).abs().max().item() for name in start)
+    assert moved > 5e-3  # five hundred times the tolerance
+    for name, parameter in expected.items():
+        torch.testing.assert_close(both[0][name], parameter.data, rtol=0, atol=1e-5)
+        assert torch.equal(both[0][name], both[1][name])  # or they drift apart, for nothing synchronises them
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_record_covers_both_processes_once(runs, case):
+    directory, single = runs
+    records = read_metrics(directory / case)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]  # one line each: one process writes
+    for record, expected in zip(records, read_metrics(single[case].args.output_dir), strict=True):
+        assert record == pytest.approx(without_timings(expected), rel=1e-3, abs=1e-5, nan_ok=True)
+    texts = [(directory / where / "completions.jsonl").read_text() for where in (case, f"one/{case}")]
+    assert texts[0].count("\n") == texts[1].count("\n") > 0
+
+
+def test_two_processes_write_one_checkpoint(runs):
+    directory, _ = runs
+    sealed = list_checkpoints(directory / "resumed")
+    assert [c.name for c in sealed] == ["checkpoint-3", "checkpoint-5"]
+    for written in sealed:
+        verify(written)
+        assert {"rank0.pt", "rank1.pt"} <= {file.name for file in written.iterdir()}
+
+
+def test_another_number_of_processes_is_refused(runs):
+    directory, _ = runs
+    one = build(directory / "again", "resumed", num_ranks=1)
+    written_by_two = directory / "resumed" / "checkpoint-3"
+    with pytest.raises(CheckpointError, match="number of processes was 2 when it was written and is 1 now"):
+        one.train(resume_from_checkpoint=str(written_by_two))
+    refusals = [json.loads((directory / f"refused{rank}.json").read_text())[1] for rank in range(2)]
+    assert "number of processes was 1 when it was written and is 2 now" in refusals[0]
+    assert "written by fewer than 2 processes" in refusals[1]
+    assert "Resume with as many processes as before" in refusals[1]
+
+
+def test_a_full_disk_of_one_rank_ends_all(runs):
+    directory, _ = runs
+    for rank in range(2):
+        kind, message, _ = json.loads((directory / f"full_disk{rank}.json").read_text())
+        assert kind == "CheckpointError" and "No space left on device: 'rank1.pt' (rank 1)" in message
+    assert not [d for d in (directory / "full_disk").iterdir() if d.is_dir()]
+
+
+def test_sigterm_to_one_rank_stops_all_at_the_same_step(runs):
+    directory, _ = runs
+    for rank in range(2):
+        assert json.loads((directory / f"terminated{rank}.json").read_text()) == ["SystemExit", "143", 2]
+    (sealed,) = list_checkpoints(directory / "terminated")
+    assert sealed.name == "checkpoint-2"
+    verify(sealed)
