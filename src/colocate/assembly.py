@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from colocate.algorithms.entropy import EntropyController
 from colocate.config import GRPOConfig
 from colocate.data.prompts import validate_columns
+from colocate.data.sampler import PromptBatches
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
@@ -37,8 +39,8 @@ from colocate.weights.layouts import has_layout
 
 logger = logging.getLogger(__name__)
 
-TrainDataset = datasets.Dataset | datasets.IterableDataset
-EvalDataset = TrainDataset | dict[str, TrainDataset]
+TrainDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
+EvalDataset: TypeAlias = TrainDataset | dict[str, TrainDataset]
 
 NOT_SUPPORTED = {
     "tools": "agents that call tools are not supported yet",
@@ -92,7 +94,7 @@ def prepare_model(
             "quantization_config applies while a model loads, but the model is loaded already: pass the "
             "model by name, or drop quantization_config."
         )
-    loaded = load_model(model, bf16=args.bf16, model_init_kwargs=init_kwargs)
+    loaded = load_model(model, bf16=bool(args.bf16), model_init_kwargs=init_kwargs)
     originals = cast_to_bf16(loaded) if args.bf16 else {}
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
@@ -173,8 +175,21 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
     )
 
 
+def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:
+    """The training prompts in the order of the run."""
+    assert args.generation_batch_size and args.num_generations, "GRPOConfig derives them"
+    return PromptBatches(
+        dataset,
+        args.generation_batch_size // args.num_generations,
+        shuffle=bool(args.shuffle_dataset),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
+
+
 def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int, float]:
-    """Optimizer steps of the whole run, and steps per epoch (infinite for a stream without length).
+    """Optimizer steps of the whole run, and steps per epoch: a fraction where a step crosses epochs.
+
+    A stream without a length counts as one epoch.
 
     Raises:
         ValueError: an iterable dataset without max_steps.
@@ -184,18 +199,19 @@ def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int,
             raise ValueError(
                 "An iterable dataset has no length, so epochs cannot be turned into steps: set max_steps."
             )
-        return args.max_steps, float("inf")
+        return args.max_steps, args.max_steps
+    assert args.steps_per_generation is not None, "GRPOConfig derives it"
     micro_steps = num_batches_per_epoch * args.steps_per_generation * args.num_iterations
     steps_per_epoch = micro_steps / args.gradient_accumulation_steps
     if args.max_steps > 0:
         return args.max_steps, steps_per_epoch
-    return max(1, int(args.num_train_epochs * steps_per_epoch)), steps_per_epoch
+    return max(1, math.ceil(args.num_train_epochs * steps_per_epoch)), steps_per_epoch
 
 
 def default_config(model: Any) -> GRPOConfig:
     """TRL's default: everything default, named after the model."""
     name = model if isinstance(model, str) else causal_lm(model).config.name_or_path
-    return GRPOConfig(output_dir=f"{Path(name).name or 'model'}-GRPO")
+    return GRPOConfig(output_dir=f"{Path(str(name)).name or 'model'}-GRPO")
 
 
 def check_datasets(
@@ -213,11 +229,14 @@ def check_datasets(
             f"eval_strategy={str(args.eval_strategy)!r}, but there is no eval_dataset: pass one, or set "
             "eval_strategy='no'."
         )
-    for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
+
+    def checked(dataset: TrainDataset) -> TrainDataset:
         validate_columns(dataset)
-    if args.remove_unused_columns:
-        train_dataset = train_dataset.select_columns(["prompt"])
-    return train_dataset, eval_dataset
+        return dataset.select_columns(["prompt"]) if args.remove_unused_columns else dataset
+
+    if isinstance(eval_dataset, dict):
+        return checked(train_dataset), {name: checked(part) for name, part in eval_dataset.items()}
+    return checked(train_dataset), None if eval_dataset is None else checked(eval_dataset)
 
 
 def evaluation_sets(eval_dataset: EvalDataset | None) -> dict[str, TrainDataset]:
@@ -260,3 +279,17 @@ def build_rewards(
     for model in rewards.models:
         model.to(device)
     return rewards
+
+
+def description(
+    model: nn.Module, engine: RolloutEngine, dataset: TrainDataset, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What `run.json` says of a run beside its versions."""
+    lm = causal_lm(model)
+    return {
+        "model": lm.config.name_or_path or type(lm).__name__,
+        "num_parameters": sum(p.numel() for p in model.parameters()),
+        "engine": type(engine).__name__,
+        "dataset": getattr(dataset.info, "dataset_name", None),
+        "device": f"{accelerator.num_processes} x {accelerator.device.type}",
+    }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -14,10 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from colocate.algorithms.advantages import Advantages, compute_advantages, nanstd
 from colocate.algorithms.masks import is_truncated
-from colocate.data.prompts import decode_completions
+from colocate.config import GRPOConfig
+from colocate.data.prompts import check_context_length, decode_completions, tokenize_prompts
+from colocate.data.sampler import PromptBatch, rank_slice
 from colocate.reporting.completions import CompletionTable
 from colocate.reporting.journal import Journal
-from colocate.rewards.base import RewardFunctions
+from colocate.rewards.base import RewardFunctions, RewardTable
 from colocate.types import Completion, Prompt, Sample
 
 
@@ -35,6 +38,84 @@ class RolloutRequest:
         """Row and prompt of each completion, in the engine's order."""
         pairs = zip(self.rows, self.prompts, strict=True)
         return [(row, prompt) for row, prompt in pairs for _ in prompt.samples]
+
+
+class RequestBuilder:
+    """Tokenizes dataset rows into this rank's requests.
+
+    Args:
+        context_length: tokens that prompt and completion may have together.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, args: GRPOConfig, context_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._args = args
+        self._context_length = context_length
+
+    def training(self, batch: PromptBatch) -> RolloutRequest:
+        """This rank's equal share of the batch's completions; a group may span ranks.
+
+        Raises:
+            ValueError: a prompt cannot be tokenized, or leaves no room for `max_completion_length`.
+        """
+        args = self._args
+        assert args.num_generations is not None, "GRPOConfig refuses None"
+        share = rank_slice(len(batch.rows), args.num_generations, args.process_index, args.world_size)
+        rows = [batch.rows[index] for index, _ in share]
+        keys = [batch.keys[index] for index, _ in share]
+        return self._request(rows, keys, [members for _, members in share], args.num_generations)
+
+    def evaluation(self, rows: Sequence[dict[str, Any]]) -> RolloutRequest:
+        """This rank's share of all held-out prompts, with their whole groups.
+
+        Raises:
+            ValueError: as for `training`.
+        """
+        args = self._args
+        num_generations = args.num_generations_eval or args.num_generations
+        assert num_generations is not None, "GRPOConfig refuses None"
+        per_rank = math.ceil(len(rows) / args.world_size)
+        share = range(len(rows))[args.process_index * per_rank :][:per_rank]
+        # Negative keys: a held-out prompt never shares its random numbers with a training prompt.
+        keys = [-1 - index for index in share]
+        members = [range(num_generations)] * len(share)
+        return self._request([rows[index] for index in share], keys, members, num_generations)
+
+    def check_longest(self, dataset: datasets.Dataset | datasets.IterableDataset) -> None:
+        """Find prompts too long for the context before anything is generated.
+
+        Tokenizing a large dataset takes minutes. Its longest prompts by characters take milliseconds, and
+        hold the longest by tokens in all but odd cases, which are found when their batch comes.
+
+        Raises:
+            ValueError: prompt and completion do not fit the context together.
+        """
+        if isinstance(dataset, datasets.IterableDataset):
+            return
+        lengths = [len(str(prompt)) for prompt in dataset["prompt"]]
+        longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-16:]
+        self._tokenize([dataset[index] for index in longest])
+
+    def _request(
+        self, rows: list[dict[str, Any]], keys: list[int], members: list[range], num_generations: int
+    ) -> RolloutRequest:
+        parts = zip(self._tokenize(rows), keys, members, strict=True)
+        return RolloutRequest(
+            rows, [Prompt(ids, key, samples) for ids, key, samples in parts], num_generations
+        )
+
+    def _tokenize(self, rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+        args = self._args
+        assert args.max_completion_length is not None, "GRPOConfig refuses None"
+        token_ids = tokenize_prompts(
+            rows,
+            self._tokenizer,
+            chat_template_kwargs=args.chat_template_kwargs,
+            max_prompt_length=args.max_prompt_length,
+        )
+        for ids in token_ids:
+            check_context_length(len(ids), args.max_completion_length, self._context_length)
+        return token_ids
 
 
 @dataclass(frozen=True)
@@ -88,12 +169,13 @@ class Scorer:
         prompts = [row["prompt"] for row, _ in pairs]
         completion_ids = [list(completion.token_ids) for completion in completions]
         texts = decode_completions(completion_ids, prompts, self._tokenizer)
-        columns = {
-            name: [row[name] for row, _ in pairs] for name in (request.rows[0] if request.rows else {})
-        }
-        scores = self.reward_functions.score(
-            prompts, texts, completion_ids, columns, trainer_state=self._journal.state
-        )
+        columns = {name: [row[name] for row, _ in pairs] for name in (pairs[0][0] if pairs else {})}
+        if pairs:
+            scores = self.reward_functions.score(
+                prompts, texts, completion_ids, columns, trainer_state=self._journal.state
+            )
+        else:  # more ranks than held-out prompts; without a row the functions would miss their columns
+            scores = RewardTable(torch.empty(0, len(self.reward_functions.names)))
 
         first = sum(gather_object([len(completions)])[: self._accelerator.process_index])
         rewards = torch.tensor(gather_object(scores.rewards.tolist()), dtype=torch.float32)  # [N, F]

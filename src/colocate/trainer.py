@@ -6,6 +6,7 @@ and training (the engine sleeps and its memory is the trainer's). Everything it 
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -16,19 +17,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed
+from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed, trainer_pt_utils
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from colocate import assembly, checkpoint, snapshot
+from colocate import assembly, checkpoint, hub, snapshot
 from colocate.algorithms.objective import Objective
 from colocate.config import GRPOConfig
-from colocate.data.prompts import check_context_length, tokenize_prompts
-from colocate.data.sampler import PromptBatch, PromptBatches, rank_slice
+from colocate.data.sampler import PromptBatch
 from colocate.interruption import StopRequest
 from colocate.memory.timeline import Timeline
 from colocate.policy.forward import causal_lm
@@ -36,9 +35,9 @@ from colocate.policy.loading import stop_token_ids
 from colocate.policy.policy import UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
-from colocate.rollout import Rollout, RolloutRequest, Scorer
-from colocate.types import Prompt, Sample
-from colocate.weighting import shuffled_slices, with_entropy_threshold
+from colocate.rollout import RequestBuilder, Rollout, Scorer
+from colocate.types import Sample
+from colocate.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
 from colocate.window import TrainingWindow
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class GRPOTrainer:
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: assembly.TrainDataset | None = None,
         eval_dataset: assembly.EvalDataset | None = None,
@@ -92,12 +91,7 @@ class GRPOTrainer:
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
         set_seed(args.seed)
         self.accelerator = Accelerator(cpu=args.use_cpu)
-        self.batches = PromptBatches(
-            self.train_dataset,
-            args.generation_batch_size // args.num_generations,
-            shuffle=args.shuffle_dataset,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-        )
+        self.batches = assembly.prompt_batches(self.train_dataset, args)
         max_steps, steps_per_epoch = assembly.num_steps(args, self.batches.num_batches_per_epoch)
 
         device = self.accelerator.device
@@ -111,6 +105,7 @@ class GRPOTrainer:
             has_new_adapter=peft_config is not None,
             optimizers=optimizers,
         )
+        self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
         self.engine = assembly.build_engine(self.model, args, self.accelerator)
         self.sampling = assembly.sampling_params(args, stop_token_ids(self.processing_class, self.model))
         self.objective = Objective(args.objective_params())
@@ -124,9 +119,11 @@ class GRPOTrainer:
             steps_per_epoch=steps_per_epoch,
             model=self.model,
             processing_class=self.processing_class,
-            optimizer=self.policy.optimizer.optimizer,
-            lr_scheduler=self.policy.optimizer.scheduler,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
         )
+        self.optimizer.register_step_pre_hook(lambda *_: self.journal.event("on_pre_optimizer_step"))
+        self.optimizer.register_step_post_hook(lambda *_: self.journal.event("on_optimizer_step"))
         self.timeline = Timeline(device, on_phase=self.journal.set_phase)
         self.scorer = Scorer(
             assembly.build_rewards(reward_funcs, reward_processing_classes, args, device),
@@ -140,17 +137,19 @@ class GRPOTrainer:
         )
         # Taken now, because `sync_ref_model` will change the reference.
         self._frozen_checksum = snapshot.checksum(self.policy.frozen_weights())
-        self.context_length = assembly.context_length(self.model, args)
-        self.check_longest_prompts()
+        self.requests = RequestBuilder(self.processing_class, args, assembly.context_length(self.model, args))
+        for dataset in (self.train_dataset, *assembly.evaluation_sets(self.eval_dataset).values()):
+            self.requests.check_longest(dataset)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train until `max_steps`; from a checkpoint directory, or the newest in `output_dir` with True."""
         self.begin(resume_from_checkpoint)
         with StopRequest(self.accelerator) as stop, self.journal.progress:
             while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+                self.journal.event("on_step_begin")
                 while not self.window.ready:
                     batch = next(self.batches)
-                    request = self.training_request(batch)
+                    request = self.requests.training(batch)
                     with self.phase("rollout"):
                         completions = self.engine.generate(request.prompts, self.sampling)
                     with self.phase("score"):
@@ -168,9 +167,9 @@ class GRPOTrainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the body as a phase; the engine is awake in "rollout" and in no other."""
+        """Measure the body as a phase; the engine is awake in a "rollout" and in no other."""
         with self.timeline.phase(name):
-            if name != "rollout":
+            if name not in ("rollout", "evaluate/rollout"):
                 yield
                 return
             self.engine.wake_up()
@@ -179,70 +178,19 @@ class GRPOTrainer:
             finally:
                 self.engine.sleep()
 
-    # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def training_request(self, batch: PromptBatch) -> RolloutRequest:
-        """This rank's equal share of the batch's completions; a group may span ranks."""
-        num_generations = self.args.num_generations
-        share = rank_slice(
-            len(batch.rows),
-            num_generations,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-        )
-        rows = [batch.rows[index] for index, _ in share]
-        keys = [batch.keys[index] for index, _ in share]
-        return self._request(rows, keys, [members for _, members in share], num_generations)
-
-    def _request(
-        self, rows: list[dict[str, Any]], keys: list[int], members: list[range], num_generations: int
-    ) -> RolloutRequest:
-        prompts = [
-            Prompt(token_ids, key, samples)
-            for token_ids, key, samples in zip(self._tokenize(rows), keys, members, strict=True)
-        ]
-        for prompt in prompts:
-            check_context_length(len(prompt.token_ids), self.sampling.max_tokens, self.context_length)
-        return RolloutRequest(rows, prompts, num_generations)
-
-    def _tokenize(self, rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-        return tokenize_prompts(
-            rows,
-            self.processing_class,
-            chat_template_kwargs=self.args.chat_template_kwargs,
-            max_prompt_length=self.args.max_prompt_length,
-        )
-
-    def check_longest_prompts(self) -> None:
-        """Find prompts too long for the context before anything is generated.
-
-        Tokenizing a large dataset takes minutes. Its longest prompts by characters take milliseconds, and
-        hold the longest by tokens in all but odd cases, which are found when their batch comes.
-
-        Raises:
-            ValueError: prompt and completion do not fit the context together.
-        """
-        for dataset in (self.train_dataset, *assembly.evaluation_sets(self.eval_dataset).values()):
-            if isinstance(dataset, datasets.IterableDataset):
-                continue
-            lengths = [len(str(prompt)) for prompt in dataset["prompt"]]
-            longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-16:]
-            num_tokens = max(len(ids) for ids in self._tokenize([dataset[i] for i in longest]))
-            check_context_length(num_tokens, self.sampling.max_tokens, self.context_length)
-
     # ── Training ─────────────────────────────────────────────────────────────────────────────────────────
 
     def slices_of(self, rollout: Rollout, batch: PromptBatch) -> list[list[Sample]]:
         """The rollout's samples, shuffled into slices, with loss weights and reference log-probs."""
-        samples = rollout.samples
-        if self.policy.reference is not None:
-            reference = self.policy.reference_logprobs(samples)
-            samples = [
-                replace(sample, reference_logprobs=logprobs)
-                for sample, logprobs in zip(samples, reference, strict=True)
-            ]
         self.journal.add_rollout(rollout.metrics, rollout.table, rollout.num_tokens)
-        return shuffled_slices(samples, self.args, batch.number)
+        return shuffled_slices(self.with_reference(rollout.samples), self.args, batch.number)
+
+    def with_reference(self, samples: list[Sample]) -> list[Sample]:
+        """The samples with the reference's log-probs, if the KL penalty needs them."""
+        if self.policy.reference is None:
+            return samples
+        logprobs = self.policy.reference_logprobs(samples)
+        return [replace(s, reference_logprobs=x) for s, x in zip(samples, logprobs, strict=True)]
 
     def old_logprobs(self, samples: list[Sample]) -> list[Tensor]:
         """Log-probs under the policy as it is, before it moves away from what generated the samples."""
@@ -252,13 +200,33 @@ class GRPOTrainer:
         """The samples of the next optimizer step."""
         slices = self.window.peek()
         if self.args.top_entropy_quantile < 1.0:
-            slices = [with_entropy_threshold(samples, self.policy, self.args) for samples in slices]
+            num_slices = self.args.gradient_accumulation_steps
+            slices = [with_entropy_threshold(part, self.policy, self.args, num_slices) for part in slices]
         return [sample for samples in slices for sample in samples]
 
     def publish(self) -> None:
         """Make the engine use the new weights: shared ones are in place, others are handed over."""
         weights = () if self.engine.shares_weights else self.model.named_parameters()
         self.engine.update_weights(weights, self.policy.version)
+
+    # ── What transformers' trainers offer besides ────────────────────────────────────────────────────────
+
+    log_metrics = trainer_pt_utils.log_metrics
+    save_metrics = trainer_pt_utils.save_metrics
+    save_state = trainer_pt_utils.save_state
+
+    def is_world_process_zero(self) -> bool:
+        return self.state.is_world_process_zero
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        self.journal.handler.add_callback(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Remove a callback, or the first one of a class, and return it; None if there is none."""
+        return self.journal.handler.pop_callback(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        self.journal.handler.remove_callback(callback)
 
     # ── Reporting ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -281,11 +249,22 @@ class GRPOTrainer:
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
             self.policy.reference.sync(self.model, self.args.ref_model_mixup_alpha)
         self._check_finite(samples, update)
+        self.log_evaluate_save(stop)
+        if self.journal.ends_epoch:
+            self.journal.event("on_epoch_end")
+            self.log_evaluate_save(stop)
+            if not self.control.should_training_stop:
+                self.journal.event("on_epoch_begin")
+
+    def log_evaluate_save(self, stop: StopRequest) -> None:
+        """Do what the callbacks asked for, in transformers' order; save and leave if asked to stop."""
+        self.journal.log_if_asked()
         if self.control.should_evaluate:
             self.evaluate()
         stop_requested = stop.received()
         if self.control.should_save or stop_requested:
-            self.save_checkpoint()
+            with self.phase("save"):
+                self.save_checkpoint()
         if stop_requested:
             raise SystemExit(143)  # 128 + SIGTERM, what a shell expects of a process that obeyed it
 
@@ -327,7 +306,9 @@ class GRPOTrainer:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Generate for every held-out prompt; rewards are logged as `eval_reward` and so on.
+        """Generate for every held-out prompt, and log `eval_reward`, `eval_loss` and so on.
+
+        The metrics are over all completions; TRL's are averages over batches.
 
         Raises:
             ValueError: there is no dataset, or `ignore_keys` is given (nothing is predicted but rewards).
@@ -343,25 +324,25 @@ class GRPOTrainer:
             ]
             return {name: value for result in results for name, value in result.items()}
         start_s = time.time()
-        request = self._evaluation_request(dataset)
-        with self.phase("rollout"):
-            completions = self.engine.generate(request.prompts, self.sampling)
-        with self.phase("score"):
-            rollout = self.scorer.score(request, completions)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in rollout.metrics.items()}
-        metrics.update(speed_metrics(metric_key_prefix, start_s, num_samples=len(rollout.table.prompts)))
+        rows = list(dataset)
+        with self.phase("evaluate"):
+            metrics = self._evaluation_metrics(rows)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        num_steps = math.ceil(len(rows) / (self.args.eval_batch_size * self.args.world_size))
+        metrics.update(speed_metrics(metric_key_prefix, start_s, num_samples=len(rows), num_steps=num_steps))
         self.journal.log_eval(metrics)
         return metrics
 
-    def _evaluation_request(self, dataset: assembly.TrainDataset) -> RolloutRequest:
-        rows = list(dataset)
-        num_generations = self.args.num_generations_eval or self.args.num_generations
-        per_rank = math.ceil(len(rows) / self.accelerator.num_processes)
-        share = range(len(rows))[self.accelerator.process_index * per_rank :][:per_rank]
-        # Negative keys: a held-out prompt never shares its random numbers with a training prompt.
-        keys = [-1 - index for index in share]
-        members = [range(num_generations)] * len(share)
-        return self._request([rows[index] for index in share], keys, members, num_generations)
+    def _evaluation_metrics(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        request = self.requests.evaluation(rows)
+        with self.phase("evaluate/rollout"):
+            completions = self.engine.generate(request.prompts, self.sampling)
+        rollout = self.scorer.score(request, completions)
+        samples = weighted_for_evaluation(self.with_reference(rollout.samples), self.args)
+        if self.args.top_entropy_quantile < 1.0:
+            samples = with_entropy_threshold(samples, self.policy, self.args, num_accumulated=1)
+        objective = self._over_ranks(self.policy.evaluate(samples, self.objective))
+        return {**rollout.metrics, **objective, "num_tokens": self.state.num_input_tokens_seen}
 
     # ── Beginning, end and checkpoints ───────────────────────────────────────────────────────────────────
 
@@ -373,63 +354,80 @@ class GRPOTrainer:
         directory = checkpoint.find(requested, Path(self.args.output_dir))
         if directory is not None:
             self.load_checkpoint(directory)
+        elif self.state.global_step > 0:
+            raise RuntimeError(
+                f"This trainer has trained {self.state.global_step} steps already and its schedule is used "
+                "up. To train on, make a new trainer with model=trainer.model."
+            )
         self._start = (time.time(), self.state.global_step)
-        self.journal.open(self._description(), resumed=directory is not None)
+        self.journal.open(
+            assembly.description(self.model, self.engine, self.train_dataset, self.accelerator),
+            resumed=directory is not None,
+        )
         if self.args.eval_on_start and directory is None:
             self.evaluate()
+        self.journal.event("on_epoch_begin")
 
     def finish(self) -> TrainOutput:
         """Log the run's summary and close its record."""
         start_s, first_step = self._start
         num_steps = self.state.global_step - first_step
-        summary = speed_metrics(
-            "train", start_s, num_samples=num_steps * self._completions_per_step, num_steps=num_steps
-        )
-        losses = [entry["loss"] for entry in self.state.log_history if entry.get("loss") is not None]
-        summary["train_loss"] = sum(losses) / len(losses) if losses else math.nan
+        num_samples = num_steps * self.args.gradient_accumulation_steps * self.args.train_batch_size
+        num_samples *= self.args.world_size
+        summary = speed_metrics("train", start_s, num_samples=num_samples, num_steps=num_steps)
+        summary.update(train_loss=self.journal.train_loss, epoch=self.state.epoch)
         self.journal.log(summary)
         self.journal.close()
-        if self.args.push_to_hub:
-            self.push_to_hub()
         return TrainOutput(self.state.global_step, summary["train_loss"], summary)
 
-    def _description(self) -> dict[str, Any]:
-        lm = causal_lm(self.model)
-        num_parameters = sum(p.numel() for p in self.model.parameters())
-        return {
-            "model": lm.config.name_or_path or type(lm).__name__,
-            "num_parameters": num_parameters,
-            "engine": type(self.engine).__name__,
-            "dataset": getattr(self.train_dataset.info, "dataset_name", None),
-            "device": f"{self.accelerator.num_processes} x {self.accelerator.device.type}",
-        }
-
-    @property
-    def _completions_per_step(self) -> int:
-        args = self.args
-        return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write a plain Hugging Face (or PEFT) directory with the tokenizer; by default the run's own."""
+        """Write a plain Hugging Face (or PEFT) directory, by default the run's own.
+
+        It holds model, tokenizer and `training_args.bin`. With `push_to_hub=True` it is uploaded too.
+        """
+        self._write_model(Path(output_dir or str(self.args.output_dir)))
+        if self.args.push_to_hub:
+            self.push_to_hub("Model save")
+
+    def _write_model(self, directory: Path) -> None:
         if self.accelerator.is_main_process:
-            directory = output_dir or self.args.output_dir
             self.model.save_pretrained(directory)
             self.processing_class.save_pretrained(directory)
+            args = copy.copy(self.args)
+            args.hub_token = None  # the directory may be shared
+            torch.save(args, directory / "training_args.bin")
 
-    def push_to_hub(self, commit_message: str | None = "End of training", **kwargs: Any) -> None:
-        """Upload model and tokenizer to `hub_model_id` (by default the name of `output_dir`)."""
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Upload `output_dir` without its checkpoints to `hub_model_id`, by default named like the directory.
+
+        Args:
+            blocking: wait for the upload; otherwise a future is returned.
+            token, revision, private: in place of `args`' own.
+            card: `model_name`, `dataset_name` and `tags` of the model card.
+        """
+        directory = Path(str(self.args.output_dir))
+        self._write_model(directory)
         if not self.accelerator.is_main_process:
-            return
-        name = self.args.hub_model_id or Path(self.args.output_dir).name
-        options = {
-            "commit_message": commit_message,
-            "token": self.args.hub_token,
-            "private": self.args.hub_private_repo,
-            "revision": self.args.hub_revision,
-            **kwargs,
-        }
-        self.model.push_to_hub(name, **options)
-        self.processing_class.push_to_hub(name, **options)
+            return None
+        self.journal.handler.on_push_begin(self.args, self.state, self.control)
+        hub.write_model_card(directory, base_model=causal_lm(self.model).config.name_or_path, **card)
+        return hub.upload(
+            directory,
+            name=self.args.hub_model_id or directory.name,
+            commit_message=commit_message,
+            blocking=blocking,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            private=self.args.hub_private_repo if private is None else private,
+        )
 
     def save_checkpoint(self) -> Path:
         """Write `output_dir/checkpoint-<step>`, whole or not at all.
@@ -441,10 +439,9 @@ class GRPOTrainer:
         directory = output_dir / f"checkpoint-{self.state.global_step}"
         is_main = self.accelerator.is_main_process
         with checkpoint.writing(directory, is_main=is_main, gather=gather_object) as partial:
-            self.save_model(str(partial))
+            self._write_model(partial)
             if is_main:
                 self.state.save_to_json(str(partial / "trainer_state.json"))
-                torch.save(self.args, partial / "training_args.bin")
             if not self.args.save_only_model:
                 if is_main:
                     torch.save(self.policy.state_dict(), partial / "optimizer.pt")

@@ -121,6 +121,26 @@ class Policy:
         return UpdateResult(metrics, [logprobs[i] for i in range(len(samples))], skipped)
 
     @torch.no_grad()
+    def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:
+        """What `update` would report of the objective (its metrics and `loss`), without the update.
+
+        Unlike an update it may be called with no samples.
+        """
+        metrics, loss = Metrics(), torch.zeros((), device=self._device)
+        for indices in self._microbatches(samples):
+            microbatch = [samples[i] for i in indices]
+            logprobs, entropies = zip(*self.logprobs(microbatch), strict=True)
+            part, part_metrics = objective(
+                pad_sequence(list(logprobs), batch_first=True),
+                pad_sequence(list(entropies), batch_first=True),
+                _loss_batch(microbatch),
+            )
+            loss += part
+            metrics.merge(part_metrics)
+        metrics.add_mean("loss", loss, 1)
+        return metrics
+
+    @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
         return self._evaluate(self.model, samples)
@@ -197,7 +217,7 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
-        budget = self._max_tokens or self._num_sequences * max(lengths)
+        budget = self._max_tokens or self._num_sequences * max(lengths, default=1)
         return (pack if runs_packed(self.model) else pack_padded)(lengths, budget)
 
     def _reduced_gradient_norm(self) -> Tensor:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 import colocate
+from colocate.config import GRPOConfig
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress
@@ -23,6 +24,9 @@ from colocate.reporting.run_log import RunLog
 
 LAST_VALUES = ("learning_rate", "grad_norm", "num_tokens")
 """Metrics of which the newest value is logged, as transformers does, instead of the average."""
+
+BETWEEN_STEPS = ("evaluate", "save")
+"""Phases that come after one step and before the next."""
 
 
 class Journal:
@@ -34,7 +38,7 @@ class Journal:
 
     def __init__(
         self,
-        args: TrainingArguments,
+        args: GRPOConfig,
         accelerator: Accelerator,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
         *,
@@ -51,16 +55,18 @@ class Journal:
         self.state = TrainerState(
             is_local_process_zero=accelerator.is_local_main_process,
             is_world_process_zero=accelerator.is_main_process,
-            stateful_callbacks=[part for part in exportable if isinstance(part, ExportableState)],
+            stateful_callbacks=[part for part in exportable if isinstance(part, ExportableState)],  # type: ignore[misc]
         )
         self.state.max_steps = max_steps
-        self.state.num_train_epochs = math.ceil(max_steps / steps_per_epoch) if steps_per_epoch else 0
+        self.state.num_train_epochs = math.ceil(max_steps / steps_per_epoch)
         self.state.train_batch_size = args.per_device_train_batch_size
         self.state.compute_steps(args, max_steps)
         self._steps_per_epoch = steps_per_epoch
         self._history = MetricHistory()
         self._since_last_step: dict[str, float] = {}
         self._last: dict[str, float] = {}
+        self._loss_sum, self._num_losses = 0.0, 0
+        self._last_logged_step = 0
         self._table: CompletionTable | None = None
         self._run_log: RunLog | None = None
         self.progress = Progress(
@@ -72,13 +78,22 @@ class Journal:
         self.event("on_init_end")
 
     def event(self, name: str, **kwargs: Any) -> None:
-        """Run a callback event; the callbacks may change `control`."""
+        """Run a callback event; the callbacks may change `control`.
+
+        Raises:
+            NotImplementedError: a callback asks for the rest of the epoch to be skipped.
+        """
         self.control = getattr(self.handler, name)(self.args, self.state, self.control, **kwargs)
+        if self.control.should_epoch_stop:
+            raise NotImplementedError(
+                f"A callback set should_epoch_stop in {name}, but an epoch cannot be cut short here: set "
+                "should_training_stop, or train on fewer rows."
+            )
 
     def open(self, description: dict[str, Any], *, resumed: bool) -> None:
         """Begin or continue the run's record."""
         if self.state.is_world_process_zero:
-            self._run_log = RunLog(self.args.output_dir, self.state.global_step if resumed else None)
+            self._run_log = RunLog(str(self.args.output_dir), self.state.global_step if resumed else None)
             versions = {
                 "colocate": colocate.__version__,
                 "torch": torch.__version__,
@@ -86,8 +101,8 @@ class Journal:
                 "python": platform.python_version(),
             }
             self._run_log.describe({"run_name": self.args.run_name, **description, "versions": versions})
+        self._last_logged_step = self.state.global_step
         self.event("on_train_begin")
-        self.event("on_epoch_begin")
 
     def close(self) -> None:
         """End the run. The record stays open for evaluations that follow."""
@@ -112,40 +127,60 @@ class Journal:
         """
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self._steps_per_epoch
-        step = self.state.global_step
+        step, phases = self.state.global_step, timeline["phases"]
         metrics = {
             **self._since_last_step,
             **metrics,
             "num_tokens": self.state.num_input_tokens_seen,
-            "step_time": timeline["wall_s"],
+            # What was evaluated and saved after the step before was not this step's work.
+            "step_time": timeline["wall_s"] - sum(phases.get(name, 0.0) for name in BETWEEN_STEPS),
         }
         self._since_last_step = {}
         self._history.add(metrics)
         self._last = {name: metrics[name] for name in LAST_VALUES}
-        self.event("on_step_end")
-        if math.floor(self.state.epoch) > math.floor((step - 1) / self._steps_per_epoch):
-            self.event("on_epoch_end")
-            self.event("on_epoch_begin")
+        if math.isfinite(metrics["loss"]):
+            self._loss_sum += metrics["loss"]
+            self._num_losses += 1
         if self._run_log is not None:
             record = self._run_log.log_step(step, metrics, epoch=self.state.epoch, timeline=timeline)
             self.progress.update(step, self.state.max_steps, record)
-            if self._table is not None and self.control.should_log:
-                self._run_log.log_completions(step, self._table)
-        if self.control.should_log:
-            self.log({})
-            self._log_completions(step)
+        self.event("on_step_end")
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the step just taken is the last of its epoch or of the run."""
+        epochs_before = (self.state.global_step - 1) / self._steps_per_epoch
+        # Rounding must not make 3 x (1/3) epochs less than one.
+        crosses = math.floor(self.state.epoch + 1e-9) > math.floor(epochs_before + 1e-9)
+        return self.control.should_training_stop or crosses
+
+    @property
+    def train_loss(self) -> float:
+        """Mean loss of all steps of the run, also of those before it was resumed; NaN if there was none."""
+        return self._loss_sum / self._num_losses if self._num_losses else math.nan
+
+    def log_if_asked(self) -> None:
+        """Log the steps since the last log, if a callback asked for it."""
+        if not self.control.should_log or self.state.global_step == self._last_logged_step:
+            return
+        self.log({})
+        if self._table is not None and self._run_log is not None:
+            self._run_log.log_completions(self.state.global_step, self._table)
+        self._log_completions(self.state.global_step)
 
     def log(self, logs: dict[str, Any]) -> None:
         """Add `logs` and the averages since the last log to `state.log_history`, and tell the callbacks."""
         averages = self._history.flush()
         averages.update({name: value for name, value in self._last.items() if name in averages})
         logs = {**averages, **logs, "epoch": self.state.epoch}
+        self._last_logged_step = self.state.global_step
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.event("on_log", logs=logs)
 
     def log_eval(self, metrics: dict[str, float]) -> None:
-        """Log an evaluation. Training metrics not logged yet wait for their own log."""
-        logs = {**metrics, "epoch": self.state.epoch}
+        """Log an evaluation, its epoch added to `metrics`. Training metrics wait for their own log."""
+        metrics["epoch"] = self.state.epoch
+        logs = dict(metrics)  # callbacks such as PrinterCallback take entries out
         self.state.log_history.append({**logs, "step": self.state.global_step})
         if self._run_log is not None:
             self._run_log.log_eval(self.state.global_step, metrics, epoch=self.state.epoch)
@@ -157,12 +192,13 @@ class Journal:
             return
         table = self._table.unique_prompts() if self.args.log_unique_prompts else self._table
         print_completions(table, step, self.args.num_completions_to_print)
-        write_completions_parquet(Path(self.args.output_dir), step, self._table)
+        write_completions_parquet(Path(str(self.args.output_dir)), step, self._table)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "history": self._history.state_dict(),
             "last": self._last,
+            "losses": (self._loss_sum, self._num_losses),
             "table": self._table if self.state.is_world_process_zero else None,  # several steps train on it
             "state": self._trainer_state(),
         }
@@ -170,6 +206,7 @@ class Journal:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._history.load_state_dict(state["history"])
         self._last = state["last"]
+        self._loss_sum, self._num_losses = state["losses"]
         self._table = state["table"]
         for name, value in state["state"].items():
             setattr(self.state, name, value)

@@ -1,0 +1,42 @@
+"""Fixtures for every test that trains. The helpers themselves are in `tiny.py`."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import pytest
+import torch
+
+from tiny import make_model, make_reward_model, make_tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny matrices: more threads only wait for each other."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> str:
+    """A tiny model and its tokenizer, as `from_pretrained` finds them."""
+    directory = str(tmp_path_factory.mktemp("model") / "tiny-qwen3")
+    make_model("qwen3").save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def reward_model_dir(tmp_path_factory) -> str:
+    """A tiny reward model and its tokenizer."""
+    directory = str(tmp_path_factory.mktemp("reward") / "tiny-reward")
+    make_reward_model().save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory

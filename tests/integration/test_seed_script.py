@@ -1,0 +1,93 @@
+"""The colocation script of TRL's announcement runs, with nothing changed but the import."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tiny import make_model, make_tokenizer
+
+SCRIPT = """
+from datasets import load_dataset
+from colocate import GRPOConfig, GRPOTrainer
+
+# Load dataset
+dataset = load_dataset("trl-lib/tldr", split="train")
+
+# Define the reward function
+def reward_len(completions, **kwargs):
+    return [-abs(20 - len(completion)) for completion in completions]
+
+# Define training arguments
+training_args = GRPOConfig(
+    output_dir="Qwen2-0.5B-GRPO",
+    logging_steps=1,
+    use_vllm=True,
+    vllm_mode="colocate",
+    vllm_tensor_parallel_size=1,
+    vllm_gpu_memory_utilization=0.3,
+    max_prompt_length=512,
+    max_completion_length=1024,
+    max_steps=2,
+    num_generations=4,
+    num_train_epochs=1,
+    per_device_train_batch_size=4,
+    push_to_hub=False,
+    report_to=None
+)
+
+# Create and run the trainer
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2-0.5B-Instruct",
+    reward_funcs=reward_len,
+    args=training_args,
+    train_dataset=dataset,
+)
+trainer.train()
+"""
+
+
+@pytest.fixture
+def no_hub(tmp_path, monkeypatch):
+    """The script's two names, found on the disk: a tiny model and a few rows of the data set's form."""
+    model_dir = tmp_path / "hub" / "Qwen2-0.5B-Instruct"
+    make_model(max_position_embeddings=2048).save_pretrained(model_dir)
+    make_tokenizer().save_pretrained(model_dir)
+    posts = ["SUBREDDIT: r/sums\nTITLE: 3 + 4\nPOST: what is it?\nTL;DR:" * n for n in (1, 2, 30)]
+    rows = Dataset.from_dict({"prompt": posts, "completion": [" seven"] * 3})
+
+    def load_dataset(name, split):
+        assert (name, split) == ("trl-lib/tldr", "train")
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for auto_class in (AutoModelForCausalLM, AutoTokenizer):
+        original = auto_class.from_pretrained
+
+        def from_pretrained(name, *args, _original=original, **kwargs):
+            assert name in ("Qwen/Qwen2-0.5B-Instruct", str(model_dir))
+            return _original(str(model_dir), *args, **kwargs)
+
+        monkeypatch.setattr(auto_class, "from_pretrained", from_pretrained)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_script_of_the_announcement(tmp_path, no_hub):
+    namespace: dict = {}
+    exec(compile(SCRIPT, "train_grpo_colocate.py", "exec"), namespace)
+    trainer = namespace["trainer"]
+    assert trainer.state.global_step == 2
+    run = tmp_path / "Qwen2-0.5B-GRPO"
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert [entry["step"] for entry in logs] == [1, 2]
+    samples = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    assert len(samples) == 8
+    for step in (1, 2):
+        rewards = [-abs(20 - len(s["completion"])) for s in samples if s["step"] == step]
+        assert [s["rewards"]["reward_len"] for s in samples if s["step"] == step] == rewards
+        assert logs[step - 1]["reward"] == pytest.approx(sum(rewards) / 4)
+    assert (run / "checkpoint-2" / "model.safetensors").is_file()  # transformers' save_strategy="steps"

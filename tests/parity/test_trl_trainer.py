@@ -1,0 +1,337 @@
+"""Whole runs against TRL 1.16.0's GRPOTrainer: names and order of everything, and the weights at the end.
+
+Where numbers are compared, both trainers are given the same completions: TRL's generation is replaced by the
+function that a stub engine gives to ours. All the rest of TRL is TRL's.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import trl
+import trl.trainer.grpo_trainer
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from colocate import GRPOConfig, GRPOTrainer
+from tiny import EOS, VOCAB_SIZE, StubEngine, count_digits, make_tokenizer, sums, weights_of
+
+MAX_COMPLETION_LENGTH = 10
+SHARED: dict[str, Any] = dict(
+    per_device_train_batch_size=4,
+    num_generations=4,
+    max_completion_length=MAX_COMPLETION_LENGTH,
+    max_steps=5,
+    learning_rate=1e-3,
+    # Adam turns a gradient that is zero but for rounding into a whole step of either sign; this stops it.
+    adam_epsilon=1e-5,
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+    use_cpu=True,
+    bf16=False,
+    disable_tqdm=True,
+)
+
+
+def completion(prompt_ids, member: int, call: int) -> list[int]:
+    """Random tokens, a stop token at a random place or none at all; a function of its arguments."""
+    rng = random.Random(repr((tuple(prompt_ids), member, call)))
+    ids = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randint(1, MAX_COMPLETION_LENGTH))]
+    return ids if len(ids) == MAX_COMPLETION_LENGTH else [*ids, EOS]
+
+
+def their_trainer(output_dir, model_dir, *, callbacks=(), train_dataset=None, eval_dataset=None, **options):
+    return trl.GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(model_dir),
+        reward_funcs=[count_digits],
+        args=trl.GRPOConfig(output_dir=str(output_dir), **{**SHARED, **options}),
+        train_dataset=sums() if train_dataset is None else train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=make_tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+def our_trainer(output_dir, model_dir, *, callbacks=(), train_dataset=None, eval_dataset=None, **options):
+    return GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(model_dir),
+        reward_funcs=[count_digits],
+        args=GRPOConfig(output_dir=str(output_dir), **{**SHARED, **options}),
+        train_dataset=sums() if train_dataset is None else train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=make_tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+def with_scripted_completions(theirs, ours) -> None:
+    """Make both generate the same."""
+    their_calls = iter(range(10**6))
+
+    def generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        call = next(their_calls)
+        return [completion(ids, index % num_generations, call) for index, ids in enumerate(prompt_ids)], None
+
+    theirs._generate_single_turn = generate_single_turn
+
+    class Scripted(StubEngine):
+        calls = 0
+
+        def generate(self, prompts, sampling):
+            completions = super().generate(prompts, sampling)
+            self.calls += 1
+            return completions
+
+    ours.engine = Scripted(lambda prompt, member: completion(prompt.token_ids, member, ours.engine.calls))
+
+
+def train_theirs(theirs, seed: int) -> None:
+    """Train, the completions of a rollout shuffled as ours are, not by TRL's global generator."""
+    shuffle, calls = trl.trainer.grpo_trainer.shuffle_sequence_dict, iter(range(10**6))
+
+    def in_our_order(batch):
+        generator = torch.Generator().manual_seed(seed + next(calls))
+        randperm = torch.randperm
+        with mock.patch("torch.randperm", lambda n: randperm(n, generator=generator)):
+            return shuffle(batch)
+
+    with mock.patch.object(trl.trainer.grpo_trainer, "shuffle_sequence_dict", in_our_order):
+        theirs.train()
+
+
+# ── The same completions lead to the same weights ────────────────────────────────────────────────────────
+
+CASES = {
+    "dapo": dict(lr_scheduler_type="cosine", warmup_steps=2),
+    "grpo-accumulated": dict(loss_type="grpo", gradient_accumulation_steps=2),
+    "bnpo-accumulated": dict(loss_type="bnpo", gradient_accumulation_steps=2, lr_scheduler_type="constant"),
+    "dr_grpo-two-passes": dict(loss_type="dr_grpo", num_iterations=2, lr_scheduler_type="polynomial"),
+    "dapo-two-passes": dict(num_iterations=2, learning_rate=3e-3),
+    "dapo-two-steps-per-rollout": dict(steps_per_generation=2, learning_rate=3e-3),
+    "dapo-rollout-of-four-slices": dict(
+        steps_per_generation=4, gradient_accumulation_steps=2, num_iterations=2, learning_rate=3e-3
+    ),
+    "gspo": dict(
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        num_iterations=2,
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+    ),
+    "cispo": dict(loss_type="cispo", epsilon_high=5.0, num_iterations=2),
+    "sapo": dict(loss_type="sapo", num_iterations=2, learning_rate=3e-3),
+    "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", num_iterations=2),
+    "kl": dict(beta=0.3, num_iterations=2),
+    "moving-reference": dict(beta=0.3, sync_ref_model=True, ref_model_sync_steps=2),
+    "truncation-masked": dict(mask_truncated_completions=True, weight_decay=0.1, adam_beta2=0.95),
+    "batch-scaled": dict(scale_rewards="batch", per_device_train_batch_size=8, max_grad_norm=0.1),
+    "entropy": dict(entropy_coef=0.1, top_entropy_quantile=0.5, num_iterations=2),
+    "adaptive-entropy": dict(use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=10.0),
+    "temperature": dict(temperature=0.7, num_iterations=2),
+}
+AVERAGED_DIFFERENTLY = ("entropy", "clip_ratio/", "policy_loss")
+"""Of a step of several micro-batches TRL averages the averages; here every token counts once."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_completions_give_the_same_weights_and_logs(tmp_path, model_dir, name):
+    options = CASES[name]
+    theirs, ours = (make(tmp_path, model_dir, **options) for make in (their_trainer, our_trainer))
+    initial = weights_of(theirs.model)
+    with_scripted_completions(theirs, ours)
+    train_theirs(theirs, ours.args.seed)
+    ours.train()
+
+    # TRL's model keeps a second name for its head; compare by ours.
+    expected, actual = weights_of(theirs.model), weights_of(ours.model)
+    moved = torch.cat([(expected[n] - initial[n]).flatten() for n in actual])
+    error = torch.cat([(actual[n] - expected[n]).flatten() for n in actual])
+    assert moved.abs().max() > 1e-3
+    assert error.abs().max() < 2e-6, name
+    assert error.norm() < 1e-4 * moved.norm()
+
+    is_accumulated = options.get("gradient_accumulation_steps", 1) > 1
+    assert len(theirs.state.log_history) == len(ours.state.log_history)
+    for their_log, our_log in zip(theirs.state.log_history[:-1], ours.state.log_history[:-1], strict=True):
+        for key, value in their_log.items():
+            is_average = is_accumulated and key.startswith(AVERAGED_DIFFERENTLY)
+            if key != "step_time" and not is_average:
+                assert our_log[key] == pytest.approx(value, rel=2e-4, abs=2e-5), (key, their_log["step"])
+
+
+def test_clipping_was_seen(tmp_path, model_dir):
+    """The cases above would agree on clip ratios for nothing if they were always zero."""
+    ours = our_trainer(tmp_path, model_dir, **CASES["gspo"])
+    with_scripted_completions(mock.Mock(), ours)
+    ours.train()
+    clipped = [entry.get("clip_ratio/region_mean", 0.0) for entry in ours.state.log_history]
+    assert max(clipped) > 0.0
+
+
+# ── Names of what is logged ──────────────────────────────────────────────────────────────────────────────
+
+NOT_LOGGED = {"total_flos"}  # TRL's is always 0: it does not count GRPO's operations
+
+
+@pytest.fixture(scope="module")
+def histories(tmp_path_factory, model_dir) -> tuple[list[dict], list[dict]]:
+    """Logs of a run with evaluation, KL and entropy bonus."""
+    options = dict(
+        beta=0.1,
+        entropy_coef=0.1,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=8,
+        max_steps=3,
+    )
+    histories = []
+    for make in (their_trainer, our_trainer):
+        trainer = make(tmp_path_factory.mktemp("run"), model_dir, eval_dataset=sums(2), **options)
+        trainer.train()
+        trainer.evaluate()
+        histories.append(trainer.state.log_history)
+    return histories[0], histories[1]
+
+
+def test_log_history_has_trls_entries_and_names(histories):
+    theirs, ours = histories
+    assert [entry["step"] for entry in theirs] == [entry["step"] for entry in ours]
+    assert [entry["epoch"] for entry in theirs] == [entry["epoch"] for entry in ours]
+    for their_entry, our_entry in zip(theirs, ours, strict=True):
+        missing = their_entry.keys() - NOT_LOGGED - our_entry.keys()
+        assert not missing
+        types = {name: type(value) for name, value in our_entry.items() if name not in ("step", "epoch")}
+        assert set(types.values()) <= {int, float}, types
+
+
+def test_names_beyond_trls(histories):
+    """Nothing comes unannounced: whoever adds a metric names it here and in the documentation."""
+    theirs, ours = histories
+    beyond = {
+        name.removeprefix("eval_")
+        for their_entry, our_entry in zip(theirs, ours, strict=True)
+        for name in our_entry.keys() - their_entry.keys()
+    }
+    sampling = {
+        *(f"sampling/sampling_logp_difference/{x}" for x in ("mean", "max")),
+        *(f"sampling/importance_sampling_ratio/{x}" for x in ("min", "mean", "max")),
+    }
+    assert beyond == sampling | {"skipped_updates", "entropy_trained"}
+
+
+def test_evaluation_numbers(tmp_path, model_dir):
+    """One batch of the same completions: every metric is TRL's."""
+    options = dict(beta=0.2, per_device_eval_batch_size=12)
+    theirs, ours = (
+        make(tmp_path, model_dir, eval_dataset=sums(3), **options) for make in (their_trainer, our_trainer)
+    )
+    with_scripted_completions(theirs, ours)
+    with torch.no_grad():  # away from the reference, so that the KL penalty is in the loss
+        for trainer in (theirs, ours):
+            generator = torch.Generator().manual_seed(0)
+            for parameter in trainer.model.parameters():
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    expected, actual = theirs.evaluate(), ours.evaluate()
+    assert expected["eval_kl"] > 1e-3
+    for name, value in expected.items():
+        if not name.endswith(("_runtime", "_per_second", "_model_preparation_time")):
+            assert actual[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+# ── Order of events ──────────────────────────────────────────────────────────────────────────────────────
+
+NOT_CALLED = {"on_substep_end", "on_prediction_step"}  # there are no such steps: batches are packed by tokens
+
+
+class EventRecorder(TrainerCallback):
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int, float]] = []
+
+
+def _record(event):
+    def method(self, args, state, control, **kwargs):
+        self.events.append((event, state.global_step, state.epoch))
+
+    return method
+
+
+for _name in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
+    setattr(EventRecorder, _name, _record(_name))
+
+EPOCHS = dict(save_strategy="epoch", logging_strategy="epoch")
+SCHEDULES = {
+    "steps": dict(eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=3, max_steps=4),
+    "epochs": dict(eval_strategy="epoch", max_steps=-1, num_train_epochs=2, **EPOCHS),
+    "in-the-middle-of-an-epoch": dict(max_steps=4, **EPOCHS),
+    "at-the-start": dict(eval_on_start=True, eval_strategy="steps", eval_steps=1, eval_delay=2),
+    "first-step": dict(logging_first_step=True, logging_steps=3),
+    "accumulated": dict(gradient_accumulation_steps=2, logging_steps=2, max_steps=4),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_events_come_in_trls_order(tmp_path, model_dir, schedule):
+    recorded = []
+    for make in (their_trainer, our_trainer):
+        recorder = EventRecorder()
+        trainer = make(
+            tmp_path / make.__name__,
+            model_dir,
+            callbacks=[recorder],
+            train_dataset=sums(3),
+            eval_dataset=sums(2),
+            per_device_eval_batch_size=8,
+            save_only_model=True,
+            **SCHEDULES[schedule],
+        )
+        trainer.train()
+        recorded.append([event for event in recorder.events if event[0] not in NOT_CALLED])
+    theirs, ours = recorded
+    assert [event[:2] for event in ours] == [event[:2] for event in theirs]
+    assert [event[2] for event in ours] == pytest.approx([event[2] for event in theirs])
+
+
+# ── Length of a run ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "epochs", "options"),
+    [
+        (12, 1, {}),
+        (12, 2.5, dict(gradient_accumulation_steps=2)),
+        (7, 3, dict(gradient_accumulation_steps=3)),  # 2 whole batches and a rest that is dropped
+        (5, 0.5, {}),
+        (9, 1.01, dict(num_iterations=2)),
+        (10, 1, dict(steps_per_generation=4, gradient_accumulation_steps=2, num_iterations=3)),
+        (6, 1.5, dict(generation_batch_size=12)),
+        (8, 1, dict(num_generations=2, per_device_train_batch_size=2, gradient_accumulation_steps=4)),
+    ],
+    ids=str,
+)
+def test_steps_of_epochs(tmp_path, model_dir, num_rows, epochs, options):
+    options = {**options, "max_steps": -1, "num_train_epochs": epochs, "train_dataset": sums(num_rows)}
+    theirs = their_trainer(tmp_path, model_dir, **options)
+    values = theirs.set_initial_training_values(theirs.args, theirs.get_train_dataloader())
+    num_epochs, max_steps = values[0], values[-1]
+    ours = our_trainer(tmp_path, model_dir, **options)
+    assert (ours.state.max_steps, ours.state.num_train_epochs) == (max_steps, num_epochs)
+
+
+def test_no_step_is_cut_short_at_the_end_of_an_epoch(tmp_path, model_dir):
+    """3 slices an epoch, 2 a step: TRL's second step has one slice, ours one of the next epoch too."""
+    options = dict(
+        train_dataset=sums(3),
+        steps_per_generation=1,
+        gradient_accumulation_steps=2,
+        max_steps=-1,
+        num_train_epochs=2,
+    )
+    theirs = their_trainer(tmp_path, model_dir, **options)
+    assert theirs.set_initial_training_values(theirs.args, theirs.get_train_dataloader())[-1] == 4
+    ours = our_trainer(tmp_path, model_dir, **options)
+    assert ours.train().global_step == 3
+    assert ours.state.epoch == 2.0

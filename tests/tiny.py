@@ -1,0 +1,186 @@
+"""Tokenizer, models and data small enough that a training run takes a second. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
+
+from colocate.config import GRPOConfig
+from colocate.trainer import GRPOTrainer
+from colocate.types import Completion, Prompt
+
+SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"]
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=?.,\n"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MAX_POSITION = 1024
+
+_SIZES: dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=MAX_POSITION,
+    initializer_range=0.2,  # far from uniform: log-probs and entropies are of order one
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, with a ChatML template."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+VOCAB_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)
+PAD, EOS = 0, 1
+
+
+def make_model(architecture: str = "qwen3", *, seed: int = 0, **overrides: Any) -> Any:
+    """A random causal language model in float32: "qwen3" (head apart), "qwen2" (tied), or "gpt2"."""
+    torch.manual_seed(seed)
+    ends: dict[str, Any] = dict(vocab_size=VOCAB_SIZE, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
+    if architecture == "gpt2":  # no layout for the native engine, dropout, and runs padded
+        return GPT2LMHeadModel(
+            GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=MAX_POSITION, **ends, **overrides)
+        )
+    if architecture == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**{**_SIZES, "tie_word_embeddings": True, **ends, **overrides}))
+    return Qwen3ForCausalLM(
+        Qwen3Config(**{**_SIZES, "head_dim": 8, "tie_word_embeddings": False, **ends, **overrides})
+    )
+
+
+def make_reward_model(seed: int = 7) -> Qwen3ForSequenceClassification:
+    torch.manual_seed(seed)
+    # Not Qwen2: transformers replaces the tokenizer of a directory with a model of that type by its own.
+    config = Qwen3Config(**_SIZES, head_dim=8, vocab_size=VOCAB_SIZE, pad_token_id=PAD, num_labels=1)
+    return Qwen3ForSequenceClassification(config)
+
+
+def sums(num_rows: int = 12, *, conversational: bool = False) -> Dataset:
+    """Rows like {"prompt": "3 + 4 =", "answer": "7"}."""
+    prompts, answers = [], []
+    for i in range(num_rows):
+        a, b = (3 * i + 1) % 10, (7 * i + 2) % 10
+        prompts.append(f"{a} + {b} =")
+        answers.append(str(a + b))
+    if conversational:
+        return Dataset.from_dict(
+            {"prompt": [[{"role": "user", "content": p}] for p in prompts], "answer": answers}
+        )
+    return Dataset.from_dict({"prompt": prompts, "answer": answers})
+
+
+def text_of(completion: str | list[dict[str, str]]) -> str:
+    return completion if isinstance(completion, str) else completion[0]["content"]
+
+
+def count_digits(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that differs within nearly every group of random completions."""
+    return [float(sum(c.isdigit() for c in text_of(completion))) for completion in completions]
+
+
+def make_config(output_dir: Any, **options: Any) -> GRPOConfig:
+    """Two steps of one group of four each, every step logged, nothing saved."""
+    defaults: dict[str, Any] = dict(
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=2,
+        learning_rate=0.01,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+    return GRPOConfig(output_dir=str(output_dir), **{**defaults, **options})
+
+
+def make_trainer(output_dir: Any, **arguments: Any) -> GRPOTrainer:
+    """A trainer of a tiny model; what is no argument of the trainer is an option of its configuration."""
+    names = set(inspect.signature(GRPOTrainer).parameters)
+    options = {name: arguments.pop(name) for name in list(arguments) if name not in names}
+    return GRPOTrainer(
+        **{
+            "model": make_model(),
+            "reward_funcs": count_digits,
+            "args": make_config(output_dir, **options),
+            "train_dataset": sums(),
+            "processing_class": make_tokenizer(),
+            **arguments,
+        }
+    )
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def changed_weights(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+    """Names of the parameters that are not what they were; all of them must be finite."""
+    now = dict(model.named_parameters())
+    assert all(parameter.isfinite().all() for parameter in now.values())
+    return {name for name, parameter in now.items() if not torch.equal(parameter, before[name])}
+
+
+class StubEngine:
+    """A rollout engine that completes with what it is told, and knows no log-probs.
+
+    Args:
+        complete: (prompt, member of the group) -> token ids.
+    """
+
+    shares_weights = True
+    policy_version = 0
+
+    def __init__(self, complete: Callable[[Prompt, int], list[int]]) -> None:
+        self._complete = complete
+
+    def generate(self, prompts, sampling):
+        ids = [self._complete(prompt, member) for prompt in prompts for member in prompt.samples]
+        return [
+            Completion(tuple(i), None, "stop" if i[-1] in sampling.stop_token_ids else "length", 0)
+            for i in ids
+        ]
+
+    def wake_up(self): ...
+
+    def sleep(self): ...
+
+    def close(self): ...
+
+    def update_weights(self, named_tensors, version):
+        self.policy_version = version
