@@ -1,6 +1,6 @@
 """GRPO for language models on GPUs that the trainer and the rollout engine share."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig
@@ -10,7 +10,7 @@ __all__ = ["GRPOConfig", "GRPOTrainer"]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     # Loading torch and transformers takes seconds; `colocate --help` and `import colocate` should not.
     if name == "GRPOConfig":
         from colocate.config import GRPOConfig

@@ -82,7 +82,7 @@ def load_tokenizer(model: nn.Module, processing_class: Any, args: GRPOConfig) ->
 
 def prepare_model(
     model: Any, args: GRPOConfig, device: torch.device, quantization_config: Any, peft_config: Any
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """A model ready to be trained, and its trainable weights as they were before a cast to bf16."""
     init_kwargs = dict(args.model_init_kwargs or {})
     if isinstance(model, str):
@@ -102,8 +102,8 @@ def prepare_model(
     if args.disable_dropout:
         disable_dropout(loaded)
     if args.gradient_checkpointing:
-        enable_gradient_checkpointing(loaded, args.gradient_checkpointing_kwargs)
-    return loaded.to(device), originals
+        enable_gradient_checkpointing(loaded, dict(args.gradient_checkpointing_kwargs or {}))
+    return nn.Module.to(loaded, device), originals
 
 
 def build_policy(

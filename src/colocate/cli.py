@@ -99,13 +99,14 @@ def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     from colocate.trainer import GRPOTrainer
 
     config = GRPOConfig(**_with_model_options(run, options))
+    dataset_name = str(run.dataset_name)
     train_dataset = load_prompts(
-        run.dataset_name, config=run.dataset_config, split=run.dataset_train_split, **run.dataset_options
+        dataset_name, config=run.dataset_config, split=run.dataset_train_split, **run.dataset_options
     )
     eval_dataset = None
     if config.eval_strategy != "no" or config.eval_on_start:
         eval_dataset = load_prompts(
-            run.eval_dataset_name or run.dataset_name,
+            run.eval_dataset_name or dataset_name,
             config=run.dataset_config,
             split="train" if run.eval_dataset_name else run.dataset_test_split,
             **(run.eval_dataset_options if run.eval_dataset_name else run.dataset_options),

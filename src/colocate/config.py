@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
@@ -57,7 +58,7 @@ class GRPOConfig(TrainingArguments):
 
     # ── Model ────────────────────────────────────────────────────────────────────────────────────────────
 
-    model_init_kwargs: dict[str, Any] | str | None = None
+    model_init_kwargs: dict[str, Any] | None = None
     """Arguments of `from_pretrained` when the model is given by name."""
     trust_remote_code: bool = False
     """Run code that comes with a model or tokenizer."""
@@ -113,9 +114,9 @@ class GRPOConfig(TrainingArguments):
     """Drop tokens less likely than this times the most likely one."""
     repetition_penalty: float = 1.0
     """Above 1 discourages tokens already in prompt or completion."""
-    generation_kwargs: dict | str | None = None
+    generation_kwargs: dict[str, Any] | None = None
     """Overrides temperature, top_p, top_k, min_p or repetition_penalty."""
-    chat_template_kwargs: dict | str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of `apply_chat_template` for conversational prompts."""
     vllm_max_model_length: int | None = None
     """Longest prompt + completion that the engine accepts. None: the model's own limit."""
@@ -354,6 +355,12 @@ class GRPOConfig(TrainingArguments):
                 "sync_ref_model=False."
             )
         self.objective_params()
+
+    @property
+    def run_dir(self) -> Path:
+        """`output_dir` as a path."""
+        assert self.output_dir is not None, "TrainingArguments fills in a name where none is given"
+        return Path(self.output_dir)
 
     def objective_params(self) -> ObjectiveParams:
         """The loss's share of the options.

@@ -87,7 +87,7 @@ class GRPOTrainer:
             tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
         )
         self.args = args = args or assembly.default_config(model)
-        checkpoint.check_writable(Path(args.output_dir))
+        checkpoint.check_writable(args.run_dir)
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
         set_seed(args.seed)
         self.accelerator = Accelerator(cpu=args.use_cpu)
@@ -130,7 +130,7 @@ class GRPOTrainer:
             self.processing_class,
             self.accelerator,
             self.journal,
-            scale_rewards=args.scale_rewards,
+            scale_rewards=str(args.scale_rewards),
             multi_objective_aggregation=args.multi_objective_aggregation,
             mask_truncated_completions=args.mask_truncated_completions,
             stop_token_ids=self.sampling.stop_token_ids,
@@ -247,7 +247,7 @@ class GRPOTrainer:
             metrics["entropy_coef"] = self.entropy.coef
         self.journal.end_step(metrics, self.timeline.drain())
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
-            self.policy.reference.sync(self.model, self.args.ref_model_mixup_alpha)
+            self.policy.sync_reference(self.args.ref_model_mixup_alpha)
         self._check_finite(samples, update)
         self.log_evaluate_save(stop)
         if self.journal.ends_epoch:
@@ -273,7 +273,7 @@ class GRPOTrainer:
         if not update.skipped:
             return
         name = f"skipped_step_{self.state.global_step}_rank{self.accelerator.process_index}.jsonl"
-        file = Path(self.args.output_dir) / name
+        file = self.args.run_dir / name
         decode = self.processing_class.decode
         with file.open("w") as stream:
             for sample, logprobs in zip(samples, update.logprobs, strict=True):
@@ -351,7 +351,7 @@ class GRPOTrainer:
         requested = (
             self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         )
-        directory = checkpoint.find(requested, Path(self.args.output_dir))
+        directory = checkpoint.find(requested, self.args.run_dir)
         if directory is not None:
             self.load_checkpoint(directory)
         elif self.state.global_step > 0:
@@ -385,7 +385,7 @@ class GRPOTrainer:
 
         It holds model, tokenizer and `training_args.bin`. With `push_to_hub=True` it is uploaded too.
         """
-        self._write_model(Path(output_dir or str(self.args.output_dir)))
+        self._write_model(Path(output_dir or self.args.run_dir))
         if self.args.push_to_hub:
             self.push_to_hub("Model save")
 
@@ -413,7 +413,7 @@ class GRPOTrainer:
             token, revision, private: in place of `args`' own.
             card: `model_name`, `dataset_name` and `tags` of the model card.
         """
-        directory = Path(str(self.args.output_dir))
+        directory = self.args.run_dir
         self._write_model(directory)
         if not self.accelerator.is_main_process:
             return None
@@ -435,7 +435,7 @@ class GRPOTrainer:
         Raises:
             CheckpointError: it could not be written; earlier checkpoints stand.
         """
-        output_dir = Path(self.args.output_dir)
+        output_dir = self.args.run_dir
         directory = output_dir / f"checkpoint-{self.state.global_step}"
         is_main = self.accelerator.is_main_process
         with checkpoint.writing(directory, is_main=is_main, gather=gather_object) as partial:

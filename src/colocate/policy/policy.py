@@ -16,7 +16,7 @@ from colocate.policy.forward import hidden_states, runs_packed, training_attenti
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.reference import Reference
+from colocate.policy.reference import FrozenCopy, Reference
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
 
@@ -156,6 +156,11 @@ class Policy:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
             return [logprobs for logprobs, _ in self._evaluate(model, samples)]
+
+    def sync_reference(self, mixup_alpha: float) -> None:
+        """Move the reference towards the policy; only a reference that is a model of its own can move."""
+        assert isinstance(self.reference, FrozenCopy), "sync_ref_model is refused with an adapter"
+        self.reference.sync(self.model, mixup_alpha)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, masters, moments, schedule and version; the reference if it has moved."""
