@@ -91,7 +91,15 @@ def terminate_rank_1(trainer: Any, directory: Path) -> None:
     trainer.train()
 
 
+def evaluate(trainer: Any, directory: Path) -> None:
+    """Three prompts, of which rank 0 has two; and a single one, which leaves rank 1 without any."""
+    results = [trainer.evaluate(trainer.train_dataset.select(range(n))) for n in (3, 1)]
+    if trainer.accelerator.is_main_process:
+        (directory / "evaluated.json").write_text(json.dumps(results))
+
+
 ENDINGS = {
+    "evaluated": evaluate,
     "refused": resume_checkpoint_of_one,
     "full_disk": fill_disk_of_rank_1,
     "terminated": terminate_rank_1,

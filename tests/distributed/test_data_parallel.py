@@ -44,7 +44,9 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     for case in CASES:
         single[case] = build(directory / "one", case, num_ranks=1)
         single[case].train()
-    launch("torchrun", directory, "dapo", "grpo", "resumed", "refused", "full_disk", "terminated")
+    launch(
+        "torchrun", directory, "dapo", "grpo", "resumed", "refused", "full_disk", "terminated", "evaluated"
+    )
     launch("accelerate", directory, "accelerate")
     return directory, single
 
@@ -71,6 +73,16 @@ def test_the_record_covers_both_processes_once(runs, case):
         assert record == pytest.approx(without_timings(expected), rel=1e-3, abs=1e-5, nan_ok=True)
     texts = [(directory / where / "completions.jsonl").read_text() for where in (case, f"one/{case}")]
     assert texts[0].count("\n") == texts[1].count("\n") > 0
+
+
+def test_an_evaluation_by_two_processes_is_that_of_one(runs):
+    directory, _ = runs
+    one = build(directory / "one", "evaluated", num_ranks=1)
+    expected = [one.evaluate(one.train_dataset.select(range(n))) for n in (3, 1)]
+    for actual, metrics in zip(json.loads((directory / "evaluated.json").read_text()), expected, strict=True):
+        for name, value in metrics.items():
+            if not name.endswith(("_runtime", "_per_second")):
+                assert actual[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 def test_two_processes_write_one_checkpoint(runs):

@@ -105,6 +105,10 @@ def test_completions_take_the_form_of_their_prompts(tokenizer):
     ]
 
 
+def test_no_completions_are_no_texts(tokenizer):
+    assert decode_completions([], [], tokenizer) == []
+
+
 def test_context_length_error_shows_the_arithmetic():
     check_context_length(100, 28, 128)
     with pytest.raises(ValueError, match=r"101 tokens \+ max_completion_length=28 = 129 .* 128.*at most 100"):
