@@ -102,7 +102,7 @@ def prepare_model(
     if args.disable_dropout:
         disable_dropout(loaded)
     if args.gradient_checkpointing:
-        enable_gradient_checkpointing(loaded, dict(args.gradient_checkpointing_kwargs or {}))
+        enable_gradient_checkpointing(loaded, args.gradient_checkpointing_kwargs)
     return nn.Module.to(loaded, device), originals
 
 
