@@ -49,6 +49,8 @@ class GRPOConfig(TrainingArguments):
     logging_steps: float = 10
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass: a third more compute, far less memory."""
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    """Arguments of `torch.utils.checkpoint`; `use_reentrant` is False unless set."""
     bf16: bool | None = None  # type: ignore[assignment]  # TRL's type
     """Parameters in bfloat16, with float32 masters in the optimizer. None: True on GPUs that have it."""
     remove_unused_columns: bool | None = False  # type: ignore[assignment]  # TRL's type
