@@ -24,21 +24,22 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed, trainer_pt_utils
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from colocate import assembly, checkpoint, hub, snapshot
+from colocate import assembly
 from colocate.algorithms.objective import Objective
+from colocate.checkpoints import hub, sealed, snapshot
+from colocate.checkpoints.interruption import StopRequest
 from colocate.config import GRPOConfig
 from colocate.data.sampler import PromptBatch
-from colocate.interruption import StopRequest
+from colocate.experience.rollout import RequestBuilder, Rollout, Scorer
+from colocate.experience.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
+from colocate.experience.window import TrainingWindow
 from colocate.memory.timeline import Timeline
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import stop_token_ids
 from colocate.policy.policy import UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
-from colocate.rollout import RequestBuilder, Rollout, Scorer
 from colocate.types import Sample
-from colocate.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
-from colocate.window import TrainingWindow
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class GRPOTrainer:
             tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
         )
         self.args = args = args or assembly.default_config(model)
-        checkpoint.check_writable(args.run_dir)
+        sealed.check_writable(args.run_dir)
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
         set_seed(args.seed)
         self.accelerator = Accelerator(cpu=args.use_cpu)
@@ -351,7 +352,7 @@ class GRPOTrainer:
         requested = (
             self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         )
-        directory = checkpoint.find(requested, self.args.run_dir)
+        directory = sealed.find(requested, self.args.run_dir)
         if directory is not None:
             self.load_checkpoint(directory)
         elif self.state.global_step > 0:
@@ -438,7 +439,7 @@ class GRPOTrainer:
         output_dir = self.args.run_dir
         directory = output_dir / f"checkpoint-{self.state.global_step}"
         is_main = self.accelerator.is_main_process
-        with checkpoint.writing(directory, is_main=is_main, gather=gather_object) as partial:
+        with sealed.writing(directory, is_main=is_main, gather=gather_object) as partial:
             self._write_model(partial)
             if is_main:
                 self.state.save_to_json(str(partial / "trainer_state.json"))
@@ -448,7 +449,7 @@ class GRPOTrainer:
                 rank = self.accelerator.process_index
                 snapshot.save_rank_state(partial, rank, self._resumable_parts(), self._identity())
         if is_main:
-            checkpoint.rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            sealed.rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
         self.journal.event("on_save")
         if self.args.push_to_hub and self.args.hub_strategy == "every_save":
             self.push_to_hub(f"Step {self.state.global_step}")
@@ -460,9 +461,9 @@ class GRPOTrainer:
         Raises:
             CheckpointError: the checkpoint is incomplete, corrupt or of another run.
         """
-        checkpoint.verify(directory)
+        sealed.verify(directory)
         if not (directory / "optimizer.pt").is_file():
-            raise checkpoint.CheckpointError(
+            raise sealed.CheckpointError(
                 f"{directory} was written with save_only_model=True: there is no optimizer state to resume. "
                 f"Start a new run with model={str(directory)!r}."
             )

@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from small_runs import make_trainer
 
-from colocate import snapshot
-from colocate.checkpoint import CheckpointError
+from colocate.checkpoints import snapshot
+from colocate.checkpoints.sealed import CheckpointError
 
 # The global batch: `dapo` has one group of four per rollout, split over two ranks; `grpo` three, of which the
 # second is split.

@@ -14,7 +14,7 @@ import torch
 from grpo_worker import CASES, build
 from small_runs import read_metrics, without_timings
 
-from colocate.checkpoint import CheckpointError, list_checkpoints, verify
+from colocate.checkpoints.sealed import CheckpointError, list_checkpoints, verify
 
 pytestmark = pytest.mark.slow
 

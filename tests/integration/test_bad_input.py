@@ -26,7 +26,7 @@ from small_runs import (
 from transformers import PreTrainedTokenizerFast
 
 from colocate import GRPOConfig
-from colocate.checkpoint import CheckpointError, list_checkpoints, verify
+from colocate.checkpoints.sealed import CheckpointError, list_checkpoints, verify
 from colocate.rewards.errors import RewardError
 from colocate.run_config import parse_run, read_file
 

@@ -20,8 +20,8 @@ from small_runs import make_dataset, make_model, make_trainer, read_metrics, wit
 from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from colocate import checkpoint
-from colocate.checkpoint import CheckpointError, list_checkpoints
+from colocate.checkpoints import sealed
+from colocate.checkpoints.sealed import CheckpointError, list_checkpoints
 
 NUM_STEPS = 7
 
@@ -181,9 +181,9 @@ def start(target: Any, *args: Any) -> Any:
 def train_in_child(output_dir: Path, name: str, resume: bool, slow_step_s: float, slow_file_s: float) -> None:
     torch.set_num_threads(1)
     trainer = build(output_dir, CASES[name], save_strategy="steps" if slow_file_s else "no")
-    generate, flush = trainer.engine.generate, checkpoint._flush
+    generate, flush = trainer.engine.generate, sealed._flush
     trainer.engine.generate = lambda *args: (time.sleep(slow_step_s), generate(*args))[1]
-    checkpoint._flush = lambda path: (time.sleep(slow_file_s), flush(path))[1]
+    sealed._flush = lambda path: (time.sleep(slow_file_s), flush(path))[1]
     (output_dir / "begun").touch()
     trainer.train(resume_from_checkpoint=resume)
 
@@ -230,8 +230,8 @@ def test_killed_again_and_again_at_random_moments(uninterrupted, tmp_path):
         process.kill()
         process.join()
         (tmp_path / "begun").unlink()
-        for sealed in list_checkpoints(tmp_path):
-            checkpoint.verify(sealed)
+        for directory in list_checkpoints(tmp_path):
+            sealed.verify(directory)
     resumed = build(tmp_path, CASES[name])
     resumed.train(resume_from_checkpoint=bool(list_checkpoints(tmp_path)))
     assert not list(tmp_path.glob("partial-*")), delays
@@ -250,9 +250,9 @@ def kill_at(moment: str, output_dir: Path) -> None:
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 4:
                 trainer.policy.state_dict = die if moment == "optimizer" else trainer.policy.state_dict
-                checkpoint._fingerprint = die if moment == "manifest" else checkpoint._fingerprint
-                checkpoint._flush = die if moment == "flush" else checkpoint._flush
-                checkpoint.rotate = die if moment == "rotate" else checkpoint.rotate
+                sealed._fingerprint = die if moment == "manifest" else sealed._fingerprint
+                sealed._flush = die if moment == "flush" else sealed._flush
+                sealed.rotate = die if moment == "rotate" else sealed.rotate
                 if moment == "delete":
                     os.rmdir = die  # shutil.rmtree has deleted the files by then
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
-from colocate import hub
+from colocate.checkpoints import hub
 from tiny import make_model, make_trainer, sums, weights_of
 
 

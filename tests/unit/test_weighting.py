@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate import weighting
 from colocate.algorithms.choices import LOSS_TYPES
+from colocate.experience import weighting
 from colocate.types import Sample
 
 MAX_COMPLETION_LENGTH = 9

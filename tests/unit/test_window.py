@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from colocate.experience.window import TrainingWindow
 from colocate.types import Sample
-from colocate.window import TrainingWindow
 
 NUM_STEPS = 12
 SLICE_SIZE = 2

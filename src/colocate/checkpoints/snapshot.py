@@ -8,7 +8,7 @@ already generated and paid for but not yet trained on, the metrics not yet logge
         trainer_state.json                              transformers' TrainerState
         optimizer.pt                                    masters, moments, schedule
         rank0.pt, rank1.pt, ...                         each rank's share of the rest
-        manifest.json                                   sizes and checksums (`checkpoint.py`)
+        manifest.json                                   sizes and checksums (`sealed.py`)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colocate.checkpoint import CheckpointError
+from colocate.checkpoints.sealed import CheckpointError
 
 
 class Resumable(Protocol):
