@@ -143,7 +143,7 @@ def decode_completions(
         completion_ids: N sequences of token ids, the stop token included or not.
         prompts: N prompts, one per completion.
     """
-    texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completion_ids]
+    texts = [str(tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in completion_ids]
     return [
         [{"role": "assistant", "content": text}] if is_conversational(prompt) else text
         for text, prompt in zip(texts, prompts, strict=True)
