@@ -102,7 +102,8 @@ def prepare_model(
     if args.disable_dropout:
         disable_dropout(loaded)
     if args.gradient_checkpointing:
-        enable_gradient_checkpointing(loaded, args.gradient_checkpointing_kwargs)
+        # transformers has read JSON text into a dict by now.
+        enable_gradient_checkpointing(loaded, args.gradient_checkpointing_kwargs)  # type: ignore[arg-type]
     return nn.Module.to(loaded, device), originals
 
 

@@ -13,12 +13,12 @@ def test_reward_functions_are_found_by_name(tmp_path, monkeypatch):
     assert get_reward_function("get_soft_overlong_punishment")([[0] * 1152]) == [-0.5]  # 1280 - 256 / 2
     source = "import json\ndef brevity(completions, **kwargs):\n    return [-len(c) for c in completions]\n"
     (tmp_path / "json.py").write_text(source)
-    (tmp_path / "my_rewards.py").write_text(source)
+    (tmp_path / "rewards_of_mine.py").write_text(source)
     assert get_reward_function(f"{tmp_path}/json.py:brevity")(["abc"]) == [-3]
     assert __import__("json").loads("1") == 1
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path.parent))  # restores sys.path afterwards
-    assert get_reward_function("my_rewards.brevity")(["abc"]) == [-3]
+    assert get_reward_function("rewards_of_mine.brevity")(["abc"]) == [-3]
 
 
 def test_unknown_names_name_the_nearest(tmp_path, monkeypatch):
