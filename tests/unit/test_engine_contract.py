@@ -228,6 +228,12 @@ def test_closed_is_closed(engine):
         engine.wake_up()
 
 
+def test_asleep_it_holds_no_kv_cache(engine):
+    generate(engine, [3, 3])
+    engine.sleep()
+    assert engine.kv_cache_bytes == 0
+
+
 def test_policy_version_is_stamped(engine):
     assert {c.policy_version for c in generate(engine, [3, 3])} == {0}
     engine.update_weights([], version=7)

@@ -24,6 +24,11 @@ class RolloutEngine(Protocol):
     policy_version: int
     """Version of the weights the next `generate` uses; stamped on every completion."""
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Memory that the KV cache holds now; 0 asleep, or if the engine cannot tell."""
+        ...
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt; `sum(len(p.samples) for p in prompts)` completions, prompt by prompt.
 

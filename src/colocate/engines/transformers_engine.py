@@ -36,6 +36,7 @@ class TransformersEngine:
     """
 
     shares_weights = True
+    kv_cache_bytes = 0  # `generate` makes and drops its cache within each batch
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, max_num_seqs: int = 64) -> None:
         if max_num_seqs < 1:

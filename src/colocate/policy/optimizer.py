@@ -96,6 +96,12 @@ class PolicyOptimizer:
     def _leaves_by_name(self) -> dict[str, nn.Parameter]:
         return self._parameters | self._masters
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of masters and moments; the parameters that are their own masters are not counted."""
+        moments = (x for state in self.optimizer.state.values() for x in state.values())
+        return sum(x.nbytes for x in (*self._masters.values(), *moments) if isinstance(x, Tensor))
+
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients, one per leaf; zeros where backward has not been.
 

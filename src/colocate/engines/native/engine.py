@@ -87,6 +87,10 @@ class NativeEngine:
         self._is_awake = False
         fuse_parameters(model)
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._cache.num_bytes
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`.
 

@@ -23,6 +23,10 @@ class KVCache:
         """Pages there are storage for; 0 while freed."""
         return 0 if self._data is None else self._data.shape[2]
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._data is None else self._data.nbytes
+
     def is_on(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether there is storage, of this type and on this device."""
         return self._data is not None and self._data.dtype == dtype and self._data.device == device
