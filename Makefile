@@ -7,6 +7,8 @@ CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "--constrai
 
 .PHONY: quickstart test lint gpu-test bench clean
 
+# One thread: a matrix product of a model this small is shorter than waking a second one.
+quickstart: export OMP_NUM_THREADS = 1
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart/warm_start.py
 	$(BIN)/colocate train recipes/quickstart.yaml
