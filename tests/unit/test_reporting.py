@@ -27,6 +27,7 @@ from colocate.reporting.picture import write_picture
 from colocate.reporting.plots import Axis, Plot, compact, decimate, smooth
 from colocate.reporting.progress import Progress
 from colocate.reporting.report import write_report
+from colocate.reporting.run import read_run
 from colocate.reporting.run_log import RunLog
 
 GIB = 2**30
@@ -684,6 +685,32 @@ def test_no_record_breaks_the_report(records):
         (Path(directory) / "run.json").write_text("[not an object")
         page = parse_page(write_report(directory))
     assert "4 unreadable lines" in page.text
+
+
+def test_a_rollout_that_feeds_several_steps_is_drawn_through_all_of_them(tmp_path):
+    record = {"epoch": 0.0, "time": 0.0, "wall_s": 1.0, "phases": {"train": 1.0}, "loss": 0.5}
+    memory = {"device": "cpu", "limit_bytes": 100}
+    for step in range(1, 9):
+        begins = step % 2 == 1
+        phases = ["rollout", "train"] if begins else ["train"]
+        spans = [
+            {
+                "phase": phase,
+                "start_s": i,
+                "end_s": i + 1,
+                "before_bytes": 1,
+                "after_bytes": 1,
+                "peak_bytes": 1,
+            }
+            for i, phase in enumerate(phases)
+        ]
+        rewarded = {"reward": step / 10, "reward_std": 0.1} if begins else {}
+        line = {**record, **rewarded, "step": step, "memory": {**memory, "spans": spans}}
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    run = read_run(tmp_path)
+    assert run.metric("reward") == [0.1, 0.1, 0.3, 0.3, 0.5, 0.5, 0.7, 0.7]
+    assert run.typical_step() in (4, 6)  # of the last half of those with a rollout: steps 5 and 7
 
 
 def test_missing_or_empty_record_is_a_clear_error(tmp_path):

@@ -40,8 +40,15 @@ class Run:
         return [float(record["step"]) for record in self.steps]
 
     def metric(self, name: str) -> list[float]:
-        """One value per step."""
-        return [number(record.get(name)) for record in self.steps]
+        """One value per step. A rollout's metrics stand for all the steps that it feeds.
+
+        The record has them once, with the first of these steps; null is a value that was no number.
+        """
+        values: list[float] = []
+        for record in self.steps:
+            is_carried = name not in record and values
+            values.append(values[-1] if is_carried else number(record.get(name)))
+        return values
 
     def eval_metric(self, name: str) -> tuple[list[float], list[float]]:
         """The steps at which `name` was evaluated, and its values."""
@@ -109,8 +116,12 @@ class Run:
         return number(_mapping(self.steps[-1].get("memory")).get("limit_bytes"))
 
     def typical_step(self) -> int | None:
-        """Index of the step of median length among the last half of those with memory spans."""
-        seen = [i for i, spans in enumerate(self.spans) if spans]
+        """Index of the step of median length among the last half of those with memory spans.
+
+        A step with a rollout, if there is one: in others the engine sleeps throughout.
+        """
+        seen = [i for i, spans in enumerate(self.spans) if any(span["phase"] == "rollout" for span in spans)]
+        seen = seen or [i for i, spans in enumerate(self.spans) if spans]
         seen = seen[len(seen) // 2 :]
         if not seen:
             return None
