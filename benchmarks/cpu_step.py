@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from results_file import write_result
+from results_file import committed, write_result
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps a round, the warm-up included")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    commit = committed()
     repetitions = []
     for number in range(options.rounds):
         for framework, run in (("trl", run_trl), ("colocate", run_colocate)):
@@ -151,7 +152,7 @@ def main() -> None:
         "step_vs_trl": theirs["step_s"] / ours["step_s"],
     }
     path = write_result(
-        "step", "cpu", claims, repetitions, shape=SHAPE, work=WORK, prompt_tokens=PROMPT_TOKENS,
+        "step", "cpu", claims, repetitions, commit, shape=SHAPE, work=WORK, prompt_tokens=PROMPT_TOKENS,
         num_threads=torch.get_num_threads(),
     )  # fmt: skip
     print(json.dumps(claims, indent=1))

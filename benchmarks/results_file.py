@@ -16,24 +16,27 @@ PACKAGES = ("colocate", "torch", "transformers", "accelerate", "trl", "vllm", "t
 
 
 def write_result(
-    name: str, hardware: str, claims: dict[str, float], repetitions: list[dict[str, Any]], **setup: Any
+    name: str,
+    hardware: str,
+    claims: dict[str, float],
+    repetitions: list[dict[str, Any]],
+    commit: str,
+    **setup: Any,
 ) -> Path:
     """Write `results/<name>-<hardware>.json`.
 
     Args:
+        commit: from `committed`, called before anything was measured.
         claims: the figures that README or docs may quote, each a median or a ratio of medians of this run.
         repetitions: every single measurement.
         setup: shapes and options that were run.
-
-    Raises:
-        RuntimeError: tracked files differ from the commit, so the figures could not be repeated from it.
     """
     directory = os.environ.get("OUT", RESULTS)
     record = {
         "name": name,
         "claims": claims,
         "command": " ".join(["python", *sys.argv]),
-        "commit": _commit(),
+        "commit": commit,
         "hardware": {"name": hardware, "processor": _processor(), "num_cores": os.cpu_count()},
         "python": platform.python_version(),
         "versions": {package: found for package in PACKAGES if (found := _version(package))},
@@ -45,7 +48,13 @@ def write_result(
     return path
 
 
-def _commit() -> str:
+def committed() -> str:
+    """The commit that is checked out.
+
+    Raises:
+        RuntimeError: tracked files differ from it, so that the figures could not be repeated from it.
+    """
+
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
