@@ -25,6 +25,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 gpu-test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "gpu and not multi_gpu"
 
+bench: export OMP_NUM_THREADS = 1
 bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/cpu_step.py
 

@@ -230,19 +230,19 @@ def _print_plan(result: MemoryPlan, run: RunConfig, config: GRPOConfig) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    def gib(size: int) -> str:
-        return f"{size / 2**30:.2f} GiB"
+    def shown(size: int) -> str:
+        return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"
 
     table = Table(title=f"Memory of one device: {run.model_name_or_path}", title_justify="left")
     for column in ("phase", "what", "memory", "how"):
         table.add_column(column, justify="right" if column == "memory" else "left", no_wrap=column != "how")
     for phase in ("resident", "rollout", "train"):
         for row in (row for row in result.rows if row.phase == phase):
-            table.add_row(phase, row.name, gib(row.size_bytes), row.how)
-        table.add_row(phase, "total", gib(result.phase_bytes(phase)), "", style="bold", end_section=True)
+            table.add_row(phase, row.name, shown(row.size_bytes), row.how)
+        table.add_row(phase, "total", shown(result.phase_bytes(phase)), "", style="bold", end_section=True)
     console = Console()
     console.print(table)
-    console.print(f"Peak {gib(result.peak_bytes)} = resident + the larger of rollout and train.")
+    console.print(f"Peak {shown(result.peak_bytes)} = resident + the larger of rollout and train.")
     if config.max_prompt_length is None:
         console.print(
             f"Prompts are taken to have at most {_ASSUMED_PROMPT_TOKENS} tokens: set max_prompt_length."
@@ -250,11 +250,11 @@ def _print_plan(result: MemoryPlan, run: RunConfig, config: GRPOConfig) -> None:
     if result.device_memory_bytes is None:
         console.print("No GPU here: give --device_memory_gib to see whether the run fits.")
     elif result.fits:
-        console.print(f"Fits in {gib(result.device_memory_bytes)}.", style="green")
+        console.print(f"Fits in {shown(result.device_memory_bytes)}.", style="green")
     else:
         short = result.peak_bytes - result.device_memory_bytes
         console.print(
-            f"Does not fit: {gib(result.device_memory_bytes)}, {gib(short)} short. Set", style="red"
+            f"Does not fit: {shown(result.device_memory_bytes)}, {shown(short)} short. Set", style="red"
         )
         for remedy in result.remedies:
             console.print(f"  {remedy}", highlight=False)

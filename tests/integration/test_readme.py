@@ -149,3 +149,11 @@ def test_recipes_are_valid(recipe, capsys, monkeypatch, tmp_path):
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_figures_are_those_of_the_benchmark():
+    claims = json.loads((ROOT / "benchmarks/results/step-cpu.json").read_text())["claims"]
+    text = " ".join(README.split())
+    assert f"takes 1/{claims['step_vs_trl']:.1f} of the time" in text
+    assert f"rollout is {claims['rollout_vs_trl']:.1f} times as fast" in text
+    assert f"training {claims['training_vs_trl']:.1f} times" in text

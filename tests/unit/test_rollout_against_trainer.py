@@ -1,0 +1,43 @@
+"""The engine's log-probs are the trainer's: two forwards written apart, one over pages, one over packs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_models import CONFIGS, make_model, make_prompts
+from transformers import TrainingArguments
+
+from colocate.engines.native.engine import NativeEngine
+from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.policy import Policy
+from colocate.types import Sample, SamplingParams
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_log_probs_of_a_rollout_are_those_of_the_packed_forward(name):
+    model = make_model(name)
+    arguments = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    temperature = 0.8
+    policy = Policy(
+        model,
+        PolicyOptimizer(model, arguments, 1),
+        temperature=temperature,
+        max_tokens_per_microbatch=64,
+        max_grad_norm=1.0,
+    )
+    engine = NativeEngine(model, max_num_seqs=5, page_size=4)
+    prompts = make_prompts([3, 17, 9, 1], num_generations=3)
+    engine.wake_up()
+    completions = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=temperature))
+    owners = [prompt for prompt in prompts for _ in prompt.samples]
+    samples = [
+        Sample(
+            prompt_ids=torch.tensor(prompt.token_ids),
+            completion_ids=torch.tensor(completion.token_ids),
+            completion_mask=torch.ones(len(completion.token_ids)),
+            advantage=0.0,
+        )
+        for prompt, completion in zip(owners, completions, strict=True)
+    ]
+    for completion, (logprobs, _) in zip(completions, policy.logprobs(samples), strict=True):
+        torch.testing.assert_close(logprobs, torch.tensor(completion.logprobs), atol=1e-5, rtol=1e-5)
