@@ -11,7 +11,14 @@ import datasets
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    enable_full_determinism,
+    set_seed,
+)
+from transformers.utils import logging as transformers_logging
 
 from colocate.algorithms.entropy import EntropyController
 from colocate.config import GRPOConfig
@@ -54,6 +61,17 @@ def refuse_unsupported(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"GRPOTrainer does not take {name}: {NOT_SUPPORTED[name]}.")
+
+
+def set_up_process(args: GRPOConfig) -> None:
+    """Seeds every global generator and sets how much is logged, as transformers' trainers do."""
+    if args.full_determinism:
+        enable_full_determinism(args.seed)
+    else:
+        set_seed(args.seed)
+    level = args.get_process_log_level()
+    transformers_logging.set_verbosity(level)
+    logging.getLogger("colocate").setLevel(level)
 
 
 def load_tokenizer(model: nn.Module, processing_class: Any, args: GRPOConfig) -> PreTrainedTokenizerBase:

@@ -55,7 +55,7 @@ HONOURED: frozenset[str] = _names(
 
     eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size num_generations_eval
 
-    save_strategy save_steps save_total_limit save_only_model save_on_each_node resume_from_checkpoint
+    save_strategy save_steps save_total_limit save_only_model resume_from_checkpoint
     push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_revision
     """
 )
@@ -168,6 +168,7 @@ REFUSED: dict[str, str] = {
     "parallelism_config": _ONE_GPU_MODEL,
     "accelerator_config": "batches are cut by the repeat sampler itself; remove it",
     "debug": "not supported; steps that are not finite are reported by name (see max_skipped_steps)",
+    "save_on_each_node": "a checkpoint is one directory for all nodes; put output_dir on shared storage",
     "load_best_model_at_end": _NO_BEST,
     "metric_for_best_model": _NO_BEST,
     "greater_is_better": _NO_BEST,

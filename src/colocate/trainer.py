@@ -21,7 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, set_seed, trainer_pt_utils
+from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from colocate import assembly
@@ -90,7 +90,7 @@ class GRPOTrainer:
         self.args = args = args or assembly.default_config(model)
         sealed.check_writable(args.run_dir)
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
-        set_seed(args.seed)
+        assembly.set_up_process(args)
         self.accelerator = Accelerator(cpu=args.use_cpu)
         self.batches = assembly.prompt_batches(self.train_dataset, args)
         max_steps, steps_per_epoch = assembly.num_steps(args, self.batches.num_batches_per_epoch)
