@@ -169,6 +169,15 @@ def test_logging_intervals(tmp_path, options, expected):
         first = entry["step"] + 1
 
 
+def test_the_terminal_shows_the_reward_at_every_step_that_a_rollout_feeds(tmp_path, capsys):
+    run(tmp_path, max_steps=4, steps_per_generation=2, logging_steps=1)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split(" | ")[0] for line in lines] == [f"step {step}/4" for step in (1, 2, 3, 4)]
+    rewards = [line.split(" | ")[1] for line in lines]
+    assert all(reward.startswith("reward ") for reward in rewards)
+    assert rewards[0] == rewards[1] != rewards[2] == rewards[3]
+
+
 def test_train_loss_is_the_mean_of_all_steps(tmp_path):
     _, trainer = run(tmp_path, max_steps=5, logging_steps=3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

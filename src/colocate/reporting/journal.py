@@ -64,6 +64,7 @@ class Journal:
         self._steps_per_epoch = steps_per_epoch
         self._history = MetricHistory()
         self._since_last_step: dict[str, float] = {}
+        self._rollout: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._loss_sum, self._num_losses = 0.0, 0
         self._last_logged_step = 0
@@ -116,6 +117,7 @@ class Journal:
         """Take note of a rollout; its metrics belong to the optimizer step that comes next."""
         self.state.num_input_tokens_seen += num_tokens
         self._since_last_step.update(metrics)
+        self._rollout = metrics
         self._table = table
 
     def end_step(self, metrics: dict[str, float], timeline: dict[str, Any]) -> None:
@@ -143,7 +145,8 @@ class Journal:
             self._num_losses += 1
         if self._run_log is not None:
             record = self._run_log.log_step(step, metrics, epoch=self.state.epoch, timeline=timeline)
-            self.progress.update(step, self.state.max_steps, record)
+            # A rollout that feeds several steps stays in sight until the next one.
+            self.progress.update(step, self.state.max_steps, {**self._rollout, **record})
         self.event("on_step_end")
 
     @property
