@@ -1,10 +1,26 @@
-"""What every engine checks before it starts a rollout."""
+"""What every engine checks of what it is asked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 from colocate.types import Prompt, SamplingParams
+
+
+def check_no_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights sent to an engine that reads the trainer's own: they would have nowhere to go.
+
+    Raises:
+        ValueError: there is a tensor.
+    """
+    names = [name for name, _ in named_tensors]
+    if names:
+        raise ValueError(
+            f"This engine reads the trainer's own parameters; it was sent {len(names)} tensors, {names[0]!r} "
+            "first. Update the model's parameters in place instead."
+        )
 
 
 def check_requests(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
 from colocate.engines.native.sampler import Sampler
-from colocate.engines.requests import check_requests
+from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
 from colocate.weights.layouts import unwrap
@@ -86,14 +86,9 @@ class TransformersEngine:
         """Note the version of the weights, which are in place already.
 
         Raises:
-            ValueError: tensors were passed; they would have nowhere to go.
+            ValueError: tensors were passed.
         """
-        names = [name for name, _ in named_tensors]
-        if names:
-            raise ValueError(
-                f"The transformers engine reads the trainer's own parameters; it was sent {len(names)} "
-                f"tensors, {names[0]!r} first. Update the model's parameters in place instead."
-            )
+        check_no_tensors(named_tensors)
         self.policy_version = version
 
     def close(self) -> None:

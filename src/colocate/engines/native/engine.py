@@ -15,7 +15,7 @@ from colocate.engines.native.pages import PagePool, pages_for
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.scheduler import Admission, Scheduler
 from colocate.engines.native.scheduler import Sequence as RunningSequence
-from colocate.engines.requests import check_requests
+from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
@@ -140,14 +140,9 @@ class NativeEngine:
         """Note the version of the weights, which are in place already.
 
         Raises:
-            ValueError: tensors were passed; they would have nowhere to go.
+            ValueError: tensors were passed.
         """
-        names = [name for name, _ in named_tensors]
-        if names:
-            raise ValueError(
-                f"The native engine reads the trainer's own parameters; it was sent {len(names)} tensors, "
-                f"{names[0]!r} first. Update the model's parameters in place instead."
-            )
+        check_no_tensors(named_tensors)
         self.policy_version = version
 
     def close(self) -> None:
