@@ -30,7 +30,7 @@ NUM_WARMUP_STEPS = 30
 MAX_STEPS = 600
 STEPS_PER_CHECK = 10
 NUM_CHECKED = 256
-ENOUGH = 0.33  # then most groups of 8 completions hold right and wrong ones, which is what GRPO learns from
+ENOUGH = 0.33  # then most groups of completions hold right and wrong ones, which is what GRPO learns from
 NUM_EVALUATED = 512
 
 

@@ -178,6 +178,15 @@ def test_the_terminal_shows_the_reward_at_every_step_that_a_rollout_feeds(tmp_pa
     assert rewards[0] == rewards[1] != rewards[2] == rewards[3]
 
 
+def test_the_terminal_says_what_an_evaluation_found(tmp_path, capsys):
+    _, trainer = run(tmp_path, eval_dataset=sums(2), max_steps=2, eval_strategy="steps", eval_steps=1)
+    (first, second) = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "eval_reward" in line]
+    assert [line.split(" | ")[0] for line in lines] == ["step 1", "step 2"]
+    shown = [float(line.rpartition(" ")[2]) for line in lines]
+    assert shown == pytest.approx([first, second], rel=1e-2)
+
+
 def test_train_loss_is_the_mean_of_all_steps(tmp_path):
     _, trainer = run(tmp_path, max_steps=5, logging_steps=3)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

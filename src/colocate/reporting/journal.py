@@ -187,6 +187,7 @@ class Journal:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         if self._run_log is not None:
             self._run_log.log_eval(self.state.global_step, metrics, epoch=self.state.epoch)
+        self.progress.show_evaluation(self.state.global_step, metrics)
         self.event("on_log", logs=logs)
         self.event("on_evaluate", metrics=metrics)
 

@@ -104,6 +104,13 @@ class Progress:
             # soft_wrap: a log is read by programs, which want one line per step however narrow the console.
             self._console.print(Text(self._line()), soft_wrap=True)
 
+    def show_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Say in one line what an evaluation after `step` steps found; above the panel, if there is one."""
+        rewards = {name: number(value) for name, value in metrics.items() if name.endswith("_reward")}
+        if self._shows and rewards:
+            found = " | ".join(f"{name} {compact(value)}" for name, value in rewards.items())
+            self._console.print(Text(f"step {step} | {found}"), soft_wrap=True)
+
     def _seconds_per_step(self) -> float:
         timed = [(steps, seconds) for steps, seconds, _ in self._recent if seconds > 0]
         return sum(s for _, s in timed) / sum(n for n, _ in timed) if timed else math.nan
