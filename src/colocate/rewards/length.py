@@ -13,7 +13,7 @@ from colocate.rewards.completions import Completions
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
     """A reward that falls from 0 to -1 over the last `soft_punish_cache` tokens before `max_completion_len`.
 
-    Equation 13 of DAPO (https://huggingface.co/papers/2503.14476): with L tokens, 0 up to max - cache,
+    Equation 13 of DAPO (arXiv 2503.14476): with L tokens, 0 up to max - cache,
     (max - cache - L) / cache up to max, -1 beyond.
 
     Raises:
@@ -55,7 +55,7 @@ def get_cosine_scaled_reward(
 ) -> CosineScaledReward:
     """Accuracy scaled by length along half a cosine: short right answers earn most, short wrong ones least.
 
-    Appendix C.1 of https://huggingface.co/papers/2502.03373. A right completion goes from `max_value_correct`
+    Appendix C.1 of arXiv 2502.03373. A right completion goes from `max_value_correct`
     (no token) to `min_value_correct` (`max_len` tokens or more), a wrong one from `min_value_wrong` to
     `max_value_wrong`. None where the solution cannot be parsed, as with `accuracy_reward`.
 

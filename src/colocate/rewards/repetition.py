@@ -9,7 +9,7 @@ from typing import Any
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:
     """A penalty in proportion to the repeated n-grams of tokens: (1 - unique / all) * `max_penalty`.
 
-    Appendix C.2 of https://huggingface.co/papers/2502.03373, over token ids. 0.0 below `ngram_size` tokens.
+    Appendix C.2 of arXiv 2502.03373, over token ids. 0.0 below `ngram_size` tokens.
 
     Raises:
         ValueError: `max_penalty` is positive or `ngram_size` is not.
