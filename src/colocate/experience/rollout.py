@@ -59,7 +59,6 @@ class RequestBuilder:
             ValueError: a prompt cannot be tokenized, or leaves no room for `max_completion_length`.
         """
         args = self._args
-        assert args.num_generations is not None, "GRPOConfig refuses None"
         share = rank_slice(len(batch.rows), args.num_generations, args.process_index, args.world_size)
         rows = [batch.rows[index] for index, _ in share]
         keys = [batch.keys[index] for index, _ in share]
@@ -73,7 +72,6 @@ class RequestBuilder:
         """
         args = self._args
         num_generations = args.num_generations_eval or args.num_generations
-        assert num_generations is not None, "GRPOConfig refuses None"
         per_rank = math.ceil(len(rows) / args.world_size)
         share = range(len(rows))[args.process_index * per_rank :][:per_rank]
         # Negative keys: a held-out prompt never shares its random numbers with a training prompt.
@@ -106,7 +104,6 @@ class RequestBuilder:
 
     def _tokenize(self, rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
         args = self._args
-        assert args.max_completion_length is not None, "GRPOConfig refuses None"
         token_ids = tokenize_prompts(
             rows,
             self._tokenizer,
