@@ -202,8 +202,6 @@ def _workload(run: RunConfig, config: GRPOConfig, model_config: Any) -> Any:
 
     from colocate.memory.planner import Workload
 
-    assert config.max_completion_length is not None, "GRPOConfig refuses None"
-
     if run.dtype == "auto":
         dtype = model_config.dtype or torch.float32
     else:

@@ -92,7 +92,6 @@ def _weights(
     token_counts: list[float], args: GRPOConfig, tokens_per_step: float, num_accumulated: int
 ) -> tuple[list[float], list[float]]:
     """Loss weights and entropy weights of the sequences of one slice."""
-    assert args.max_completion_length is not None, "GRPOConfig refuses None"
     counts = torch.tensor(token_counts)
     losses = loss_weights(
         args.loss_type,
