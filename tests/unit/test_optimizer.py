@@ -12,6 +12,11 @@ from colocate.policy.loading import cast_to_bf16
 from colocate.policy.optimizer import PolicyOptimizer
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # transformers' Trainer creates its output_dir
+
+
 def arguments(**kwargs) -> TrainingArguments:
     defaults = dict(output_dir="unused", use_cpu=True, report_to=[], lr_scheduler_type="constant")
     return TrainingArguments(**(defaults | kwargs))
