@@ -81,7 +81,8 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
 
 
 def test_moving_reference_under_an_adapter(tmp_path):
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     with pytest.raises(ValueError, match=r"sync_ref_model=True, but with an adapter .* without an adapter"):
         make_trainer(tmp_path, peft_config=config, beta=0.1, sync_ref_model=True)

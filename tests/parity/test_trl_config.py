@@ -4,13 +4,12 @@ import dataclasses
 import warnings
 
 import pytest
+import trl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 from colocate.config import GRPOConfig
-
-trl = pytest.importorskip("trl")
 
 OWN = {
     **dict.fromkeys(

@@ -12,11 +12,13 @@ from dataclasses import fields
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from trl.trainer.utils import add_fused_lm_head, split_tensor_dict
 
 from colocate.algorithms.advantages import compute_advantages
 from colocate.algorithms.choices import CLIPPED_LOSSES, IMPORTANCE_SAMPLING_MODES, LOSS_TYPES
@@ -25,9 +27,6 @@ from colocate.algorithms.masks import entropy_threshold, is_truncated
 from colocate.algorithms.normalization import entropy_weights, loss_weights, mean_tokens_per_step
 from colocate.algorithms.objective import LossBatch, Objective, ObjectiveParams
 from colocate.reporting.metrics import Metrics
-
-trl = pytest.importorskip("trl")
-from trl.trainer.utils import add_fused_lm_head, split_tensor_dict  # noqa: E402
 
 PAD, EOS, VOCAB = 0, 1, 24
 NUM_GENERATIONS = 4

@@ -222,7 +222,8 @@ def test_a_step_cannot_be_logged_twice_and_keys_cannot_clash(tmp_path):
 
 
 def test_parquet_is_what_trl_writes(tmp_path):
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     table = CompletionTable(
         [[{"role": "user", "content": "hi"}]] * 2,
         ["a", "b"],
