@@ -23,6 +23,7 @@ from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import PagePool, pages_for
 from colocate.engines.native.scheduler import Scheduler
+from colocate.engines.native.torch_backend import TorchBackend
 from colocate.types import Prompt, SamplingParams
 from colocate.weights.layouts import has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
@@ -89,8 +90,8 @@ class Pressure:
         self.min_free: dict[PagePool, int] = {}
         make_room, prefill, allocate = Scheduler.make_room, ModelRunner.prefill, PagePool.allocate
 
-        def counted_make_room(scheduler):
-            preempted = make_room(scheduler)
+        def counted_make_room(scheduler, num_steps):
+            preempted = make_room(scheduler, num_steps)
             self.num_preempted += len(preempted)
             return preempted
 
@@ -336,3 +337,47 @@ def test_what_cannot_be_exact_is_refused_by_name(change, message):
     assert not has_layout(model)
     with pytest.raises(ValueError, match=f"{message}.*Use the 'transformers' engine"):
         layout_for(model)
+
+
+class Windowed(TorchBackend):
+    """Works behind the device as on a GPU, so rows finish while later steps are under way."""
+
+    windows_in_flight = 1
+
+    def __init__(self, steps_per_look: int) -> None:
+        super().__init__()
+        self.steps_per_look = steps_per_look
+
+    def rotate_and_store(self, qkv, cos, sin, positions, slots, *rest):
+        live = (slots >= 0).nonzero()[:, 0]
+        part = qkv[live]
+        super().rotate_and_store(part, cos, sin, positions[live], slots[live], *rest)
+        qkv[live] = part
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    steps_per_look=st.integers(1, 9),
+    max_num_seqs=st.integers(1, 9),
+    page_size=st.sampled_from([1, 3, 4, 16]),
+    spare_pages=st.sampled_from([0, 1, 3, 100]),
+    seed=st.integers(0, 5),
+    num_stops=st.integers(0, 3),
+)
+def test_looking_at_the_host_less_often_changes_nothing(
+    steps_per_look, max_num_seqs, page_size, spare_pages, seed, num_stops
+):
+    model = make_model("qwen3")
+    prompts = make_prompts([5, 12, 8, 1, 12], 3)
+    needed = pages_for(12 + 20 - 1, page_size) + spare_pages
+    free = awake(model, max_num_seqs=4).generate(prompts, SamplingParams(max_tokens=20, seed=seed))
+    stops = tuple(completion.token_ids[3 + 2 * i] for i, completion in enumerate(free[:num_stops]))
+    sampling = SamplingParams(max_tokens=20, seed=seed, stop_token_ids=stops)
+    engine = awake(model, max_num_seqs=max_num_seqs, page_size=page_size, kv_cache_tokens=needed * page_size)
+    expected = engine.generate(prompts, sampling)
+    engine._backend = Windowed(steps_per_look)
+    engine.sleep()
+    engine.wake_up()
+    windowed = engine.generate(prompts, sampling)
+    assert [c.token_ids for c in windowed] == [c.token_ids for c in expected]
+    assert [c.finish_reason for c in windowed] == [c.finish_reason for c in expected]

@@ -3,117 +3,141 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.scheduler import Sequence
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device that the host does not wait for.
+
+    Copies from pageable memory wait until the device has worked off what was launched before.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
+
+
+@dataclass(frozen=True)
+class Window:
+    """The tokens of some steps, on their way to the host."""
+
+    sequences: list[Sequence]
+    """Of each row when the steps were launched."""
+    token_ids: Tensor  # [steps, rows] int32; -1 where the sequence had finished before
+    logprobs: Tensor  # [steps, rows] float32
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probabilities of every row; waits for the steps to end."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        counts = (self.token_ids >= 0).sum(dim=0).tolist()
+        token_ids, logprobs = self.token_ids.t().tolist(), self.logprobs.t().tolist()
+        return [(t[:n], lp[:n]) for t, lp, n in zip(token_ids, logprobs, counts, strict=True)]
+
+
 class DecodeBatch:
-    """What a decode step reads and writes, updated for all rows at once: no Python per sequence and step."""
+    """What decode steps read and write, updated for all rows at once: no Python per sequence and step.
+
+    The tensors' addresses never change, so captured graphs may use them. A row that has finished stays where
+    it is, and nothing more happens to it, until the host removes it.
+    """
 
     def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        max_num_pages: int,
-        max_tokens: int,
-        vocab_size: int,
-        sampler: Sampler,
-        stop_token_ids: SequenceABC[int],
-        device: torch.device,
+        self, *, max_num_seqs: int, max_num_pages: int, max_num_steps: int, device: torch.device
     ) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        self.device = device
         self.num_rows = 0
-        self.max_tokens = max_tokens
-        self.sampler = sampler
+        self.max_num_steps = max_num_steps
         self.block_tables = zeros(max_num_seqs, max_num_pages)
-        self.positions = zeros(max_num_seqs)
-        """Position of `last_tokens`; keys and values of all earlier positions are in the cache."""
-        self.last_tokens = zeros(max_num_seqs)
-        self.num_generated = zeros(max_num_seqs)
-        self.prompt_keys = zeros(max_num_seqs)
-        self.samples = zeros(max_num_seqs)
-        self.token_ids = zeros(max_num_seqs, max_tokens)
-        self.logprobs = zeros(max_num_seqs, max_tokens, dtype=torch.float32)
-        self.seen = zeros(max_num_seqs, vocab_size, dtype=torch.bool) if sampler.needs_seen_tokens else None
-        self._stop_token_ids = torch.tensor(list(stop_token_ids), dtype=torch.long, device=device)
-
-    def _state(self) -> list[Tensor]:
-        tensors = [self.block_tables, self.positions, self.last_tokens, self.num_generated, self.prompt_keys]
-        tensors += [self.samples, self.token_ids, self.logprobs]
-        return tensors if self.seen is None else [*tensors, self.seen]
-
-    def start(self, sequences: SequenceABC[Sequence], logits: Tensor) -> None:
-        """Append rows for `sequences` and draw their next tokens from `logits` [len(sequences), V]."""
-        first, device = self.num_rows, logits.device
-        for row, sequence in enumerate(sequences, start=first):
-            num_generated = len(sequence.token_ids)
-            if num_generated:
-                self.token_ids[row, :num_generated] = torch.tensor(sequence.token_ids, device=device)
-                self.logprobs[row, :num_generated] = torch.tensor(sequence.logprobs, device=device)
-            if self.seen is not None:
-                self.seen[row] = False
-                self.seen[row, torch.tensor([*sequence.prompt, *sequence.token_ids], device=device)] = True
-        rows = slice(first, first + len(sequences))
-        width = max(len(sequence.pages) for sequence in sequences)
-        tables = [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences]
-        numbers = [(s.num_context - 1, len(s.token_ids), s.group.prompt.key, s.sample) for s in sequences]
-        # Rows are re-used: the rest of a table must name pages that exist in this rollout, which 0 always
-        # does.
-        self.block_tables[rows] = 0
-        self.block_tables[rows, :width] = torch.tensor(tables, device=device)
-        columns = torch.tensor(numbers, device=device).unbind(1)
-        self.positions[rows], self.num_generated[rows], self.prompt_keys[rows], self.samples[rows] = columns
-        self.num_rows += len(sequences)
-        self.draw(rows, logits)
-
-    def draw(self, rows: slice, logits: Tensor) -> None:
-        """Draw the next token of `rows` and append it."""
-        seen = None if self.seen is None else self.seen[rows]
-        num_generated = self.num_generated[rows]
-        tokens, logprobs = self.sampler(
-            logits, self.prompt_keys[rows], self.samples[rows], num_generated, seen
+        self.prompt_keys = zeros(max_num_seqs, dtype=torch.int64)
+        self._state = zeros(6, max_num_seqs)
+        self.positions, self.last_tokens, self.num_generated, self.samples, self.limits, self.finished = (
+            self._state.unbind()
         )
-        column = num_generated[:, None]
-        self.token_ids[rows].scatter_(1, column, tokens[:, None])
-        self.logprobs[rows].scatter_(1, column, logprobs[:, None])
-        if seen is not None:
-            seen.scatter_(1, tokens[:, None], True)
-        self.last_tokens[rows] = tokens
-        self.num_generated[rows] += 1
-        self.positions[rows] += 1
+        """`positions`: of `last_tokens`; keys and values of all earlier positions are in the cache."""
+        self.finished.fill_(1)
+        self.slots = zeros(max_num_seqs)
+        self.context_lens = zeros(max_num_seqs)
+        self.out_token_ids = zeros(max_num_steps, max_num_seqs)
+        self.out_logprobs = zeros(max_num_steps, max_num_seqs, dtype=torch.float32)
+        self.seen: Tensor | None = None  # [max_num_seqs, V] bool
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.block_tables.shape[0]
+
+    @property
+    def max_num_pages(self) -> int:
+        return self.block_tables.shape[1]
+
+    def reset(self, *, vocab_size: int | None) -> None:
+        """Forget all rows. `vocab_size`: keep track of the tokens seen, for a repetition penalty."""
+        self.num_rows = 0
+        self.finished.fill_(1)
+        self.seen = None
+        if vocab_size is not None:
+            self.seen = torch.zeros(self.max_num_seqs, vocab_size, dtype=torch.bool, device=self.device)
+
+    def start(self, sequences: SequenceABC[Sequence]) -> slice:
+        """Append rows for `sequences`; they may draw their next token."""
+        first, count = self.num_rows, len(sequences)
+        rows = slice(first, first + count)
+        # Rows are re-used: what a table holds beyond a sequence's pages must name pages that exist, as 0
+        # always does.
+        table = np.zeros((count, max(len(sequence.pages) for sequence in sequences)), dtype=np.int32)
+        state = np.zeros((6, count), dtype=np.int32)
+        keys = np.empty(count, dtype=np.int64)
+        for index, sequence in enumerate(sequences):
+            table[index, : len(sequence.pages)] = sequence.pages
+            num_generated = len(sequence.token_ids)
+            state[:5, index] = (
+                sequence.num_context - 1, 0, num_generated, sequence.sample, sequence.limit
+            )  # fmt: skip
+            keys[index] = sequence.group.prompt.key
+            if self.seen is not None:
+                seen = torch.tensor([*sequence.prompt, *sequence.token_ids], device=self.device)
+                self.seen[first + index] = False
+                self.seen[first + index, seen] = True
+        self.block_tables[rows] = 0
+        self.block_tables[rows, : table.shape[1]] = to_device(table, self.device)
+        self._state[:, rows] = to_device(state, self.device)
+        self.prompt_keys[rows] = to_device(keys, self.device)
+        self.num_rows += count
+        return rows
 
     def set_pages(self, rows: SequenceABC[int], columns: SequenceABC[int], pages: SequenceABC[int]) -> None:
         """Enter newly allocated pages into the block tables."""
-        where = torch.tensor([rows, columns, pages], device=self.block_tables.device)
-        self.block_tables[where[0], where[1]] = where[2]
+        where = to_device(np.array([rows, columns, pages]), self.device)
+        self.block_tables[where[0], where[1]] = where[2].int()
 
-    def finished_rows(self) -> list[int]:
-        """Rows whose last token is a stop token or the last allowed. The step's one look at the host."""
-        rows = slice(0, self.num_rows)
-        finished = self.num_generated[rows] >= self.max_tokens
-        if len(self._stop_token_ids):
-            finished |= torch.isin(self.last_tokens[rows], self._stop_token_ids)
-        return finished.nonzero()[:, 0].tolist()
-
-    def read(self, rows: SequenceABC[int]) -> list[tuple[list[int], list[float]]]:
-        """Tokens and log-probabilities generated so far in `rows`."""
-        index = torch.tensor(rows, device=self.token_ids.device)
-        counts = self.num_generated[index].tolist()
-        tokens, logprobs = self.token_ids[index].tolist(), self.logprobs[index].tolist()
-        return [(t[:n], lp[:n]) for t, lp, n in zip(tokens, logprobs, counts, strict=True)]
+    def send(self, sequences: SequenceABC[Sequence], rows: slice, num_steps: int) -> Window:
+        """Start copying the last `num_steps` steps' tokens of `rows` to the host."""
+        token_ids = self.out_token_ids[:num_steps, rows].to("cpu", non_blocking=True, copy=True)
+        logprobs = self.out_logprobs[:num_steps, rows].to("cpu", non_blocking=True, copy=True)
+        arrived = None
+        if self.device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Window(list(sequences), token_ids, logprobs, arrived)
 
     def remove(self, rows: SequenceABC[int]) -> None:
         """Drop rows; the others move up and keep their order."""
         gone = set(rows)
         kept = [row for row in range(self.num_rows) if row not in gone]
-        first_hole = min(gone)
-        index = torch.tensor(kept[first_hole:], dtype=torch.long, device=self.positions.device)
-        for tensor in self._state():
-            tensor[first_hole : len(kept)] = tensor[index]
+        first_hole, old = min(gone), self.num_rows
         self.num_rows = len(kept)
+        index = to_device(np.array(kept[first_hole:], dtype=np.int64), self.device)
+        moved = slice(first_hole, len(kept))
+        self._state[:, moved] = self._state.index_select(1, index)
+        for tensor in (self.block_tables, self.prompt_keys, self.seen):
+            if tensor is not None:
+                tensor[moved] = tensor.index_select(0, index)
+        self.finished[len(kept) : old] = 1

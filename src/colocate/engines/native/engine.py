@@ -8,16 +8,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from colocate.engines.native.batch import DecodeBatch
+from colocate.engines.native.backends import backend_for
+from colocate.engines.native.decoder import Decoder
 from colocate.engines.native.kv_cache import KVCache
-from colocate.engines.native.model_runner import ModelRunner
-from colocate.engines.native.pages import PagePool, pages_for
-from colocate.engines.native.sampler import Sampler
-from colocate.engines.native.scheduler import Admission, Scheduler
-from colocate.engines.native.scheduler import Sequence as RunningSequence
+from colocate.engines.native.pages import pages_for
+from colocate.engines.native.rollout import Rollout
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.layouts import Layout, layout_for
+from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 FREE_MEMORY_FRACTION = 0.5
@@ -34,8 +32,9 @@ class NativeEngine:
 
     Args:
         model: a Hugging Face causal language model with a layout, or a PEFT model around one.
-        max_num_seqs: sequences that decode at the same time.
-        page_size: tokens per page of the KV cache.
+        max_num_seqs: sequences that decode at the same time; None: 64 on a CPU, 512 on a GPU.
+        page_size: tokens per page of the KV cache, on a GPU a power of two from 16 on; None: 16 on a CPU, 64
+            on a GPU.
         kv_cache_tokens: size of the KV cache in tokens; it is then taken in `wake_up`. None: taken in
             `generate`, as large as that rollout can use, up to half of the free memory.
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
@@ -50,14 +49,18 @@ class NativeEngine:
         self,
         model: nn.Module,
         *,
-        max_num_seqs: int = 64,
-        page_size: int = 16,
+        max_num_seqs: int | None = None,
+        page_size: int | None = None,
         kv_cache_tokens: int | None = None,
         max_model_len: int | None = None,
     ) -> None:
         layout = layout_for(model)
+        self._backend = backend_for(layout.device)
+        max_num_seqs = self._backend.default_max_num_seqs if max_num_seqs is None else max_num_seqs
+        page_size = self._backend.default_page_size if page_size is None else page_size
         if max_num_seqs < 1 or page_size < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} and page_size={page_size} must be at least 1.")
+        self._backend.check_page_size(page_size)
         if kv_cache_tokens is not None and kv_cache_tokens < page_size:
             raise ValueError(
                 f"kv_cache_tokens={kv_cache_tokens} is less than one page of {page_size} tokens. Raise it, "
@@ -84,6 +87,7 @@ class NativeEngine:
             head_dim=layout.head_dim,
             page_size=page_size,
         )
+        self._decoder: Decoder | None = None
         self._is_awake = False
         fuse_parameters(model)
 
@@ -114,13 +118,14 @@ class NativeEngine:
         fuse_parameters(self._model)
         with torch.inference_mode():
             self._size_cache(prompts, sampling.max_tokens)
-            return _Rollout(self._layout, self._cache, self._max_num_seqs, prompts, sampling).run(
-                self.policy_version
-            )
+            decoder = self._decoder_for(prompts, sampling.max_tokens)
+            return Rollout(decoder, prompts, sampling).run(self.policy_version)
 
     def sleep(self) -> None:
-        """Give the KV cache's memory back."""
+        """Give the KV cache's memory back. Captured graphs stay, and stay valid."""
         self._cache.free()
+        if not self._backend.captures_graphs:
+            self._decoder = None  # cheap to make anew, and it holds on to weights that may be moved
         self._is_awake = False
 
     def wake_up(self) -> None:
@@ -148,7 +153,25 @@ class NativeEngine:
     def close(self) -> None:
         """Free the KV cache and let go of the model."""
         self.sleep()
-        self._model = None
+        self._decoder = self._model = None
+
+    def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
+        """The decoder of earlier rollouts if it is large enough for this one."""
+        layout, decoder = self._layout, self._decoder
+        max_len = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
+        num_seqs = min(self._max_num_seqs, sum(len(prompt.samples) for prompt in prompts))
+        if decoder is not None and decoder.fits(layout, max_num_seqs=num_seqs, max_len=max_len):
+            decoder.refresh(layout)
+            return decoder
+        if decoder is not None:  # never smaller than before: training and evaluation may take turns
+            max_len, num_seqs = max(max_len, decoder.max_len), max(num_seqs, decoder.max_num_seqs)
+        self._decoder = None
+        # Rounded up, so that rollouts a little longer than the last do not capture graphs anew.
+        max_len = min(1 << (max_len - 1).bit_length(), self._max_len)
+        self._decoder = Decoder(
+            self._cache, self._backend, max_num_seqs=num_seqs, max_len=max_len, layout=layout
+        )
+        return self._decoder
 
     def _size_cache(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
         """Check that one sequence fits; take memory for this rollout if no size was given."""
@@ -181,100 +204,6 @@ class NativeEngine:
                 f"{page_size}) = {needed} pages of KV cache and there are {available}. {remedy}, or lower "
                 "max_completion_length."
             )
-
-
-class _Rollout:
-    """One `generate` call."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        cache: KVCache,
-        max_num_seqs: int,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-    ) -> None:
-        self.cache = cache
-        self.sampling = sampling
-        self.pool = PagePool(cache.num_pages)
-        self.scheduler = Scheduler(
-            prompts, pool=self.pool, page_size=cache.page_size, max_num_seqs=max_num_seqs
-        )
-        max_len = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_tokens
-        self.runner = ModelRunner(layout, cache, max_len)
-        self.batch = DecodeBatch(
-            max_num_seqs=min(max_num_seqs, len(self.scheduler.sequences)),
-            max_num_pages=pages_for(max_len, cache.page_size),
-            max_tokens=sampling.max_tokens,
-            vocab_size=layout.vocab_size,
-            sampler=Sampler(sampling),
-            stop_token_ids=sampling.stop_token_ids,
-            device=layout.device,
-        )
-
-    def run(self, policy_version: int) -> list[Completion]:
-        scheduler = self.scheduler
-        while scheduler.has_work:
-            admission = scheduler.admit()
-            if admission.started:
-                self._start(admission)
-            else:
-                self._step()
-            self._retire()
-        assert self.pool.num_free == self.pool.num_pages, "KV pages are still held after the rollout"
-        stop_token_ids = set(self.sampling.stop_token_ids)
-        return [
-            Completion(
-                token_ids=tuple(sequence.token_ids),
-                logprobs=tuple(sequence.logprobs),
-                finish_reason="stop" if sequence.token_ids[-1] in stop_token_ids else "length",
-                policy_version=policy_version,
-            )
-            for sequence in scheduler.sequences
-        ]
-
-    def _start(self, admission: Admission) -> None:
-        if admission.prefills:
-            logits = self.runner.prefill([prefill for prefill, _ in admission.prefills])
-            for row, (_, owner) in zip(logits, admission.prefills, strict=True):
-                owner.logits = row
-        if admission.page_copies:
-            self.cache.copy_pages(*zip(*admission.page_copies, strict=True))
-        started = admission.started
-        self.batch.start(started, torch.stack([sequence.next_logits for sequence in started]))
-        for sequence in started:
-            sequence.logits = None
-            if sequence.group.num_unstarted == 0:
-                sequence.group.logits = None
-
-    def _step(self) -> None:
-        scheduler, batch = self.scheduler, self.batch
-        preempted = scheduler.make_room()
-        if preempted:
-            self._read_back([sequence.row for sequence in preempted], preempted)
-        grown = scheduler.grow()
-        if grown[0]:
-            batch.set_pages(*grown)
-        rows = slice(0, batch.num_rows)
-        logits = self.runner.decode(
-            batch.last_tokens[rows],
-            batch.positions[rows],
-            batch.block_tables[rows],
-            scheduler.max_context_len,
-        )
-        batch.draw(rows, logits)
-        scheduler.advance()
-
-    def _retire(self) -> None:
-        rows = self.batch.finished_rows()
-        if rows:
-            self._read_back(rows, [self.scheduler.running[row] for row in rows])
-            self.scheduler.finish(rows)
-
-    def _read_back(self, rows: Sequence[int], sequences: Sequence[RunningSequence]) -> None:
-        for sequence, (token_ids, logprobs) in zip(sequences, self.batch.read(rows), strict=True):
-            sequence.token_ids, sequence.logprobs = token_ids, logprobs
-        self.batch.remove(rows)
 
 
 def _free_memory_bytes(device: torch.device) -> int:

@@ -27,6 +27,11 @@ class KVCache:
     def num_bytes(self) -> int:
         return 0 if self._data is None else self._data.nbytes
 
+    @property
+    def data_ptr(self) -> int:
+        """Address of the storage; 0 while freed."""
+        return 0 if self._data is None else self._data.data_ptr()
+
     def is_on(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether there is storage, of this type and on this device."""
         return self._data is not None and self._data.dtype == dtype and self._data.device == device

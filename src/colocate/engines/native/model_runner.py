@@ -1,43 +1,21 @@
-"""The model's forward pass for rollouts, on the trainer's own parameters.
-
-Numerically it follows transformers' modelling code operation by operation (norms in float32, rotary tables
-from the model's own module), without padding, without modules and without a graph.
-"""
+"""The model's forward pass for rollouts, on the trainer's own parameters: no padding and no modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colocate.engines.native.attention import PagedAttention
+from colocate.engines.native.batch import DecodeBatch
+from colocate.engines.native.context import DecodeContext, Piece, PrefillContext
 from colocate.engines.native.kv_cache import KVCache
+from colocate.engines.native.scheduler import Prefill
+from colocate.engines.native.torch_backend import TorchBackend
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
 from colocate.weights.layouts import LayerLayout, Layout
 from colocate.weights.shared_views import fused_view
-
-MAX_PREFILL_TOKENS = 8192
-"""Tokens packed into one prefill forward; bounds its activations. One longer prompt still goes in one
-piece."""
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Tokens to run through the model in one piece: a prompt, or a preempted sequence to recompute."""
-
-    token_ids: Sequence[int]
-    """The whole context, from its first token."""
-    num_cached: int
-    """Leading tokens whose keys and values are already in `pages`."""
-    pages: Sequence[int]
-    """Pages of the whole context, in order."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) - self.num_cached
 
 
 class Projection:
@@ -60,6 +38,14 @@ class Projection:
             adapter.add_to(output[:, rows], x)
         return output
 
+    def identity(self) -> Iterator[object]:
+        """What a captured graph of this projection depends on."""
+        yield self.weight.data_ptr()
+        yield None if self.bias is None else self.bias.data_ptr()
+        for rows, adapter in self.adapters:
+            bias = None if adapter.bias is None else adapter.bias.data_ptr()
+            yield rows.start, adapter.a.data_ptr(), adapter.b.data_ptr(), bias, adapter.scaling
+
 
 class LayerWeights:
     """One decoder layer's parameters as they are now."""
@@ -76,128 +62,123 @@ class LayerWeights:
         self.activation = layer.activation
         self.sliding_window = layer.sliding_window
 
+    def identity(self) -> Iterator[object]:
+        """What a captured graph of this layer depends on."""
+        for projection in (self.qkv, self.o, self.gate_up, self.down):
+            yield from projection.identity()
+        for norm in (self.input_norm, self.post_attention_norm, self.q_norm, self.k_norm):
+            yield None if norm is None else norm.data_ptr()
+
 
 class ModelRunner:
-    """Runs prefill and decode steps of one rollout against a KV cache.
+    """Runs prefill and decode steps against a KV cache, with the weights and adapters as they are now.
 
-    It lives as long as a rollout: weights and adapters are looked up anew for each, and in between nothing
-    keeps old storage alive while the trainer moves parameters.
+    Updates in place are seen. Whatever re-assigns a parameter or switches an adapter makes another runner
+    necessary: `identity` differs then.
     """
 
-    def __init__(self, layout: Layout, cache: KVCache, max_len: int) -> None:
+    def __init__(
+        self, layout: Layout, cache: KVCache, backend: TorchBackend, rotary_table: tuple[Tensor, Tensor]
+    ) -> None:
         self.layout = layout
         self.cache = cache
-        self._attention = PagedAttention()
+        self.backend = backend
         self._layers = [LayerWeights(layer) for layer in layout.layers]
-        self._cos, self._sin = layout.rotary_table(max_len)
+        self._norm = _weight(layout.norm)
+        self.rotary_table = rotary_table
+
+    def identity(self) -> tuple[object, ...]:
+        """Equal for two runners if a graph captured with one serves the other."""
+        shared = (
+            self.layout.embed_tokens.weight,
+            self.layout.lm_head.weight,
+            self._norm,
+            self.rotary_table[0],
+        )
+        layers = (part for layer in self._layers for part in layer.identity())
+        return (*(tensor.data_ptr() for tensor in shared), self.cache.data_ptr, *layers)
 
     def prefill(self, items: Sequence[Prefill]) -> Tensor:
         """Fill the pages of every item. Returns the logits after each one's last token, [N, V] float32.
 
         Items are packed in order, so one may read pages that an earlier one fills.
         """
-        logits: list[Tensor] = []
-        chunk: list[Prefill] = []
-        for item in items:
-            if chunk and sum(i.num_tokens for i in chunk) + item.num_tokens > MAX_PREFILL_TOKENS:
-                logits.append(self._prefill_chunk(chunk))
-                chunk = []
-            chunk.append(item)
-        logits.append(self._prefill_chunk(chunk))
+        logits = [self._prefill(pieces) for pieces in _packs(items, self.backend.max_prefill_tokens)]
         return torch.cat(logits)
 
     def decode(
-        self, token_ids: Tensor, positions: Tensor, block_tables: Tensor, max_context_len: int
+        self, batch: DecodeBatch, num_rows: int, *, max_context_len: int, out: Tensor | None = None
     ) -> Tensor:
-        """One step for every sequence.
+        """Feed the last token of rows 0 .. num_rows - 1.
 
         Args:
-            token_ids: [B], the last token of each sequence.
-            positions: [B], its position; earlier ones are in the cache.
-            block_tables: [B, pages]; must include the page of the new token.
-            max_context_len: max(positions) + 1, known on the host.
+            max_context_len: of those rows, the new token included.
+            out: [num_rows, V] float32 for the logits.
 
         Returns:
-            Logits of the next token, [B, V] float32.
+            Logits of the next token, [num_rows, V] float32.
         """
-        page_size = self.cache.page_size
-        page = block_tables.gather(1, (positions // page_size)[:, None])[:, 0]
-        context_lens = positions + 1
-        scale = self.layout.scaling
+        rows = slice(0, num_rows)
+        self.backend.begin_step(batch, rows, self.cache.page_size)
+        context = DecodeContext(batch, num_rows, max_context_len)
 
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-            return self._attention.decode(
-                q, k_cache, v_cache, block_tables, context_lens, max_context_len, scale, window
-            )
+        def attend(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
+            return self.backend.decode_attention(qkv, k_cache, v_cache, context, self.layout.scaling, window)
 
-        hidden = self._forward(token_ids, positions, page * page_size + positions % page_size, attend)
-        return self._logits(hidden)
+        x, residual = self._forward(batch.last_tokens[rows], batch.positions[rows], batch.slots[rows], attend)
+        return self._logits(x, residual, out)
 
-    def _prefill_chunk(self, items: Sequence[Prefill]) -> Tensor:
-        device, page_size = self.layout.device, self.cache.page_size
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        last: list[int] = []
-        for item in items:
-            new = range(item.num_cached, len(item.token_ids))
-            tokens += item.token_ids[item.num_cached :]
-            positions += new
-            slots += [item.pages[p // page_size] * page_size + p % page_size for p in new]
-            last.append(len(tokens) - 1)
-        tables = [torch.tensor(item.pages, device=device) for item in items]
-        query_lens = [item.num_tokens for item in items]
-        context_lens = [len(item.token_ids) for item in items]
-        scale = self.layout.scaling
+    def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
+        context = PrefillContext(pieces, self.cache.page_size, self.layout.device)
 
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-            return self._attention.prefill(
-                q, k_cache, v_cache, tables, query_lens, context_lens, scale, window
-            )
+        def attend(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
+            return self.backend.prefill_attention(qkv, k_cache, v_cache, context, self.layout.scaling, window)
 
-        token_ids, position_ids, slot_ids = torch.tensor([tokens, positions, slots], device=device)
-        hidden = self._forward(token_ids, position_ids, slot_ids, attend)
-        return self._logits(hidden[torch.tensor(last, device=device)])
+        x, residual = self._forward(*context.tokens, attend)
+        last = context.last_tokens
+        return self._logits(x[last], residual[last])
 
     def _forward(
         self, token_ids: Tensor, positions: Tensor, slots: Tensor, attend: Callable[..., Tensor]
-    ) -> Tensor:
-        """Hidden states after the last layer, [T, hidden]; stores the tokens' keys and values."""
-        layout = self.layout
-        eps, num_heads, num_kv_heads = layout.rms_norm_eps, layout.num_heads, layout.num_kv_heads
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        hidden = F.embedding(token_ids, layout.embed_tokens.weight)
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer's output and the residual to add it to, each [T, hidden]; stores keys and values."""
+        layout, backend, eps = self.layout, self.backend, self.layout.rms_norm_eps
+        x = F.embedding(token_ids, layout.embed_tokens.weight)
+        residual: Tensor | None = None
+        cos, sin = self.rotary_table
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(rms_norm(hidden, layer.input_norm, eps))
-            qkv = qkv.view(len(hidden), num_heads + 2 * num_kv_heads, layout.head_dim)
-            q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
+            qkv = layer.qkv(x).view(len(x), -1, layout.head_dim)
             k_cache, v_cache = self.cache.layer(index)
-            self._attention.write_kv(k, v, k_cache, v_cache, slots)
-            attended = attend(q, k_cache, v_cache, layer.sliding_window)
-            hidden = hidden + layer.o(attended.flatten(1))
-            gate, up = layer.gate_up(rms_norm(hidden, layer.post_attention_norm, eps)).chunk(2, dim=1)
-            hidden = hidden + layer.down(layer.activation(gate) * up)
-        return hidden
+            backend.rotate_and_store(
+                qkv, cos, sin, positions, slots, layer.q_norm, layer.k_norm, eps, k_cache, v_cache
+            )
+            x = layer.o(attend(qkv, k_cache, v_cache, layer.sliding_window).flatten(1))
+            x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
+            x = layer.down(backend.gate(layer.activation, layer.gate_up(x)))
+        assert residual is not None, "the model has no layers"
+        return x, residual
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden, _weight(self.layout.norm), self.layout.rms_norm_eps)
-        return F.linear(normed, self.layout.lm_head.weight).float()
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32 until the weight is applied."""
-    upcast = x.float()
-    normed = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    def _logits(self, x: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:
+        normed, _ = self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)
+        return self.backend.logits(normed, self.layout.lm_head.weight, out)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads [T, heads, D], whose halves are the two coordinates of each plane."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def _packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[Piece]]:
+    """The items' tokens in order, cut into packs of `max_tokens` that are full but for the last."""
+    pack: list[Piece] = []
+    room = max_tokens
+    for item in items:
+        start = item.num_cached
+        while start < len(item.token_ids):
+            if room == 0:
+                yield pack
+                pack, room = [], max_tokens
+            stop = min(len(item.token_ids), start + room)
+            pack.append(Piece(item, start, stop))
+            room -= stop - start
+            start = stop
+    yield pack
 
 
 def _weight(norm: nn.Module) -> Tensor:

@@ -1,5 +1,7 @@
 """Which sequences run, and on which pages. Python only: no tensor is touched here.
 
+Several decode steps run between two looks at the host, so pages are reserved for all of them in advance.
+
 Groups wait in order. A group's prompt is prefilled once and its full pages are shared by all members; the
 last page, if the prompt ends inside it, is copied for each member but the last. When pages run out, the
 youngest running sequence gives its pages back and waits at the head of the queue with the tokens it has.
@@ -14,9 +16,24 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from colocate.engines.native.model_runner import Prefill
 from colocate.engines.native.pages import PagePool, pages_for
 from colocate.types import Prompt
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Tokens to run through the model: a prompt, or a preempted sequence to recompute."""
+
+    token_ids: SequenceABC[int]
+    """The whole context, from its first token."""
+    num_cached: int
+    """Leading tokens whose keys and values are already in `pages`."""
+    pages: SequenceABC[int]
+    """Pages of the whole context, in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) - self.num_cached
 
 
 @dataclass(eq=False)
@@ -43,8 +60,10 @@ class Sequence:
 
     group: Group
     sample: int
+    limit: int
+    """Completion tokens at most."""
     token_ids: list[int] = field(default_factory=list)
-    """Completion so far, as of the last time it was read back from the batch."""
+    """Completion so far, as far as the host has seen it."""
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     row: int = -1
@@ -69,6 +88,11 @@ class Sequence:
     def num_context(self) -> int:
         return len(self.prompt) + len(self.token_ids)
 
+    @property
+    def end(self) -> int:
+        """Positions that are ever fed to the model. The last token drawn is not."""
+        return len(self.prompt) + self.limit - 1
+
 
 @dataclass
 class Admission:
@@ -84,7 +108,7 @@ class Scheduler:
     """Continuous batching over `max_num_seqs` rows and a pool of pages. Deterministic."""
 
     def __init__(
-        self, prompts: Iterable[Prompt], *, pool: PagePool, page_size: int, max_num_seqs: int
+        self, prompts: Iterable[Prompt], *, pool: PagePool, page_size: int, max_num_seqs: int, max_tokens: int
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -95,7 +119,7 @@ class Scheduler:
         """All, in the order in which completions are returned."""
         for prompt in prompts:
             group = Group(prompt, num_unstarted=len(prompt.samples))
-            self.sequences += [Sequence(group, sample) for sample in prompt.samples]
+            self.sequences += [Sequence(group, sample, max_tokens) for sample in prompt.samples]
         self._waiting = deque(self.sequences)
         self._retained: list[Group] = []
         self._num_steps = 0
@@ -112,6 +136,11 @@ class Scheduler:
     def max_context_len(self) -> int:
         """Tokens of the longest running sequence after the coming step's key and value are stored."""
         return self._max_offset + self._num_steps + 1
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps until the last of the running sequences reaches its limit; 0 if all have."""
+        return max((s.end - s.offset for s in self.running), default=self._num_steps) - self._num_steps
 
     def admit(self) -> Admission:
         """Start waiting sequences, in order, while rows and pages last."""
@@ -132,11 +161,17 @@ class Scheduler:
         self._update_max_offset()
         return admission
 
-    def make_room(self) -> list[Sequence]:
-        """Preempt until the coming step's pages are there. Returns the preempted, their rows still set."""
-        growing = self._by_phase[self._num_steps % self.page_size]
+    def lacks_pages(self, num_steps: int) -> bool:
+        """Whether the coming steps need more pages than are free."""
+        return len(self._growing(num_steps)) > self.pool.num_free
+
+    def make_room(self, num_steps: int) -> list[Sequence]:
+        """Preempt until the coming steps' pages are there. Returns the preempted, their rows still set.
+
+        The host must have seen every token: a preempted sequence is recomputed from them.
+        """
         preempted = []
-        while len(growing) > self.pool.num_free:
+        while self.lacks_pages(num_steps):
             if len(self.running) > 1:
                 youngest = self.running[-1]
                 self._stop(youngest)
@@ -149,17 +184,19 @@ class Scheduler:
             self._update_max_offset()
         return preempted
 
-    def grow(self) -> tuple[list[int], list[int], list[int]]:
-        """Give a page to each sequence whose coming token needs one: (rows, block-table columns, pages)."""
-        growing = self._by_phase[self._num_steps % self.page_size]
+    def grow(self, num_steps: int) -> tuple[list[int], list[int], list[int]]:
+        """Give the coming steps' pages to the sequences that need one: (rows, block-table columns, pages)."""
+        growing = self._growing(num_steps)
         pages = self.pool.allocate(len(growing))
+        columns = []
         for sequence, page in zip(growing, pages, strict=True):
+            columns.append(len(sequence.pages))
             sequence.pages.append(page)
-        return [s.row for s in growing], [len(s.pages) - 1 for s in growing], pages
+        return [sequence.row for sequence in growing], columns, pages
 
-    def advance(self) -> None:
-        """A decode step has run."""
-        self._num_steps += 1
+    def advance(self, num_steps: int) -> None:
+        """Decode steps have been launched."""
+        self._num_steps += num_steps
 
     def finish(self, rows: SequenceABC[int]) -> None:
         """Free the rows and pages of finished sequences; the rows behind them move up."""
@@ -170,6 +207,16 @@ class Scheduler:
         for row, sequence in enumerate(self.running):
             sequence.row = row
         self._update_max_offset()
+
+    def _growing(self, num_steps: int) -> list[Sequence]:
+        """Sequences that begin a new page in the coming steps, in the order in which they do."""
+        steps = range(self._num_steps, self._num_steps + num_steps)
+        return [
+            sequence
+            for step in steps
+            for sequence in self._by_phase[step % self.page_size]
+            if sequence.offset + step < sequence.end
+        ]
 
     def _try_start(self, sequence: Sequence, admission: Admission, *, force: bool) -> bool:
         """Give a waiting sequence its pages. `force`: nothing runs, and whatever else is kept may go."""

@@ -1,0 +1,27 @@
+"""Which implementation of the operations a device gets."""
+
+from __future__ import annotations
+
+import torch
+
+from colocate.engines.native.torch_backend import TorchBackend
+
+
+def backend_for(device: torch.device) -> TorchBackend:
+    """Triton kernels on CUDA, PyTorch operations elsewhere.
+
+    Raises:
+        RuntimeError: the GPU is older than compute capability 8.0.
+    """
+    if device.type != "cuda":
+        return TorchBackend()
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise RuntimeError(
+            f"The native engine's kernels need compute capability 8.0 (Ampere); {device} is a "
+            f"{torch.cuda.get_device_name(device)} with {capability[0]}.{capability[1]}. Use engine="
+            "'transformers'."
+        )
+    from colocate.engines.native.triton_backend import TritonBackend  # triton comes with CUDA builds of torch
+
+    return TritonBackend()

@@ -1,0 +1,95 @@
+"""Decode steps over the running rows: what outlives a rollout, captured graphs above all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from colocate.engines.native.batch import DecodeBatch
+from colocate.engines.native.kv_cache import KVCache
+from colocate.engines.native.model_runner import ModelRunner
+from colocate.engines.native.pages import pages_for
+from colocate.engines.native.torch_backend import TorchBackend
+from colocate.weights.layouts import Layout
+
+BUCKETS = (8, 32, 64, 128)
+"""Rows of a captured step; above, multiples of 64. Below 64 rows a step reads the same weights in the same
+time, and a row that is not in use costs next to nothing."""
+
+
+def bucket_for(num_rows: int) -> int:
+    """The number of rows that a captured step for `num_rows` has."""
+    for bucket in BUCKETS:
+        if num_rows <= bucket:
+            return bucket
+    return -(-num_rows // 64) * 64
+
+
+class Decoder:
+    """Runs decode steps; on a GPU as CUDA graphs, one per bucket of batch sizes.
+
+    Graphs are captured when first needed. They read the weights, the KV cache and the rows where these are,
+    so they stay valid across updates in place, and across sleep as the cache's address does not change.
+    """
+
+    def __init__(
+        self, cache: KVCache, backend: TorchBackend, *, max_num_seqs: int, max_len: int, layout: Layout
+    ) -> None:
+        self.cache = cache
+        self.backend = backend
+        capacity = bucket_for(max_num_seqs) if backend.captures_graphs else max_num_seqs
+        self.batch = DecodeBatch(
+            max_num_seqs=capacity,
+            max_num_pages=pages_for(max_len, cache.page_size),
+            max_num_steps=backend.steps_per_look,
+            device=layout.device,
+        )
+        self.max_num_seqs = max_num_seqs
+        self.max_len = max_len
+        self._dtype = layout.dtype
+        self.runner = ModelRunner(layout, cache, backend, layout.rotary_table(max_len))
+        self._identity = self.runner.identity()
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._logits: Tensor | None = None
+        if backend.captures_graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._logits = torch.empty(capacity, layout.vocab_size, device=layout.device)
+
+    def fits(self, layout: Layout, *, max_num_seqs: int, max_len: int) -> bool:
+        """Whether a rollout of this size can run here."""
+        is_same_kind = (layout.device, layout.dtype) == (self.batch.device, self._dtype)
+        return is_same_kind and max_num_seqs <= self.max_num_seqs and max_len <= self.max_len
+
+    def refresh(self, layout: Layout) -> None:
+        """Look the weights up anew; forget the graphs if any of them has moved."""
+        runner = ModelRunner(layout, self.cache, self.backend, self.runner.rotary_table)
+        if runner.identity() != self._identity:
+            self.runner, self._identity = runner, runner.identity()
+            self._graphs.clear()
+
+    def step(self, max_context_len: int) -> Tensor:
+        """Feed every row's last token. Returns the logits of its next one, [num_rows, V] float32.
+
+        On a GPU they are overwritten by the next step.
+        """
+        num_rows = self.batch.num_rows
+        if self._logits is None:
+            return self.runner.decode(self.batch, num_rows, max_context_len=max_context_len)
+        bucket = bucket_for(num_rows)
+        key = bucket, False
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(bucket)
+        self._graphs[key].replay()
+        return self._logits[:num_rows]
+
+    def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
+        assert self._logits is not None, "a step is captured on a GPU only"
+        out = self._logits[:bucket]
+        # Compiles kernels and makes cuBLAS take its workspace, neither of which can be captured. A step can
+        # be repeated: it writes the same keys and values to the same places.
+        self.runner.decode(self.batch, bucket, max_context_len=0, out=out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self.runner.decode(self.batch, bucket, max_context_len=0, out=out)
+        return graph

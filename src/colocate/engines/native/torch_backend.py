@@ -1,0 +1,167 @@
+"""The operations of a forward pass and of a decode step in plain PyTorch, for any device.
+
+They are also what the kernels are measured against. Numerically they follow transformers' modelling code
+operation by operation: norms in float32, rotary tables from the model's own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colocate.engines.native.attention import PagedAttention
+from colocate.engines.native.batch import DecodeBatch
+from colocate.engines.native.context import DecodeContext, PrefillContext
+from colocate.engines.native.sampler import Sampler
+
+
+class TorchBackend:
+    """Operations on tensors; what `TritonBackend` does in kernels.
+
+    Shapes: T tokens, B rows, H query heads, K key-value heads, D head size, I width of the MLP, V vocabulary.
+    """
+
+    default_page_size = 16
+    default_max_num_seqs = 64
+    steps_per_look = 1
+    """Decode steps between two looks at the host. A look costs nothing where the host does the work."""
+    windows_in_flight = 0
+    """Windows of steps whose tokens the host has not read while it prepares the next one."""
+    captures_graphs = False
+    max_prefill_tokens = 8192
+
+    def __init__(self) -> None:
+        self._attention = PagedAttention()
+
+    def check_page_size(self, page_size: int) -> None:
+        """Raises ValueError if these operations cannot work with such pages."""
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum; both [T, hidden]. Without a residual the sum is x."""
+        if residual is not None:
+            x = x + residual
+        return rms_norm(x, weight, eps), x
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> None:
+        """Norm (if there is one) and rotate queries and keys in place, and store keys and values.
+
+        Args:
+            qkv: [T, H + 2 K, D].
+            cos, sin: [positions, D].
+            positions: [T].
+            slots: [T], page * page_size + offset in the page; negative: not stored.
+            k_cache, v_cache: [num_pages, K, page_size, D].
+        """
+        num_kv_heads = k_cache.shape[1]
+        q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        where = positions.long()
+        cos, sin = cos[where][:, None], sin[where][:, None]
+        rotated_q = rms_norm(q, q_norm, eps) if q_norm is not None else q
+        rotated_k = rms_norm(k, k_norm, eps) if k_norm is not None else k
+        q.copy_(rotate(rotated_q, cos, sin))
+        k.copy_(rotate(rotated_k, cos, sin))
+        self._attention.write_kv(k, v, k_cache, v_cache, slots.long())
+
+    def gate(self, activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+        """activation(gate) * up of [T, 2 I]; returns [T, I]."""
+        gate, up = gate_up.chunk(2, dim=1)
+        return activation(gate) * up
+
+    def prefill_attention(
+        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, context: PrefillContext, scale: float,
+        window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Causal attention of packed queries in `qkv` [T, H + 2 K, D]; returns [T, H, D]."""
+        num_heads = qkv.shape[1] - 2 * k_cache.shape[1]
+        return self._attention.prefill(
+            qkv[:, :num_heads], k_cache, v_cache, context.block_tables, context.query_lens,
+            context.context_lens, scale, window,
+        )  # fmt: skip
+
+    def decode_attention(
+        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, context: DecodeContext, scale: float,
+        window: int | None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of one query per row in `qkv` [B, H + 2 K, D]; returns [B, H, D]."""
+        num_heads = qkv.shape[1] - 2 * k_cache.shape[1]
+        return self._attention.decode(
+            qkv[:, :num_heads], k_cache, v_cache, context.block_tables.long(), context.context_lens.long(),
+            context.max_context_len, scale, window,
+        )  # fmt: skip
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [T, hidden] times weight [V, hidden] transposed, [T, V] float32; in `out` if given."""
+        logits = F.linear(hidden, weight).float()
+        return logits if out is None else out.copy_(logits)
+
+    def begin_step(self, batch: DecodeBatch, rows: slice, page_size: int) -> None:
+        """Work out where the rows' new keys and values go, and how long their contexts become."""
+        positions = batch.positions[rows].long()
+        page = batch.block_tables[rows].gather(1, (positions // page_size)[:, None])[:, 0]
+        is_dead = batch.finished[rows] != 0
+        batch.slots[rows] = (page * page_size + positions % page_size).masked_fill(is_dead, -1).int()
+        batch.context_lens[rows] = (positions + 1).masked_fill(is_dead, 0).int()
+
+    def sample(
+        self, logits: Tensor, sampler: Sampler, batch: DecodeBatch, rows: slice
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token for each of `rows`: tokens [B] and their log-probabilities [B] float32."""
+        return sampler(
+            logits,
+            batch.prompt_keys[rows],
+            batch.samples[rows].long(),
+            batch.num_generated[rows].long(),
+            None if batch.seen is None else batch.seen[rows],
+        )
+
+    def end_step(
+        self,
+        batch: DecodeBatch,
+        rows: slice,
+        step: int,
+        token_ids: Tensor,
+        logprobs: Tensor,
+        stop_token_ids: Tensor,
+    ) -> None:
+        """Record the tokens drawn, and finish the rows that drew a stop token or reached their limit."""
+        is_live = batch.finished[rows] == 0
+        token_ids = token_ids.int()
+        batch.out_token_ids[step, rows] = token_ids.masked_fill(~is_live, -1)
+        batch.out_logprobs[step, rows] = logprobs
+        batch.last_tokens[rows] = torch.where(is_live, token_ids, batch.last_tokens[rows])
+        batch.positions[rows] += is_live
+        batch.num_generated[rows] += is_live
+        is_last = batch.num_generated[rows] >= batch.limits[rows]
+        if len(stop_token_ids):
+            is_last |= torch.isin(token_ids, stop_token_ids)
+        batch.finished[rows] |= is_last
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, in float32 until the weight is applied."""
+    upcast = x.float()
+    normed = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads [T, heads, D], whose halves are the two coordinates of each plane."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
