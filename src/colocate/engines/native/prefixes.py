@@ -1,8 +1,8 @@
 """Which rows of a decode batch share their first pages, as the work items of the shared-prefix kernel.
 
-The completions of one prompt hold the same pages for it. Reading those pages once for several rows, instead of
-once per row, divides their memory traffic by the number of rows; the price is a partial result per row, written
-and read back in float32 (cascade or "prefix-shared" decode attention: Hydragen, arXiv 2402.05099).
+The completions of one prompt hold the same pages for it. Reading those pages once for several rows, instead
+of once per row, divides their memory traffic by the number of rows; the price is a partial result per row,
+written and read back in float32 (cascade or "prefix-shared" decode attention: Hydragen, arXiv 2402.05099).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 PREFIX_QUERIES = 64
-"""Query vectors that a program of the prefix kernel multiplies with a page: rows times heads per key-value head.
-64 is the height of the smallest warp-group matrix product of compute capability 9.0."""
+"""Query vectors that a program of the prefix kernel multiplies with a page: rows times heads per
+key-value head. 64 is the height of the smallest warp-group matrix product of compute capability 9.0."""
 
 TARGET_PROGRAMS = 2 * 132
-"""Programs that keep an H200 busy: two on each of its 132 multiprocessors, so that one loads while one computes."""
+"""Programs that keep an H200 busy: two on each of its 132 multiprocessors, one loading while one computes."""
 
 MAX_PARTIALS = 16
 """Most pieces that the prefix of one row is cut into; its merge is a loop of that length."""
 
 MIN_PIECE_TOKENS = 256
-"""Shortest piece worth a partial result of its own: a row's piece of T tokens in a group of G costs 4·T·D/G bytes
-of reads per key-value head and 8·D·R of partial result (bf16, R query heads per key-value head)."""
+"""Shortest piece worth a partial result of its own: a row's piece of T tokens in a group of G costs 4·T·D/G
+bytes of reads per key-value head and 8·D·R of partial result (bf16, R query heads per key-value head)."""
 
 MIN_SHARED_TOKENS = 512
-"""Shorter prefixes stay with the rows: the group's rows run next to each other and the second one to read a page
-finds it in the L2 cache."""
+"""Shorter prefixes stay with the rows: the group's rows run next to each other and the second one to read a
+page finds it in the L2 cache."""
 
 NUM_ITEM_FIELDS = 4
 """Integers of a work item before its rows: first page, end page, first slot, slots from row to row."""
@@ -38,9 +38,10 @@ NUM_ITEM_FIELDS = 4
 class SharedPrefixes:
     """Work items of the prefix kernel, in device tensors whose addresses never change.
 
-    An item is a tile of rows of one group times a range of the pages they share. Its partial result for the i-th
-    row of the tile goes to slot `first slot + i * slots from row to row`, so that a row's partial results lie next
-    to each other. All tensors are int32; a captured graph reads them, whatever the last `update` put there.
+    An item is a tile of rows of one group times a range of the pages they share. Its partial result for the
+    i-th row of the tile goes to slot `first slot + i * slots from row to row`, so that a row's partial
+    results lie next to each other. All tensors are int32; a captured graph reads them, whatever the last
+    `update` put there.
 
     Args:
         max_num_seqs: rows of the largest batch.
@@ -73,7 +74,7 @@ class SharedPrefixes:
         ) = self._views(self._data)
 
     def _views(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """[1] number of items; [max_num_seqs] tokens, first slot, partial results of each row; [items, fields]."""
+        """[1] items; [max_num_seqs] tokens, first slot, partial results of each row; [items, fields]."""
         rows = data[4 : 4 + 3 * _padded(self._max_num_seqs)].view(3, -1)[:, : self._max_num_seqs]
         items = data[-self._items_shape[0] * self._items_shape[1] :].view(self._items_shape)
         return data[:1], rows[0], rows[1], rows[2], items
@@ -82,9 +83,9 @@ class SharedPrefixes:
         """Describe the groups of the batch to the kernels, in one copy that the host does not wait for.
 
         Args:
-            rows_by_group: for each prompt, the rows of its completions (any indices, each in one group) and the
-                number of full pages at the head of their block tables that are the same for all of them. A row
-                that is not finished has at least that many pages of context.
+            rows_by_group: for each prompt, the rows of its completions (any indices, each in one group) and
+                the number of full pages at the head of their block tables that are the same for all of them.
+                A row that is not finished has at least that many pages of context.
 
         Returns:
             Number of work items. With 0, attention without prefixes computes the same.
@@ -136,7 +137,7 @@ class SharedPrefixes:
 
 
 def num_prefix_slots(max_num_seqs: int, num_heads: int, num_kv_heads: int) -> int:
-    """Most partial results that `SharedPrefixes` asks for: one per row, and those of the pieces it aims at."""
+    """Most partial results that `SharedPrefixes` asks for: one per row and those of the pieces aimed at."""
     return max_num_seqs + PREFIX_QUERIES // (num_heads // num_kv_heads) * _target_items(num_kv_heads)
 
 

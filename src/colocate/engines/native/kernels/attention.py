@@ -1,14 +1,14 @@
 """Attention of one query token per sequence over a paged KV cache, in Triton.
 
-Two levels. The *prefix* kernel reads the pages that the completions of a prompt share, once for all of them, and
-leaves normalised partial outputs with their log-sum-exp; the *suffix* kernel reads what each sequence has of its
-own and continues the running softmax from there (online softmax, arXiv 1805.02867; split keys as in
+Two levels. The *prefix* kernel reads the pages that the completions of a prompt share, once for all of them,
+and leaves normalised partial outputs with their log-sum-exp; the *suffix* kernel reads what each sequence has
+of its own and continues the running softmax from there (online softmax, arXiv 1805.02867; split keys as in
 FlashDecoding). A step is bound by memory: every key and value is used for R = H / K query heads only, so what
 counts is that loads are wide, many at a time, and never for nothing.
 
 Grids depend on shapes alone and every count that varies is read from device memory, so that a captured graph
-stays valid as sequences grow, finish and are replaced. Exponentials are taken to base 2, which the hardware has;
-log2(e) is folded into the scale. "lse" is therefore a base-2 logarithm throughout.
+stays valid as sequences grow, finish and are replaced. Exponentials are taken to base 2, which the hardware
+has; log2(e) is folded into the scale. "lse" is therefore a base-2 logarithm throughout.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-# Keyed by (D padded to a power of two, bytes per element). Bandwidth times latency is about 35 KB in flight per
-# multiprocessor, so two programs with one tile of keys and one of values ahead suffice; what is more hides the
-# products. float32 has no exact tensor-core product: small tiles there, or the operands spill from registers.
+# Keyed by (D padded to a power of two, bytes per element). Bandwidth times latency is about 35 KB in flight
+# per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; what is more
+# hides the products. float32 has no exact tensor-core product: small tiles there, or the operands spill from
+# registers.
 SUFFIX_LAUNCH: dict[tuple[int, int], Launch] = {
     (64, 2): Launch(128, 4, 3),
     (128, 2): Launch(64, 4, 3),
@@ -65,7 +66,7 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 
 class DecodeScratch:
-    """Partial outputs and their log-sum-exp, at addresses that never change; one layer after the other uses them.
+    """Partial outputs and their log-sum-exp, at addresses that never change; layers use them in turn.
 
     Args:
         buffer: uint8, at least `num_bytes` long and aligned to 16 bytes.
@@ -245,7 +246,9 @@ def _check(
     assert q.dtype == k_cache.dtype == v_cache.dtype == out.dtype, f"{q.dtype} queries, {k_cache.dtype} cache"
     for cache in (k_cache, v_cache):
         assert cache.stride()[1:] == (page_size * head_dim, head_dim, 1), "a page's heads or tokens are apart"
-    assert block_tables.dtype == context_lens.dtype == torch.int32, "block tables and context lengths are int32"
+    assert block_tables.dtype == context_lens.dtype == torch.int32, (
+        "block tables and context lengths are int32"
+    )
     assert block_tables.stride(1) == 1 and context_lens.stride(0) == 1, "tables or lengths have gaps"
     assert prefixes is None or prefixes.page_size == page_size, "the prefixes count pages of another size"
     num_slots = scratch.num_slots - scratch.num_prefix_slots
@@ -300,15 +303,15 @@ def _attend(
 ):
     """Continue the running softmax of `q` [queries, D] with the tiles `first_tile` .. `end_tile` - 1.
 
-    A tile is `TILE` tokens of one page. Visible are positions from `first_visible` [queries, 1] (with a window)
-    to before `end_visible`. Returns the running maximum, the sum and the unnormalised output.
+    A tile is `TILE` tokens of one page. Visible are positions from `first_visible` [queries, 1] (with a
+    window) to before `end_visible`. Returns the running maximum, the sum and the unnormalised output.
     """
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_DIM)
     offsets = tokens[:, None] * HEAD_DIM + dims[None, :]
-    # The number of the next page is on its way while this one is in use: a load whose address waits for another
-    # load would wait twice.
+    # The number of the next page is on its way while this one is in use: a load whose address waits for
+    # another load would wait twice.
     page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
     for tile in tl.range(first_tile, end_tile):
         following = tile + 1
@@ -550,7 +553,7 @@ def _merge_kernel(
     NUM_SPLITS: tl.constexpr,
     MAX_PREFIX_PARTIALS: tl.constexpr,
 ):
-    """One row and head: the mean of all partial outputs, weighted with the sums behind them, all loaded at once."""
+    """One row and head: the mean of all partial outputs, weighted with the sums behind them."""
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     outputs, lses = _weigh(
