@@ -10,6 +10,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Kernels run in the interpreter then. transformers imports triton, which reads this at import.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from tiny import make_model, make_reward_model, make_tokenizer
 
 

@@ -1,0 +1,365 @@
+"""Decode attention against a float64 reference that knows nothing of pages, splits or prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from colocate.engines.native import prefixes as prefixes_module
+from colocate.engines.native.kernels import attention
+from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.engines.native.prefixes import SharedPrefixes
+
+NAN = float("nan")
+# Outputs are means of normal values; the weights and the result are rounded to the type once each.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass
+class Case:
+    """A batch: for each prompt its full pages and its rows' tokens behind them (0: a dead row)."""
+
+    groups: list[tuple[int, list[int]]]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    sliding_window: int | None = None
+    num_splits: int = 1
+    seed: int = 0
+    is_page_major: bool = True
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+    def make(self, device: torch.device) -> Case:
+        """Fill pages in random order; every slot, page and table entry not in use is poison."""
+        rng = np.random.default_rng(self.seed)
+        num_rows = sum(len(own) for _, own in self.groups)
+        order = rng.permutation(num_rows).tolist()
+        self.rows_by_group = []
+        contexts, tables, num_pages = [0] * num_rows, [[] for _ in range(num_rows)], 0
+        for num_full, own in self.groups:
+            rows = [order.pop() for _ in own]
+            self.rows_by_group.append((rows, num_full))
+            shared = list(range(num_pages, num_pages + num_full))
+            num_pages += num_full
+            for row, tokens in zip(rows, own, strict=True):
+                num_own = -(-tokens // self.page_size)
+                contexts[row] = num_full * self.page_size + tokens if tokens else 0
+                tables[row] = shared + list(range(num_pages, num_pages + num_own))
+                num_pages += num_own
+        places = rng.permutation(num_pages + 2)
+        width = max(map(len, tables)) + 3
+        # Not a page: touching it ends in an exception or a fault.
+        table = np.full((num_rows, width), 2**30, dtype=np.int32)
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def poisoned(*shape: int) -> Tensor:
+            return torch.full(shape, NAN, dtype=self.dtype)
+
+        inner = (self.num_kv_heads, self.page_size, self.head_dim)
+        if self.is_page_major:
+            caches = poisoned(num_pages + 2, 3, 2, *inner)[:, 1].transpose(0, 1)
+        else:
+            caches = poisoned(2, num_pages + 2, *inner)
+        for row, pages in enumerate(tables):
+            table[row, : len(pages)] = places[pages]
+            for index, page in enumerate(places[pages].tolist()):
+                used = min(max(contexts[row] - index * self.page_size, 0), self.page_size)
+                if used and caches[0, page, :, :used].isnan().any():
+                    values = torch.randn(2, self.num_kv_heads, used, self.head_dim, generator=generator)
+                    caches[:, page, :, :used] = values.to(self.dtype)
+        fused = torch.randn(
+            num_rows, self.num_heads + 2 * self.num_kv_heads, self.head_dim, generator=generator
+        )
+        self.contexts, self.width = contexts, width
+        # Strided copies keep the strides of what they copy only if the whole storage moves.
+        storage = caches._base if caches._base is not None else caches
+        moved = storage.to(device)
+        on_device = moved.as_strided(caches.shape, caches.stride(), caches.storage_offset())
+        self.inputs = dict(
+            q=fused.to(self.dtype).to(device)[:, : self.num_heads],
+            k_cache=on_device[0],
+            v_cache=on_device[1],
+            block_tables=torch.from_numpy(table).to(device)[:, : width - 1],
+            context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        )
+        return self
+
+    def prefixes(self) -> SharedPrefixes:
+        result = SharedPrefixes(
+            max_num_seqs=len(self.contexts) + 3,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            page_size=self.page_size,
+            device=self.inputs["q"].device,
+        )
+        result.num_made = result.update(self.rows_by_group)
+        return result
+
+    def run(self, prefixes: SharedPrefixes | None) -> Tensor:
+        q = self.inputs["q"]
+        shape = dict(
+            max_num_seqs=len(q) + 3,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        num_bytes = DecodeScratch.num_bytes(**shape)
+        buffer = torch.full((num_bytes // 4,), NAN, device=q.device).view(torch.uint8)
+        out = torch.full(q.shape, NAN, dtype=q.dtype, device=q.device)
+        result = decode_attention(
+            **self.inputs,
+            prefixes=prefixes,
+            scratch=DecodeScratch(buffer, **shape),
+            scale=self.head_dim**-0.5,
+            sliding_window=self.sliding_window,
+            num_splits=self.num_splits,
+            out=out,
+        )
+        assert result is out
+        return out
+
+    def reference(self) -> Tensor:
+        """[B, H, D] float64."""
+        inputs = {name: tensor.cpu() for name, tensor in self.inputs.items()}
+        out = torch.zeros(inputs["q"].shape, dtype=torch.float64)
+        for row, context in enumerate(self.contexts):
+            if context == 0:
+                continue
+            pages = inputs["block_tables"][row, : -(-context // self.page_size)].long()
+            first = max(0, context - self.sliding_window) if self.sliding_window else 0
+            k, v = (
+                inputs[name][pages].transpose(0, 1).flatten(1, 2)[:, first:context].double()
+                for name in ("k_cache", "v_cache")
+            )
+            ratio = self.num_heads // self.num_kv_heads
+            q = inputs["q"][row].double().view(self.num_kv_heads, ratio, self.head_dim)
+            weights = torch.softmax(q @ k.transpose(1, 2) * self.head_dim**-0.5, dim=-1)
+            out[row] = (weights @ v).view(self.num_heads, self.head_dim)
+        return out
+
+    def check(self, prefixes: SharedPrefixes | None = None) -> None:
+        actual = self.run(prefixes).cpu().double()
+        tolerance = TOLERANCES[self.dtype]
+        torch.testing.assert_close(actual, self.reference(), atol=tolerance, rtol=tolerance / 2)
+        dead = [row for row, context in enumerate(self.contexts) if context == 0]
+        assert not actual[dead].any()
+
+
+@pytest.fixture
+def short_prefixes_count(monkeypatch):
+    """Prefixes and pieces of one page, so that small cases have all there is; few programs to interpret."""
+    monkeypatch.setattr(prefixes_module, "MIN_SHARED_TOKENS", 1)
+    monkeypatch.setattr(prefixes_module, "MIN_PIECE_TOKENS", 1)
+    for module in (prefixes_module, attention):
+        monkeypatch.setattr(module, "TARGET_PROGRAMS", 24)
+
+
+@st.composite
+def cases(draw, dtypes: Sequence[torch.dtype]) -> Case:
+    own = st.lists(st.integers(0, 40), min_size=1, max_size=5)
+    groups = draw(st.lists(st.tuples(st.integers(0, 5), own), min_size=1, max_size=3))
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    num_rows = sum(len(rows) for _, rows in groups)
+    most_splits = num_splits_for(num_rows, num_kv_heads)
+    return Case(
+        groups,
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 2, 5, 6, 7, 12, 24])),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([16, 24, 64, 80])),
+        page_size=draw(st.sampled_from([16, 32])),
+        dtype=draw(st.sampled_from(dtypes)),
+        sliding_window=draw(st.sampled_from([None, None, 1, 17, 50])),
+        num_splits=draw(st.sampled_from([s for s in (1, 2, 4, 8, 16) if s <= most_splits])),
+        seed=draw(st.integers(0, 1000)),
+        is_page_major=draw(st.booleans()),
+    )
+
+
+@pytest.mark.usefixtures("short_prefixes_count")
+def test_any_batch_with_and_without_prefixes(device):
+    dtypes = [torch.float32, torch.float16]
+    if device.type == "cuda":
+        dtypes.append(torch.bfloat16)  # which the interpreter keeps as integers and multiplies as such
+
+    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @given(cases(dtypes))
+    def check(case: Case) -> None:
+        case.make(device)
+        case.check()
+        case.check(case.prefixes())
+
+    check()
+
+
+@pytest.mark.usefixtures("short_prefixes_count")
+@pytest.mark.parametrize("num_splits", [1, 2])
+@pytest.mark.parametrize("sliding_window", [None, 40])
+def test_prefix_in_pieces(device, num_splits, sliding_window):
+    """Groups large enough for several tiles, prefixes long enough for several pieces."""
+    case = Case(
+        [(7, [3, 20, 1, 5, 0, 16, 17]), (2, [9, 0])],
+        num_heads=24,
+        num_kv_heads=1,
+        head_dim=32,
+        dtype=torch.float16,
+        sliding_window=sliding_window,
+        num_splits=num_splits,
+    ).make(device)
+    prefixes = case.prefixes()
+    assert prefixes.num_partials.max() > 2, "the case does not cut prefixes"
+    case.check(prefixes)
+
+
+@pytest.mark.usefixtures("short_prefixes_count")
+def test_pages_longer_than_a_tile(device, monkeypatch):
+    monkeypatch.setattr(attention, "OTHER_LAUNCH", attention.Launch(16, 4, 2))
+    groups = [(2, [5, 70, 129, 0]), (0, [40, 1])]
+    case = Case(groups, head_dim=40, page_size=64, sliding_window=100).make(device)
+    case.check(case.prefixes())
+
+
+@pytest.mark.usefixtures("short_prefixes_count")
+def test_prefixes_change_between_steps(device):
+    """The tensors of one `SharedPrefixes` serve batch after batch; nothing of the last one is left."""
+    first = Case([(3, [5, 20, 33]), (2, [1, 40])], num_heads=12).make(device)
+    prefixes = first.prefixes()
+    pointers = [prefixes.items.data_ptr(), prefixes.num_items.data_ptr(), prefixes.prefix_lens.data_ptr()]
+    first.check(prefixes)
+    second = Case([(1, [8, 8]), (0, [5, 7, 11])], num_heads=12, seed=1).make(device)
+    prefixes.update(second.rows_by_group)
+    second.check(prefixes)
+    prefixes.update([])
+    second.check(prefixes)
+    assert pointers == [
+        prefixes.items.data_ptr(),
+        prefixes.num_items.data_ptr(),
+        prefixes.prefix_lens.data_ptr(),
+    ]
+
+
+def test_parts_fill_the_device_and_fit_the_scratch():
+    for num_kv_heads in (1, 2, 8, 300):
+        sizes = dict(max_num_seqs=512, num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=16)
+        scratch = DecodeScratch(torch.empty(DecodeScratch.num_bytes(**sizes), dtype=torch.uint8), **sizes)
+        for num_rows in range(1, 513):
+            num_splits = num_splits_for(num_rows, num_kv_heads)
+            assert num_splits & (num_splits - 1) == 0 and 1 <= num_splits <= attention.MAX_SPLITS
+            if num_splits > 1:
+                assert scratch.num_prefix_slots + num_rows * num_splits <= scratch.num_slots
+            elif num_rows * num_kv_heads < attention.TARGET_PROGRAMS // 2:
+                raise AssertionError(f"{num_rows} rows leave most of the device idle")
+    assert num_splits_for(1, 2) == 16 and num_splits_for(512, 2) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "num_heads, num_kv_heads, head_dim, page_size",
+    [
+        (12, 2, 128, 64),  # Qwen2.5 1.5B
+        (28, 4, 128, 64),  # Qwen2.5 7B
+        (32, 8, 64, 64),
+        (32, 32, 80, 32),
+        (24, 8, 96, 128),
+        (8, 4, 256, 64),
+        (8, 4, 256, 256),
+        (64, 1, 128, 16),
+        (6, 2, 112, 256),
+        (14, 2, 512, 32),
+    ],
+)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_model_shapes(num_heads, num_kv_heads, head_dim, page_size, dtype):
+    """The compiled kernels at the sizes of models, with prefixes cut as they are in earnest."""
+    pages = 2048 // page_size
+    groups = [(pages, [1, 100, 700, 0, 350, 9, 64, 65]), (pages // 4, [5, 300]), (0, [1, 257])]
+    shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size)
+    for num_splits in (1, 4):
+        case = Case(groups, **shape, dtype=dtype, num_splits=num_splits).make(torch.device("cuda"))
+        case.check()
+        case.check(case.prefixes())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_captured_graph_follows_the_tensors(num_splits):
+    """One graph, replayed after contexts, queries, pages and prefixes have changed."""
+    device = torch.device("cuda")
+    sizes = dict(num_heads=12, head_dim=128, page_size=64, dtype=torch.bfloat16, num_splits=num_splits)
+    batches = [
+        Case([(16, [5, 20, 33, 100]), (9, [1, 400, 3, 3])], **sizes).make(device),
+        Case([(0, [900, 20, 33]), (16, [1, 0, 7, 650, 64])], **sizes, seed=1).make(device),
+        Case([(0, [0, 0, 0, 0, 0, 0, 0, 17])], **sizes, seed=2).make(device),
+    ]
+    # One set of tensors large enough for all; unused pages stay poisoned.
+    shape = dict(max_num_seqs=8, num_heads=12, num_kv_heads=2, head_dim=128)
+    scratch = DecodeScratch(
+        torch.empty(DecodeScratch.num_bytes(**shape), dtype=torch.uint8, device=device), **shape
+    )
+    prefixes = SharedPrefixes(max_num_seqs=8, num_heads=12, num_kv_heads=2, page_size=64, device=device)
+    fixed = {
+        name: torch.empty(
+            [max(sizes) for sizes in zip(*(case.inputs[name].shape for case in batches), strict=True)],
+            dtype=batches[0].inputs[name].dtype,
+            device=device,
+        )
+        for name in batches[0].inputs
+    }
+    out = torch.empty_like(fixed["q"])
+
+    def attend() -> None:
+        decode_attention(
+            **fixed,
+            prefixes=prefixes,
+            scratch=scratch,
+            scale=128**-0.5,
+            sliding_window=None,
+            num_splits=num_splits,
+            out=out,
+        )
+
+    def load(case: Case) -> None:
+        fixed["block_tables"].fill_(2**30)
+        for name, tensor in case.inputs.items():
+            fixed[name][tuple(map(slice, tensor.shape))] = tensor
+        prefixes.update(case.rows_by_group)
+
+    load(batches[0])
+    attend()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    for case in [*batches, batches[0]]:
+        load(case)
+        out.fill_(NAN)
+        graph.replay()
+        torch.testing.assert_close(out.cpu().double(), case.reference(), atol=1.6e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_pages_beyond_two_billion_elements():
+    """Page times stride does not fit 32 bits: the last of 70 pages that lie 32 Mi elements apart."""
+    stride, page_size, head_dim = 2**25, 16, 64
+    storage = torch.full((70 * stride,), NAN, dtype=torch.float16, device="cuda")
+    cache = storage.as_strided((70, 1, page_size, head_dim), (stride, page_size * head_dim, head_dim, 1))
+    cache[69] = torch.randn(1, page_size, head_dim, device="cuda")
+    case = Case([(0, [9])], num_heads=2, num_kv_heads=1, dtype=torch.float16).make(torch.device("cuda"))
+    case.inputs.update(k_cache=cache, v_cache=cache)
+    case.inputs["block_tables"][0, 0] = 69
+    actual = case.run(None).cpu().double()
+    keys = cache[69, 0, :9].cpu().double()
+    weights = torch.softmax(case.inputs["q"][0].cpu().double() @ keys.T * head_dim**-0.5, dim=-1)
+    torch.testing.assert_close(actual[0], weights @ keys, atol=2e-3, rtol=1e-3)
