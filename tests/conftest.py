@@ -10,6 +10,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import pytest
 import torch
 
+# Triton kernels run in its interpreter where there is no GPU. Triton looks when it is first imported, and
+# transformers does that.
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
+
 from tiny import make_model, make_reward_model, make_tokenizer
 
 

@@ -108,7 +108,7 @@ def end_step(
         out_tokens,
         out_logprobs,
         num_rows,
-        len(stop_token_ids),
+        NUM_STOP_TOKENS=len(stop_token_ids),
         BLOCK_ROWS=_BLOCK_ROWS,
     )
 
@@ -126,7 +126,7 @@ def _end_step_kernel(
     out_tokens,
     out_logprobs,
     num_rows,
-    num_stop_tokens,
+    NUM_STOP_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -135,7 +135,7 @@ def _end_step_kernel(
     token = tl.load(tokens + rows, mask=live, other=-1).to(tl.int32)
     count = tl.load(num_generated + rows, mask=live, other=0) + 1
     done = count >= tl.load(limits + rows, mask=live, other=0)
-    for index in range(num_stop_tokens):
+    for index in range(NUM_STOP_TOKENS):
         done |= token == tl.load(stop_token_ids + index)
     tl.store(out_tokens + rows, token, mask=in_batch)
     tl.store(out_logprobs + rows, tl.load(logprobs + rows, mask=live, other=0.0), mask=live)
