@@ -1,4 +1,6 @@
-"""Kernels run on CUDA where there is one, else in Triton's interpreter, which takes tensors of the CPU."""
+"""Kernels run on the GPU where there is one, else in Triton's interpreter (`../conftest.py` asks for it)."""
+
+from __future__ import annotations
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ HAS_CUDA = torch.cuda.is_available()
 
 @pytest.fixture(scope="session", autouse=True)
 def loops_up_to_loaded_counts():
-    """numpy 2.4 makes no number of an array of one element any more; the interpreter of triton 3.6 asks for it."""
+    """numpy 2.4 makes no number of an array of one element any more; triton 3.6's interpreter asks for it."""
     if HAS_CUDA:
         yield
         return
@@ -26,10 +28,16 @@ def loops_up_to_loaded_counts():
 
 @pytest.fixture(
     scope="session",
-    params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the kernels are compiled for CUDA")),
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="needs CUDA")]),
-    ],
+    params=[pytest.param("cuda", marks=pytest.mark.gpu) if HAS_CUDA else "cpu"],
 )
 def device(request) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """`torch.empty` fills with NaN, integers with their largest value: what a kernel does not write shows."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

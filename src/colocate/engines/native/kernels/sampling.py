@@ -1,0 +1,210 @@
+"""The draw of `sampler.py` on the GPU, in one pass over the logits.
+
+The two-level Gumbel-max needs only each block's log-sum-exp to pick the block and 256 logits to pick the
+token. So the pass over the logits (B * V * itemsize bytes: nearly all of the time) reduces blocks to maximum
+and sum of exponentials and does nothing else, and a second, tiny kernel draws: V / 256 + 256 noises a row,
+where one noise per token would cost several times what reading the logits does.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from colocate.engines.native.sampler import BLOCK_SIZE
+
+_TILE_BLOCKS = 16
+"""Blocks per program of the pass over the logits. A block is what one warp loads at once (256 values of 2
+bytes), so its sums need no exchange between warps."""
+
+
+def sample(
+    logits: Tensor,
+    *,
+    seed: int,
+    temperature: float,
+    prompt_keys: Tensor,
+    samples: Tensor,
+    positions: Tensor,
+    finished: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row, the same one as `Sampler` without filters, up to rounding of near-ties.
+
+    NaN among the logits of a row gives a NaN log-prob and some token below V.
+
+    Args:
+        logits: [B, V] bfloat16, float16 or float32, rows contiguous.
+        seed: 64 bits.
+        temperature: 0: the most likely token, the first of equals, its log-prob at temperature 1.
+        prompt_keys: [B] int64, `Prompt.key`.
+        samples: [B] integers, the member's number in its group, below 2^16.
+        positions: [B] integers, number of completion tokens before this one.
+        finished: [B] int32; rows where it is not 0 are not read: token -1, log-prob 0. None: all are drawn.
+
+    Returns:
+        Tokens [B] int32 and their log-probs [B] float32 under the distribution drawn from.
+    """
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1, "a row of logits must be contiguous"
+    num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
+    greedy = temperature == 0
+    temperature = 1.0 if greedy else float(temperature)
+    block_maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
+    block_sums = torch.empty_like(block_maxima)
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    _reduce_blocks_kernel[(num_rows, triton.cdiv(num_blocks, _TILE_BLOCKS))](
+        logits,
+        finished,
+        block_maxima,
+        block_sums,
+        logits.stride(0),
+        vocab_size,
+        num_blocks,
+        temperature,
+        BLOCK_SIZE=BLOCK_SIZE,
+        TILE_BLOCKS=_TILE_BLOCKS,
+        num_warps=4,
+    )
+    _draw_kernel[(num_rows,)](
+        logits,
+        finished,
+        block_maxima,
+        block_sums,
+        prompt_keys,
+        samples,
+        positions,
+        tokens,
+        logprobs,
+        logits.stride(0),
+        vocab_size,
+        num_blocks,
+        temperature,
+        seed & 0xFFFFFFFF,
+        (seed >> 32) & 0xFFFFFFFF,
+        GREEDY=greedy,
+        BLOCK_SIZE=BLOCK_SIZE,
+        MAX_BLOCKS=max(triton.next_power_of_2(num_blocks), 4),
+        num_warps=4,
+    )
+    return tokens, logprobs
+
+
+@triton.jit
+def _reduce_blocks_kernel(
+    logits,
+    finished,
+    block_maxima,
+    block_sums,
+    stride,
+    vocab_size,
+    num_blocks,
+    temperature,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+):
+    """Maximum m of every block, and the sum of exp((logit - m) / temperature)."""
+    row = tl.program_id(0).to(tl.int64)
+    if finished is not None:  # noqa: SIM102, this one is decided at compile time
+        if tl.load(finished + row) != 0:
+            return
+    blocks = tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+    columns = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    values = tl.load(logits + row * stride + columns, mask=columns < vocab_size, other=-float("inf"))
+    values = values.to(tl.float32)
+    maxima = tl.max(values, axis=1)
+    # exp((x - m) / T) as exp2(c x - c m): one multiply-add and one instruction per logit. In a block of nothing
+    # but -inf the sum is 0, where -inf - -inf would make it NaN.
+    scale = 1.4426950408889634 / temperature
+    shift = tl.where(maxima == -float("inf"), 0.0, maxima * scale)
+    sums = tl.sum(tl.exp2(values * scale - shift[:, None]), axis=1)
+    pointers = row * num_blocks + blocks
+    tl.store(block_maxima + pointers, maxima, mask=blocks < num_blocks)
+    tl.store(block_sums + pointers, sums, mask=blocks < num_blocks)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def _draw_kernel(
+    logits,
+    finished,
+    block_maxima,
+    block_sums,
+    prompt_keys,
+    samples,
+    positions,
+    tokens,
+    logprobs,
+    stride,
+    vocab_size,
+    num_blocks,
+    temperature,
+    seed_low: tl.uint32,
+    seed_high: tl.uint32,
+    GREEDY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr,
+):
+    """Pick the block by the blocks' log-sum-exps, then the token by the block's logits."""
+    row = tl.program_id(0).to(tl.int64)
+    if finished is not None:  # noqa: SIM102, this one is decided at compile time
+        if tl.load(finished + row) != 0:
+            tl.store(tokens + row, -1)
+            tl.store(logprobs + row, 0.0)
+            return
+    blocks = tl.arange(0, MAX_BLOCKS)
+    in_vocab = blocks < num_blocks
+    pointers = row * num_blocks + blocks
+    maxima = tl.load(block_maxima + pointers, mask=in_vocab, other=-float("inf"))
+    sums = tl.load(block_sums + pointers, mask=in_vocab, other=1.0)
+    totals = maxima / temperature + tl.log(sums)
+    highest = tl.max(totals, axis=0)
+    total = highest + tl.log(tl.sum(tl.exp(totals - highest), axis=0))
+    if GREEDY:
+        scores = maxima
+    else:
+        key = tl.load(prompt_keys + row)
+        member = tl.load(samples + row)
+        position = tl.load(positions + row)
+        # Columns 0 .. BLOCK_SIZE - 1 of the noise are a block's tokens, those from BLOCK_SIZE on are blocks.
+        scores = totals + gumbel_noise(
+            key, member, position, seed_low, seed_high, BLOCK_SIZE // 4, MAX_BLOCKS // 4
+        )
+    # Comparisons with NaN may choose a lane outside, and what is drawn becomes an address: here, then in the
+    # embedding.
+    block = tl.minimum(tl.argmax(scores, axis=0), num_blocks - 1)
+
+    columns = tl.arange(0, BLOCK_SIZE)
+    in_block = block * BLOCK_SIZE + columns < vocab_size
+    pointers = logits + row * stride + block * BLOCK_SIZE + columns
+    chosen = tl.load(pointers, mask=in_block, other=-float("inf")).to(tl.float32) / temperature
+    scores = chosen
+    if not GREEDY:
+        scores = chosen + gumbel_noise(key, member, position, seed_low, seed_high, 0, BLOCK_SIZE // 4)
+    column = tl.argmax(scores, axis=0)
+    logit = tl.sum(tl.where(columns == column, chosen, 0.0), axis=0)
+    tl.store(tokens + row, tl.minimum(block * BLOCK_SIZE + column, vocab_size - 1))
+    tl.store(logprobs + row, logit - total)
+
+
+@triton.jit
+def gumbel_noise(
+    key, member, position, seed_low, seed_high, FIRST_QUAD: tl.constexpr, NUM_QUADS: tl.constexpr
+):
+    """`sampler.gumbel_noise` of one row: the noises of columns 4 * FIRST_QUAD on, [4 * NUM_QUADS] float32."""
+    quads = (FIRST_QUAD + tl.arange(0, NUM_QUADS)).to(tl.uint32) + (member.to(tl.uint32) << 16)
+    word0, word1, word2, word3 = tl.philox_impl(
+        key.to(tl.uint32), (key >> 32).to(tl.uint32), position.to(tl.uint32), quads, seed_low, seed_high
+    )
+    # A counter's four words are the noises of four neighbouring columns.
+    bits = tl.reshape(tl.join(tl.join(word0, word2), tl.join(word1, word3)), [4 * NUM_QUADS])
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    # exponential = -log(1 - u). Below 1/8 1 - u rounds away what decides the upper tail of the Gumbel: the
+    # series, cut after u^7, is off by u^7 / 8 < 6e-8 of its value. Above, log's error near 1 (2^-22 absolute
+    # for the hardware's fast one) is below 2e-6 of the value. The noise's absolute error is the relative one
+    # of the exponential.
+    series = 1 / 5 + uniform * (1 / 6 + uniform * (1 / 7))
+    series = 1 / 2 + uniform * (1 / 3 + uniform * (1 / 4 + uniform * series))
+    exponential = tl.where(uniform < 0.125, uniform * (1.0 + uniform * series), -tl.log(1.0 - uniform))
+    return -tl.log(exponential)
