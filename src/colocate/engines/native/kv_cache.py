@@ -85,8 +85,9 @@ class KVCache:
         Raises:
             ArenaExhausted: the device has too little free memory; the cache is as it was.
         """
-        if device.type == "cuda":
-            self._allocate_in_arena(num_pages, dtype, device)
+        arena = self._arena_on(device)
+        if arena is not None:
+            self._map(arena, num_pages, dtype)
         else:
             self.close()
             shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self.page_size, self.head_dim)
@@ -132,15 +133,21 @@ class KVCache:
         for to, from_ in zip(destination, source, strict=True):
             data.index_copy_(dim, to, data.index_select(dim, from_))
 
-    def _allocate_in_arena(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+    def _arena_on(self, device: torch.device) -> Arena | None:
+        """The arena to use on this device; None: plain memory."""
+        if device.type != "cuda":
+            return None
         if self._arena is None or self._arena.device != device:
             self.close()
             self._arena = Arena(device, torch.cuda.get_device_properties(device).total_memory)
-        self._arena.resize(self.scratch_bytes + num_pages * self.page_bytes(dtype))
+        return self._arena
+
+    def _map(self, arena: Arena, num_pages: int, dtype: torch.dtype) -> None:
+        arena.resize(self.scratch_bytes + num_pages * self.page_bytes(dtype))
         has_tensors = self._data is not None and self._data.dtype == dtype
-        if self._arena.mapped_bytes and not has_tensors:
-            max_pages = (self._arena.capacity_bytes - self.scratch_bytes) // self.page_bytes(dtype)
+        if arena.mapped_bytes and not has_tensors:
+            max_pages = (arena.capacity_bytes - self.scratch_bytes) // self.page_bytes(dtype)
             shape = (max_pages, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
-            pages = self._arena.tensor(shape, dtype, offset_bytes=self.scratch_bytes)
+            pages = arena.tensor(shape, dtype, offset_bytes=self.scratch_bytes)
             self._data = pages.permute(1, 2, 0, 3, 4, 5)
-            self._scratch = self._arena.tensor((self.scratch_bytes,), torch.uint8)
+            self._scratch = arena.tensor((self.scratch_bytes,), torch.uint8)
