@@ -33,6 +33,7 @@ from colocate.data.sampler import PromptBatch
 from colocate.experience.rollout import RequestBuilder, Rollout, Scorer
 from colocate.experience.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
 from colocate.experience.window import TrainingWindow
+from colocate.memory.handover import Handover
 from colocate.memory.timeline import Timeline
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import stop_token_ids
@@ -129,6 +130,7 @@ class GRPOTrainer:
         self.timeline.watch("weights", lambda: sum(p.nbytes for p in self.model.parameters()))
         self.timeline.watch("optimizer", lambda: self.policy.optimizer.num_bytes)
         self.timeline.watch("kv_cache", lambda: self.engine.kv_cache_bytes)
+        self.handover = Handover()
         self.scorer = Scorer(
             assembly.build_rewards(reward_funcs, reward_processing_classes, args, device),
             self.processing_class,
@@ -181,7 +183,7 @@ class GRPOTrainer:
                 yield
                 self.timeline.sample()  # while the KV cache is still there
             finally:
-                self.engine.sleep()
+                self.engine.sleep(self.handover.keep_bytes)
 
     # ── Training ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -250,7 +252,9 @@ class GRPOTrainer:
             self.entropy.update(metrics["entropy_trained"])
             self.objective.entropy_coef = self.entropy.applied_coef
             metrics["entropy_coef"] = self.entropy.coef
-        self.journal.end_step(metrics, self.timeline.drain())
+        timeline = self.timeline.drain()
+        self.handover.learn(timeline["memory"])
+        self.journal.end_step(metrics, timeline)
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
             self.policy.sync_reference(self.args.ref_model_mixup_alpha)
         self._check_finite(samples, update)

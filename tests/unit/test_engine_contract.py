@@ -234,6 +234,16 @@ def test_asleep_it_holds_no_kv_cache(engine):
     assert engine.kv_cache_bytes == 0
 
 
+def test_asleep_it_keeps_no_more_than_it_may(engine):
+    first = generate(engine, [3, 3])
+    taken = engine.kv_cache_bytes
+    for keep_bytes in (2 * taken, taken // 2, 0):
+        engine.sleep(keep_bytes)
+        assert engine.kv_cache_bytes <= min(keep_bytes, taken)
+    engine.wake_up()
+    assert generate(engine, [3, 3]) == first
+
+
 def test_policy_version_is_stamped(engine):
     assert {c.policy_version for c in generate(engine, [3, 3])} == {0}
     engine.update_weights([], version=7)

@@ -26,7 +26,7 @@ class RolloutEngine(Protocol):
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Memory that the KV cache holds now; 0 asleep, or if the engine cannot tell."""
+        """Memory that the KV cache holds now; asleep what it was allowed to keep. 0 if it cannot tell."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -38,8 +38,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def sleep(self) -> None:
-        """Give the KV cache's memory back to the trainer. Sleeping twice is harmless."""
+    def sleep(self, keep_bytes: int = 0) -> None:
+        """Give the KV cache's memory back to the trainer. Sleeping twice is harmless.
+
+        Up to `keep_bytes` of it may stay with the engine, to be taken again the faster; what was stored in
+        it is lost all the same. Asked again while asleep, the engine gives back what is more than that.
+        """
         ...
 
     def wake_up(self) -> None:

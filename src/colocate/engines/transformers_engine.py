@@ -68,7 +68,7 @@ class TransformersEngine:
                 completions += self._generate_batch(requests[start : start + self._max_num_seqs], sampling)
         return completions
 
-    def sleep(self) -> None:
+    def sleep(self, keep_bytes: int = 0) -> None:
         """Nothing to give back: the KV cache lives only inside `generate`."""
         self._is_awake = False
 

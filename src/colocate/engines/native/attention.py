@@ -2,7 +2,8 @@
 
 The three methods are the whole interface between the model runner and the kernels. Shapes: H query heads, K
 key-value heads, D head size; a cache is one layer's keys or values, [num_pages, K, page_size, D], so that one
-head's part of a page is one piece of memory; a block table lists the pages of a sequence in order.
+head's part of a page is one piece of memory, and a whole page is one too (the next page may lie further on);
+a block table lists the pages of a sequence in order.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class PagedAttention:
         """Store keys and values [T, K, D] at `slots` [T] = page * page_size + offset in the page."""
         _, num_kv_heads, page_size, head_dim = k_cache.shape
         heads = torch.arange(num_kv_heads, device=slots.device)
-        first_row = (slots // page_size)[:, None] * num_kv_heads + heads
-        rows = first_row * page_size + (slots % page_size)[:, None]
-        k_cache.view(-1, head_dim).index_copy_(0, rows.flatten(), k.flatten(0, 1))
-        v_cache.view(-1, head_dim).index_copy_(0, rows.flatten(), v.flatten(0, 1))
+        first_row = (slots // page_size)[:, None] * (k_cache.stride(0) // head_dim)
+        rows = first_row + heads * page_size + (slots % page_size)[:, None]
+        _pieces(k_cache, head_dim).index_copy_(0, rows.flatten(), k.flatten(0, 1))
+        _pieces(v_cache, head_dim).index_copy_(0, rows.flatten(), v.flatten(0, 1))
 
     def prefill(
         self,
@@ -109,11 +110,12 @@ class PagedAttention:
         _, num_kv_heads, page_size, _ = k_cache.shape
         pages = block_tables[:, : -(-max_context_len // page_size)]
         heads = torch.arange(num_kv_heads, device=q.device)[:, None]
-        pieces = (pages[:, None] * num_kv_heads + heads).flatten()
+        piece_size = page_size * head_dim
+        pieces = (pages[:, None] * (k_cache.stride(0) // piece_size) + heads).flatten()
         # [B * K, whole pages of tokens, D]: the query heads of a key-value head share one matrix product.
         shape = (num_seqs * num_kv_heads, -1, head_dim)
-        key = self._gather(0, k_cache.view(-1, page_size * head_dim), pieces).view(shape)
-        value = self._gather(1, v_cache.view(-1, page_size * head_dim), pieces).view(shape)
+        key = self._gather(0, _pieces(k_cache, piece_size), pieces).view(shape)
+        value = self._gather(1, _pieces(v_cache, piece_size), pieces).view(shape)
         positions = torch.arange(key.shape[1], device=q.device)
         is_hidden = positions >= context_lens[:, None]
         if sliding_window is not None:
@@ -131,3 +133,13 @@ class PagedAttention:
             self._workspaces[which] = pieces.new_empty(2 * numel)
         output = self._workspaces[which][:numel].view(len(index), pieces.shape[1])
         return torch.index_select(pieces, 0, index, out=output)
+
+
+def _pieces(cache: Tensor, piece_size: int) -> Tensor:
+    """The memory from the first to the last element of `cache` as rows [:, piece_size].
+
+    A page begins `stride(0) / piece_size` rows after the one before, whatever lies between them.
+    """
+    num_pages, page_numel = len(cache), cache[0].numel()
+    numel = (num_pages - 1) * cache.stride(0) + page_numel
+    return cache.as_strided((numel // piece_size, piece_size), (piece_size, 1))

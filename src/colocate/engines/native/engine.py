@@ -121,9 +121,9 @@ class NativeEngine:
             decoder = self._decoder_for(prompts, sampling.max_tokens)
             return Rollout(decoder, prompts, sampling).run(self.policy_version)
 
-    def sleep(self) -> None:
-        """Give the KV cache's memory back. Captured graphs stay, and stay valid."""
-        self._cache.free()
+    def sleep(self, keep_bytes: int = 0) -> None:
+        """Give the KV cache's memory back, on a GPU all but `keep_bytes` of it. Captured graphs stay valid."""
+        self._cache.free(keep_bytes)
         if not self._backend.captures_graphs:
             self._decoder = None  # cheap to make anew, and it holds on to weights that may be moved
         self._is_awake = False
@@ -152,8 +152,9 @@ class NativeEngine:
 
     def close(self) -> None:
         """Free the KV cache and let go of the model."""
-        self.sleep()
+        self._is_awake = False
         self._decoder = self._model = None
+        self._cache.close()
 
     def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
         """The decoder of earlier rollouts if it is large enough for this one."""
@@ -190,8 +191,7 @@ class NativeEngine:
             # One more sequence's worth: the prompt kept for the members that still wait.
             wanted = needed * (num_seqs + 1)
             if wanted > available:
-                self._cache.free()
-                free_bytes = _free_memory_bytes(layout.device)
+                free_bytes = self._cache.num_bytes + _free_memory_bytes(layout.device)
                 affordable = int(free_bytes * FREE_MEMORY_FRACTION) // self._cache.page_bytes(layout.dtype)
                 available = min(wanted, affordable)
                 self._cache.allocate(available, layout.dtype, layout.device)
@@ -208,5 +208,7 @@ class NativeEngine:
 
 def _free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What PyTorch has reserved and does not use, it gives back when the cache needs it.
+        unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused_bytes
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -7,25 +7,65 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from colocate.memory.arena import Arena
+
+SCRATCH_ALIGNMENT_BYTES = 512
+PAGES_PER_COPY = 64
+"""Pages copied in one go; bounds the memory that a copy takes beside the cache."""
+
 
 class KVCache:
-    """One tensor [layers, 2, num_pages, K, page_size, D]; the second dimension is keys, values."""
+    """Keys and values of all layers, in pages of `page_size` tokens.
 
-    def __init__(self, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int) -> None:
+    On a CPU it is one tensor [layers, 2, num_pages, K, page_size, D]; the second dimension is keys, values.
+
+    On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, page_size, D] behind
+    `scratch_bytes`. A smaller cache is a shorter prefix of the same addresses, so whatever was captured in a
+    CUDA graph stays valid when the cache shrinks, grows, or is freed and taken again.
+
+    Args:
+        scratch_bytes: memory for the engine's own buffers, taken and freed with the cache.
+
+    Raises:
+        ValueError: `scratch_bytes` is no multiple of 512.
+    """
+
+    def __init__(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, scratch_bytes: int = 0
+    ) -> None:
+        if scratch_bytes < 0 or scratch_bytes % SCRATCH_ALIGNMENT_BYTES:
+            raise ValueError(
+                f"scratch_bytes={scratch_bytes} must be a multiple of {SCRATCH_ALIGNMENT_BYTES}, which keeps "
+                "the pages behind it aligned."
+            )
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.page_size = page_size
+        self.scratch_bytes = scratch_bytes
+        self._arena: Arena | None = None
+        self._num_pages = 0
+        # [layers, 2, pages, K, page_size, D] wherever it lies; on a GPU with all pages there could ever be.
         self._data: Tensor | None = None
+        self._scratch: Tensor | None = None
 
     @property
     def num_pages(self) -> int:
-        """Pages there are storage for; 0 while freed."""
-        return 0 if self._data is None else self._data.shape[2]
+        """Pages there is storage for; 0 while freed."""
+        return self._num_pages
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._data is None else self._data.nbytes
+        """Memory taken, scratch included; on a GPU in the arena's whole handles."""
+        if self._arena is not None:
+            return self._arena.mapped_bytes
+        return sum(tensor.nbytes for tensor in (self._data, self._scratch) if tensor is not None)
+
+    @property
+    def scratch(self) -> Tensor:
+        """[scratch_bytes] uint8, undefined after every `allocate`. On a GPU its address never changes."""
+        assert self._scratch is not None and self._num_pages, "the KV cache has no storage"
+        return self._scratch
 
     @property
     def data_ptr(self) -> int:
@@ -34,32 +74,85 @@ class KVCache:
 
     def is_on(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether there is storage, of this type and on this device."""
-        return self._data is not None and self._data.dtype == dtype and self._data.device == device
+        if self._data is None or not self._num_pages:
+            return False
+        return self._data.dtype == dtype and self._data.device == device
 
     def page_bytes(self, dtype: torch.dtype) -> int:
         """Size of one page over all layers."""
         return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def allocate(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Take memory for `num_pages` pages; what was stored before is lost."""
-        self.free()
-        shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self.page_size, self.head_dim)
-        # Zeros, not empty: attention multiplies masked positions by 0, and 0 * NaN would be NaN.
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        """Take memory for `num_pages` pages, all of which are undefined then.
 
-    def free(self) -> None:
-        """Give the memory back."""
-        self._data = None
+        On a GPU only what is missing is mapped, and what is too much is unmapped.
+
+        Raises:
+            ArenaExhausted: the device has too little free memory; the cache is as it was.
+        """
+        arena = self._arena_on(device)
+        if arena is not None:
+            self._map(arena, num_pages, dtype)
+        else:
+            self.close()
+            shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+            # Zeros, because attention on a CPU multiplies masked positions by 0, and 0 * NaN would be NaN.
+            self._data = torch.zeros(shape, dtype=dtype, device=device)
+            self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+        self._num_pages = num_pages
+
+    def free(self, keep_bytes: int = 0) -> None:
+        """Give the memory back, on a GPU all but `keep_bytes` of it (rounded down to whole handles)."""
+        if self._arena is None or self._data is None:
+            self.close()
+            return
+        handle_bytes = self._arena.handle_bytes
+        self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
+        kept_bytes = max(0, self._arena.mapped_bytes - self.scratch_bytes)
+        self._num_pages = min(self._num_pages, kept_bytes // self.page_bytes(self._data.dtype))
+
+    def close(self) -> None:
+        """Give the memory back, and on a GPU the addresses, too."""
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = self._data = self._scratch = None
+        self._num_pages = 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [num_pages, K, page_size, D]."""
+        """Keys and values of one layer, each [pages, K, page_size, D].
+
+        A page is contiguous, but the next one follows `stride(0)` elements later. On a GPU there may be more
+        than `num_pages`: only the first `num_pages` may be touched.
+        """
         assert self._data is not None, "the KV cache has no storage"
         return self._data[index, 0], self._data[index, 1]
 
     def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy whole pages, in all layers at once."""
-        assert self._data is not None, "the KV cache has no storage"
+        """Copy whole pages, in all layers at once. No page is both a source and a destination."""
+        assert self._data is not None and self._num_pages, "the KV cache has no storage"
         device = self._data.device
-        destination = torch.tensor(destinations, dtype=torch.long, device=device)
-        source = torch.tensor(sources, dtype=torch.long, device=device)
-        self._data.index_copy_(2, destination, self._data.index_select(2, source))
+        destination = torch.tensor(destinations, dtype=torch.long, device=device).split(PAGES_PER_COPY)
+        source = torch.tensor(sources, dtype=torch.long, device=device).split(PAGES_PER_COPY)
+        # In the arena a page is one piece with all its layers, and the fastest copy is of rows.
+        data, dim = (self._data, 2) if self._arena is None else (self._data.movedim(2, 0), 0)
+        for to, from_ in zip(destination, source, strict=True):
+            data.index_copy_(dim, to, data.index_select(dim, from_))
+
+    def _arena_on(self, device: torch.device) -> Arena | None:
+        """The arena to use on this device; None: plain memory."""
+        if device.type != "cuda":
+            return None
+        if self._arena is None or self._arena.device != device:
+            self.close()
+            self._arena = Arena(device, torch.cuda.get_device_properties(device).total_memory)
+        return self._arena
+
+    def _map(self, arena: Arena, num_pages: int, dtype: torch.dtype) -> None:
+        arena.resize(self.scratch_bytes + num_pages * self.page_bytes(dtype))
+        has_tensors = self._data is not None and self._data.dtype == dtype
+        if arena.mapped_bytes and not has_tensors:
+            max_pages = (arena.capacity_bytes - self.scratch_bytes) // self.page_bytes(dtype)
+            shape = (max_pages, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
+            pages = arena.tensor(shape, dtype, offset_bytes=self.scratch_bytes)
+            self._data = pages.permute(1, 2, 0, 3, 4, 5)
+            self._scratch = arena.tensor((self.scratch_bytes,), torch.uint8)

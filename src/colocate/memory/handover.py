@@ -1,0 +1,56 @@
+"""How much of the KV cache's memory the engine may keep while the policy trains.
+
+Mapping and unmapping cost time by the gigabyte, so the engine gives back what training needs and no more.
+What training needs is judged from what it was seen to need:
+
+    keep = device - (in use at the peak of training, without the KV cache) - allowances
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MARGIN = 0.1
+"""Share of the device left free at training's peak: the peak counts tensors, and an allocator has holes
+between them. Mapping a tenth of a GPU anew takes hundredths of a second; running out ends the run."""
+
+GROWTH = 0.5
+"""Share by which what a phase adds may outgrow what was seen. Activations grow with the tokens of a
+micro-batch, and a rollout may end in longer completions than any before."""
+
+
+class Handover:
+    """Learns from every step's record what the phases between two rollouts need."""
+
+    def __init__(self) -> None:
+        self.keep_bytes = 0
+        """What the engine may keep in its next sleep; 0 until a whole step has been seen, and on a CPU."""
+        self._needed_bytes = 0
+
+    def learn(self, memory: dict[str, Any]) -> None:
+        """Take in one step.
+
+        Args:
+            memory: the entry "memory" of `Timeline.drain`.
+        """
+        # On a CPU what is free is not the run's alone: other processes take it, too.
+        if memory["device"] == "cpu":
+            return
+        for span in memory["spans"]:
+            if span["phase"] != "rollout":
+                self._needed_bytes = max(self._needed_bytes, _needed_bytes(span))
+        if self._needed_bytes:
+            available = (1 - MARGIN) * memory["limit_bytes"]
+            self.keep_bytes = max(0, int(available) - self._needed_bytes)
+
+
+def _needed_bytes(span: dict[str, Any]) -> int:
+    """What the phase may have in use at its peak when it comes again, beside the KV cache.
+
+    Memory that PyTorch has reserved and does not use is not in it: training takes that before it asks for
+    more. What the phase left behind is: the first step makes the optimizer's moments after its peak, and the
+    second one has its peak on top of them.
+    """
+    before, after, peak = span["before_bytes"], span["after_bytes"], span["peak_bytes"]
+    kv_cache = span["categories"].get("kv_cache", 0)
+    return int(max(before, after) + (1 + GROWTH) * (peak - before)) - kv_cache
