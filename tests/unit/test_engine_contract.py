@@ -178,6 +178,46 @@ def test_max_tokens(engine, max_tokens):
     assert {c.finish_reason for c in completions} == {"length"}
 
 
+def test_limits_of_each_sample_cut_what_would_have_come(engine):
+    # Stop tokens and limits end completions in the same rollout; no limit changes what another one draws.
+    whole = generate(engine, [5, 9, 2], 3, max_tokens=9, seed=4)
+    stop = whole[1].token_ids[3]
+    whole = generate(engine, [5, 9, 2], 3, max_tokens=9, seed=4, stop_token_ids=(stop,))
+    limits = [(1, 9, 4), (2, 2, 8), None]
+    prompts = [
+        dataclasses.replace(prompt, max_tokens=limit)
+        for prompt, limit in zip(make_prompts([5, 9, 2], 3), limits, strict=True)
+    ]
+    sampling = SamplingParams(max_tokens=9, seed=4, stop_token_ids=(stop,))
+    completions = engine.generate(prompts, sampling)
+    for completion, free, limit in zip(completions, whole, (1, 9, 4, 2, 2, 8, 9, 9, 9), strict=True):
+        assert completion.token_ids == free.token_ids[:limit]
+        assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == stop else "length")
+
+
+def test_a_limit_lets_a_longer_prompt_in(engine):
+    (prompt,) = make_prompts([MAX_POSITION - 3])
+    (completion,) = engine.generate(
+        [dataclasses.replace(prompt, max_tokens=(3,))], SamplingParams(max_tokens=9)
+    )
+    assert len(completion.token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ((3,), "Prompt 100 asks for 2 samples and its max_tokens has 1"),
+        ((0, 3), "limits a completion to 0 tokens"),
+        ((3, 5), "to 5 tokens, but the rollout's max_tokens=4 allows 1 to 4"),
+    ],
+)
+def test_impossible_limits_are_refused_with_their_numbers(engine, limits, message):
+    (prompt,) = make_prompts([3], 2)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([dataclasses.replace(prompt, max_tokens=limits)], SamplingParams(max_tokens=4))
+
+
 def test_same_seed_same_completions_other_seed_others(engine):
     first = generate(engine, [4, 7], 3, seed=5)
     assert generate(engine, [4, 7], 3, seed=5) == first

@@ -29,13 +29,14 @@ class DecodeBatch:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.num_rows = 0
-        self.max_tokens = max_tokens
         self.sampler = sampler
         self.block_tables = zeros(max_num_seqs, max_num_pages)
         self.positions = zeros(max_num_seqs)
         """Position of `last_tokens`; keys and values of all earlier positions are in the cache."""
         self.last_tokens = zeros(max_num_seqs)
         self.num_generated = zeros(max_num_seqs)
+        self.limits = zeros(max_num_seqs)
+        """Completion tokens at most."""
         self.prompt_keys = zeros(max_num_seqs)
         self.samples = zeros(max_num_seqs)
         self.token_ids = zeros(max_num_seqs, max_tokens)
@@ -45,7 +46,7 @@ class DecodeBatch:
 
     def _state(self) -> list[Tensor]:
         tensors = [self.block_tables, self.positions, self.last_tokens, self.num_generated, self.prompt_keys]
-        tensors += [self.samples, self.token_ids, self.logprobs]
+        tensors += [self.limits, self.samples, self.token_ids, self.logprobs]
         return tensors if self.seen is None else [*tensors, self.seen]
 
     def start(self, sequences: SequenceABC[Sequence], logits: Tensor) -> None:
@@ -62,13 +63,16 @@ class DecodeBatch:
         rows = slice(first, first + len(sequences))
         width = max(len(sequence.pages) for sequence in sequences)
         tables = [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences]
-        numbers = [(s.num_context - 1, len(s.token_ids), s.group.prompt.key, s.sample) for s in sequences]
+        numbers = [
+            (s.num_context - 1, len(s.token_ids), s.limit, s.group.prompt.key, s.sample) for s in sequences
+        ]
         # Rows are re-used: the rest of a table must name pages that exist in this rollout, which 0 always
         # does.
         self.block_tables[rows] = 0
         self.block_tables[rows, :width] = torch.tensor(tables, device=device)
         columns = torch.tensor(numbers, device=device).unbind(1)
-        self.positions[rows], self.num_generated[rows], self.prompt_keys[rows], self.samples[rows] = columns
+        self.positions[rows], self.num_generated[rows], self.limits[rows] = columns[:3]
+        self.prompt_keys[rows], self.samples[rows] = columns[3:]
         self.num_rows += len(sequences)
         self.draw(rows, logits)
 
@@ -96,7 +100,7 @@ class DecodeBatch:
     def finished_rows(self) -> list[int]:
         """Rows whose last token is a stop token or the last allowed. The step's one look at the host."""
         rows = slice(0, self.num_rows)
-        finished = self.num_generated[rows] >= self.max_tokens
+        finished = self.num_generated[rows] >= self.limits[rows]
         if len(self._stop_token_ids):
             finished |= torch.isin(self.last_tokens[rows], self._stop_token_ids)
         return finished.nonzero()[:, 0].tolist()

@@ -154,7 +154,7 @@ class NativeEngine:
         """Check that one sequence fits; take memory for this rollout if no size was given."""
         page_size, layout = self._page_size, self._layout
         # The last token drawn is never fed back: it needs no key and value.
-        longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens - 1
+        longest = _longest(prompts, max_tokens) - 1
         needed = pages_for(longest, page_size)
         is_in_place = self._cache.is_on(layout.dtype, layout.device)
         available = self._cache.num_pages if is_in_place else 0
@@ -198,9 +198,13 @@ class _Rollout:
         self.sampling = sampling
         self.pool = PagePool(cache.num_pages)
         self.scheduler = Scheduler(
-            prompts, pool=self.pool, page_size=cache.page_size, max_num_seqs=max_num_seqs
+            prompts,
+            max_tokens=sampling.max_tokens,
+            pool=self.pool,
+            page_size=cache.page_size,
+            max_num_seqs=max_num_seqs,
         )
-        max_len = max(len(prompt.token_ids) for prompt in prompts) + sampling.max_tokens
+        max_len = _longest(prompts, sampling.max_tokens)
         self.runner = ModelRunner(layout, cache, max_len)
         self.batch = DecodeBatch(
             max_num_seqs=min(max_num_seqs, len(self.scheduler.sequences)),
@@ -275,6 +279,11 @@ class _Rollout:
         for sequence, (token_ids, logprobs) in zip(sequences, self.batch.read(rows), strict=True):
             sequence.token_ids, sequence.logprobs = token_ids, logprobs
         self.batch.remove(rows)
+
+
+def _longest(prompts: Sequence[Prompt], max_tokens: int) -> int:
+    """Tokens of the longest prompt + completion."""
+    return max(len(prompt.token_ids) + max(prompt.limits(max_tokens)) for prompt in prompts)
 
 
 def _free_memory_bytes(device: torch.device) -> int:

@@ -43,6 +43,8 @@ class Sequence:
 
     group: Group
     sample: int
+    limit: int
+    """Completion tokens at most."""
     token_ids: list[int] = field(default_factory=list)
     """Completion so far, as of the last time it was read back from the batch."""
     logprobs: list[float] = field(default_factory=list)
@@ -84,7 +86,13 @@ class Scheduler:
     """Continuous batching over `max_num_seqs` rows and a pool of pages. Deterministic."""
 
     def __init__(
-        self, prompts: Iterable[Prompt], *, pool: PagePool, page_size: int, max_num_seqs: int
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        max_tokens: int,
+        pool: PagePool,
+        page_size: int,
+        max_num_seqs: int,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -95,7 +103,8 @@ class Scheduler:
         """All, in the order in which completions are returned."""
         for prompt in prompts:
             group = Group(prompt, num_unstarted=len(prompt.samples))
-            self.sequences += [Sequence(group, sample) for sample in prompt.samples]
+            limits = prompt.limits(max_tokens)
+            self.sequences += [Sequence(group, *which) for which in zip(prompt.samples, limits, strict=True)]
         self._waiting = deque(self.sequences)
         self._retained: list[Group] = []
         self._num_steps = 0
