@@ -29,8 +29,8 @@ class Prompt:
     samples: range = range(1)
     """The members of the group to generate; the engine returns them in this order."""
     max_tokens: tuple[int, ...] | None = None
-    """Completion tokens at most for each of `samples`, 1 to the rollout's `max_tokens`, which holds for all if
-    None. To go on with completions that were cut short, or to generate given lengths."""
+    """Completion tokens at most for each of `samples`, from 1 to the rollout's `max_tokens`, which is the
+    limit of all if None. For completions that go on where they were cut short, and for given lengths."""
 
     def limits(self, max_tokens: int) -> tuple[int, ...]:
         """Completion tokens at most for each of `samples` in a rollout of `max_tokens`."""

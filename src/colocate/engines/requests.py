@@ -30,7 +30,8 @@ def check_requests(
 
     Raises:
         ValueError: an option out of its range, an empty prompt, a token outside the vocabulary, limits of a
-            prompt that are not one per sample and 1 to `max_tokens`, or prompt + completion beyond `max_len`.
+            prompt that are not one per sample and 1 to `max_tokens`, or prompt + completion beyond `max_len`
+            tokens.
     """
     _check_sampling(sampling)
     for prompt in prompts:

@@ -104,7 +104,9 @@ class Scheduler:
         for prompt in prompts:
             group = Group(prompt, num_unstarted=len(prompt.samples))
             limits = prompt.limits(max_tokens)
-            self.sequences += [Sequence(group, *which) for which in zip(prompt.samples, limits, strict=True)]
+            self.sequences += [
+                Sequence(group, sample, limit) for sample, limit in zip(prompt.samples, limits, strict=True)
+            ]
         self._waiting = deque(self.sequences)
         self._retained: list[Group] = []
         self._num_steps = 0
