@@ -60,8 +60,8 @@ def check_requests(
 def _check_limits(prompt: Prompt, limits: Sequence[int], max_tokens: int) -> None:
     if len(limits) != len(prompt.samples):
         raise ValueError(
-            f"Prompt {prompt.key} asks for {len(prompt.samples)} samples and its max_tokens has {len(limits)} "
-            "limits; it needs one for each."
+            f"Prompt {prompt.key} asks for {len(prompt.samples)} samples and its max_tokens has "
+            f"{len(limits)} limits; it needs one for each."
         )
     for limit in limits:
         if not 1 <= limit <= max_tokens:
