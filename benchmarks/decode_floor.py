@@ -2,10 +2,10 @@
 
     python benchmarks/decode_floor.py 1p5b_512seq --out floor.json
 
-The matrix products are those of the step with one token per sequence (a fused qkv, o, a fused gate/up and down
-in each layer, and the head), each layer with weights of its own, back to back in one CUDA graph. KV bytes are
-those of the mean context over the rollout, prompts once per group, at the rate at which this GPU copies 4 GiB
-within its memory (bytes read plus bytes written).
+The matrix products are those of the step with one token per sequence (a fused qkv, o, a fused gate/up and
+down in each layer, and the head), each layer with weights of its own, back to back in one CUDA graph. KV
+bytes are those of the mean context over the rollout, prompts once per group, at the rate at which this GPU
+copies 4 GiB within its memory (bytes read plus bytes written).
 """
 
 from __future__ import annotations

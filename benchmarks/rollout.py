@@ -4,9 +4,9 @@
         --completion-tokens 1024 --out native.json
     python benchmarks/rollout.py --engine vllm --cases 1p5b_512seq 1p5b_ragged --out vllm.json
 
-Random weights, random prompts, temperature 1, no stop tokens, given lengths. Loading and warming up (a rollout
-of the same sequences, a 64th as long) are not part of a repetition; everything else from prompts to tokens and
-log-probs on the host is.
+Random weights, random prompts, temperature 1, no stop tokens, given lengths. Loading and warming up (a
+rollout of the same sequences, a 64th as long) are not part of a repetition; everything else from prompts to
+tokens and log-probs on the host is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from results_file import committed
 from rollout_cases import CASES, SHAPES, Case, machine, model_directory, tiny
 
 VARIANTS = ("in-process", "own-process")
-"""Where vLLM's engine runs: in the caller's process, as trainers that share the GPU run it, or in its own, which
-takes the scheduler off the caller's interpreter lock."""
+"""Where vLLM's engine runs: in the caller's process, as trainers that share the GPU run it, or in its own,
+which takes the scheduler off the caller's interpreter lock."""
 
 
 class Engine(Protocol):

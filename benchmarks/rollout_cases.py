@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 MEDIAN_TOKENS, SIGMA = 300, 0.8
-"""Of the log-normal lengths: half of them are longer than the median, and one in 44 longer than e^(2 sigma) = 5
+"""Of the log-normal lengths: half of them are longer than the median, one in 44 is longer than e^(2 sigma) = 5
 times that."""
 
 

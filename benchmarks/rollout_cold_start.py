@@ -2,8 +2,8 @@
 
     python benchmarks/rollout_cold_start.py MODEL_DIR
 
-`rollout_suite.py` runs it with empty caches of Triton, Inductor and the driver, and subtracts the time at which
-it started the process.
+`rollout_suite.py` runs it with empty caches of Triton, Inductor and the driver, and subtracts the time at
+which it started the process.
 """
 
 from __future__ import annotations

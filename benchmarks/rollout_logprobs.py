@@ -1,12 +1,12 @@
 """How far an engine's log-probs are from the trainer's, in bf16: the native engine's and vLLM's.
 
-    python benchmarks/rollout_logprobs.py native  MODEL_DIR RECORDS    # completes, and asks the trainer
-    python benchmarks/rollout_logprobs.py vllm    MODEL_DIR RECORDS    # completes, and scores native's completions
-    python benchmarks/rollout_logprobs.py trainer MODEL_DIR RECORDS    # asks the trainer of vLLM's completions
+    python benchmarks/rollout_logprobs.py native  MODEL_DIR RECORDS  # completes, and asks the trainer
+    python benchmarks/rollout_logprobs.py vllm    MODEL_DIR RECORDS  # completes; scores native's completions
+    python benchmarks/rollout_logprobs.py trainer MODEL_DIR RECORDS  # asks the trainer of vLLM's completions
 
 The trainer's log-probs are those of colocate's packed forward. The gap is the mean of |engine - trainer| over
-all completion tokens. vLLM's is measured twice: on its own completions with the log-probs it sampled with, and
-on the very completions of the native engine, which it reads as prompts.
+all completion tokens. vLLM's is measured twice: on its own completions with the log-probs it sampled with,
+and on the very completions of the native engine, which it reads as prompts.
 """
 
 from __future__ import annotations

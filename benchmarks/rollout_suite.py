@@ -49,7 +49,7 @@ class Suite:
         self.failures: list[str] = []
 
     def run(self, *command: str | Path, is_vllm: bool = False, **environment: str) -> str | None:
-        """The standard output of `python benchmarks/<command>`; None if it failed, which stops nothing else."""
+        """Standard output of `python benchmarks/<command>`; None if it failed, which stops nothing else."""
         environment = self.environment | environment
         if is_vllm and self.options.vllm_site:
             paths = [self.options.vllm_site, environment.get("PYTHONPATH")]
@@ -189,8 +189,8 @@ def check_same_origin(records: list[Record]) -> None:
     for name in ("commit", "machine"):
         if len(found := {record[name] for record in records}) > 1:
             raise ValueError(
-                f"The records are of more than one {name}: {sorted(found)}. Remove those that do not belong, or "
-                "pass another --records."
+                f"The records are of more than one {name}: {sorted(found)}. Remove those that do not belong, "
+                "or pass another --records."
             )
 
 
