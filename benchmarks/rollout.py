@@ -27,10 +27,13 @@ VARIANTS = ("in-process", "own-process")
 """Where vLLM's engine runs: in the caller's process, as trainers that share the GPU run it, or in its own,
 which takes the scheduler off the caller's interpreter lock."""
 
+Lists = list[list[int]]
+"""Per prompt: its tokens, or the lengths of its completions."""
+
 
 class Engine(Protocol):
-    def rollout(self, case: Case, limits: list[list[int]], seed: int) -> int:
-        """Complete the case's prompts with so many tokens each. Returns the number of tokens generated."""
+    def rollout(self, case: Case, prompts: Lists, limits: Lists, seed: int) -> int:
+        """Complete each prompt, once for each of its limits. Returns the number of tokens generated."""
         ...
 
     def memory(self) -> dict[str, int]: ...
@@ -49,17 +52,17 @@ class Native:
         self.engine = NativeEngine(model, max_num_seqs=max(case.num_seqs for case in cases))
         self.engine.wake_up()
 
-    def rollout(self, case: Case, limits: list[list[int]], seed: int) -> int:
+    def rollout(self, case: Case, prompts: Lists, limits: Lists, seed: int) -> int:
         from colocate.types import Prompt, SamplingParams
 
         # What an engine may remember of earlier prompts belongs to an earlier policy.
         self.engine.update_weights([], version=self.engine.policy_version + 1)
-        prompts = [
+        requests = [
             Prompt(tuple(ids), key, range(len(some)), tuple(some))
-            for key, (ids, some) in enumerate(zip(case.prompts(), limits, strict=True))
+            for key, (ids, some) in enumerate(zip(prompts, limits, strict=True))
         ]
         completions = self.engine.generate(
-            prompts, SamplingParams(max_tokens=max(map(max, limits)), temperature=1.0, seed=seed)
+            requests, SamplingParams(max_tokens=max(map(max, limits)), temperature=1.0, seed=seed)
         )
         if any(c.logprobs is None or len(c.logprobs) != len(c.token_ids) for c in completions):
             raise RuntimeError("The native engine returned completions without log-probs.")
@@ -96,12 +99,12 @@ class Vllm:
             max_num_batched_tokens=16384,
         )
 
-    def rollout(self, case: Case, limits: list[list[int]], seed: int) -> int:
+    def rollout(self, case: Case, prompts: Lists, limits: Lists, seed: int) -> int:
         from vllm import SamplingParams
 
         self.llm.reset_prefix_cache()
         requests, sampling = [], []
-        for ids, some in zip(case.prompts(), limits, strict=True):
+        for ids, some in zip(prompts, limits, strict=True):
             # A request for each distinct length; members of a group that share one are one request.
             for length in sorted(set(some)):
                 requests.append({"prompt_token_ids": ids})
@@ -131,15 +134,16 @@ def measure(engine: Engine, case: Case, num_repetitions: int) -> dict[str, Any]:
     Raises:
         RuntimeError: a rollout did not have the asked-for number of tokens.
     """
-    limits = case.limits()
+    prompts, limits = case.prompts(), case.limits()
+    short = [[max(1, limit // 64) for limit in some] for some in limits]
     expected = sum(map(sum, limits))
     start_s = time.perf_counter()
-    engine.rollout(case, [[max(1, limit // 64) for limit in some] for some in limits], seed=0)
+    engine.rollout(case, prompts, short, seed=0)
     warm_up_s = time.perf_counter() - start_s
     repetitions = []
     for number in range(num_repetitions):
         start_s = time.perf_counter()
-        num_tokens = engine.rollout(case, limits, seed=1 + number)
+        num_tokens = engine.rollout(case, prompts, limits, seed=1 + number)
         seconds = time.perf_counter() - start_s
         if num_tokens != expected:
             raise RuntimeError(f"{expected} tokens were asked for and {num_tokens} came.")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 MEDIAN_TOKENS, SIGMA = 300, 0.8
-"""Of the log-normal lengths: half of them are longer than the median, one in 44 is longer than e^(2 sigma) = 5
-times that."""
+"""Of the log-normal lengths: half of them are longer than the median, one in 44 is longer than e^(2 sigma) =
+5 times that."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Suite:
 
     def run(self, *command: str | Path, is_vllm: bool = False, **environment: str) -> str | None:
         """Standard output of `python benchmarks/<command>`; None if it failed, which stops nothing else."""
-        environment = self.environment | environment
+        environment = self.environment | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"} | environment
         if is_vllm and self.options.vllm_site:
             paths = [self.options.vllm_site, environment.get("PYTHONPATH")]
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
