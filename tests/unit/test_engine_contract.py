@@ -1,12 +1,12 @@
 """What `engines/base.py` promises, asked of every engine.
 
-A new engine joins by one entry in `ENGINES`.
+A new engine joins by one entry in `ENGINES`, or in `ENGINES_ON_GPU` if it needs one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,20 @@ ENGINES = {
         make_gpt2, lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
     ),
 }
+ENGINES_ON_GPU = {
+    "native-cuda": EngineCase(
+        lambda: make_model("qwen3").cuda(),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),
+        logprob_atol=1e-4,
+    ),
+}
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[*ENGINES, *(pytest.param(name, marks=pytest.mark.gpu) for name in ENGINES_ON_GPU)])
 def case(request) -> EngineCase:
-    return ENGINES[request.param]
+    return (ENGINES | ENGINES_ON_GPU)[request.param]
 
 
 @pytest.fixture
@@ -65,8 +72,10 @@ def model(case):
 
 
 @pytest.fixture
-def asleep(case, model) -> RolloutEngine:
-    return case.make_engine(model)
+def asleep(case, model) -> Iterator[RolloutEngine]:
+    engine = case.make_engine(model)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture
@@ -286,9 +295,8 @@ def test_weights_updated_in_place_are_used(engine, model):
     before = generate(engine, [6, 9], temperature=0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1
-            )
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter.add_(noise.to(parameter.device), alpha=0.1)
     engine.update_weights([], version=1)
     after = generate(engine, [6, 9], temperature=0)
     expected = [greedy_reference(model, p.token_ids, 9) for p in make_prompts([6, 9])]
@@ -313,7 +321,7 @@ def test_training_sees_no_side_effect(engine, model):
         assert torch.equal(parameter, values[name])
         assert parameter.requires_grad == requires_grad[name]
         assert parameter.grad is None and parameter.grad_fn is None
-    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    model(torch.tensor([[1, 2, 3]], device=model.device)).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
