@@ -49,11 +49,14 @@ def write_result(
 
 
 def committed() -> str:
-    """The commit that is checked out.
+    """The commit that is checked out; of a copy without its repository, what COLOCATE_COMMIT says.
 
     Raises:
         RuntimeError: tracked files differ from it, so that the figures could not be repeated from it.
     """
+
+    if commit := os.environ.get("COLOCATE_COMMIT"):
+        return commit
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()

@@ -28,6 +28,13 @@ class Prompt:
     determines the random draw, so a completion does not depend on its neighbours in the batch."""
     samples: range = range(1)
     """The members of the group to generate; the engine returns them in this order."""
+    max_tokens: tuple[int, ...] | None = None
+    """Completion tokens at most for each of `samples`, from 1 to the rollout's `max_tokens`, which is the
+    limit of all if None. For completions that go on where they were cut short, and for given lengths."""
+
+    def limits(self, max_tokens: int) -> tuple[int, ...]:
+        """Completion tokens at most for each of `samples` in a rollout of `max_tokens`."""
+        return (max_tokens,) * len(self.samples) if self.max_tokens is None else self.max_tokens
 
 
 @dataclass(frozen=True)

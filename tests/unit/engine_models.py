@@ -126,9 +126,10 @@ def make_prompts(lengths: list[int], num_generations: int = 1, *, seed: int = 0)
 @torch.no_grad()
 def greedy_reference(model: Any, token_ids: tuple[int, ...], max_tokens: int, **options: Any) -> list[int]:
     """The completion by `model.generate`, of one prompt alone: no padding."""
+    input_ids = torch.tensor([token_ids], device=model.device)
     sequence = model.generate(
-        torch.tensor([token_ids]),
-        attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
         max_new_tokens=max_tokens,
         do_sample=False,
         pad_token_id=0,
@@ -139,9 +140,9 @@ def greedy_reference(model: Any, token_ids: tuple[int, ...], max_tokens: int, **
 
 @torch.no_grad()
 def plain_logits(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> torch.Tensor:
-    """[C, V] logits from which each completion token is drawn, by one uncached forward."""
-    logits = model(torch.tensor([[*prompt, *completion]])).logits[0].float()
-    return logits[len(prompt) - 1 : -1]
+    """[C, V] logits from which each completion token is drawn, by one uncached forward; on the CPU."""
+    input_ids = torch.tensor([[*prompt, *completion]], device=model.device)
+    return model(input_ids).logits[0, len(prompt) - 1 : -1].float().cpu()
 
 
 def token_logprobs(logits: torch.Tensor, completion: tuple[int, ...]) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """What `engines/base.py` promises, asked of every engine.
 
-A new engine joins by one entry in `ENGINES`.
+A new engine joins by one entry in `ENGINES`, or in `ENGINES_ON_GPU` if it needs one.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,20 @@ ENGINES = {
         make_gpt2, lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
     ),
 }
+ENGINES_ON_GPU = {
+    "native-cuda": EngineCase(
+        lambda: make_model("qwen3").cuda(),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),
+        logprob_atol=1e-4,
+    ),
+}
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[*ENGINES, *(pytest.param(name, marks=pytest.mark.gpu) for name in ENGINES_ON_GPU)])
 def case(request) -> EngineCase:
-    return ENGINES[request.param]
+    return (ENGINES | ENGINES_ON_GPU)[request.param]
 
 
 @pytest.fixture
@@ -65,8 +72,10 @@ def model(case):
 
 
 @pytest.fixture
-def asleep(case, model) -> RolloutEngine:
-    return case.make_engine(model)
+def asleep(case, model) -> Iterator[RolloutEngine]:
+    engine = case.make_engine(model)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture
@@ -178,6 +187,46 @@ def test_max_tokens(engine, max_tokens):
     assert {c.finish_reason for c in completions} == {"length"}
 
 
+def test_limits_of_each_sample_cut_what_would_have_come(engine):
+    # Stop tokens and limits end completions in the same rollout; no limit changes what another one draws.
+    whole = generate(engine, [5, 9, 2], 3, max_tokens=9, seed=4)
+    stop = whole[1].token_ids[3]
+    whole = generate(engine, [5, 9, 2], 3, max_tokens=9, seed=4, stop_token_ids=(stop,))
+    limits = [(1, 9, 4), (2, 2, 8), None]
+    prompts = [
+        dataclasses.replace(prompt, max_tokens=limit)
+        for prompt, limit in zip(make_prompts([5, 9, 2], 3), limits, strict=True)
+    ]
+    sampling = SamplingParams(max_tokens=9, seed=4, stop_token_ids=(stop,))
+    completions = engine.generate(prompts, sampling)
+    for completion, free, limit in zip(completions, whole, (1, 9, 4, 2, 2, 8, 9, 9, 9), strict=True):
+        assert completion.token_ids == free.token_ids[:limit]
+        assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == stop else "length")
+
+
+def test_a_limit_lets_a_longer_prompt_in(engine):
+    (prompt,) = make_prompts([MAX_POSITION - 3])
+    (completion,) = engine.generate(
+        [dataclasses.replace(prompt, max_tokens=(3,))], SamplingParams(max_tokens=9)
+    )
+    assert len(completion.token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ((3,), "Prompt 100 asks for 2 samples and its max_tokens has 1"),
+        ((0, 3), "limits a completion to 0 tokens"),
+        ((3, 5), "to 5 tokens, but the rollout's max_tokens=4 allows 1 to 4"),
+    ],
+)
+def test_impossible_limits_are_refused_with_their_numbers(engine, limits, message):
+    (prompt,) = make_prompts([3], 2)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([dataclasses.replace(prompt, max_tokens=limits)], SamplingParams(max_tokens=4))
+
+
 def test_same_seed_same_completions_other_seed_others(engine):
     first = generate(engine, [4, 7], 3, seed=5)
     assert generate(engine, [4, 7], 3, seed=5) == first
@@ -256,9 +305,8 @@ def test_weights_updated_in_place_are_used(engine, model):
     before = generate(engine, [6, 9], temperature=0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1
-            )
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            parameter.add_(noise.to(parameter.device), alpha=0.1)
     engine.update_weights([], version=1)
     after = generate(engine, [6, 9], temperature=0)
     expected = [greedy_reference(model, p.token_ids, 9) for p in make_prompts([6, 9])]
@@ -283,7 +331,7 @@ def test_training_sees_no_side_effect(engine, model):
         assert torch.equal(parameter, values[name])
         assert parameter.requires_grad == requires_grad[name]
         assert parameter.grad is None and parameter.grad_fn is None
-    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    model(torch.tensor([[1, 2, 3]], device=model.device)).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 

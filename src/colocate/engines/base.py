@@ -33,7 +33,8 @@ class RolloutEngine(Protocol):
         """Complete every prompt; `sum(len(p.samples) for p in prompts)` completions, prompt by prompt.
 
         Raises:
-            ValueError: a prompt is empty, or prompt + `max_tokens` exceeds the engine's context.
+            ValueError: a prompt is empty, its `max_tokens` do not go with its `samples` or with the rollout's
+                `max_tokens`, or prompt + completion could exceed the engine's context.
             RuntimeError: the engine is asleep.
         """
         ...

@@ -29,8 +29,9 @@ def check_requests(
     """Refuse what cannot be generated, before any work is done.
 
     Raises:
-        ValueError: an option out of its range, an empty prompt, a token outside the vocabulary, or
-            prompt + `max_tokens` beyond `max_len` tokens.
+        ValueError: an option out of its range, an empty prompt, a token outside the vocabulary, limits of a
+            prompt that are not one per sample and 1 to `max_tokens`, or prompt + completion beyond `max_len`
+            tokens.
     """
     _check_sampling(sampling)
     for prompt in prompts:
@@ -44,12 +45,30 @@ def check_requests(
                 f"Prompt {prompt.key} has token ids from {min(prompt.token_ids)} to {max(prompt.token_ids)}; "
                 f"the model's vocabulary has {vocab_size} tokens."
             )
-        if length + sampling.max_tokens > max_len:
+        limits = prompt.limits(sampling.max_tokens)
+        _check_limits(prompt, limits, sampling.max_tokens)
+        max_tokens = max(limits, default=0)
+        if length + max_tokens > max_len:
             raise ValueError(
-                f"Prompt {prompt.key} has {length} tokens; with max_tokens={sampling.max_tokens} that makes "
-                f"{length + sampling.max_tokens}, more than the engine's context of {max_len} tokens "
-                f"({max_len_reason}). Shorten the prompt to {max(max_len - sampling.max_tokens, 0)} tokens "
+                f"Prompt {prompt.key} has {length} tokens; with max_tokens={max_tokens} that makes "
+                f"{length + max_tokens}, more than the engine's context of {max_len} tokens "
+                f"({max_len_reason}). Shorten the prompt to {max(max_len - max_tokens, 0)} tokens "
                 "or lower max_completion_length."
+            )
+
+
+def _check_limits(prompt: Prompt, limits: Sequence[int], max_tokens: int) -> None:
+    if len(limits) != len(prompt.samples):
+        raise ValueError(
+            f"Prompt {prompt.key} asks for {len(prompt.samples)} samples and its max_tokens has "
+            f"{len(limits)} limits; it needs one for each."
+        )
+    for limit in limits:
+        if not 1 <= limit <= max_tokens:
+            raise ValueError(
+                f"Prompt {prompt.key} limits a completion to {limit} tokens, but the rollout's "
+                f"max_tokens={max_tokens} allows 1 to {max_tokens}. Raise SamplingParams.max_tokens or lower "
+                "the limit."
             )
 
 

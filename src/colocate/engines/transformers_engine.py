@@ -61,7 +61,11 @@ class TransformersEngine:
             max_len_reason=f"max_position_embeddings = {max_len}",
             vocab_size=self._base.get_input_embeddings().num_embeddings,
         )
-        requests = [(prompt, sample) for prompt in prompts for sample in prompt.samples]
+        requests = [
+            (prompt, sample, limit)
+            for prompt in prompts
+            for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True)
+        ]
         completions: list[Completion] = []
         with torch.no_grad(), _set_up_for_generation(self._base):
             for start in range(0, len(requests), self._max_num_seqs):
@@ -97,23 +101,26 @@ class TransformersEngine:
         self._base = None
 
     def _generate_batch(
-        self, requests: Sequence[tuple[Prompt, int]], sampling: SamplingParams
+        self, requests: Sequence[tuple[Prompt, int, int]], sampling: SamplingParams
     ) -> list[Completion]:
+        """Complete (prompt, member of its group, tokens at most) each."""
         device = self._base.get_input_embeddings().weight.device
-        width = max(len(prompt.token_ids) for prompt, _ in requests)
+        width = max(len(prompt.token_ids) for prompt, _, _ in requests)
         input_ids = torch.full((len(requests), width), self._pad_token_id, device=device)
         attention_mask = torch.zeros_like(input_ids)
-        for row, (prompt, _) in enumerate(requests):
+        for row, (prompt, _, _) in enumerate(requests):
             input_ids[row, width - len(prompt.token_ids) :] = torch.tensor(prompt.token_ids, device=device)
             attention_mask[row, width - len(prompt.token_ids) :] = 1
-        draw = _DrawTokens(Sampler(sampling), requests, width)
+        members = [(prompt, sample) for prompt, sample, _ in requests]
+        limits = [limit for _, _, limit in requests]
+        draw = _DrawTokens(Sampler(sampling), members, width)
         sequences = self._base.generate(
             input_ids,
             attention_mask=attention_mask,
             logits_processor=[draw],
             generation_config=GenerationConfig(
                 do_sample=False,
-                max_new_tokens=sampling.max_tokens,
+                max_new_tokens=max(limits),
                 eos_token_id=list(sampling.stop_token_ids) or None,
                 pad_token_id=self._pad_token_id,
                 use_cache=True,
@@ -123,10 +130,10 @@ class TransformersEngine:
         logprobs = torch.stack(draw.logprobs, dim=1).tolist()
         stop_token_ids = set(sampling.stop_token_ids)
         completions = []
-        for tokens, values in zip(token_ids, logprobs, strict=True):
-            stops = (i for i, token in enumerate(tokens) if token in stop_token_ids)
+        for tokens, values, limit in zip(token_ids, logprobs, limits, strict=True):
+            stops = (i for i, token in enumerate(tokens[:limit]) if token in stop_token_ids)
             stop = next(stops, None)
-            length = len(tokens) if stop is None else stop + 1
+            length = limit if stop is None else stop + 1
             completions.append(
                 Completion(
                     token_ids=tuple(tokens[:length]),

@@ -159,7 +159,7 @@ class NativeEngine:
     def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
         """The decoder of earlier rollouts if it is large enough for this one."""
         layout, decoder = self._layout, self._decoder
-        max_len = max(len(prompt.token_ids) for prompt in prompts) + max_tokens
+        max_len = _longest(prompts, max_tokens)
         num_seqs = min(self._max_num_seqs, sum(len(prompt.samples) for prompt in prompts))
         if decoder is not None and decoder.fits(layout, max_num_seqs=num_seqs, max_len=max_len):
             decoder.refresh(layout)
@@ -178,7 +178,7 @@ class NativeEngine:
         """Check that one sequence fits; take memory for this rollout if no size was given."""
         page_size, layout = self._page_size, self._layout
         # The last token drawn is never fed back: it needs no key and value.
-        longest = max(len(prompt.token_ids) for prompt in prompts) + max_tokens - 1
+        longest = _longest(prompts, max_tokens) - 1
         needed = pages_for(longest, page_size)
         is_in_place = self._cache.is_on(layout.dtype, layout.device)
         available = self._cache.num_pages if is_in_place else 0
@@ -204,6 +204,11 @@ class NativeEngine:
                 f"{page_size}) = {needed} pages of KV cache and there are {available}. {remedy}, or lower "
                 "max_completion_length."
             )
+
+
+def _longest(prompts: Sequence[Prompt], max_tokens: int) -> int:
+    """Tokens of the longest prompt + completion."""
+    return max(len(prompt.token_ids) + max(prompt.limits(max_tokens)) for prompt in prompts)
 
 
 def _free_memory_bytes(device: torch.device) -> int:

@@ -119,7 +119,10 @@ class Scheduler:
         """All, in the order in which completions are returned."""
         for prompt in prompts:
             group = Group(prompt, num_unstarted=len(prompt.samples))
-            self.sequences += [Sequence(group, sample, max_tokens) for sample in prompt.samples]
+            limits = prompt.limits(max_tokens)
+            self.sequences += [
+                Sequence(group, sample, limit) for sample, limit in zip(prompt.samples, limits, strict=True)
+            ]
         self._waiting = deque(self.sequences)
         self._retained: list[Group] = []
         self._num_steps = 0

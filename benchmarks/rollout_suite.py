@@ -1,0 +1,267 @@
+"""The native engine beside vLLM, all cases on one GPU: writes `results/rollout-<hardware>.json`.
+
+    python benchmarks/rollout_suite.py [--vllm-site DIR] [--parts 1.5b 7b floor cold_start logprobs]
+    python benchmarks/rollout_suite.py --merge
+
+Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
+the result is written as soon as the records suffice for every claim (--merge only looks). The engines take
+turns: in each round both run all cases of a model, and in every other round the native engine is first. A
+claim is a ratio of medians over all rounds; of vLLM's variants the best counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from results_file import committed, write_result
+from rollout import VARIANTS
+from rollout_cases import CASES, machine, model_directory
+
+HERE = Path(__file__).parent
+MIN_REPETITIONS = 3
+NUM_COLD_STARTS = 3
+FLOOR_CASE = "1p5b_512seq"
+PARTS = ("1.5b", "7b", "floor", "cold_start", "logprobs")
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
+
+Record = dict[str, Any]
+
+
+class Suite:
+    """Runs the measurements as processes."""
+
+    def __init__(self, options: argparse.Namespace, commit: str) -> None:
+        self.options = options
+        self.records: Path = options.records
+        self.records.mkdir(parents=True, exist_ok=True)
+        self.environment = os.environ | {"COLOCATE_COMMIT": commit}
+        self.failures: list[str] = []
+
+    def run(self, *command: str | Path, is_vllm: bool = False, **environment: str) -> str | None:
+        """Standard output of `python benchmarks/<command>`; None if it failed, which stops nothing else."""
+        environment = self.environment | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"} | environment
+        if is_vllm and self.options.vllm_site:
+            paths = [self.options.vllm_site, environment.get("PYTHONPATH")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        words = [str(word) for word in command]
+        if self.options.tiny:
+            words.append("--tiny")
+        name = f"{time.time_ns()}-{Path(words[0]).stem}.log"
+        log, start_s = self.records / name, time.perf_counter()
+        print(" ".join(words), flush=True)
+        with log.open("w") as stderr:
+            done = subprocess.run(
+                [sys.executable, str(HERE / words[0]), *words[1:]],
+                env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
+            )  # fmt: skip
+        print(done.stdout + f"  {time.perf_counter() - start_s:.1f} s", flush=True)
+        if done.returncode == 0:
+            return done.stdout
+        self.failures.append(" ".join(words))
+        print(f"  FAILED ({done.returncode}), see {log}\n{log.read_text()[-3000:]}", flush=True)
+        return None
+
+    def out(self, name: str) -> Path:
+        return self.records / f"{time.time_ns()}-{name}.json"
+
+    def model(self, size: str) -> Path:
+        return model_directory(self.options.model_dir, "tiny" if self.options.tiny else size)
+
+    def rollouts(self, size: str) -> None:
+        names = [name for name, case in CASES.items() if case.model == size]
+        if self.options.cases:
+            names = [name for name in names if name in self.options.cases]
+        native_names = [name for name in names if CASES[name].logprobs]
+        self.model(size)  # not within a measurement
+        for number in range(self.options.rounds):
+            contestants = [("vllm", variant) for variant in self.options.vllm_variants] + [("native", "")]
+            for engine, variant in contestants if number % 2 == 0 else reversed(contestants):
+                self.run(
+                    "rollout.py", "--engine", engine,
+                    *(["--vllm-variant", variant] if variant else []),
+                    "--cases", *(names if engine == "vllm" else native_names),
+                    "--repetitions", str(self.options.repetitions),
+                    "--model-dir", self.options.model_dir,
+                    "--out", self.out(f"{engine}-{size}"),
+                    is_vllm=engine == "vllm",
+                )  # fmt: skip
+
+    def floor(self) -> None:
+        if not self.options.tiny:  # it needs CUDA, and this case
+            self.run("decode_floor.py", FLOOR_CASE, "--out", self.out("floor"))
+
+    def cold_starts(self) -> None:
+        directory = self.model("1.5b")
+        for _ in range(NUM_COLD_STARTS):
+            with tempfile.TemporaryDirectory() as empty:
+                start_s = time.time()
+                output = self.run("rollout_cold_start.py", directory, **dict.fromkeys(CACHES, empty))
+            if output is not None:
+                record = {
+                    "kind": "cold_start",
+                    "seconds": float(output.split()[-1]) - start_s,
+                    "commit": self.environment["COLOCATE_COMMIT"],
+                    "machine": machine(),
+                }
+                self.out("cold-start").write_text(json.dumps(record, indent=1) + "\n")
+
+    def logprobs(self) -> None:
+        directory = self.model("1.5b")
+        for part in ("native", "vllm", "trainer"):
+            if self.run("rollout_logprobs.py", part, directory, self.records, is_vllm=part == "vllm") is None:
+                return
+
+
+# ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def repetitions(records: list[Record]) -> Iterator[Record]:
+    """Every repetition of every rollout, with what it was of."""
+    for record in records:
+        if record["kind"] == "rollout":
+            for name, case in record["cases"].items():
+                for repetition in case["repetitions"]:
+                    yield {
+                        "case": name,
+                        "engine": record["engine"],
+                        "variant": record["variant"],
+                        **repetition,
+                    }
+
+
+def tokens_per_s(records: list[Record]) -> dict[str, dict[str, float]]:
+    """Case -> variant -> median, where there are `MIN_REPETITIONS`."""
+    medians: dict[str, dict[str, float]] = {}
+    ordered = sorted(repetitions(records), key=lambda r: (r["case"], r["variant"]))
+    for (case, variant), group in itertools.groupby(ordered, key=lambda r: (r["case"], r["variant"])):
+        rates = [repetition["tokens_per_s"] for repetition in group]
+        if len(rates) >= MIN_REPETITIONS:
+            medians.setdefault(case, {})[variant] = statistics.median(rates)
+    return medians
+
+
+def compute_claims(records: list[Record]) -> dict[str, float | None]:
+    """Every claim; None where the records do not suffice."""
+    rates = tokens_per_s(records)
+
+    def ratio(native_case: str, vllm_case: str) -> float | None:
+        ours = rates.get(native_case, {}).get("native")
+        theirs = [rate for variant, rate in rates.get(vllm_case, {}).items() if variant != "native"]
+        return None if ours is None or not theirs else ours / max(theirs)
+
+    def last(kind: str) -> Record | None:
+        return next((record for record in reversed(records) if record["kind"] == kind), None)
+
+    claims = {f"rollout_{name}_vs_vllm": ratio(name, name) for name, case in CASES.items() if case.logprobs}
+    claims["rollout_1p5b_512seq_vs_vllm_nologprobs"] = ratio("1p5b_512seq", "1p5b_512seq_nologprobs")
+
+    # A rollout of N tokens is taken for N steps: prefill, scheduling and copies to the host are in it.
+    floor, rate = last("floor"), rates.get(FLOOR_CASE, {}).get("native")
+    claims["decode_fraction_of_floor"] = None
+    if floor is not None and rate is not None:
+        claims["decode_fraction_of_floor"] = floor["floor_s"] / (CASES[FLOOR_CASE].num_seqs / rate)
+
+    starts = [record["seconds"] for record in records if record["kind"] == "cold_start"]
+    claims["start_cold_s"] = statistics.median(starts) if len(starts) >= MIN_REPETITIONS else None
+
+    # Of vLLM's two gaps the smaller one.
+    gaps = last("logprobs")
+    claims["logprob_gap_vs_vllm"] = None
+    if gaps is not None:
+        theirs = min(gaps["vllm_gap_sampling"], gaps["vllm_gap_same_completions"])
+        claims["logprob_gap_vs_vllm"] = gaps["native_gap"] / theirs
+    return claims
+
+
+def check_same_origin(records: list[Record]) -> None:
+    """Raises ValueError if records are of different commits or machines: their ratios would mean nothing."""
+    for name in ("commit", "machine"):
+        if len(found := {record[name] for record in records}) > 1:
+            raise ValueError(
+                f"The records are of more than one {name}: {sorted(found)}. Remove those that do not belong, "
+                "or pass another --records."
+            )
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Print the claims, and write the result if all are there."""
+    records = [json.loads(path.read_text()) for path in sorted(options.records.glob("*.json"))]
+    check_same_origin(records)
+    claims = compute_claims(records)
+    print(json.dumps({"tokens_per_s": tokens_per_s(records), "claims": claims}, indent=1))
+    missing = [name for name, value in claims.items() if value is None]
+    if missing:
+        print(f"Not written: {len(missing)} of {len(claims)} claims are missing, the first {missing[0]}.")
+        return
+    of_rollouts = [record for record in records if record["kind"] == "rollout"]
+    path = write_result(
+        "rollout",
+        options.hardware,
+        {name: value for name, value in claims.items() if value is not None},
+        list(repetitions(records)) + [record for record in records if record["kind"] != "rollout"],
+        records[0]["commit"],
+        machine=records[0]["machine"],
+        tokens_per_s=tokens_per_s(records),
+        cases={name: vars(case) for name, case in CASES.items()},
+        starts=[
+            {key: record[key] for key in ("engine", "variant", "init_s", "versions")}
+            for record in of_rollouts
+        ],
+        memory={
+            name: case["memory"]
+            for record in of_rollouts
+            for name, case in record["cases"].items()
+            if case["memory"]
+        },
+    )
+    print(path)
+
+
+def parse() -> argparse.Namespace:
+    temporary = Path(tempfile.gettempdir())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="of the rollouts, only these")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=2, help="of each case in a round")
+    parser.add_argument("--vllm-variants", nargs="+", choices=VARIANTS, default=VARIANTS[:1])
+    parser.add_argument("--vllm-site", help="a folder with vLLM, put on PYTHONPATH of vLLM's processes only")
+    parser.add_argument("--records", type=Path, default=temporary / "colocate-rollout-records")
+    parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
+    parser.add_argument("--merge", action="store_true", help="measure nothing")
+    parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and cases, to try the scripts")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if not options.merge:
+        suite = Suite(options, committed())
+        steps = {
+            "1.5b": lambda: suite.rollouts("1.5b"),
+            "7b": lambda: suite.rollouts("7b"),
+            "floor": suite.floor,
+            "cold_start": suite.cold_starts,
+            "logprobs": suite.logprobs,
+        }
+        for part in options.parts:
+            steps[part]()
+        for failure in suite.failures:
+            print(f"FAILED: {failure}")
+    merge(options)
+
+
+if __name__ == "__main__":
+    main()
