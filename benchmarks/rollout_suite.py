@@ -258,9 +258,9 @@ def main() -> None:
         }
         for part in options.parts:
             steps[part]()
-        for failure in suite.failures:
-            print(f"FAILED: {failure}")
     merge(options)
+    if not options.merge and suite.failures:
+        raise SystemExit("\n".join(f"FAILED: {command}" for command in suite.failures))
 
 
 if __name__ == "__main__":

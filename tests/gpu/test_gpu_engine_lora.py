@@ -34,7 +34,11 @@ def expected(model):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"target_modules": ["q_proj", "up_proj"], "use_rslora": True}, {"lora_bias": True}],
+    [
+        {},
+        {"target_modules": ["q_proj", "up_proj"], "use_rslora": True},
+        {"target_modules": ["q_proj", "k_proj"], "lora_bias": True},
+    ],
     ids=["all", "some", "bias"],
 )
 def test_after_optimizer_steps_the_captured_graphs_use_the_new_adapter(start_engine, options):
