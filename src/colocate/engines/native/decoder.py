@@ -25,6 +25,11 @@ def bucket_for(num_rows: int) -> int:
     return -(-num_rows // 64) * 64
 
 
+def capacity_for(max_num_seqs: int, backend: TorchBackend) -> int:
+    """Rows that decode steps must have room for."""
+    return bucket_for(max_num_seqs) if backend.captures_graphs else max_num_seqs
+
+
 class Decoder:
     """Runs decode steps; on a GPU as CUDA graphs, one per bucket of batch sizes.
 
@@ -33,11 +38,11 @@ class Decoder:
     """
 
     def __init__(
-        self, cache: KVCache, backend: TorchBackend, *, max_num_seqs: int, max_len: int, layout: Layout
+        self, cache: KVCache, backend: TorchBackend, layout: Layout, *, max_num_seqs: int, max_len: int
     ) -> None:
         self.cache = cache
         self.backend = backend
-        capacity = bucket_for(max_num_seqs) if backend.captures_graphs else max_num_seqs
+        capacity = capacity_for(max_num_seqs, backend)
         self.batch = DecodeBatch(
             max_num_seqs=capacity,
             max_num_pages=pages_for(max_len, cache.page_size),
@@ -50,15 +55,13 @@ class Decoder:
         self.runner = ModelRunner(layout, cache, backend, layout.rotary_table(max_len))
         self._identity = self.runner.identity()
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._logits: Tensor | None = None
-        if backend.captures_graphs:
-            self._pool = torch.cuda.graph_pool_handle()
-            self._logits = torch.empty(capacity, layout.vocab_size, device=layout.device)
+        self._logits = backend.bind(cache.scratch, layout, capacity, cache.page_size)
+        self._pool = torch.cuda.graph_pool_handle() if backend.captures_graphs else None
 
-    def fits(self, layout: Layout, *, max_num_seqs: int, max_len: int) -> bool:
-        """Whether a rollout of this size can run here."""
+    def fits(self, layout: Layout, *, max_len: int) -> bool:
+        """Whether sequences of up to `max_len` tokens can run here."""
         is_same_kind = (layout.device, layout.dtype) == (self.batch.device, self._dtype)
-        return is_same_kind and max_num_seqs <= self.max_num_seqs and max_len <= self.max_len
+        return is_same_kind and max_len <= self.max_len
 
     def refresh(self, layout: Layout) -> None:
         """Look the weights up anew; forget the graphs if any of them has moved."""
@@ -73,17 +76,18 @@ class Decoder:
         On a GPU they are overwritten by the next step.
         """
         num_rows = self.batch.num_rows
-        if self._logits is None:
+        if self._pool is None:
             return self.runner.decode(self.batch, num_rows, max_context_len=max_context_len)
+        assert self._logits is not None, "captured steps need a fixed place for their logits"
         bucket = bucket_for(num_rows)
-        key = bucket, False
+        key = bucket, self.backend.shares_prefixes
         if key not in self._graphs:
             self._graphs[key] = self._capture(bucket)
         self._graphs[key].replay()
         return self._logits[:num_rows]
 
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
-        assert self._logits is not None, "a step is captured on a GPU only"
+        assert self._logits is not None, "captured steps need a fixed place for their logits"
         out = self._logits[:bucket]
         # Compiles kernels and makes cuBLAS take its workspace, neither of which can be captured. A step can
         # be repeated: it writes the same keys and values to the same places.

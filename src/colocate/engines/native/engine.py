@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from colocate.engines.native.backends import backend_for
-from colocate.engines.native.decoder import Decoder
+from colocate.engines.native.decoder import Decoder, capacity_for
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.pages import pages_for
 from colocate.engines.native.rollout import Rollout
@@ -86,6 +86,7 @@ class NativeEngine:
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
             page_size=page_size,
+            scratch_bytes=self._backend.scratch_bytes(layout, capacity_for(max_num_seqs, self._backend)),
         )
         self._decoder: Decoder | None = None
         self._is_awake = False
@@ -122,7 +123,7 @@ class NativeEngine:
             return Rollout(decoder, prompts, sampling).run(self.policy_version)
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Give the KV cache's memory back, on a GPU all but `keep_bytes` of it. Captured graphs stay valid."""
+        """Give the KV cache's memory back, on a GPU all but `keep_bytes`. Captured graphs stay valid."""
         self._cache.free(keep_bytes)
         if not self._backend.captures_graphs:
             self._decoder = None  # cheap to make anew, and it holds on to weights that may be moved
@@ -160,17 +161,16 @@ class NativeEngine:
         """The decoder of earlier rollouts if it is large enough for this one."""
         layout, decoder = self._layout, self._decoder
         max_len = _longest(prompts, max_tokens)
-        num_seqs = min(self._max_num_seqs, sum(len(prompt.samples) for prompt in prompts))
-        if decoder is not None and decoder.fits(layout, max_num_seqs=num_seqs, max_len=max_len):
+        if decoder is not None and decoder.fits(layout, max_len=max_len):
             decoder.refresh(layout)
             return decoder
         if decoder is not None:  # never smaller than before: training and evaluation may take turns
-            max_len, num_seqs = max(max_len, decoder.max_len), max(num_seqs, decoder.max_num_seqs)
+            max_len = max(max_len, decoder.max_len)
         self._decoder = None
         # Rounded up, so that rollouts a little longer than the last do not capture graphs anew.
         max_len = min(1 << (max_len - 1).bit_length(), self._max_len)
         self._decoder = Decoder(
-            self._cache, self._backend, max_num_seqs=num_seqs, max_len=max_len, layout=layout
+            self._cache, self._backend, layout, max_num_seqs=self._max_num_seqs, max_len=max_len
         )
         return self._decoder
 

@@ -94,9 +94,10 @@ class ModelRunner:
             self.layout.lm_head.weight,
             self._norm,
             self.rotary_table[0],
+            self.cache.scratch,
         )
         layers = (part for layer in self._layers for part in layer.identity())
-        return (*(tensor.data_ptr() for tensor in shared), self.cache.data_ptr, *layers)
+        return (*(tensor.data_ptr() for tensor in shared), *layers)
 
     def prefill(self, items: Sequence[Prefill]) -> Tensor:
         """Fill the pages of every item. Returns the logits after each one's last token, [N, V] float32.

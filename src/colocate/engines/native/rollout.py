@@ -44,6 +44,8 @@ class Rollout:
         self._stop_token_ids = set(sampling.stop_token_ids)
         self._stops = torch.tensor(list(sampling.stop_token_ids), dtype=torch.int32, device=self.batch.device)
         self._windows: deque[Window] = deque()
+        self._running: list[RunningSequence] = []
+        """As of the last launch."""
         needs_seen = self.sampler.needs_seen_tokens
         self.batch.reset(vocab_size=decoder.runner.layout.vocab_size if needs_seen else None)
 
@@ -104,6 +106,9 @@ class Rollout:
 
     def _launch(self, num_steps: int) -> None:
         scheduler, rows = self.scheduler, slice(0, self.batch.num_rows)
+        if self._running != scheduler.running:
+            self._running = list(scheduler.running)
+            self.backend.share_prefixes(scheduler.shared_prefixes())
         for step in range(num_steps):
             logits = self.decoder.step(scheduler.max_context_len)
             self._draw(rows, step, logits)

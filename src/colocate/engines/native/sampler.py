@@ -36,6 +36,12 @@ class Sampler:
     def needs_seen_tokens(self) -> bool:
         return self.sampling.repetition_penalty != 1.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature is all there is: no filter and no penalty."""
+        s = self.sampling
+        return s.top_k == 0 and s.top_p == 1.0 and s.min_p == 0.0 and not self.needs_seen_tokens
+
     def __call__(
         self, logits: Tensor, prompt_keys: Tensor, samples: Tensor, positions: Tensor, seen: Tensor | None
     ) -> tuple[Tensor, Tensor]:

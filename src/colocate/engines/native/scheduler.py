@@ -143,7 +143,8 @@ class Scheduler:
     @property
     def num_steps_left(self) -> int:
         """Steps until the last of the running sequences reaches its limit; 0 if all have."""
-        return max((s.end - s.offset for s in self.running), default=self._num_steps) - self._num_steps
+        last_step = max((sequence.end - sequence.offset for sequence in self.running), default=0)
+        return max(0, last_step - self._num_steps)
 
     def admit(self) -> Admission:
         """Start waiting sequences, in order, while rows and pages last."""
@@ -163,6 +164,13 @@ class Scheduler:
             admission.started.append(sequence)
         self._update_max_offset()
         return admission
+
+    def shared_prefixes(self) -> list[tuple[list[int], int]]:
+        """The rows of each running prompt, and the number of leading pages that they share."""
+        rows: dict[Group, list[int]] = {}
+        for sequence in self.running:
+            rows.setdefault(sequence.group, []).append(sequence.row)
+        return [(members, len(group.pages)) for group, members in rows.items()]
 
     def lacks_pages(self, num_steps: int) -> bool:
         """Whether the coming steps need more pages than are free."""

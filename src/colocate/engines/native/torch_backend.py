@@ -6,7 +6,7 @@ operation by operation: norms in float32, rotary tables from the model's own mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.sampler import Sampler
+from colocate.weights.layouts import Layout
 
 
 class TorchBackend:
@@ -31,6 +32,8 @@ class TorchBackend:
     windows_in_flight = 0
     """Windows of steps whose tokens the host has not read while it prepares the next one."""
     captures_graphs = False
+    shares_prefixes = False
+    """Whether attention now reads the pages that rows have in common once for all of them."""
     max_prefill_tokens = 8192
 
     def __init__(self) -> None:
@@ -38,6 +41,17 @@ class TorchBackend:
 
     def check_page_size(self, page_size: int) -> None:
         """Raises ValueError if these operations cannot work with such pages."""
+
+    def scratch_bytes(self, layout: Layout, capacity: int) -> int:
+        """Memory that decode steps of up to `capacity` rows need beside the KV cache."""
+        return 0
+
+    def bind(self, scratch: Tensor, layout: Layout, capacity: int, page_size: int) -> Tensor | None:
+        """Lay out `scratch` [scratch_bytes] uint8. Returns room in it for logits, [capacity, V] float32."""
+        return None
+
+    def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Take note of the rows of each prompt and how many leading pages they have in common."""
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -1,0 +1,240 @@
+"""The operations of a forward pass and of a decode step as Triton kernels, captured in CUDA graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from colocate.engines.native.batch import DecodeBatch
+from colocate.engines.native.context import DecodeContext, PrefillContext
+from colocate.engines.native.kernels import layers, sampling, steps
+from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.engines.native.prefixes import SharedPrefixes
+from colocate.engines.native.sampler import Sampler
+from colocate.engines.native.torch_backend import TorchBackend
+from colocate.weights.layouts import Layout
+
+# From torch 2.12 on it has to be asked for; torch 2.11 does it unasked.
+_GROUPED_QUERIES: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+class TritonBackend(TorchBackend):
+    """What `TorchBackend` does, in kernels; its methods say what shapes they take."""
+
+    default_page_size = 64
+    """A page of one head is then 16 KiB: long enough for full bandwidth, short enough to waste little."""
+    default_max_num_seqs = 512
+    steps_per_look = 8
+    """A look costs the host about as long as one small step; finished rows idle for 8 to 15 steps."""
+    windows_in_flight = 1
+    captures_graphs = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shares_prefixes = False
+        self._prefixes: SharedPrefixes | None = None
+        self._scratch: DecodeScratch | None = None
+
+    def check_page_size(self, page_size: int) -> None:
+        if page_size < 16 or page_size & (page_size - 1):
+            raise ValueError(
+                f"page_size={page_size}: on a GPU a page is a power of two from 16 on. Leave it at None for "
+                f"{self.default_page_size}."
+            )
+
+    def scratch_bytes(self, layout: Layout, capacity: int) -> int:
+        partials_bytes = DecodeScratch.num_bytes(**_sizes(layout, capacity))
+        return _aligned(capacity * layout.vocab_size * 4) + _aligned(partials_bytes)
+
+    def bind(self, scratch: Tensor, layout: Layout, capacity: int, page_size: int) -> Tensor:
+        logits_bytes = capacity * layout.vocab_size * 4
+        self._scratch = DecodeScratch(scratch[_aligned(logits_bytes) :], **_sizes(layout, capacity))
+        self._prefixes = SharedPrefixes(
+            max_num_seqs=capacity,
+            num_heads=layout.num_heads,
+            num_kv_heads=layout.num_kv_heads,
+            page_size=page_size,
+            device=layout.device,
+        )
+        self.shares_prefixes = False
+        return scratch[:logits_bytes].view(torch.float32).view(capacity, layout.vocab_size)
+
+    def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
+        assert self._prefixes is not None, "the backend is not bound to a decoder"
+        self.shares_prefixes = self._prefixes.update(rows_by_group) > 0
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return layers.add_rms_norm(x, residual, weight, eps)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> None:
+        num_kv_heads = k_cache.shape[1]
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        layers.rotate_and_store(
+            qkv,
+            cos,
+            sin,
+            positions,
+            slots,
+            q_norm,
+            k_norm,
+            eps,
+            k_cache,
+            v_cache,
+            num_heads,
+            num_kv_heads,
+        )
+
+    def gate(self, activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+        if isinstance(activation, nn.SiLU):
+            return layers.silu_mul(gate_up)
+        return super().gate(activation, gate_up)
+
+    def prefill_attention(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        context: PrefillContext,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        head_dim, num_kv_heads, page_size = qkv.shape[2], k_cache.shape[1], k_cache.shape[2]
+        if qkv.dtype == torch.float32 or head_dim % 8 or head_dim > 256:  # what flash attention cannot do
+            return super().prefill_attention(qkv, k_cache, v_cache, context, scale, window)
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        slots = context.context_slots
+        if slots is not None:
+            pages, offsets = slots // page_size, slots % page_size
+            k, v = k_cache[pages, :, offsets], v_cache[pages, :, offsets]
+        cu_queries, cu_contexts = context.cu_seqlens
+        output = varlen_attn(
+            q,
+            k,
+            v,
+            cu_queries,
+            cu_contexts,
+            max(context.query_lens),
+            max(context.context_lens),
+            scale=scale,
+            window_size=(-1 if window is None else window - 1, 0),
+            **_GROUPED_QUERIES,
+        )
+        assert isinstance(output, Tensor), "the log-sum-exp was not asked for"
+        return output
+
+    def decode_attention(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        context: DecodeContext,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        assert self._scratch is not None, "the backend is not bound to a decoder"
+        num_rows, num_parts, head_dim = qkv.shape
+        num_kv_heads = k_cache.shape[1]
+        num_heads = num_parts - 2 * num_kv_heads
+        return decode_attention(
+            qkv[:, :num_heads],
+            k_cache,
+            v_cache,
+            context.block_tables,
+            context.context_lens,
+            self._prefixes if self.shares_prefixes else None,
+            self._scratch,
+            scale=scale,
+            sliding_window=window,
+            num_splits=num_splits_for(num_rows, num_kv_heads),
+            out=qkv.new_empty(num_rows, num_heads, head_dim),
+        )
+
+    def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        if hidden.dtype == torch.float32:
+            return torch.mm(hidden, weight.t(), out=out)
+        # Not rounded to the model's type: that alone would move log-probs by up to 2^-8 of the logits.
+        if out is None:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
+
+    def begin_step(self, batch: DecodeBatch, rows: slice, page_size: int) -> None:
+        steps.begin_step(
+            batch.positions[rows],
+            batch.finished[rows],
+            batch.block_tables[rows],
+            page_size,
+            batch.slots[rows],
+            batch.context_lens[rows],
+        )
+
+    def sample(
+        self, logits: Tensor, sampler: Sampler, batch: DecodeBatch, rows: slice
+    ) -> tuple[Tensor, Tensor]:
+        if not sampler.is_plain:
+            return super().sample(logits, sampler, batch, rows)
+        return sampling.sample(
+            logits,
+            seed=sampler.sampling.seed,
+            temperature=sampler.sampling.temperature,
+            prompt_keys=batch.prompt_keys[rows],
+            samples=batch.samples[rows],
+            positions=batch.num_generated[rows],
+            finished=batch.finished[rows],
+        )
+
+    def end_step(
+        self,
+        batch: DecodeBatch,
+        rows: slice,
+        step: int,
+        token_ids: Tensor,
+        logprobs: Tensor,
+        stop_token_ids: Tensor,
+    ) -> None:
+        steps.end_step(
+            token_ids,
+            logprobs,
+            stop_token_ids,
+            batch.limits[rows],
+            batch.last_tokens[rows],
+            batch.positions[rows],
+            batch.num_generated[rows],
+            batch.finished[rows],
+            batch.out_token_ids[step, rows],
+            batch.out_logprobs[step, rows],
+        )
+
+
+def _sizes(layout: Layout, capacity: int) -> dict[str, int]:
+    return {
+        "max_num_seqs": capacity,
+        "num_heads": layout.num_heads,
+        "num_kv_heads": layout.num_kv_heads,
+        "head_dim": layout.head_dim,
+    }
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 512) * 512
