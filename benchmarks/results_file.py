@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("colocate", "torch", "transformers", "accelerate", "trl", "vllm", "triton")
+PACKAGES = ("colocate", "torch", "transformers", "accelerate", "trl", "vllm", "triton", "cuda-bindings")
 
 
 def write_result(
@@ -49,11 +49,14 @@ def write_result(
 
 
 def committed() -> str:
-    """The commit that is checked out.
+    """The commit that is checked out; of a copy without its repository, what COLOCATE_COMMIT says.
 
     Raises:
         RuntimeError: tracked files differ from it, so that the figures could not be repeated from it.
     """
+
+    if commit := os.environ.get("COLOCATE_COMMIT"):
+        return commit
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
