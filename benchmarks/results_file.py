@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("colocate", "torch", "transformers", "accelerate", "trl", "vllm", "triton")
+PACKAGES = ("colocate", "torch", "transformers", "accelerate", "trl", "vllm", "triton", "cuda-bindings")
 
 
 def write_result(

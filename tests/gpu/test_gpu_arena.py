@@ -23,8 +23,8 @@ from colocate.memory.arena import HANDLE_BYTES, Arena, ArenaExhausted
 pytestmark = pytest.mark.gpu
 
 GIB = 2**30
-PAGE_TABLE_BYTES = 128 * 2**20
-"""More than the driver takes for itself to map a whole device."""
+DRIVER_BYTES = 128 * 2**20
+"""More than the driver takes for itself: page tables of what is mapped, code of a kernel's first launch."""
 
 
 @pytest.fixture
@@ -93,26 +93,26 @@ def test_a_captured_graph_stays_right_while_its_memory_is_lent(device, arena):
 
 def test_most_of_the_device_comes_and_goes_in_a_moment_and_to_the_byte(device, arena):
     num_handles = int(0.7 * free_bytes(device)) // HANDLE_BYTES
-    arena.resize(num_handles * HANDLE_BYTES)  # the driver keeps the page tables it makes now
-    arena.resize(0)
-    free = free_bytes(device)
-    for _ in range(3):
+    seen = []
+    for _ in range(4):
+        free = free_bytes(device)
         start = time.perf_counter()
         arena.resize(num_handles * HANDLE_BYTES)
         torch.cuda.synchronize()
         mapped = time.perf_counter()
         taken = free - free_bytes(device)
         assert arena.mapped_bytes == num_handles * HANDLE_BYTES
-        assert arena.mapped_bytes <= taken <= arena.mapped_bytes + PAGE_TABLE_BYTES
+        assert arena.mapped_bytes <= taken <= arena.mapped_bytes + DRIVER_BYTES
         whole = arena.tensor((arena.mapped_bytes,), torch.uint8)
         whole[-1], whole[0] = 5, 6
         assert (whole[-1].item(), whole[0].item()) == (5, 6)
         unmapping = time.perf_counter()
         arena.resize(0)
         unmapped = time.perf_counter()
-        assert free_bytes(device) == free
+        seen.append(free_bytes(device))
         print(f"{num_handles / 4:.0f} GiB: map {mapped - start:.3f} s, unmap {unmapped - unmapping:.3f} s")
         assert mapped - start < 2 and unmapped - unmapping < 2
+    assert len(set(seen)) == 1
 
 
 def test_close_gives_back_every_byte(device):
@@ -161,7 +161,7 @@ def test_running_out_is_an_exception_that_leaves_everything_usable(device, arena
     with pytest.raises(ArenaExhausted, match="Set kv_cache_tokens or max_num_seqs lower") as caught:
         arena.resize(arena.capacity_bytes)
     assert (caught.value.mapped_bytes, arena.mapped_bytes) == (HANDLE_BYTES, HANDLE_BYTES)
-    assert abs(caught.value.free_bytes - free) <= PAGE_TABLE_BYTES
+    assert abs(caught.value.free_bytes - free) <= DRIVER_BYTES
     with pytest.raises(ArenaExhausted, match="and the arena reserves"):
         arena.resize(2 * arena.capacity_bytes)
     assert (first == 2.5).all() and ballast[-1].item() == 1
@@ -189,10 +189,8 @@ def test_one_per_device(device, arena):
 
 
 def test_tensors_keep_the_arena_and_the_last_one_gives_it_back(device):
-    arena = Arena(device, 4 * GIB)
-    arena.resize(GIB)
-    arena.resize(0)
     free = free_bytes(device)
+    arena = Arena(device, 4 * GIB)
     arena.resize(GIB)
     part = arena.tensor((1024,), torch.float32)[100:200]
     alive = weakref.ref(arena)
@@ -201,7 +199,7 @@ def test_tensors_keep_the_arena_and_the_last_one_gives_it_back(device):
     assert alive() is not None and part.fill_(3).sum().item() == 300
     del part
     gc.collect()
-    assert alive() is None and free_bytes(device) >= free
+    assert alive() is None and free_bytes(device) >= free - DRIVER_BYTES
 
 
 def test_another_thread_may_resize(device, arena):
