@@ -19,10 +19,9 @@ from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.weights.layouts import Layout
 
-# From torch 2.12 on it has to be asked for; torch 2.11 does it unasked.
-_GROUPED_QUERIES: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+_GROUPED_QUERIES: dict[str, Any] = {}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 does it unasked
+    _GROUPED_QUERIES["enable_gqa"] = True
 
 
 class TritonBackend(TorchBackend):

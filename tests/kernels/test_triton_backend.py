@@ -1,0 +1,44 @@
+"""Rollouts on the kernels against rollouts on PyTorch's operations, in float32 on the same device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_models import make_model, make_prompts
+
+from colocate.engines.native import prefixes
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.torch_backend import TorchBackend
+from colocate.engines.native.triton_backend import TritonBackend
+from colocate.types import Completion, SamplingParams
+
+
+class Uncaptured(TritonBackend):
+    """Launches every kernel itself: the interpreter has nothing to capture."""
+
+    captures_graphs = False
+
+
+def rollout(name: str, backend: TorchBackend, device, sampling: SamplingParams) -> list[Completion]:
+    model = make_model(name).to(device)
+    engine = NativeEngine(model, max_num_seqs=6, page_size=16)
+    engine._backend = backend
+    engine._cache.scratch_bytes = backend.scratch_bytes(engine._layout, 6)
+    engine.wake_up()
+    completions = engine.generate(make_prompts([37, 4, 20], 3), sampling)
+    engine.close()
+    return completions
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_kernels_and_operations_generate_the_same(name, shares_prefixes, device, monkeypatch):
+    monkeypatch.setattr(prefixes, "MIN_SHARED_TOKENS", 16 if shares_prefixes else 1 << 30)
+    sampling = SamplingParams(max_tokens=18, seed=3, stop_token_ids=(5, 50))
+    expected = rollout(name, TorchBackend(), device, sampling)
+    completions = rollout(name, Uncaptured(), device, sampling)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    for ours, theirs in zip(completions, expected, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=2e-5, rtol=1e-5
+        )
