@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from transformers.activations import SiLUActivation
 
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
@@ -105,7 +106,7 @@ class TritonBackend(TorchBackend):
         )
 
     def gate(self, activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-        if isinstance(activation, nn.SiLU):
+        if isinstance(activation, (nn.SiLU, SiLUActivation)):
             return layers.silu_mul(gate_up)
         return super().gate(activation, gate_up)
 
