@@ -115,8 +115,8 @@ def _reduce_blocks_kernel(
     values = tl.load(logits + row * stride + columns, mask=columns < vocab_size, other=-float("inf"))
     values = values.to(tl.float32)
     maxima = tl.max(values, axis=1)
-    # exp((x - m) / T) as exp2(c x - c m): one multiply-add and one instruction per logit. In a block of nothing
-    # but -inf the sum is 0, where -inf - -inf would make it NaN.
+    # exp((x - m) / T) as exp2(c x - c m): one multiply-add and one instruction per logit. In a block of
+    # nothing but -inf the sum is 0, where -inf - -inf would make it NaN.
     scale = 1.4426950408889634 / temperature
     shift = tl.where(maxima == -float("inf"), 0.0, maxima * scale)
     sums = tl.sum(tl.exp2(values * scale - shift[:, None]), axis=1)
@@ -195,7 +195,12 @@ def gumbel_noise(
     """`sampler.gumbel_noise` of one row: the noises of columns 4 * FIRST_QUAD on, [4 * NUM_QUADS] float32."""
     quads = (FIRST_QUAD + tl.arange(0, NUM_QUADS)).to(tl.uint32) + (member.to(tl.uint32) << 16)
     word0, word1, word2, word3 = tl.philox_impl(
-        key.to(tl.uint32), (key >> 32).to(tl.uint32), position.to(tl.uint32), quads, seed_low, seed_high
+        key.to(tl.uint32),
+        (key >> 32).to(tl.uint32),
+        position.to(tl.uint32),
+        quads,
+        seed_low.to(tl.uint32),
+        seed_high.to(tl.uint32),
     )
     # A counter's four words are the noises of four neighbouring columns.
     bits = tl.reshape(tl.join(tl.join(word0, word2), tl.join(word1, word3)), [4 * NUM_QUADS])
