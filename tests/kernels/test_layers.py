@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from colocate.engines.native.kernels.layers import add_rms_norm, rotate_and_store, silu_mul
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 few = settings(
     max_examples=40,
     deadline=None,
+    phases=[Phase.explicit, Phase.generate],
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from colocate.engines.native.kernels.steps import begin_step, end_step
@@ -12,6 +12,7 @@ from colocate.engines.native.kernels.steps import begin_step, end_step
 few = settings(
     max_examples=40,
     deadline=None,
+    phases=[Phase.explicit, Phase.generate],
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -136,6 +136,8 @@ def rotate_and_store(
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         num_warps=2,
+        # Else the compiler narrows products and sums to the type and fuses them: one rounding of two is lost.
+        enable_fp_fusion=False,
     )
 
 
