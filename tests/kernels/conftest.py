@@ -8,7 +8,7 @@ HAS_CUDA = torch.cuda.is_available()
 
 @pytest.fixture(scope="session", autouse=True)
 def loops_up_to_loaded_counts():
-    """numpy 2.4 makes no number of an array of one element any more; the interpreter of triton 3.6 asks for it."""
+    """numpy 2.4 makes no number of an array of one element; the interpreter of triton 3.6 asks for it."""
     if HAS_CUDA:
         yield
         return
