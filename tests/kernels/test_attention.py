@@ -275,7 +275,7 @@ def test_parts_fill_the_device_and_fit_the_scratch():
         (8, 4, 256, 256),
         (64, 1, 128, 16),
         (6, 2, 112, 256),
-        (14, 2, 512, 32),
+        (14, 2, 200, 32),
     ],
 )
 @pytest.mark.gpu
