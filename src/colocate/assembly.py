@@ -178,7 +178,7 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
             max_model_len=args.vllm_max_model_length,
         )
     pad_token_id = causal_lm(model).generation_config.pad_token_id
-    return TransformersEngine(model, pad_token_id=pad_token_id, max_num_seqs=args.max_num_seqs)
+    return TransformersEngine(model, pad_token_id=pad_token_id, max_num_seqs=args.max_num_seqs or 64)
 
 
 def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

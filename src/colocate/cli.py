@@ -188,7 +188,8 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
         device_bytes = int(known.device_memory_gib * 2**30)
     elif config.device.type == "cuda":
         device_bytes = torch.cuda.get_device_properties(config.device).total_memory
-    result = plan(model_config, _workload(run, config, model_config), device_memory_bytes=device_bytes)
+    workload = _workload(run, config, model_config, "cpu" if device_bytes is None else "cuda")
+    result = plan(model_config, workload, device_memory_bytes=device_bytes)
     if known.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
@@ -196,10 +197,11 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _workload(run: RunConfig, config: GRPOConfig, model_config: Any) -> Any:
+def _workload(run: RunConfig, config: GRPOConfig, model_config: Any, device_type: str) -> Any:
     import torch
     from transformers.training_args import OptimizerNames
 
+    from colocate.engines.native.backends import default_sizes
     from colocate.memory.planner import Workload
 
     if run.dtype == "auto":
@@ -207,13 +209,16 @@ def _workload(run: RunConfig, config: GRPOConfig, model_config: Any) -> Any:
     else:
         dtype = getattr(torch, run.dtype) if run.dtype else torch.bfloat16 if config.bf16 else torch.float32
     longest = (config.max_prompt_length or _ASSUMED_PROMPT_TOKENS) + config.max_completion_length
+    max_num_seqs, page_size = default_sizes(device_type)
+    if config.generation_batch_size:
+        max_num_seqs = min(max_num_seqs, config.generation_batch_size)
     return Workload(
         parameter_dtype=dtype,
         max_sequence_length=longest,
         tokens_per_microbatch=config.max_tokens_per_microbatch
         or config.per_device_train_batch_size * longest,
-        max_num_seqs=config.max_num_seqs,
-        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs or max_num_seqs,
+        page_size=config.page_size or page_size,
         kv_cache_tokens=config.kv_cache_tokens,
         logprob_chunk_size=config.logprob_chunk_size,
         gradient_checkpointing=bool(config.gradient_checkpointing),

@@ -100,10 +100,10 @@ class GRPOConfig(TrainingArguments):
     engine: str = "auto"
     """"native" decodes on the trainer's parameters; "transformers" calls `model.generate`, slow but for any
     architecture; "auto" takes native where it knows the architecture."""
-    max_num_seqs: int = 64
-    """Sequences decoded side by side."""
-    page_size: int = 16
-    """Tokens per page of the KV cache."""
+    max_num_seqs: int | None = None
+    """Sequences decoded side by side. None: 512 on a GPU, 64 on a CPU."""
+    page_size: int | None = None
+    """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
     kv_cache_tokens: int | None = None
     """Tokens that the KV cache holds. None: what `max_num_seqs` full sequences need, if memory allows."""
     temperature: float = 1.0

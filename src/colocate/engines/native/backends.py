@@ -7,6 +7,15 @@ import torch
 from colocate.engines.native.torch_backend import TorchBackend
 
 
+def default_sizes(device_type: str) -> tuple[int, int]:
+    """Sequences decoded side by side, and tokens per page of the KV cache.
+
+    A GPU's matrix products take as long for 8 rows as for 64, and its reads reach full bandwidth on pieces of
+    16 KiB, a page of 64 tokens of one head; on a CPU larger pages would mean more masked work.
+    """
+    return (512, 64) if device_type == "cuda" else (64, 16)
+
+
 def backend_for(device: torch.device) -> TorchBackend:
     """Triton kernels on CUDA, PyTorch operations elsewhere.
 

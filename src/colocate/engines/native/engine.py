@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from colocate.engines.native.backends import backend_for
+from colocate.engines.native.backends import backend_for, default_sizes
+from colocate.engines.native.capacity import (
+    FREE_MEMORY_FRACTION,
+    longest_sequence,
+    pages_of_longest,
+    take_pages,
+    useful_pages,
+)
 from colocate.engines.native.decoder import Decoder, capacity_for
 from colocate.engines.native.kv_cache import KVCache
-from colocate.engines.native.pages import pages_for
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
-
-FREE_MEMORY_FRACTION = 0.5
-"""Share of the free memory that the KV cache takes at most when its size is not given."""
 
 
 class NativeEngine:
@@ -36,7 +38,7 @@ class NativeEngine:
         page_size: tokens per page of the KV cache, on a GPU a power of two from 16 on; None: 16 on a CPU, 64
             on a GPU.
         kv_cache_tokens: size of the KV cache in tokens; it is then taken in `wake_up`. None: taken in
-            `generate`, as large as that rollout can use, up to half of the free memory.
+            `generate`, as large as that rollout can use. Either way only as large as memory allows.
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
 
     Raises:
@@ -56,8 +58,9 @@ class NativeEngine:
     ) -> None:
         layout = layout_for(model)
         self._backend = backend_for(layout.device)
-        max_num_seqs = self._backend.default_max_num_seqs if max_num_seqs is None else max_num_seqs
-        page_size = self._backend.default_page_size if page_size is None else page_size
+        defaults = default_sizes(layout.device.type)
+        max_num_seqs = defaults[0] if max_num_seqs is None else max_num_seqs
+        page_size = defaults[1] if page_size is None else page_size
         if max_num_seqs < 1 or page_size < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} and page_size={page_size} must be at least 1.")
         self._backend.check_page_size(page_size)
@@ -139,7 +142,7 @@ class NativeEngine:
             raise RuntimeError("The engine is closed and cannot be used again.")
         if not self._is_awake and self._kv_cache_tokens is not None:
             num_pages = self._kv_cache_tokens // self._page_size
-            self._cache.allocate(num_pages, self._layout.dtype, self._layout.device)
+            take_pages(self._cache, num_pages, self._layout.dtype, self._layout.device)
         self._is_awake = True
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -160,7 +163,7 @@ class NativeEngine:
     def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
         """The decoder of earlier rollouts if it is large enough for this one."""
         layout, decoder = self._layout, self._decoder
-        max_len = _longest(prompts, max_tokens)
+        max_len = longest_sequence(prompts, max_tokens)
         if decoder is not None and decoder.fits(layout, max_len=max_len):
             decoder.refresh(layout)
             return decoder
@@ -177,43 +180,24 @@ class NativeEngine:
     def _size_cache(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
         """Check that one sequence fits; take memory for this rollout if no size was given."""
         page_size, layout = self._page_size, self._layout
-        # The last token drawn is never fed back: it needs no key and value.
-        longest = _longest(prompts, max_tokens) - 1
-        needed = pages_for(longest, page_size)
+        needed = pages_of_longest(prompts, max_tokens, page_size)
         is_in_place = self._cache.is_on(layout.dtype, layout.device)
         available = self._cache.num_pages if is_in_place else 0
-        if self._kv_cache_tokens is not None:
-            if not is_in_place:  # the model was converted or moved since wake_up
-                available = self._kv_cache_tokens // page_size
-                self._cache.allocate(available, layout.dtype, layout.device)
+        if self._kv_cache_tokens is None:
+            wanted = max(needed, useful_pages(prompts, max_tokens, page_size, self._max_num_seqs))
         else:
-            num_seqs = min(self._max_num_seqs, sum(len(prompt.samples) for prompt in prompts))
-            # One more sequence's worth: the prompt kept for the members that still wait.
-            wanted = needed * (num_seqs + 1)
-            if wanted > available:
-                free_bytes = self._cache.num_bytes + _free_memory_bytes(layout.device)
-                affordable = int(free_bytes * FREE_MEMORY_FRACTION) // self._cache.page_bytes(layout.dtype)
-                available = min(wanted, affordable)
-                self._cache.allocate(available, layout.dtype, layout.device)
+            wanted = self._kv_cache_tokens // page_size
+        # A given size was taken by `wake_up`, unless the model was converted or moved since then.
+        if available < wanted and (self._kv_cache_tokens is None or not is_in_place):
+            available = take_pages(self._cache, wanted, layout.dtype, layout.device)
         if available < needed:
             remedy = f"Set kv_cache_tokens to at least {needed * page_size}"
             if self._kv_cache_tokens is None:
-                remedy += f" (not set, the cache takes at most {FREE_MEMORY_FRACTION:.0%} of the free memory)"
+                share = FREE_MEMORY_FRACTION[layout.device.type]
+                remedy = f"Free memory (the cache takes at most {share:.0%} of what is free)"
+            tokens = longest_sequence(prompts, max_tokens) - 1
             raise ValueError(
-                f"One sequence of {longest} tokens (prompt + max_tokens - 1) needs ceil({longest} / "
+                f"One sequence of {tokens} tokens (prompt + max_tokens - 1) needs ceil({tokens} / "
                 f"{page_size}) = {needed} pages of KV cache and there are {available}. {remedy}, or lower "
                 "max_completion_length."
             )
-
-
-def _longest(prompts: Sequence[Prompt], max_tokens: int) -> int:
-    """Tokens of the longest prompt + completion."""
-    return max(len(prompt.token_ids) + max(prompt.limits(max_tokens)) for prompt in prompts)
-
-
-def _free_memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        # What PyTorch has reserved and does not use, it gives back when the cache needs it.
-        unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused_bytes
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -25,8 +25,6 @@ class TorchBackend:
     Shapes: T tokens, B rows, H query heads, K key-value heads, D head size, I width of the MLP, V vocabulary.
     """
 
-    default_page_size = 16
-    default_max_num_seqs = 64
     steps_per_look = 1
     """Decode steps between two looks at the host. A look costs nothing where the host does the work."""
     windows_in_flight = 0

@@ -28,9 +28,6 @@ if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12
 class TritonBackend(TorchBackend):
     """What `TorchBackend` does, in kernels; its methods say what shapes they take."""
 
-    default_page_size = 64
-    """A page of one head is then 16 KiB: long enough for full bandwidth, short enough to waste little."""
-    default_max_num_seqs = 512
     steps_per_look = 8
     """A look costs the host about as long as one small step; finished rows idle for 8 to 15 steps."""
     windows_in_flight = 1
@@ -45,8 +42,8 @@ class TritonBackend(TorchBackend):
     def check_page_size(self, page_size: int) -> None:
         if page_size < 16 or page_size & (page_size - 1):
             raise ValueError(
-                f"page_size={page_size}: on a GPU a page is a power of two from 16 on. Leave it at None for "
-                f"{self.default_page_size}."
+                f"page_size={page_size}: on a GPU a page is a power of two from 16 on. Leave it at "
+                "None for 64."
             )
 
     def scratch_bytes(self, layout: Layout, capacity: int) -> int:

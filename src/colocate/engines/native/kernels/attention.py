@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 # registers.
 SUFFIX_LAUNCH: dict[tuple[int, int], Launch] = {
     (64, 2): Launch(128, 4, 3),
-    (128, 2): Launch(64, 4, 3),
+    (128, 2): Launch(64, 4, 2),
     (256, 2): Launch(32, 4, 3),
 }
 PREFIX_LAUNCH: dict[tuple[int, int], Launch] = {

@@ -1,0 +1,80 @@
+"""How large the KV cache of a rollout should be, and how large it can be."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+
+from colocate.engines.native.kv_cache import KVCache
+from colocate.engines.native.pages import pages_for
+from colocate.memory.arena import ArenaExhausted
+from colocate.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+FREE_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
+"""Share of the free memory that the cache takes at most. On a GPU the rest is for a prefill's activations
+and the graphs; a CPU's memory has other tenants."""
+
+
+def longest_sequence(prompts: Sequence[Prompt], max_tokens: int) -> int:
+    """Tokens of the longest prompt + completion."""
+    return max(len(prompt.token_ids) + max(prompt.limits(max_tokens)) for prompt in prompts)
+
+
+def pages_of_longest(prompts: Sequence[Prompt], max_tokens: int, page_size: int) -> int:
+    """Pages without which the longest sequence cannot run even alone."""
+    # The last token drawn is never fed back: it needs no key and value.
+    return pages_for(longest_sequence(prompts, max_tokens) - 1, page_size)
+
+
+def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max_num_seqs: int) -> int:
+    """Pages with which the rollout never waits for one: those of the `max_num_seqs` largest sequences.
+
+    A prompt's full pages count once for all its completions; what a completion has of its own are the rest of
+    the prompt and its tokens.
+    """
+    shared, own = [], []
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        shared.append(length // page_size)
+        own += [
+            pages_for(length + limit - 1, page_size) - length // page_size
+            for limit in prompt.limits(max_tokens)
+        ]
+    largest_own, largest_shared = sorted(own)[-max_num_seqs:], sorted(shared)[-max_num_seqs:]
+    # Each running sequence keeps a page in reserve, and each prompt whose completions still wait keeps the
+    # page that it ends in.
+    return sum(largest_own) + sum(largest_shared) + len(largest_own) + len(largest_shared)
+
+
+def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Make the cache `num_pages` large, or as large as memory allows. Returns its pages."""
+    page_bytes = cache.page_bytes(dtype)
+    affordable = (int(_usable_bytes(cache, device)) - cache.scratch_bytes) // page_bytes
+    if affordable < num_pages:
+        logger.info(f"A KV cache of {num_pages} pages would be of use; memory allows {affordable}.")
+        num_pages = affordable
+    try:
+        cache.allocate(max(0, num_pages), dtype, device)
+    except ArenaExhausted as error:
+        # Somebody else took memory in the meantime, or it is too fragmented for whole handles.
+        left_bytes = (error.mapped_bytes + error.free_bytes) * FREE_MEMORY_FRACTION["cuda"]
+        num_pages = max(0, (int(left_bytes) - cache.scratch_bytes) // page_bytes)
+        logger.warning(f"{error} The KV cache is cut to {num_pages} pages; more sequences wait their turn.")
+        cache.allocate(num_pages, dtype, device)
+    return cache.num_pages
+
+
+def _usable_bytes(cache: KVCache, device: torch.device) -> float:
+    free_bytes = cache.num_bytes
+    if device.type == "cuda":
+        # What PyTorch has reserved and does not use, it gives back when the cache needs it.
+        unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free_bytes += torch.cuda.mem_get_info(device)[0] + unused_bytes
+    else:
+        free_bytes += os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_bytes * FREE_MEMORY_FRACTION[device.type]
