@@ -285,7 +285,7 @@ def test_model_shapes(num_heads, num_kv_heads, head_dim, page_size, dtype):
     pages = 2048 // page_size
     groups = [(pages, [1, 100, 700, 0, 350, 9, 64, 65]), (pages // 4, [5, 300]), (0, [1, 257])]
     shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size)
-    for num_splits in (1, 4):
+    for num_splits in (1, num_splits_for(12, num_kv_heads)):
         case = Case(groups, **shape, dtype=dtype, num_splits=num_splits).make(torch.device("cuda"))
         case.check()
         case.check(case.prefixes())

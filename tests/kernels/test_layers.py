@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from colocate.engines.native.kernels.layers import add_rms_norm, rotate_and_store, silu_mul
-from colocate.engines.native.model_runner import rms_norm, rotate
+from colocate.engines.native.torch_backend import rms_norm, rotate
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 few = settings(

@@ -10,7 +10,7 @@ import torch
 
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.pages import pages_for
-from colocate.memory.arena import ArenaExhausted
+from colocate.memory.arena import HANDLE_BYTES, ArenaExhausted
 from colocate.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -53,20 +53,26 @@ def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max
 
 def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch.device) -> int:
     """Make the cache `num_pages` large, or as large as memory allows. Returns its pages."""
-    page_bytes = cache.page_bytes(dtype)
-    affordable = (int(_usable_bytes(cache, device)) - cache.scratch_bytes) // page_bytes
+    affordable = _pages_within(_usable_bytes(cache, device), cache, dtype, device)
     if affordable < num_pages:
         logger.info(f"A KV cache of {num_pages} pages would be of use; memory allows {affordable}.")
         num_pages = affordable
     try:
-        cache.allocate(max(0, num_pages), dtype, device)
+        cache.allocate(num_pages, dtype, device)
     except ArenaExhausted as error:
         # Somebody else took memory in the meantime, or it is too fragmented for whole handles.
-        left_bytes = (error.mapped_bytes + error.free_bytes) * FREE_MEMORY_FRACTION["cuda"]
-        num_pages = max(0, (int(left_bytes) - cache.scratch_bytes) // page_bytes)
+        left_bytes = error.mapped_bytes + error.free_bytes
+        num_pages = _pages_within(left_bytes * FREE_MEMORY_FRACTION["cuda"], cache, dtype, device)
         logger.warning(f"{error} The KV cache is cut to {num_pages} pages; more sequences wait their turn.")
         cache.allocate(num_pages, dtype, device)
     return cache.num_pages
+
+
+def _pages_within(num_bytes: float, cache: KVCache, dtype: torch.dtype, device: torch.device) -> int:
+    """Pages that fit, beside the scratch; on a GPU memory comes in whole handles."""
+    unit_bytes = HANDLE_BYTES if device.type == "cuda" else 1
+    whole_bytes = int(num_bytes) // unit_bytes * unit_bytes
+    return max(0, whole_bytes - cache.scratch_bytes) // cache.page_bytes(dtype)
 
 
 def _usable_bytes(cache: KVCache, device: torch.device) -> float:
