@@ -206,8 +206,8 @@ def main() -> None:
     assert len(repetitions) == options.steps >= 3
     if (smallest := min(r["kv_cache_bytes"] for r in repetitions)) < options.kv_gib * GIB:
         raise RuntimeError(
-            f"--kv_gib {options.kv_gib:g} was asked for and memory allowed a cache of {smallest / GIB:.1f} GiB: "
-            "ask for less, or run it on a GPU that nobody else uses."
+            f"--kv_gib {options.kv_gib:g} was asked for and memory allowed a cache of {smallest / GIB:.1f} "
+            "GiB: ask for less, or run it on a GPU that nobody else uses."
         )
     medians = {
         name: statistics.median(r[name] for r in repetitions)
