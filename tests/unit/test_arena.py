@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from colocate.engines.native import capacity
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.kv_cache import KVCache
 from colocate.memory.arena import Arena, ArenaExhausted, _OutOfDeviceMemory
@@ -347,6 +348,60 @@ def test_exhausted_it_is_as_it_was():
     with pytest.raises(ArenaExhausted):
         cache.allocate(2**20, torch.float32, CPU)
     assert cache.num_pages == 3 and (cache.layer(0)[0][:3] == 1.5).all()
+    cache.close()
+
+
+@pytest.fixture
+def take(monkeypatch):
+    """`take_pages` on a pretended GPU that seems to have `usable_bytes`, whatever it has."""
+
+    def take(cache, num_pages, usable_bytes):
+        monkeypatch.setattr(capacity, "HANDLE_BYTES", CACHE_HANDLE)
+        monkeypatch.setattr(capacity, "_usable_bytes", lambda cache, device: usable_bytes)
+        return capacity.take_pages(cache, num_pages, torch.float32, DEVICE)
+
+    return take
+
+
+@pytest.mark.parametrize("had_pages", [0, 5])
+@pytest.mark.parametrize("num_handles_free", [2, 3, 10, 40])
+def test_memory_taken_meanwhile_cuts_the_cache_to_what_is_left(take, caplog, had_pages, num_handles_free):
+    cache = ArenaCache(**SIZES, scratch_bytes=1024)
+    cache.allocate(1 + had_pages, torch.float32, CPU)
+    device = cache.pretended
+    device.total = (num_handles_free * CACHE_HANDLE) + cache.num_bytes
+    num_pages = take(cache, 200, usable_bytes=2**20)
+    assert num_pages == cache.num_pages > 0
+    # Never more than nine tenths, in whole handles, and not a page less than these hold.
+    page_bytes = cache.page_bytes(torch.float32)
+    most_bytes = int(0.9 * device.total) // CACHE_HANDLE * CACHE_HANDLE
+    assert cache.num_bytes <= most_bytes
+    assert 1024 + num_pages * page_bytes <= most_bytes < 1024 + (num_pages + 1) * page_bytes
+    assert f"The KV cache is cut to {num_pages} pages" in caplog.text
+    assert "was asked for" in caplog.text
+    # It is whole: the last page can be written.
+    cache.layer(2)[1][num_pages - 1] = 1.0
+    cache.close()
+
+
+def test_what_memory_allows_is_known_beforehand_as_a_rule(take, caplog):
+    cache = ArenaCache(**SIZES)
+    cache.allocate(1, torch.float32, CPU)
+    page_bytes = cache.page_bytes(torch.float32)
+    assert take(cache, 200, usable_bytes=10 * CACHE_HANDLE - 1) == 9 * CACHE_HANDLE // page_bytes
+    assert take(cache, 3, usable_bytes=10 * CACHE_HANDLE) == 3 == cache.num_pages
+    assert "is cut" not in caplog.text
+    cache.close()
+
+
+def test_with_no_room_for_a_handle_the_cache_stays_as_it_was(take):
+    cache = ArenaCache(**SIZES, scratch_bytes=1024)
+    cache.allocate(1, torch.float32, CPU)
+    cache.free()
+    cache.pretended.total = CACHE_HANDLE - 1
+    with pytest.raises(ArenaExhausted, match=r"was asked for.*Set kv_cache_tokens or max_num_seqs lower"):
+        take(cache, 8, usable_bytes=2**20)
+    assert cache.num_bytes == 0
     cache.close()
 
 
