@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 
 from colocate.engines.native.kernels.attention_levels import merge_kernel, prefix_kernel, suffix_kernel
+from colocate.engines.native.kernels.overlap import can_overlap
 from colocate.engines.native.prefixes import (
     MAX_PARTIALS,
     NUM_ITEM_FIELDS,
@@ -32,6 +33,9 @@ from colocate.engines.native.prefixes import (
 )
 
 MAX_SPLITS = 16
+PREFIX_PROGRAMS = 132
+"""Programs of the prefix kernel: one per multiprocessor of an H200, which leaves room there for the suffix
+kernel's, so that both run at the same time."""
 MIN_QUERIES = 16
 """Rows of the smallest tensor-core product: fewer query heads per key-value head are padded to it."""
 
@@ -155,6 +159,7 @@ def decode_attention(
     _check(q, k_cache, v_cache, block_tables, context_lens, prefixes, scratch, num_splits, out)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     ratio = num_heads // num_kv_heads
+    overlaps = can_overlap(q)
     common = dict(
         scale_log2=scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads,
@@ -163,6 +168,8 @@ def decode_attention(
         PADDED_DIM=padded_dim,
         PAGE_SIZE=page_size,
         WINDOW=sliding_window or 0,
+        OVERLAPS=overlaps,
+        launch_pdl=overlaps,
     )
     strides = (q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0))
     inputs = (q, k_cache, v_cache, block_tables, context_lens)
@@ -171,7 +178,7 @@ def decode_attention(
     if prefixes is not None:
         rows = (prefixes.prefix_lens, prefixes.first_slots, prefixes.num_partials)
         launch = _fit(PREFIX_LAUNCH, padded_dim, page_size, PREFIX_QUERIES, q)
-        prefix_kernel[(TARGET_PROGRAMS,)](
+        prefix_kernel[(PREFIX_PROGRAMS,)](
             *inputs,
             prefixes.items,
             prefixes.num_items,
@@ -217,6 +224,8 @@ def decode_attention(
             PADDED_DIM=padded_dim,
             NUM_SPLITS=num_splits,
             MAX_PREFIX_PARTIALS=MAX_PARTIALS if prefixes is not None else 0,
+            OVERLAPS=overlaps,
+            launch_pdl=overlaps,
             num_warps=4,
         )
     return out

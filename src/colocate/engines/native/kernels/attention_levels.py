@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The running maximum starts here and not at minus infinity, whose difference from itself is NaN.
 _LOWEST = tl.constexpr(-1.0e30)
@@ -108,8 +109,13 @@ def prefix_kernel(
     TILE: tl.constexpr,
     ROWS_PER_TILE: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One work item and key-value head after the other: some pages for the queries of several rows."""
+    if OVERLAPS:
+        # In this order: the suffix kernel takes it that whatever came before this kernel has ended.
+        gdc_wait()
+        gdc_launch_dependents()
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     dims = tl.arange(0, PADDED_DIM)
     queries = tl.arange(0, NUM_QUERIES)
@@ -189,8 +195,17 @@ def suffix_kernel(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_PREFIXES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """One row, key-value head and part of the row's own keys."""
+    """One row, key-value head and part of the row's own keys.
+
+    With prefixes it runs beside the prefix kernel, which leaves much of the memory's bandwidth unused, and
+    waits for its results only when it has read the row's own keys.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
+        if not HAS_PREFIXES:
+            gdc_wait()
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * RATIO
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -209,19 +224,6 @@ def suffix_kernel(
     begin = 0
     if HAS_PREFIXES:
         begin = tl.load(prefix_lens + row)
-        if NUM_SPLITS == 1:
-            # A partial output is the normalised mean over its keys; its weight is the sum behind it, 2^lse.
-            result = tl.load(first_slots + row).to(tl.int64) * NUM_HEADS
-            for _ in range(tl.where(context > 0, tl.load(num_partials + row), 0)):
-                lse = tl.load(partial_lses + result + heads, mask=is_query, other=-float("inf"))
-                output = tl.load(partial_outputs + result * HEAD_DIM + head_offsets, mask=mask, other=0.0)
-                new_maximum = tl.maximum(maximum, lse)
-                correction = tl.exp2(maximum - new_maximum)
-                weight = tl.exp2(lse - new_maximum)
-                total = total * correction + weight
-                acc = acc * correction[:, None] + output * weight[:, None]
-                maximum = new_maximum
-                result += NUM_HEADS
     if WINDOW > 0:
         begin = tl.maximum(begin, context - WINDOW)
     first_tile = begin // TILE
@@ -251,6 +253,22 @@ def suffix_kernel(
         TILE,
         WINDOW,
     )
+    if HAS_PREFIXES:
+        if OVERLAPS:
+            gdc_wait()
+        if NUM_SPLITS == 1:
+            # A partial output is the normalised mean over its keys; its weight is the sum behind it, 2^lse.
+            result = tl.load(first_slots + row).to(tl.int64) * NUM_HEADS
+            for _ in range(tl.where(context > 0, tl.load(num_partials + row), 0)):
+                lse = tl.load(partial_lses + result + heads, mask=is_query, other=-float("inf"))
+                output = tl.load(partial_outputs + result * HEAD_DIM + head_offsets, mask=mask, other=0.0)
+                new_maximum = tl.maximum(maximum, lse)
+                correction = tl.exp2(maximum - new_maximum)
+                weight = tl.exp2(lse - new_maximum)
+                total = total * correction + weight
+                acc = acc * correction[:, None] + output * weight[:, None]
+                maximum = new_maximum
+                result += NUM_HEADS
     output, lse = _finish(maximum, total, acc)
     if NUM_SPLITS == 1:
         tl.store(out + row * out_stride + head_offsets, output.to(out.dtype.element_ty), mask=mask)
@@ -286,8 +304,12 @@ def merge_kernel(
     PADDED_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MAX_PREFIX_PARTIALS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One row and head: the mean of all partial outputs, weighted with the sums behind them."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     outputs, lses = _weigh(
