@@ -113,8 +113,6 @@ def prefix_kernel(
 ):
     """One work item and key-value head after the other: some pages for the queries of several rows."""
     if OVERLAPS:
-        # In this order: the suffix kernel takes it that whatever came before this kernel has ended.
-        gdc_wait()
         gdc_launch_dependents()
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     dims = tl.arange(0, PADDED_DIM)
@@ -202,10 +200,6 @@ def suffix_kernel(
     With prefixes it runs beside the prefix kernel, which leaves much of the memory's bandwidth unused, and
     waits for its results only when it has read the row's own keys.
     """
-    if OVERLAPS:
-        gdc_launch_dependents()
-        if not HAS_PREFIXES:
-            gdc_wait()
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * RATIO
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -304,12 +298,8 @@ def merge_kernel(
     PADDED_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     MAX_PREFIX_PARTIALS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """One row and head: the mean of all partial outputs, weighted with the sums behind them."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     outputs, lses = _weigh(

@@ -12,9 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from colocate.engines.native.kernels.overlap import can_overlap
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -34,7 +31,6 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     normed = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)
     block = triton.next_power_of_2(hidden_size)
-    overlaps = can_overlap(x)
     _add_rms_norm_kernel[(num_tokens,)](
         x,
         residual,
@@ -46,8 +42,6 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
         eps,
         hidden_size,
         BLOCK=block,
-        OVERLAPS=overlaps,
-        launch_pdl=overlaps,
         num_warps=min(max(block // 256, 1), 16),  # 8 values a thread: one 16-byte load of bfloat16
     )
     return normed, summed
@@ -65,11 +59,7 @@ def _add_rms_norm_kernel(
     eps,
     hidden_size,
     BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden_size
@@ -124,7 +114,6 @@ def rotate_and_store(
     for cache in (k_cache, v_cache):
         assert cache.stride()[1:] == (page_size * head_dim, head_dim, 1), "a page must be contiguous"
     block_heads = min(8, triton.next_power_of_2(num_rows))
-    overlaps = can_overlap(qkv)
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_rows, block_heads))](
         qkv,
         cos,
@@ -146,8 +135,6 @@ def rotate_and_store(
         PAGE_SIZE=page_size,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        OVERLAPS=overlaps,
-        launch_pdl=overlaps,
         num_warps=2,
         # Else the compiler narrows products and sums to the type and fuses them: one rounding of two is lost.
         enable_fp_fusion=False,
@@ -176,11 +163,7 @@ def _rotate_and_store_kernel(
     PAGE_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     # Norm weights and angles, too, are read once per head: in the layout of the heads they need no exchange
@@ -249,25 +232,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.stride(1) == 1, "a row must be contiguous"
     output = torch.empty((num_tokens, intermediate_size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, triton.next_power_of_2(intermediate_size))
-    overlaps = can_overlap(gate_up)
     _silu_mul_kernel[(num_tokens, triton.cdiv(intermediate_size, block))](
         gate_up,
         output,
         gate_up.stride(0),
         intermediate_size,
         BLOCK=block,
-        OVERLAPS=overlaps,
-        launch_pdl=overlaps,
         num_warps=4,
     )
     return output
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, output, stride, intermediate_size, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
+def _silu_mul_kernel(gate_up, output, stride, intermediate_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < intermediate_size
