@@ -5,8 +5,10 @@
     python benchmarks/rollout.py --engine vllm --cases 1p5b_512seq 1p5b_ragged --out vllm.json
 
 Random weights, random prompts, temperature 1, no stop tokens, given lengths. Loading and warming up (a
-rollout of the same sequences, a 64th as long) are not part of a repetition; everything else from prompts to
-tokens and log-probs on the host is.
+rollout of the same sequences, an eighth as long) are not part of a repetition; everything else from prompts
+to tokens and log-probs on the host is. An eighth is enough for ragged lengths to end slowly enough to pass
+through every size of batch: the native engine captures the graph of a size when it first meets it, vLLM all
+of its graphs at its start.
 """
 
 from __future__ import annotations
@@ -26,6 +28,9 @@ from rollout_cases import CASES, SHAPES, Case, machine, model_directory, tiny
 VARIANTS = ("in-process", "own-process")
 """Where vLLM's engine runs: in the caller's process, as trainers that share the GPU run it, or in its own,
 which takes the scheduler off the caller's interpreter lock."""
+
+WARM_UP_SHARE = 8
+"""Lengths are divided by it."""
 
 Lists = list[list[int]]
 """Per prompt: its tokens, or the lengths of its completions."""
@@ -135,7 +140,7 @@ def measure(engine: Engine, case: Case, num_repetitions: int) -> dict[str, Any]:
         RuntimeError: a rollout did not have the asked-for number of tokens.
     """
     prompts, limits = case.prompts(), case.limits()
-    short = [[max(1, limit // 64) for limit in some] for some in limits]
+    short = [[max(1, limit // WARM_UP_SHARE) for limit in some] for some in limits]
     expected = sum(map(sum, limits))
     start_s = time.perf_counter()
     engine.rollout(case, prompts, short, seed=0)

@@ -5,8 +5,9 @@
 
 Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
 the result is written as soon as the records suffice for every claim (--merge only looks). The engines take
-turns: in each round both run all cases of a model, and in every other round the native engine is first. A
-claim is a ratio of medians over all rounds; of vLLM's variants the best counts.
+turns: in each round both run all cases of a model, and in every other round the other one is first (--first
+says which begins, for rounds that are run one by one). A claim is a ratio of medians over all rounds; of
+vLLM's variants the best counts.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Suite:
         self.model(size)  # not within a measurement
         for number in range(self.options.rounds):
             contestants = [("vllm", variant) for variant in self.options.vllm_variants] + [("native", "")]
-            for engine, variant in contestants if number % 2 == 0 else reversed(contestants):
+            if (number % 2 == 0) != (self.options.first == "vllm"):
+                contestants.reverse()
+            for engine, variant in contestants:
                 self.run(
                     "rollout.py", "--engine", engine,
                     *(["--vllm-variant", variant] if variant else []),
@@ -234,6 +237,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--cases", nargs="+", choices=CASES, help="of the rollouts, only these")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--first", choices=("vllm", "native"), default="vllm", help="of the first round")
     parser.add_argument("--repetitions", type=int, default=2, help="of each case in a round")
     parser.add_argument("--vllm-variants", nargs="+", choices=VARIANTS, default=VARIANTS[:1])
     parser.add_argument("--vllm-site", help="a folder with vLLM, put on PYTHONPATH of vLLM's processes only")
