@@ -27,7 +27,7 @@ MIN_PIECE_TOKENS = 256
 """Shortest piece worth a partial result of its own: a row's piece of T tokens in a group of G costs 4·T·D/G
 bytes of reads per key-value head and 8·D·R of partial result (bf16, R query heads per key-value head)."""
 
-MIN_SHARED_TOKENS = 512
+MIN_SHARED_TOKENS = 256
 """Shorter prefixes stay with the rows: the group's rows run next to each other and the second one to read a
 page finds it in the L2 cache."""
 

@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 # registers.
 SUFFIX_LAUNCH: dict[tuple[int, int], Launch] = {
     (64, 2): Launch(128, 4, 3),
-    (128, 2): Launch(64, 4, 2),
+    (128, 2): Launch(64, 4, 4),
     (256, 2): Launch(32, 4, 3),
 }
 PREFIX_LAUNCH: dict[tuple[int, int], Launch] = {
@@ -155,6 +155,7 @@ def decode_attention(
     _check(q, k_cache, v_cache, block_tables, context_lens, prefixes, scratch, num_splits, out)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     ratio = num_heads // num_kv_heads
+    overlaps = prefixes is not None and _can_overlap(q)
     common = dict(
         scale_log2=scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads,
@@ -163,6 +164,7 @@ def decode_attention(
         PADDED_DIM=padded_dim,
         PAGE_SIZE=page_size,
         WINDOW=sliding_window or 0,
+        OVERLAPS=overlaps,
     )
     strides = (q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0))
     inputs = (q, k_cache, v_cache, block_tables, context_lens)
@@ -187,6 +189,10 @@ def decode_attention(
         )
     num_queries = max(MIN_QUERIES, triton.next_power_of_2(ratio))
     launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, q)
+    num_stages = launch.num_stages
+    if num_kv_heads * num_splits * num_rows > TARGET_PROGRAMS:
+        # Several programs on each multiprocessor load side by side; deeper queues would make them fewer.
+        num_stages = min(num_stages, 2)
     # Heads first: the heads of a page lie next to each other in memory and are read at the same time.
     suffix_kernel[(num_kv_heads, num_splits, num_rows)](
         *inputs,
@@ -201,8 +207,9 @@ def decode_attention(
         TILE=launch.max_tile_tokens,
         NUM_SPLITS=num_splits,
         HAS_PREFIXES=prefixes is not None,
+        launch_pdl=overlaps,
         num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_stages=num_stages,
     )
     if num_splits > 1:
         merge_kernel[(num_heads, num_rows)](
@@ -270,6 +277,15 @@ def _fit(
         is_warp_group = num_queries >= 64 and torch.cuda.get_device_capability(q.device) >= (9, 0)
         num_stages = min(num_stages, num_buffers if is_warp_group else num_buffers + 1)
     return Launch(tile_tokens, launch.num_warps, max(1, num_stages))
+
+
+def _can_overlap(tensor: Tensor) -> bool:
+    """Whether a kernel may be in place before the one before it has ended.
+
+    From compute capability 9.0 on: CUDA C++ Programming Guide, "Programmatic Dependent Launch and
+    Synchronization".
+    """
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
 
 
 @functools.cache

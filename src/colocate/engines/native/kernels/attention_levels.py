@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The running maximum starts here and not at minus infinity, whose difference from itself is NaN.
 _LOWEST = tl.constexpr(-1.0e30)
@@ -108,8 +109,11 @@ def prefix_kernel(
     TILE: tl.constexpr,
     ROWS_PER_TILE: tl.constexpr,
     NUM_FIELDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One work item and key-value head after the other: some pages for the queries of several rows."""
+    if OVERLAPS:
+        gdc_launch_dependents()
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     dims = tl.arange(0, PADDED_DIM)
     queries = tl.arange(0, NUM_QUERIES)
@@ -189,8 +193,13 @@ def suffix_kernel(
     TILE: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_PREFIXES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """One row, key-value head and part of the row's own keys."""
+    """One row, key-value head and part of the row's own keys.
+
+    With prefixes it runs beside the prefix kernel, which leaves much of the memory's bandwidth unused, and
+    waits for its results only when it has read the row's own keys.
+    """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * RATIO
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -209,19 +218,6 @@ def suffix_kernel(
     begin = 0
     if HAS_PREFIXES:
         begin = tl.load(prefix_lens + row)
-        if NUM_SPLITS == 1:
-            # A partial output is the normalised mean over its keys; its weight is the sum behind it, 2^lse.
-            result = tl.load(first_slots + row).to(tl.int64) * NUM_HEADS
-            for _ in range(tl.where(context > 0, tl.load(num_partials + row), 0)):
-                lse = tl.load(partial_lses + result + heads, mask=is_query, other=-float("inf"))
-                output = tl.load(partial_outputs + result * HEAD_DIM + head_offsets, mask=mask, other=0.0)
-                new_maximum = tl.maximum(maximum, lse)
-                correction = tl.exp2(maximum - new_maximum)
-                weight = tl.exp2(lse - new_maximum)
-                total = total * correction + weight
-                acc = acc * correction[:, None] + output * weight[:, None]
-                maximum = new_maximum
-                result += NUM_HEADS
     if WINDOW > 0:
         begin = tl.maximum(begin, context - WINDOW)
     first_tile = begin // TILE
@@ -251,6 +247,22 @@ def suffix_kernel(
         TILE,
         WINDOW,
     )
+    if HAS_PREFIXES:
+        if OVERLAPS:
+            gdc_wait()
+        if NUM_SPLITS == 1:
+            # A partial output is the normalised mean over its keys; its weight is the sum behind it, 2^lse.
+            result = tl.load(first_slots + row).to(tl.int64) * NUM_HEADS
+            for _ in range(tl.where(context > 0, tl.load(num_partials + row), 0)):
+                lse = tl.load(partial_lses + result + heads, mask=is_query, other=-float("inf"))
+                output = tl.load(partial_outputs + result * HEAD_DIM + head_offsets, mask=mask, other=0.0)
+                new_maximum = tl.maximum(maximum, lse)
+                correction = tl.exp2(maximum - new_maximum)
+                weight = tl.exp2(lse - new_maximum)
+                total = total * correction + weight
+                acc = acc * correction[:, None] + output * weight[:, None]
+                maximum = new_maximum
+                result += NUM_HEADS
     output, lse = _finish(maximum, total, acc)
     if NUM_SPLITS == 1:
         tl.store(out + row * out_stride + head_offsets, output.to(out.dtype.element_ty), mask=mask)
