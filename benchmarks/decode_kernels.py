@@ -95,10 +95,11 @@ def cases(shape: tuple[int, ...], num_tokens: int) -> Iterator[Case]:
     tables = torch.zeros(num_tokens, MAX_LEN // PAGE_SIZE, device=DEVICE, dtype=torch.int32)
     zeros = torch.zeros(8, num_tokens, device=DEVICE, dtype=torch.int32)
     finished, new_slots, context_lens, tokens, last_tokens, steps, num_generated, out_tokens = zeros
+    step, row = torch.zeros(2, 1, device=DEVICE, dtype=torch.int32)
     yield (
         "begin_step",
         6 * finished.nbytes,
-        lambda: begin_step(positions, finished, tables, PAGE_SIZE, new_slots, context_lens),
+        lambda: begin_step(positions, finished, tables, PAGE_SIZE, new_slots, context_lens, step),
     )
     limits = torch.full_like(finished, 2**31 - 1)
     stop_token_ids = torch.tensor([151643, 151645], device=DEVICE, dtype=torch.int32)
@@ -115,8 +116,9 @@ def cases(shape: tuple[int, ...], num_tokens: int) -> Iterator[Case]:
             steps,
             num_generated,
             finished,
-            out_tokens,
-            out_logprobs,
+            row,
+            out_tokens[None],
+            out_logprobs[None],
         ),
     )
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # engine_models
 
 HAS_CUDA = torch.cuda.is_available()
 

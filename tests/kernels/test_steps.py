@@ -34,6 +34,7 @@ def test_begin_step(device, num_rows, page_size, seed):
     positions[finished == 1] = 2**30
     tables = torch.randint(0, 1000, (num_rows, num_pages + 3), generator=generator)
     slots, context_lens = torch.full((2, num_rows), UNTOUCHED, dtype=torch.int32, device=device)
+    step = torch.full((1,), 4, dtype=torch.int32, device=device)
     begin_step(
         positions.int().to(device),
         finished.int().to(device),
@@ -41,7 +42,9 @@ def test_begin_step(device, num_rows, page_size, seed):
         page_size,
         slots,
         context_lens,
+        step,
     )
+    assert step.item() == 5
     for row in range(num_rows):
         position = int(positions[row])
         if finished[row]:
@@ -81,8 +84,9 @@ def test_end_step(device, num_rows, stop_token_ids, token_dtype, seed):
         after["positions"],
         after["num_generated"],
         after["finished"],
-        out_tokens[1],
-        out_logprobs[1],
+        torch.ones(1, dtype=torch.int32, device=device),
+        out_tokens,
+        out_logprobs,
     )
     for row in range(num_rows):
         old = {name: int(value[row]) for name, value in before.items()}
@@ -115,11 +119,12 @@ def test_steps_replay_in_a_captured_graph():
     tokens = torch.full((num_rows,), 5, dtype=torch.int32, device="cuda")
     logprobs = torch.zeros(num_rows, device="cuda")
     stop = torch.empty(0, dtype=torch.int32, device="cuda")
-    out_tokens = torch.empty(num_rows, dtype=torch.int32, device="cuda")
-    out_logprobs = torch.empty(num_rows, device="cuda")
+    out_tokens = torch.empty(4, num_rows, dtype=torch.int32, device="cuda")
+    out_logprobs = torch.empty(4, num_rows, device="cuda")
+    index = torch.full((1,), -1, dtype=torch.int32, device="cuda")
 
     def step() -> None:
-        begin_step(positions, finished, tables, page_size, slots, context_lens)
+        begin_step(positions, finished, tables, page_size, slots, context_lens, index)
         end_step(
             tokens,
             logprobs,
@@ -129,6 +134,7 @@ def test_steps_replay_in_a_captured_graph():
             positions,
             num_generated,
             finished,
+            index,
             out_tokens,
             out_logprobs,
         )
@@ -136,6 +142,7 @@ def test_steps_replay_in_a_captured_graph():
     step()  # compiles
     torch.cuda.synchronize()
     state.zero_()
+    index.fill_(-1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -68,6 +68,9 @@ class DecodeBatch:
         self.context_lens = zeros(max_num_seqs)
         self.out_token_ids = zeros(max_num_steps, max_num_seqs)
         self.out_logprobs = zeros(max_num_steps, max_num_seqs, dtype=torch.float32)
+        self.step = zeros(1)
+        """The row of `out_token_ids` and `out_logprobs` that the present step writes."""
+        self.seed = zeros(1, dtype=torch.int64)
         self.seen: Tensor | None = None  # [max_num_seqs, V] bool
 
     @property
@@ -78,13 +81,23 @@ class DecodeBatch:
     def max_num_pages(self) -> int:
         return self.block_tables.shape[1]
 
-    def reset(self, *, vocab_size: int | None) -> None:
+    def reset(self, *, seed: int, vocab_size: int | None) -> None:
         """Forget all rows. `vocab_size`: keep track of the tokens seen, for a repetition penalty."""
         self.num_rows = 0
         self.finished.fill_(1)
+        self.seed.fill_((seed + 2**63) % 2**64 - 2**63)
         self.seen = None
         if vocab_size is not None:
             self.seen = torch.zeros(self.max_num_seqs, vocab_size, dtype=torch.bool, device=self.device)
+
+    def save(self) -> tuple[Tensor, Tensor]:
+        """What a step changes of the rows."""
+        return self._state.clone(), self.step.clone()
+
+    def restore(self, saved: tuple[Tensor, Tensor]) -> None:
+        """Undo the steps since `save`."""
+        self._state.copy_(saved[0])
+        self.step.copy_(saved[1])
 
     def start(self, sequences: SequenceABC[Sequence]) -> slice:
         """Append rows for `sequences`; they may draw their next token."""

@@ -9,7 +9,9 @@ from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import pages_for
+from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.types import SamplingParams
 from colocate.weights.layouts import Layout
 
 BUCKETS = (8, 32, 64, 128)
@@ -54,7 +56,10 @@ class Decoder:
         self._dtype = layout.dtype
         self.runner = ModelRunner(layout, cache, backend, layout.rotary_table(max_len))
         self._identity = self.runner.identity()
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        """By rows, whether prefixes are shared, and whether the draw is captured, too."""
+        self._captured: dict[tuple[float, tuple[int, ...]], Tensor] = {}
+        """Temperature and stop tokens of the captured draws, and where those stop tokens are."""
         self._logits = backend.bind(cache.scratch, layout, capacity, cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if backend.captures_graphs else None
 
@@ -70,30 +75,66 @@ class Decoder:
             self.runner, self._identity = runner, runner.identity()
             self._graphs.clear()
 
-    def step(self, max_context_len: int) -> Tensor:
-        """Feed every row's last token. Returns the logits of its next one, [num_rows, V] float32.
+    def start_rollout(self, sampling: SamplingParams) -> None:
+        """Forget all rows; tokens are drawn in this way from now on."""
+        self._sampler = Sampler(sampling)
+        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int32, device=self.batch.device)
+        vocab_size = self.runner.layout.vocab_size if self._sampler.needs_seen_tokens else None
+        self.batch.reset(seed=sampling.seed, vocab_size=vocab_size)
+        if self._sampler.is_plain:
+            # Graphs hold the temperature as a number, and the stop tokens' address.
+            drawing = sampling.temperature, sampling.stop_token_ids
+            if drawing not in self._captured:
+                self._captured = {drawing: self._stops}
+                self._graphs.clear()
+            self._stops = self._captured[drawing]
 
-        On a GPU they are overwritten by the next step.
-        """
+    def begin_window(self) -> None:
+        """The next step is the first of those whose tokens the host will read together."""
+        self.batch.step.fill_(-1)
+
+    def draw_first(self, rows: slice, logits: Tensor) -> None:
+        """Draw the first tokens of rows that have just started, as step 0 of a window."""
+        self.batch.step.zero_()
+        self._draw(rows, logits)
+
+    def step(self, max_context_len: int) -> None:
+        """Feed every row's last token and draw its next one."""
         num_rows = self.batch.num_rows
+        rows = slice(0, num_rows)
         if self._pool is None:
-            return self.runner.decode(self.batch, num_rows, max_context_len=max_context_len)
+            self._draw(rows, self.runner.decode(self.batch, num_rows, max_context_len=max_context_len))
+            return
         assert self._logits is not None, "captured steps need a fixed place for their logits"
         bucket = bucket_for(num_rows)
-        key = bucket, self.backend.shares_prefixes
+        key = bucket, self.backend.shares_prefixes, self._sampler.is_plain
         if key not in self._graphs:
             self._graphs[key] = self._capture(bucket)
         self._graphs[key].replay()
-        return self._logits[:num_rows]
+        if not self._sampler.is_plain:
+            self._draw(rows, self._logits[:num_rows])
+
+    def _draw(self, rows: slice, logits: Tensor) -> None:
+        batch = self.batch
+        tokens, logprobs = self.backend.sample(logits, self._sampler, batch, rows)
+        self.backend.end_step(batch, rows, tokens, logprobs, self._stops)
+        if batch.seen is not None:
+            batch.seen[rows].scatter_(1, tokens[:, None].long(), True)
 
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
-        assert self._logits is not None, "captured steps need a fixed place for their logits"
-        out = self._logits[:bucket]
-        # Compiles kernels and makes cuBLAS take its workspace, neither of which can be captured. A step can
-        # be repeated: it writes the same keys and values to the same places.
-        self.runner.decode(self.batch, bucket, max_context_len=0, out=out)
+        # Compiles kernels and makes cuBLAS take its workspace, neither of which can be captured. What this
+        # step does to the rows is undone; the same keys and values go to the same places again.
+        before = self.batch.save()
+        self._captured_step(bucket)
+        self.batch.restore(before)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self.runner.decode(self.batch, bucket, max_context_len=0, out=out)
+            self._captured_step(bucket)
         return graph
+
+    def _captured_step(self, bucket: int) -> None:
+        assert self._logits is not None, "captured steps need a fixed place for their logits"
+        logits = self.runner.decode(self.batch, bucket, max_context_len=0, out=self._logits[:bucket])
+        if self._sampler.is_plain:
+            self._draw(slice(0, bucket), logits)

@@ -6,12 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from colocate.engines.native.batch import Window
 from colocate.engines.native.decoder import Decoder
 from colocate.engines.native.pages import PagePool
-from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.scheduler import Scheduler
 from colocate.engines.native.scheduler import Sequence as RunningSequence
 from colocate.types import Completion, Prompt, SamplingParams
@@ -32,7 +30,6 @@ class Rollout:
         self.decoder = decoder
         self.batch = decoder.batch
         self.cache = cache
-        self.sampler = Sampler(sampling)
         self.pool = PagePool(cache.num_pages)
         self.scheduler = Scheduler(
             prompts,
@@ -42,12 +39,10 @@ class Rollout:
             max_tokens=sampling.max_tokens,
         )
         self._stop_token_ids = set(sampling.stop_token_ids)
-        self._stops = torch.tensor(list(sampling.stop_token_ids), dtype=torch.int32, device=self.batch.device)
         self._windows: deque[Window] = deque()
         self._running: list[RunningSequence] = []
         """As of the last launch."""
-        needs_seen = self.sampler.needs_seen_tokens
-        self.batch.reset(vocab_size=decoder.runner.layout.vocab_size if needs_seen else None)
+        decoder.start_rollout(sampling)
 
     def run(self, policy_version: int) -> list[Completion]:
         scheduler = self.scheduler
@@ -81,7 +76,7 @@ class Rollout:
         for first in range(0, len(admission.started), MAX_ROWS_PER_START):
             started = admission.started[first : first + MAX_ROWS_PER_START]
             rows = self.batch.start(started)
-            self._draw(rows, 0, torch.stack([sequence.next_logits for sequence in started]))
+            self.decoder.draw_first(rows, torch.stack([sequence.next_logits for sequence in started]))
             self._windows.append(self.batch.send(started, rows, 1))
         for sequence in admission.started:
             sequence.logits = None
@@ -109,19 +104,12 @@ class Rollout:
         if self._running != scheduler.running:
             self._running = list(scheduler.running)
             self.backend.share_prefixes(scheduler.shared_prefixes())
-        for step in range(num_steps):
-            logits = self.decoder.step(scheduler.max_context_len)
-            self._draw(rows, step, logits)
+        self.decoder.begin_window()
+        for _ in range(num_steps):
+            self.decoder.step(scheduler.max_context_len)
             scheduler.advance(1)
         self._windows.append(self.batch.send(scheduler.running, rows, num_steps))
         self._collect()
-
-    def _draw(self, rows: slice, step: int, logits: Tensor) -> None:
-        batch = self.batch
-        tokens, logprobs = self.backend.sample(logits, self.sampler, batch, rows)
-        self.backend.end_step(batch, rows, step, tokens, logprobs, self._stops)
-        if batch.seen is not None:
-            batch.seen[rows].scatter_(1, tokens[:, None].long(), True)
 
     def _collect(self, max_in_flight: int | None = None) -> None:
         """Read the tokens of all windows but the newest, and retire the sequences that have finished."""

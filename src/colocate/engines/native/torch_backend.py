@@ -124,10 +124,11 @@ class TorchBackend:
         return logits if out is None else out.copy_(logits)
 
     def begin_step(self, batch: DecodeBatch, rows: slice, page_size: int) -> None:
-        """Work out where the rows' new keys and values go, and how long their contexts become."""
+        """Begin the next of the window's steps: where new keys and values go, how long contexts become."""
         positions = batch.positions[rows].long()
         page = batch.block_tables[rows].gather(1, (positions // page_size)[:, None])[:, 0]
         is_dead = batch.finished[rows] != 0
+        batch.step += 1
         batch.slots[rows] = (page * page_size + positions % page_size).masked_fill(is_dead, -1).int()
         batch.context_lens[rows] = (positions + 1).masked_fill(is_dead, 0).int()
 
@@ -147,14 +148,13 @@ class TorchBackend:
         self,
         batch: DecodeBatch,
         rows: slice,
-        step: int,
         token_ids: Tensor,
         logprobs: Tensor,
         stop_token_ids: Tensor,
     ) -> None:
         """Record the tokens drawn, and finish the rows that drew a stop token or reached their limit."""
         is_live = batch.finished[rows] == 0
-        token_ids = token_ids.int()
+        token_ids, step = token_ids.int(), int(batch.step)
         batch.out_token_ids[step, rows] = token_ids.masked_fill(~is_live, -1)
         batch.out_logprobs[step, rows] = logprobs
         batch.last_tokens[rows] = torch.where(is_live, token_ids, batch.last_tokens[rows])

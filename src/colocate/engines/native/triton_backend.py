@@ -184,6 +184,7 @@ class TritonBackend(TorchBackend):
             page_size,
             batch.slots[rows],
             batch.context_lens[rows],
+            batch.step,
         )
 
     def sample(
@@ -193,7 +194,7 @@ class TritonBackend(TorchBackend):
             return super().sample(logits, sampler, batch, rows)
         return sampling.sample(
             logits,
-            seed=sampler.sampling.seed,
+            seed=batch.seed,
             temperature=sampler.sampling.temperature,
             prompt_keys=batch.prompt_keys[rows],
             samples=batch.samples[rows],
@@ -205,7 +206,6 @@ class TritonBackend(TorchBackend):
         self,
         batch: DecodeBatch,
         rows: slice,
-        step: int,
         token_ids: Tensor,
         logprobs: Tensor,
         stop_token_ids: Tensor,
@@ -219,8 +219,9 @@ class TritonBackend(TorchBackend):
             batch.positions[rows],
             batch.num_generated[rows],
             batch.finished[rows],
-            batch.out_token_ids[step, rows],
-            batch.out_logprobs[step, rows],
+            batch.step,
+            batch.out_token_ids[:, rows],
+            batch.out_logprobs[:, rows],
         )
 
 

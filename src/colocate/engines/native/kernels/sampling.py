@@ -23,7 +23,7 @@ bytes), so its sums need no exchange between warps."""
 def sample(
     logits: Tensor,
     *,
-    seed: int,
+    seed: int | Tensor,
     temperature: float,
     prompt_keys: Tensor,
     samples: Tensor,
@@ -36,7 +36,7 @@ def sample(
 
     Args:
         logits: [B, V] bfloat16, float16 or float32, rows contiguous.
-        seed: 64 bits.
+        seed: 64 bits; a captured graph takes them from a tensor [1] int64, which may change between replays.
         temperature: 0: the most likely token, the first of equals, its log-prob at temperature 1.
         prompt_keys: [B] int64, `Prompt.key`.
         samples: [B] integers, the member's number in its group, below 2^16.
@@ -51,6 +51,8 @@ def sample(
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     greedy = temperature == 0
     temperature = 1.0 if greedy else float(temperature)
+    if not isinstance(seed, Tensor):
+        seed = torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=logits.device)
     block_maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     block_sums = torch.empty_like(block_maxima)
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
@@ -76,14 +78,13 @@ def sample(
         prompt_keys,
         samples,
         positions,
+        seed,
         tokens,
         logprobs,
         logits.stride(0),
         vocab_size,
         num_blocks,
         temperature,
-        seed & 0xFFFFFFFF,
-        (seed >> 32) & 0xFFFFFFFF,
         GREEDY=greedy,
         BLOCK_SIZE=BLOCK_SIZE,
         MAX_BLOCKS=max(triton.next_power_of_2(num_blocks), 4),
@@ -125,7 +126,7 @@ def _reduce_blocks_kernel(
     tl.store(block_sums + pointers, sums, mask=blocks < num_blocks)
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+@triton.jit
 def _draw_kernel(
     logits,
     finished,
@@ -134,14 +135,13 @@ def _draw_kernel(
     prompt_keys,
     samples,
     positions,
+    seed,
     tokens,
     logprobs,
     stride,
     vocab_size,
     num_blocks,
     temperature,
-    seed_low: tl.uint32,
-    seed_high: tl.uint32,
     GREEDY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
@@ -167,6 +167,8 @@ def _draw_kernel(
         key = tl.load(prompt_keys + row)
         member = tl.load(samples + row)
         position = tl.load(positions + row)
+        words = tl.load(seed)
+        seed_low, seed_high = words.to(tl.uint32), (words >> 32).to(tl.uint32)
         # Columns 0 .. BLOCK_SIZE - 1 of the noise are a block's tokens, those from BLOCK_SIZE on are blocks.
         scores = totals + gumbel_noise(
             key, member, position, seed_low, seed_high, BLOCK_SIZE // 4, MAX_BLOCKS // 4

@@ -20,6 +20,7 @@ def begin_step(
     page_size: int,
     slots: Tensor,
     context_lens: Tensor,
+    step: Tensor,
 ) -> None:
     """Where each row's last token goes in the cache, and how much of the cache its attention reads.
 
@@ -30,6 +31,7 @@ def begin_step(
         page_size: tokens per page.
         slots: [B] int32, written: page * page_size + offset in the page; dead: -1.
         context_lens: [B] int32, written: position + 1; dead: 0.
+        step: [1] int32, grows by 1.
     """
     assert block_tables.stride(1) == 1, "a row of the block tables must be contiguous"
     num_rows = len(positions)
@@ -39,6 +41,7 @@ def begin_step(
         block_tables,
         slots,
         context_lens,
+        step,
         block_tables.stride(0),
         num_rows,
         PAGE_SIZE=page_size,
@@ -53,11 +56,14 @@ def _begin_step_kernel(
     block_tables,
     slots,
     context_lens,
+    step,
     stride,
     num_rows,
     PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
+    if tl.program_id(0) == 0:
+        tl.store(step, tl.load(step) + 1)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_batch = rows < num_rows
     live = in_batch & (tl.load(finished + rows, mask=in_batch, other=1) == 0)
@@ -78,6 +84,7 @@ def end_step(
     positions: Tensor,
     num_generated: Tensor,
     finished: Tensor,
+    step: Tensor,
     out_tokens: Tensor,
     out_logprobs: Tensor,
 ) -> None:
@@ -92,9 +99,11 @@ def end_step(
         positions: [B] int32, grows by 1.
         num_generated: [B] int32, grows by 1.
         finished: [B] int32, becomes 1 after a stop token, which is part of the completion, or at the limit.
-        out_tokens: [B] int32, a step's row of what the host will read: the token; dead: -1.
-        out_logprobs: [B] float32: its log-prob; dead: left as it is.
+        step: [1] int32, the row of `out_tokens` and `out_logprobs` to write.
+        out_tokens: [steps, B] int32, what the host will read: the token; dead: -1.
+        out_logprobs: [steps, B] float32: its log-prob; dead: left as it is.
     """
+    assert out_tokens.stride() == out_logprobs.stride(), "tokens and log-probs lie alike"
     num_rows = len(tokens)
     _end_step_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
         tokens,
@@ -105,8 +114,10 @@ def end_step(
         positions,
         num_generated,
         finished,
+        step,
         out_tokens,
         out_logprobs,
+        out_tokens.stride(0),
         num_rows,
         NUM_STOP_TOKENS=len(stop_token_ids),
         BLOCK_ROWS=_BLOCK_ROWS,
@@ -123,8 +134,10 @@ def _end_step_kernel(
     positions,
     num_generated,
     finished,
+    step,
     out_tokens,
     out_logprobs,
+    out_stride,
     num_rows,
     NUM_STOP_TOKENS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -137,8 +150,9 @@ def _end_step_kernel(
     done = count >= tl.load(limits + rows, mask=live, other=0)
     for index in range(NUM_STOP_TOKENS):
         done |= token == tl.load(stop_token_ids + index)
-    tl.store(out_tokens + rows, token, mask=in_batch)
-    tl.store(out_logprobs + rows, tl.load(logprobs + rows, mask=live, other=0.0), mask=live)
+    out = tl.load(step) * out_stride + rows
+    tl.store(out_tokens + out, token, mask=in_batch)
+    tl.store(out_logprobs + out, tl.load(logprobs + rows, mask=live, other=0.0), mask=live)
     tl.store(last_tokens + rows, token, mask=live)
     tl.store(positions + rows, tl.load(positions + rows, mask=live, other=0) + 1, mask=live)
     tl.store(num_generated + rows, count, mask=live)
