@@ -97,7 +97,9 @@ def rollouts(draw):
     return prompts, lengths
 
 
-looks = st.sampled_from([dict(steps_per_look=1, windows_in_flight=0), dict(steps_per_look=8, windows_in_flight=1)])
+looks = st.sampled_from(
+    [dict(steps_per_look=1, windows_in_flight=0), dict(steps_per_look=8, windows_in_flight=1)]
+)
 page_sizes = st.sampled_from([1, 2, 4, 5, 16])
 
 
