@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Comes with the CUDA toolkit.
+COMPUTE_SANITIZER ?= compute-sanitizer
 # Without an NVIDIA GPU the CPU build of torch is enough (see the file).
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "--constraint constraints-cpu.txt")
 
-.PHONY: quickstart test lint gpu-test bench clean
+.PHONY: quickstart test lint gpu-test gpu-memcheck bench clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
 quickstart: export OMP_NUM_THREADS = 1
@@ -22,8 +24,18 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Kernels' tests share the GPU. The others measure and exhaust its memory: one process, with the GPU to itself.
 gpu-test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "gpu and not multi_gpu"
+	$(BIN)/python -m pytest tests/kernels -n 4 -m "gpu and not multi_gpu"
+	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu"
+	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu"
+
+# Without PyTorch's cache every tensor is an allocation of its own, so that stepping over its end is seen. What
+# is left out is large and would take hours, or needs the cache to capture a graph.
+gpu-memcheck: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
+gpu-memcheck: $(VENV)/.installed-test
+	$(COMPUTE_SANITIZER) --tool memcheck --error-exitcode 1 $(BIN)/python -m pytest tests/kernels \
+		-m "gpu and not multi_gpu" -k "not two_to_the_31 and not million and not billion and not model_shapes and not graph"
 
 bench: export OMP_NUM_THREADS = 1
 bench: $(VENV)/.installed-test

@@ -202,6 +202,8 @@ def _workload(run: RunConfig, config: GRPOConfig, model_config: Any, device_type
     from transformers.training_args import OptimizerNames
 
     from colocate.engines.native.backends import default_sizes
+    from colocate.engines.native.decoder import bucket_for
+    from colocate.engines.native.prefixes import num_partial_results
     from colocate.memory.planner import Workload
 
     if run.dtype == "auto":
@@ -212,14 +214,27 @@ def _workload(run: RunConfig, config: GRPOConfig, model_config: Any, device_type
     max_num_seqs, page_size = default_sizes(device_type)
     if config.generation_batch_size:
         max_num_seqs = min(max_num_seqs, config.generation_batch_size)
+    max_num_seqs = config.max_num_seqs or max_num_seqs
+    decode_rows, partials_bytes = None, 0
+    if device_type == "cuda":
+        text = model_config.get_text_config()
+        heads = text.num_attention_heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        decode_rows = bucket_for(max_num_seqs)
+        num_partials = num_partial_results(
+            decode_rows, heads, getattr(text, "num_key_value_heads", None) or heads
+        )
+        partials_bytes = num_partials * heads * (head_size + 1) * 4
     return Workload(
         parameter_dtype=dtype,
         max_sequence_length=longest,
         tokens_per_microbatch=config.max_tokens_per_microbatch
         or config.per_device_train_batch_size * longest,
-        max_num_seqs=config.max_num_seqs or max_num_seqs,
+        max_num_seqs=max_num_seqs,
         page_size=config.page_size or page_size,
         kv_cache_tokens=config.kv_cache_tokens,
+        decode_rows=decode_rows,
+        decode_partials_bytes=partials_bytes,
         logprob_chunk_size=config.logprob_chunk_size,
         gradient_checkpointing=bool(config.gradient_checkpointing),
         optim=OptimizerNames(config.optim).value,

@@ -105,7 +105,7 @@ class GRPOConfig(TrainingArguments):
     page_size: int | None = None
     """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
     kv_cache_tokens: int | None = None
-    """Tokens that the KV cache holds. None: what `max_num_seqs` full sequences need, if memory allows."""
+    """Tokens that the KV cache holds. None: as many as a rollout can use, if memory allows."""
     temperature: float = 1.0
     """Divides the logits in sampling, and in training likewise."""
     top_p: float = 1.0

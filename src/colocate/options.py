@@ -78,7 +78,7 @@ UNNECESSARY: dict[str, str] = {
     "use_vllm": "colocated rollout is what the native engine does: it generates, vLLM is not started "
     "(`engine` selects the engine)",
     "vllm_gpu_memory_utilization": _SHARED,
-    "vllm_enable_sleep_mode": "the KV cache always gives its memory back before training",
+    "vllm_enable_sleep_mode": "the KV cache always gives back before training what training needs",
     "vllm_model_impl": "the native engine runs the trainer's own parameters",
     "vllm_device": _SHARED,
     "vllm_dtype": _SHARED,

@@ -302,6 +302,19 @@ def test_plan_as_json(model_dir, capsys):
     assert micro_batch["how"].startswith(f"{8 * 64} tokens")  # per_device_train_batch_size × (24 + 40)
 
 
+def test_plan_of_a_gpu_counts_the_arenas_scratch(model_dir, capsys):
+    attention = pytest.importorskip("colocate.engines.native.kernels.attention")
+    arguments = ["plan", "--model_name_or_path", model_dir, "--json", "--max_num_seqs", "9"]
+    assert main([*arguments, "--device_memory_gib", "80"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    # Nine sequences decode in a graph of 32 rows, and what the kernels keep is what they ask for.
+    scratch_bytes = attention.DecodeScratch.num_bytes(
+        max_num_seqs=32, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    assert rows["decode logits"]["size_bytes"] == 32 * 96 * 4 + scratch_bytes
+    assert rows["decode logits"]["how"].startswith("32 rows × 96 tokens × 4 B")
+
+
 def test_plan_as_table_says_whether_it_fits(model_dir, capsys):
     command = ["plan", "--model_name_or_path", model_dir, "--max_num_seqs", "1", "--device_memory_gib"]
     assert main([*command, "80"]) == 0

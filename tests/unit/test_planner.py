@@ -120,6 +120,13 @@ def test_kv_cache_is_a_tensor_of_its_shape(dtype):
     assert kv_bytes_per_token(3, 2, 8, dtype) * pages * 16 == cache.nbytes
 
 
+def test_decode_logits_are_two_copies_or_one_buffer_with_attentions_partial_results():
+    sequences = size_of(plan(LlamaConfig(**SHAPE), workload()), "decode logits")
+    assert sequences == 2 * torch.empty(4, 96).nbytes
+    buffer = plan(LlamaConfig(**SHAPE), workload(decode_rows=8, decode_partials_bytes=1000))
+    assert size_of(buffer, "decode logits") == torch.empty(8, 96).nbytes + 1000
+
+
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj"), "all-linear"])
 def test_lora_adapters_are_pefts(targets):
     import peft

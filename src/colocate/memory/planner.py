@@ -44,6 +44,11 @@ class Workload:
     page_size: int = 16
     kv_cache_tokens: int | None = None
     """None: what `max_num_seqs` sequences of full length need, or as much of that as fits."""
+    decode_rows: int | None = None
+    """Rows of the one buffer that decode steps on a GPU write their logits to. None: as on a CPU, where every
+    step makes its logits anew, and as much again to sample from."""
+    decode_partials_bytes: int = 0
+    """Partial results of attention, which the KV arena holds beside that buffer."""
     logprob_chunk_size: int = 1024
     gradient_checkpointing: bool = True
     optim: str = "adamw_torch_fused"
@@ -193,12 +198,7 @@ def plan(
     per_token = kv_bytes_per_token(
         shapes.num_layers, shapes.num_kv_heads, shapes.head_size, workload.parameter_dtype
     )
-    logits = Row(
-        "decode logits",
-        "rollout",
-        2 * _FLOAT32_BYTES * workload.max_num_seqs * shapes.vocab_size,
-        f"{workload.max_num_seqs} sequences × {shapes.vocab_size:,} tokens × 4 B, and as much to sample from",
-    )
+    logits = _decode_row(shapes, workload)
     kv_tokens = _kv_capacity(
         workload, per_token, None if room_bytes is None else room_bytes - logits.size_bytes
     )
@@ -239,6 +239,21 @@ def _resident_rows(shapes: _Shapes, workload: Workload, device_memory_bytes: int
         slack = int(ALLOCATOR_SLACK * device_memory_bytes)
         rows.append(Row("context and slack", "resident", slack, f"{ALLOCATOR_SLACK:.0%} of the device"))
     return rows
+
+
+def _decode_row(shapes: _Shapes, workload: Workload) -> Row:
+    vocab = shapes.vocab_size
+    if workload.decode_rows is None:
+        size_bytes = 2 * _FLOAT32_BYTES * workload.max_num_seqs * vocab
+        how = f"{workload.max_num_seqs} sequences × {vocab:,} tokens × 4 B, and as much to sample from"
+    else:
+        # The sampler reads the logits where they are: it reduces them and keeps no distribution.
+        size_bytes = _FLOAT32_BYTES * workload.decode_rows * vocab + workload.decode_partials_bytes
+        how = (
+            f"{workload.decode_rows} rows × {vocab:,} tokens × 4 B, and {workload.decode_partials_bytes:,} B "
+            "of attention's partial results"
+        )
+    return Row("decode logits", "rollout", size_bytes, how)
 
 
 def _train_rows(shapes: _Shapes, workload: Workload) -> list[Row]:

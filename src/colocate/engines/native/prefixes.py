@@ -141,6 +141,12 @@ def num_prefix_slots(max_num_seqs: int, num_heads: int, num_kv_heads: int) -> in
     return max_num_seqs + PREFIX_QUERIES // (num_heads // num_kv_heads) * _target_items(num_kv_heads)
 
 
+def num_partial_results(max_num_seqs: int, num_heads: int, num_kv_heads: int) -> int:
+    """Most partial results of a decode step, each [H, D] and [H] float32: of prefixes and of split rows."""
+    # A row is split only while rows * splits stays within the programs aimed at.
+    return num_prefix_slots(max_num_seqs, num_heads, num_kv_heads) + TARGET_PROGRAMS // num_kv_heads
+
+
 def _target_items(num_kv_heads: int) -> int:
     return max(1, TARGET_PROGRAMS // num_kv_heads)
 

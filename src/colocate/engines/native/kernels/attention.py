@@ -28,6 +28,7 @@ from colocate.engines.native.prefixes import (
     PREFIX_QUERIES,
     TARGET_PROGRAMS,
     SharedPrefixes,
+    num_partial_results,
     num_prefix_slots,
 )
 
@@ -76,7 +77,7 @@ class DecodeScratch:
         self, buffer: Tensor, *, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int
     ) -> None:
         self.num_prefix_slots = num_prefix_slots(max_num_seqs, num_heads, num_kv_heads)
-        self.num_slots = _num_slots(max_num_seqs, num_heads, num_kv_heads)
+        self.num_slots = num_partial_results(max_num_seqs, num_heads, num_kv_heads)
         lse_bytes = 4 * _padded_lses(self.num_slots, num_heads)
         output_bytes = 4 * self.num_slots * num_heads * head_dim
         self.lses = buffer[:lse_bytes].view(torch.float32)[: self.num_slots * num_heads].view(-1, num_heads)
@@ -88,13 +89,8 @@ class DecodeScratch:
     @staticmethod
     def num_bytes(*, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """Size of the buffer."""
-        num_slots = _num_slots(max_num_seqs, num_heads, num_kv_heads)
+        num_slots = num_partial_results(max_num_seqs, num_heads, num_kv_heads)
         return 4 * (_padded_lses(num_slots, num_heads) + num_slots * num_heads * head_dim)
-
-
-def _num_slots(max_num_seqs: int, num_heads: int, num_kv_heads: int) -> int:
-    # `num_splits_for` splits only while rows * splits stays within the programs it aims at.
-    return num_prefix_slots(max_num_seqs, num_heads, num_kv_heads) + TARGET_PROGRAMS // num_kv_heads
 
 
 def _padded_lses(num_slots: int, num_heads: int) -> int:
