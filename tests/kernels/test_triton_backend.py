@@ -32,7 +32,7 @@ def rollout(name: str, backend: TorchBackend, device, sampling: SamplingParams) 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
 def test_kernels_and_operations_generate_the_same(name, device, monkeypatch):
-    monkeypatch.setattr(prefixes, "MIN_SHARED_TOKENS", 16)
+    monkeypatch.setattr(prefixes, "MIN_SHARED_TOKENS", 4)
     sampling = SamplingParams(max_tokens=5, seed=3, stop_token_ids=(50,))
     expected = rollout(name, TorchBackend(), device, sampling)
     completions = rollout(name, Uncaptured(), device, sampling)

@@ -42,6 +42,7 @@ def test_items_cover_each_prefix_once(groups, heads):
     prefixes.update([([0, 1], 500)])
     num_items = prefixes.update(groups)
     assert num_items == prefixes.num_items.item() <= len(prefixes.items)
+    fills_device = sum(len(rows) for rows, _ in groups) * num_kv_heads > 264 - 264 % num_kv_heads
     group_of = {row: number for number, (rows, _) in enumerate(groups) for row in rows}
     pages_read = [[] for _ in range(MAX_NUM_SEQS)]
     slots = [[] for _ in range(MAX_NUM_SEQS)]
@@ -60,7 +61,7 @@ def test_items_cover_each_prefix_once(groups, heads):
         assert pages_read[row] == list(range(num_tokens // PAGE_SIZE)) and num_tokens % PAGE_SIZE == 0
         assert slots[row] == list(range(first, first + num_partials) if num_partials else [])
         rows, num_shared = groups[group_of[row]] if row in group_of else ([], 0)
-        is_worth_it = len(rows) > 1 and num_shared * PAGE_SIZE >= prefixes_module.MIN_SHARED_TOKENS
+        is_worth_it = len(rows) > 1 and num_shared * PAGE_SIZE >= (256 if fills_device else 1024)
         is_worth_it = is_worth_it and num_heads // num_kv_heads <= 32
         assert num_tokens == (num_shared * PAGE_SIZE if is_worth_it else 0)
         assert num_partials <= prefixes_module.MAX_PARTIALS

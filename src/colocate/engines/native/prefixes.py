@@ -29,7 +29,8 @@ bytes of reads per key-value head and 8·D·R of partial result (bf16, R query h
 
 MIN_SHARED_TOKENS = 256
 """Shorter prefixes stay with the rows: the group's rows run next to each other and the second one to read a
-page finds it in the L2 cache."""
+page finds it in the L2 cache. What the prefix kernel saves then is traffic between that cache and the
+multiprocessors, which a batch too small to fill them has to spare: there the shortest is four times this."""
 
 NUM_ITEM_FIELDS = 4
 """Integers of a work item before its rows: first page, end page, first slot, slots from row to row."""
@@ -121,8 +122,11 @@ class SharedPrefixes:
         tiles: list[tuple[np.ndarray, int]] = []
         if self.rows_per_tile < 2:
             return tiles
+        num_rows = sum(len(rows) for rows, _ in rows_by_group)
+        fills_device = num_rows > self._target_items
+        min_tokens = max(MIN_SHARED_TOKENS * (1 if fills_device else 4), 1)
         for rows, num_pages in rows_by_group:
-            if len(rows) >= 2 and num_pages * self.page_size >= max(MIN_SHARED_TOKENS, 1):
+            if len(rows) >= 2 and num_pages * self.page_size >= min_tokens:
                 num_tiles = -(-len(rows) // self.rows_per_tile)
                 tiles += [(tile, num_pages) for tile in np.array_split(np.array(rows), num_tiles)]
         return tiles
