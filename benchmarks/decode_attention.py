@@ -23,6 +23,7 @@ import torch
 import triton
 
 from colocate.engines.native import prefixes as prefixes_module
+from colocate.engines.native.context import Rotation
 from colocate.engines.native.kernels import attention
 from colocate.engines.native.kernels.attention import DecodeScratch, Launch, decode_attention, num_splits_for
 from colocate.engines.native.prefixes import SharedPrefixes
@@ -79,9 +80,13 @@ class Batch:
         cache = torch.empty(*outer, *inner, dtype=torch.bfloat16, device=DEVICE).normal_()
         self.caches = (cache.transpose(0, 1) if is_page_major else cache).unflatten(0, (num_layers, 2))
         heads = work.num_heads + 2 * work.num_kv_heads
-        fused = torch.randn(work.num_rows, heads, work.head_dim, dtype=torch.bfloat16, device=DEVICE)
-        self.q = fused[:, : work.num_heads]
-        self.out = torch.empty_like(self.q, memory_format=torch.contiguous_format)
+        self.qkv = torch.randn(work.num_rows, heads, work.head_dim, dtype=torch.bfloat16, device=DEVICE)
+        self.out = self.qkv.new_empty(work.num_rows, work.num_heads, work.head_dim)
+        angles = torch.rand(int(self.context_lens.max()), work.head_dim, device=DEVICE)
+        self.rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16(), None, None, eps=0.0)
+        last = self.context_lens - 1
+        last_pages = tables.gather(1, (last // PAGE_SIZE).long()[:, None])[:, 0]
+        self.slots = (last_pages * PAGE_SIZE + last % PAGE_SIZE).to(DEVICE)
         self.tables, self.device_lens = tables.to(DEVICE), self.context_lens.to(DEVICE)
         token_bytes = 2 * work.num_kv_heads * work.head_dim * 2
         self.nominal_bytes = int(self.context_lens.sum()) * token_bytes
@@ -103,7 +108,9 @@ class Batch:
 
         def attend(layer: int) -> None:
             decode_attention(
-                self.q,
+                self.qkv,
+                self.rotation,
+                self.slots,
                 *self.caches[layer],
                 self.tables,
                 self.device_lens,

@@ -348,10 +348,10 @@ class Windowed(TorchBackend):
         super().__init__()
         self.steps_per_look = steps_per_look
 
-    def rotate_and_store(self, qkv, cos, sin, positions, slots, *rest):
+    def rotate_and_store(self, qkv, rotation, positions, slots, k_cache, v_cache):
         live = (slots >= 0).nonzero()[:, 0]
         part = qkv[live]
-        super().rotate_and_store(part, cos, sin, positions[live], slots[live], *rest)
+        super().rotate_and_store(part, rotation, positions[live], slots[live], k_cache, v_cache)
         qkv[live] = part
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colocate.engines.native.batch import DecodeBatch
-from colocate.engines.native.context import DecodeContext, Piece, PrefillContext
+from colocate.engines.native.context import DecodeContext, Piece, PrefillContext, Rotation
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
@@ -123,25 +123,29 @@ class ModelRunner:
         self.backend.begin_step(batch, rows, self.cache.page_size)
         context = DecodeContext(batch, num_rows, max_context_len)
 
-        def attend(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-            return self.backend.decode_attention(qkv, k_cache, v_cache, context, self.layout.scaling, window)
+        def attend(
+            qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, window: int | None
+        ) -> Tensor:
+            scale = self.layout.scaling
+            return self.backend.decode_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
 
-        x, residual = self._forward(batch.last_tokens[rows], batch.positions[rows], batch.slots[rows], attend)
+        x, residual = self._forward(batch.last_tokens[rows], attend)
         return self._logits(x, residual, out)
 
     def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
         context = PrefillContext(pieces, self.cache.page_size, self.layout.device)
 
-        def attend(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, window: int | None) -> Tensor:
-            return self.backend.prefill_attention(qkv, k_cache, v_cache, context, self.layout.scaling, window)
+        def attend(
+            qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, window: int | None
+        ) -> Tensor:
+            scale = self.layout.scaling
+            return self.backend.prefill_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
 
-        x, residual = self._forward(*context.tokens, attend)
+        x, residual = self._forward(context.tokens[0], attend)
         last = context.last_tokens
         return self._logits(x[last], residual[last])
 
-    def _forward(
-        self, token_ids: Tensor, positions: Tensor, slots: Tensor, attend: Callable[..., Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, token_ids: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """The last layer's output and the residual to add it to, each [T, hidden]; stores keys and values."""
         layout, backend, eps = self.layout, self.backend, self.layout.rms_norm_eps
         x = F.embedding(token_ids, layout.embed_tokens.weight)
@@ -151,10 +155,8 @@ class ModelRunner:
             x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
             qkv = layer.qkv(x).view(len(x), -1, layout.head_dim)
             k_cache, v_cache = self.cache.layer(index)
-            backend.rotate_and_store(
-                qkv, cos, sin, positions, slots, layer.q_norm, layer.k_norm, eps, k_cache, v_cache
-            )
-            x = layer.o(attend(qkv, k_cache, v_cache, layer.sliding_window).flatten(1))
+            rotation = Rotation(cos, sin, layer.q_norm, layer.k_norm, eps)
+            x = layer.o(attend(qkv, rotation, k_cache, v_cache, layer.sliding_window).flatten(1))
             x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
             x = layer.down(backend.gate(layer.activation, layer.gate_up(x)))
         assert residual is not None, "the model has no layers"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
-from colocate.engines.native.context import DecodeContext, PrefillContext
+from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
 from colocate.engines.native.sampler import Sampler
 from colocate.weights.layouts import Layout
 
@@ -62,13 +62,9 @@ class TorchBackend:
     def rotate_and_store(
         self,
         qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
         positions: Tensor,
         slots: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> None:
@@ -76,7 +72,6 @@ class TorchBackend:
 
         Args:
             qkv: [T, H + 2 K, D].
-            cos, sin: [positions, D].
             positions: [T].
             slots: [T], page * page_size + offset in the page; negative: not stored.
             k_cache, v_cache: [num_pages, K, page_size, D].
@@ -84,11 +79,10 @@ class TorchBackend:
         num_kv_heads = k_cache.shape[1]
         q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
         where = positions.long()
-        cos, sin = cos[where][:, None], sin[where][:, None]
-        rotated_q = rms_norm(q, q_norm, eps) if q_norm is not None else q
-        rotated_k = rms_norm(k, k_norm, eps) if k_norm is not None else k
-        q.copy_(rotate(rotated_q, cos, sin))
-        k.copy_(rotate(rotated_k, cos, sin))
+        cos, sin = rotation.cos[where][:, None], rotation.sin[where][:, None]
+        for heads, norm in ((q, rotation.q_norm), (k, rotation.k_norm)):
+            normed = heads if norm is None else rms_norm(heads, norm, rotation.eps)
+            heads.copy_(rotate(normed, cos, sin))
         self._attention.write_kv(k, v, k_cache, v_cache, slots.long())
 
     def gate(self, activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
@@ -97,10 +91,15 @@ class TorchBackend:
         return activation(gate) * up
 
     def prefill_attention(
-        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, context: PrefillContext, scale: float,
-        window: int | None,
+        self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, context: PrefillContext,
+        scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
-        """Causal attention of packed queries in `qkv` [T, H + 2 K, D]; returns [T, H, D]."""
+        """Rotate and store packed tokens `qkv` [T, H + 2 K, D]; causal attention of theirs, [T, H, D].
+
+        `qkv` may be overwritten.
+        """
+        _, positions, slots = context.tokens
+        self.rotate_and_store(qkv, rotation, positions, slots, k_cache, v_cache)
         num_heads = qkv.shape[1] - 2 * k_cache.shape[1]
         return self._attention.prefill(
             qkv[:, :num_heads], k_cache, v_cache, context.block_tables, context.query_lens,
@@ -108,10 +107,14 @@ class TorchBackend:
         )  # fmt: skip
 
     def decode_attention(
-        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, context: DecodeContext, scale: float,
-        window: int | None,
+        self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, context: DecodeContext,
+        scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
-        """Attention of one query per row in `qkv` [B, H + 2 K, D]; returns [B, H, D]."""
+        """Rotate and store one token per row, `qkv` [B, H + 2 K, D]; attention of theirs, [B, H, D].
+
+        `qkv` may be overwritten.
+        """
+        self.rotate_and_store(qkv, rotation, context.positions, context.slots, k_cache, v_cache)
         num_heads = qkv.shape[1] - 2 * k_cache.shape[1]
         return self._attention.decode(
             qkv[:, :num_heads], k_cache, v_cache, context.block_tables.long(), context.context_lens.long(),

@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers.activations import SiLUActivation
 
 from colocate.engines.native.batch import DecodeBatch
-from colocate.engines.native.context import DecodeContext, PrefillContext
+from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
 from colocate.engines.native.kernels import layers, sampling, steps
 from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.engines.native.prefixes import SharedPrefixes
@@ -75,30 +75,25 @@ class TritonBackend(TorchBackend):
     def rotate_and_store(
         self,
         qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotation: Rotation,
         positions: Tensor,
         slots: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> None:
         num_kv_heads = k_cache.shape[1]
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
         layers.rotate_and_store(
             qkv,
-            cos,
-            sin,
+            rotation.cos,
+            rotation.sin,
             positions,
             slots,
-            q_norm,
-            k_norm,
-            eps,
+            rotation.q_norm,
+            rotation.k_norm,
+            rotation.eps,
             k_cache,
             v_cache,
-            num_heads,
+            qkv.shape[1] - 2 * num_kv_heads,
             num_kv_heads,
         )
 
@@ -110,6 +105,7 @@ class TritonBackend(TorchBackend):
     def prefill_attention(
         self,
         qkv: Tensor,
+        rotation: Rotation,
         k_cache: Tensor,
         v_cache: Tensor,
         context: PrefillContext,
@@ -118,12 +114,14 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         head_dim, num_kv_heads, page_size = qkv.shape[2], k_cache.shape[1], k_cache.shape[2]
         if qkv.dtype == torch.float32 or head_dim % 8 or head_dim > 256:  # what flash attention cannot do
-            return super().prefill_attention(qkv, k_cache, v_cache, context, scale, window)
+            return super().prefill_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
+        _, positions, slots = context.tokens
+        self.rotate_and_store(qkv, rotation, positions, slots, k_cache, v_cache)
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        slots = context.context_slots
-        if slots is not None:
-            pages, offsets = slots // page_size, slots % page_size
+        context_slots = context.context_slots
+        if context_slots is not None:
+            pages, offsets = context_slots // page_size, context_slots % page_size
             k, v = k_cache[pages, :, offsets], v_cache[pages, :, offsets]
         cu_queries, cu_contexts = context.cu_seqlens
         output = varlen_attn(
@@ -144,6 +142,7 @@ class TritonBackend(TorchBackend):
     def decode_attention(
         self,
         qkv: Tensor,
+        rotation: Rotation,
         k_cache: Tensor,
         v_cache: Tensor,
         context: DecodeContext,
@@ -155,7 +154,9 @@ class TritonBackend(TorchBackend):
         num_kv_heads = k_cache.shape[1]
         num_heads = num_parts - 2 * num_kv_heads
         return decode_attention(
-            qkv[:, :num_heads],
+            qkv,
+            rotation,
+            context.slots,
             k_cache,
             v_cache,
             context.block_tables,

@@ -3,7 +3,9 @@
 Two levels. The *prefix* kernel reads the pages that the completions of a prompt share, once for all of them,
 and leaves normalised partial outputs with their log-sum-exp; the *suffix* kernel reads what each sequence has
 of its own and continues the running softmax from there (online softmax, arXiv 1805.02867; split keys as in
-FlashDecoding). A step is bound by memory: every key and value is used for R = H / K query heads only, so what
+FlashDecoding). Both turn queries by their positions (rotary embedding, arXiv 2104.09864) as they load them,
+and the suffix kernel turns and stores the new key: a kernel of its own would cost each layer a launch and
+memory traffic. A step is bound by memory: every key and value is used for R = H / K query heads only, so what
 counts is that loads are wide, many at a time, and never for nothing.
 
 Grids depend on shapes alone and every count that varies is read from device memory, so that a captured graph
@@ -21,6 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
+from colocate.engines.native.context import Rotation
 from colocate.engines.native.kernels.attention_levels import merge_kernel, prefix_kernel, suffix_kernel
 from colocate.engines.native.prefixes import (
     MAX_PARTIALS,
@@ -109,7 +112,9 @@ def num_splits_for(num_rows: int, num_kv_heads: int) -> int:
 
 
 def decode_attention(
-    q: Tensor,
+    qkv: Tensor,
+    rotation: Rotation,
+    slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
@@ -122,21 +127,25 @@ def decode_attention(
     num_splits: int,
     out: Tensor,
 ) -> Tensor:
-    """Attention of one query per sequence, whose key and value are already in the cache.
+    """Attention of one new token per sequence; norms and rotates its heads, and stores its key and value.
 
     Nothing is allocated and nothing is read on the host, so a CUDA graph can capture it.
 
     Args:
-        q: [B, H, D], bfloat16, float16 or float32 (which is multiplied exactly, for comparisons); rows may be
-            any distance apart.
+        qkv: [B, H + 2 K, D], queries, keys and values, bfloat16, float16 or float32 (which is multiplied
+            exactly, for comparisons); rows may be any distance apart. It stays as it is.
+        rotation: its tables have the type of `qkv` and a row for every position of a context.
+        slots: [B] int32, where keys and values go: page * page_size + offset in the page, that of the block
+            table's position context - 1. Negative if and only if the row is finished.
         k_cache: [num_pages, K, page_size, D] of the same type, pages any distance apart; what is behind a
             sequence's last token is never used, be it NaN. The page size is a power of two, at least 16.
         v_cache: like `k_cache`.
         block_tables: [B, at least the pages of each sequence] int32, rows any distance apart; further entries
             are not read.
-        context_lens: [B] int32, tokens of each sequence in the cache, the query's own included. 0: the row is
-            finished, its output is zeros.
-        prefixes: which rows share pages, up to date with `block_tables`. None: every row reads all it has.
+        context_lens: [B] int32, tokens of each sequence, the new one included, which is at position
+            context - 1. 0: the row is finished, its output is zeros and nothing is stored.
+        prefixes: which rows share pages, up to date with `block_tables`; the new token's page is not one of
+            them. None: every row reads all it has.
         scratch: made for at least this B.
         scale: of the scores before the softmax.
         sliding_window: a query sees this many keys, itself included; None: all before it.
@@ -146,14 +155,17 @@ def decode_attention(
     Returns:
         `out`.
     """
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, num_heads, head_dim = out.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
-    _check(q, k_cache, v_cache, block_tables, context_lens, prefixes, scratch, num_splits, out)
+    _check(
+        qkv, rotation, slots, k_cache, v_cache, block_tables, context_lens, prefixes, scratch, num_splits, out
+    )
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     ratio = num_heads // num_kv_heads
-    overlaps = prefixes is not None and _can_overlap(q)
+    overlaps = prefixes is not None and _can_overlap(qkv)
     common = dict(
         scale_log2=scale * math.log2(math.e),
+        eps=rotation.eps,
         NUM_KV_HEADS=num_kv_heads,
         RATIO=ratio,
         HEAD_DIM=head_dim,
@@ -162,15 +174,17 @@ def decode_attention(
         WINDOW=sliding_window or 0,
         OVERLAPS=overlaps,
     )
-    strides = (q.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0))
-    inputs = (q, k_cache, v_cache, block_tables, context_lens)
+    strides = (qkv.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0))
+    queries = (qkv, rotation.cos, rotation.sin, rotation.q_norm)
+    cached = (k_cache, v_cache, block_tables, context_lens)
     partials = (scratch.outputs, scratch.lses)
     rows: tuple[Tensor | None, ...] = (None, None, None)
     if prefixes is not None:
         rows = (prefixes.prefix_lens, prefixes.first_slots, prefixes.num_partials)
-        launch = _fit(PREFIX_LAUNCH, padded_dim, page_size, PREFIX_QUERIES, q)
+        launch = _fit(PREFIX_LAUNCH, padded_dim, page_size, PREFIX_QUERIES, qkv)
         prefix_kernel[(TARGET_PROGRAMS,)](
-            *inputs,
+            *queries,
+            *cached,
             prefixes.items,
             prefixes.num_items,
             *partials,
@@ -184,14 +198,17 @@ def decode_attention(
             num_stages=launch.num_stages,
         )
     num_queries = max(MIN_QUERIES, triton.next_power_of_2(ratio))
-    launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, q)
+    launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, qkv)
     num_stages = launch.num_stages
     if num_kv_heads * num_splits * num_rows > TARGET_PROGRAMS:
         # Several programs on each multiprocessor load side by side; deeper queues would make them fewer.
         num_stages = min(num_stages, 2)
     # Heads first: the heads of a page lie next to each other in memory and are read at the same time.
     suffix_kernel[(num_kv_heads, num_splits, num_rows)](
-        *inputs,
+        *queries,
+        rotation.k_norm,
+        slots,
+        *cached,
         *rows,
         *partials,
         out,
@@ -226,7 +243,9 @@ def decode_attention(
 
 
 def _check(
-    q: Tensor,
+    qkv: Tensor,
+    rotation: Rotation,
+    slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_tables: Tensor,
@@ -237,18 +256,27 @@ def _check(
     out: Tensor,
 ) -> None:
     """What the pointer arithmetic of the kernels takes for granted."""
-    num_rows, num_heads, head_dim = q.shape
+    num_rows, num_heads, head_dim = out.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads over {num_kv_heads} key-value heads"
+    assert qkv.shape == (num_rows, num_heads + 2 * num_kv_heads, head_dim), (
+        f"{list(qkv.shape)} is not [{num_rows}, {num_heads} + 2 * {num_kv_heads}, {head_dim}]"
+    )
+    assert head_dim % 2 == 0, f"rotary embedding turns pairs, and a head has {head_dim} values"
+    for table in (rotation.cos, rotation.sin):
+        assert table.is_contiguous() and table.dtype == qkv.dtype, "rotary tables have gaps or another type"
     assert page_size >= 16 and page_size & (page_size - 1) == 0, f"a page size of {page_size}"
-    assert q.stride()[1:] == (head_dim, 1) and out.stride()[1:] == (head_dim, 1), "q or out: heads are apart"
-    assert q.dtype == k_cache.dtype == v_cache.dtype == out.dtype, f"{q.dtype} queries, {k_cache.dtype} cache"
+    assert qkv.stride()[1:] == (head_dim, 1) and out.stride()[1:] == (head_dim, 1), (
+        "qkv or out: heads are apart"
+    )
+    assert qkv.dtype == k_cache.dtype == v_cache.dtype == out.dtype, (
+        f"{qkv.dtype} queries, {k_cache.dtype} cache"
+    )
     for cache in (k_cache, v_cache):
         assert cache.stride()[1:] == (page_size * head_dim, head_dim, 1), "a page's heads or tokens are apart"
-    assert block_tables.dtype == context_lens.dtype == torch.int32, (
-        "block tables and context lengths are int32"
-    )
-    assert block_tables.stride(1) == 1 and context_lens.stride(0) == 1, "tables or lengths have gaps"
+    for indices in (block_tables, context_lens, slots):
+        assert indices.dtype == torch.int32, "block tables, context lengths and slots are int32"
+        assert indices.stride(-1) == 1, "block tables, context lengths or slots have gaps"
     assert prefixes is None or prefixes.page_size == page_size, "the prefixes count pages of another size"
     num_slots = scratch.num_slots - scratch.num_prefix_slots
     assert num_splits == 1 or num_rows * num_splits <= num_slots, (
@@ -257,20 +285,20 @@ def _check(
 
 
 def _fit(
-    launches: dict[tuple[int, int], Launch], padded_dim: int, page_size: int, num_queries: int, q: Tensor
+    launches: dict[tuple[int, int], Launch], padded_dim: int, page_size: int, num_queries: int, qkv: Tensor
 ) -> Launch:
     """The launch for this head size, its tile no longer than a page, its stages within shared memory."""
-    item_bytes = q.element_size()
+    item_bytes = qkv.element_size()
     launch = launches.get((padded_dim, item_bytes), OTHER_LAUNCH)
     tile_tokens = min(launch.max_tile_tokens, page_size)
     stage_bytes = 2 * tile_tokens * padded_dim * item_bytes
     num_stages = launch.num_stages
-    if q.is_cuda:
+    if qkv.is_cuda:
         # Besides the stages: the queries, the probabilities on their way between layouts, reductions.
         rest_bytes = num_queries * (padded_dim * item_bytes + tile_tokens * 4) + 8 * 1024
-        num_buffers = (_shared_memory_bytes(q.device.index) - rest_bytes) // stage_bytes
+        num_buffers = (_shared_memory_bytes(qkv.device.index) - rest_bytes) // stage_bytes
         # One buffer less than stages, but for warp-group products, which read theirs while others are filled.
-        is_warp_group = num_queries >= 64 and torch.cuda.get_device_capability(q.device) >= (9, 0)
+        is_warp_group = num_queries >= 64 and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
         num_stages = min(num_stages, num_buffers if is_warp_group else num_buffers + 1)
     return Launch(tile_tokens, launch.num_warps, max(1, num_stages))
 

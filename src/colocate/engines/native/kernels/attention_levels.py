@@ -15,6 +15,44 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
+    """The tables' rows `positions`, in the shape of `mask` [queries, D]; the sine of the first half negated.
+
+    They are read once per query: in the layout of the heads they need no exchange between threads, and all
+    but the first read hit the L1 cache.
+    """
+    first = tl.maximum(positions, 0).to(tl.int64) * HEAD_DIM
+    cosine = tl.load(cos + first + dims, mask=mask, other=0.0).to(tl.float32)
+    sine = tl.load(sin + first + dims, mask=mask, other=0.0).to(tl.float32)
+    return cosine, tl.where(dims < HEAD_DIM // 2, -sine, sine)
+
+
+@triton.jit
+def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr):
+    """The heads [queries, D] that begin at `heads`, normed (if there is a norm) and rotated.
+
+    Rounded where `layers.rotate_and_store` rounds, so that a prompt's and a completion's keys are the same.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    loaded = tl.load(heads + dims, mask=mask, other=0.0)
+    dtype = loaded.dtype
+    x = loaded.to(tl.float32)
+    partner = tl.load(heads + partners, mask=mask, other=0.0).to(tl.float32)
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        weight = tl.load(norm + dims, mask=mask, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm + partners, mask=mask, other=0.0).to(tl.float32)
+        x = (weight * (x * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        partner = (partner_weight * (partner * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    # Each product is rounded to the type before the sum. As plain products the compiler would narrow them to
+    # the type and fuse one with the sum, which loses a rounding; sums with a zero it leaves alone.
+    along = tl.fma(x, cosine, 0.0).to(dtype).to(tl.float32)
+    across = tl.fma(partner, sine, 0.0).to(dtype).to(tl.float32)
+    return (along + across).to(dtype)
+
+
+@triton.jit
 def _attend(
     q,
     maximum,
@@ -25,6 +63,7 @@ def _attend(
     k_stride,
     v_stride,
     table,
+    page,
     first_tile,
     end_tile,
     first_visible,
@@ -38,8 +77,8 @@ def _attend(
 ):
     """Continue the running softmax of `q` [queries, D] with the tiles `first_tile` .. `end_tile` - 1.
 
-    A tile is `TILE` tokens of one page. Visible are positions from `first_visible` [queries, 1] (with a
-    window) to before `end_visible`. Returns the running maximum, the sum and the unnormalised output.
+    A tile is `TILE` tokens of one page; that of the first tile is `page`. Visible are positions from
+    `first_visible` [queries, 1] (with a window) to before `end_visible`. Returns the running maximum, the sum and the unnormalised output.
     """
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     tokens = tl.arange(0, TILE)
@@ -47,7 +86,6 @@ def _attend(
     offsets = tokens[:, None] * HEAD_DIM + dims[None, :]
     # The number of the next page is on its way while this one is in use: a load whose address waits for
     # another load would wait twice.
-    page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
     for tile in tl.range(first_tile, end_tile):
         following = tile + 1
         next_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
@@ -85,7 +123,10 @@ def _finish(maximum, total, acc):
 
 @triton.jit
 def prefix_kernel(
-    q,
+    qkv,
+    cos,
+    sin,
+    q_norm,
     k_cache,
     v_cache,
     block_tables,
@@ -94,11 +135,12 @@ def prefix_kernel(
     num_items,
     partial_outputs,
     partial_lses,
-    q_stride,
+    qkv_stride,
     k_stride,
     v_stride,
     table_stride,
     scale_log2,
+    eps,
     NUM_KV_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -126,7 +168,7 @@ def prefix_kernel(
         is_live = contexts > 0
         heads = kv_head * RATIO + queries % RATIO
         mask = is_live[:, None] & (dims < HEAD_DIM)[None, :]
-        q_offsets = rows.to(tl.int64)[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        q_heads = qkv + rows.to(tl.int64)[:, None] * qkv_stride + heads[:, None] * HEAD_DIM
         first_visible = contexts - WINDOW
         first_tile = tl.load(item) * TILES_PER_PAGE
         if WINDOW > 0:
@@ -135,8 +177,11 @@ def prefix_kernel(
             first_tile = tl.maximum(first_tile, tl.maximum(earliest, 0) // TILE)
         end_page = tl.load(item + 1)
         end_tile = tl.where(tl.max(contexts, 0) > 0, end_page * TILES_PER_PAGE, first_tile)
+        table = block_tables + tl.load(item + NUM_FIELDS) * table_stride
+        page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
+        cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM)
         maximum, total, acc = _attend(
-            tl.load(q + q_offsets, mask=mask, other=0.0),
+            _rotated(q_heads, dims[None, :], mask, cosine, sine, q_norm, eps, HEAD_DIM),
             tl.full([NUM_QUERIES], _LOWEST, tl.float32),
             tl.zeros([NUM_QUERIES], tl.float32),
             tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32),
@@ -144,7 +189,8 @@ def prefix_kernel(
             v_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
             k_stride,
             v_stride,
-            block_tables + tl.load(item + NUM_FIELDS) * table_stride,
+            table,
+            page,
             first_tile,
             end_tile,
             first_visible[:, None],
@@ -165,7 +211,12 @@ def prefix_kernel(
 
 @triton.jit
 def suffix_kernel(
-    q,
+    qkv,
+    cos,
+    sin,
+    q_norm,
+    k_norm,
+    slots,
     k_cache,
     v_cache,
     block_tables,
@@ -176,13 +227,14 @@ def suffix_kernel(
     partial_outputs,
     partial_lses,
     out,
-    q_stride,
+    qkv_stride,
     k_stride,
     v_stride,
     table_stride,
     out_stride,
     num_prefix_slots,
     scale_log2,
+    eps,
     NUM_KV_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -195,39 +247,66 @@ def suffix_kernel(
     HAS_PREFIXES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One row, key-value head and part of the row's own keys.
+    """One row, key-value head and part of the row's own keys, the last part with the new one.
+
+    The new key and value go to the cache, but into the softmax straight from registers: only older positions
+    are read back, so nothing has to wait for the write.
 
     With prefixes it runs beside the prefix kernel, which leaves much of the memory's bandwidth unused, and
-    waits for its results only when it has read the row's own keys.
+    waits for its results only when it has read the row's own keys. What it stores is in no shared page.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * RATIO
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     context = tl.load(context_lens + row)
-    dims = tl.arange(0, PADDED_DIM)
+    slot = tl.load(slots + row)
+    dims = tl.arange(0, PADDED_DIM)[None, :]
     queries = tl.arange(0, NUM_QUERIES)
     heads = kv_head * RATIO + queries
     is_query = queries < RATIO
-    mask = is_query[:, None] & (dims < HEAD_DIM)[None, :]
-    head_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    mask = is_query[:, None] & (dims < HEAD_DIM)
+    head_offsets = heads[:, None] * HEAD_DIM + dims
 
-    maximum = tl.full([NUM_QUERIES], _LOWEST, tl.float32)
-    total = tl.zeros([NUM_QUERIES], tl.float32)
-    acc = tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32)
     begin = 0
     if HAS_PREFIXES:
         begin = tl.load(prefix_lens + row)
     if WINDOW > 0:
         begin = tl.maximum(begin, context - WINDOW)
     first_tile = begin // TILE
-    end_tile = tl.cdiv(context, TILE)
+    end_tile = tl.cdiv(context - 1, TILE)
     if NUM_SPLITS > 1:
         tiles_per_split = tl.cdiv(tl.maximum(end_tile - first_tile, 0), NUM_SPLITS)
         first_tile += split * tiles_per_split
         end_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
+    # Before the rotation, which waits for its operands: the page number's way to the first keys is as long.
+    table = block_tables + row * table_stride
+    page = tl.load(table + first_tile // (PAGE_SIZE // TILE), mask=first_tile < end_tile, other=0)
+
+    row_heads = qkv + row * qkv_stride
+    q_heads = row_heads + heads[:, None] * HEAD_DIM
+    # One key and value, but a copy for each query, in the queries' layout; the first query's is stored.
+    copies = tl.zeros([NUM_QUERIES, 1], tl.int32)
+    k_heads = row_heads + (NUM_HEADS + kv_head + copies) * HEAD_DIM
+    is_new = is_query & (slot >= 0) & (split == NUM_SPLITS - 1)
+    new_mask = is_new[:, None] & (dims < HEAD_DIM)
+    cosine, sine = _angles(cos, sin, context - 1, dims, mask, HEAD_DIM)
+    q = _rotated(q_heads, dims, mask, cosine, sine, q_norm, eps, HEAD_DIM)
+    k = _rotated(k_heads, dims, new_mask, cosine, sine, k_norm, eps, HEAD_DIM)
+    v = tl.load(k_heads + NUM_KV_HEADS * HEAD_DIM + dims, mask=new_mask, other=0.0)
+    first_mask = new_mask & (queries == 0)[:, None]
+    new_page = (slot // PAGE_SIZE).to(tl.int64)
+    in_page = (kv_head * PAGE_SIZE + slot % PAGE_SIZE + copies) * HEAD_DIM + dims
+    tl.store(k_cache + new_page * k_stride + in_page, k, mask=first_mask)
+    tl.store(v_cache + new_page * v_stride + in_page, v, mask=first_mask)
+
+    # The running softmax begins with the new key, whose weight is 1 as long as no other key is there.
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
+    maximum = tl.where(is_new, score, _LOWEST)
+    total = is_new.to(tl.float32)
+    acc = v.to(tl.float32)
     maximum, total, acc = _attend(
-        tl.load(q + row * q_stride + head_offsets, mask=mask, other=0.0),
+        q,
         maximum,
         total,
         acc,
@@ -235,11 +314,12 @@ def suffix_kernel(
         v_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
         k_stride,
         v_stride,
-        block_tables + row * table_stride,
+        table,
+        page,
         first_tile,
         end_tile,
         context - WINDOW,
-        context,
+        context - 1,
         scale_log2,
         HEAD_DIM,
         PADDED_DIM,
