@@ -78,7 +78,8 @@ def _attend(
     """Continue the running softmax of `q` [queries, D] with the tiles `first_tile` .. `end_tile` - 1.
 
     A tile is `TILE` tokens of one page; that of the first tile is `page`. Visible are positions from
-    `first_visible` [queries, 1] (with a window) to before `end_visible`. Returns the running maximum, the sum and the unnormalised output.
+    `first_visible` [queries, 1] (with a window) to before `end_visible`. Returns the running maximum, the sum
+    and the unnormalised output.
     """
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     tokens = tl.arange(0, TILE)
