@@ -110,6 +110,21 @@ def test_draws_are_those_of_the_cpu(start_engine, name):
     assert_same_draws(make_model(name), RAGGED, sampling, engine.generate(RAGGED, sampling), expected)
 
 
+def test_captured_draws_follow_the_sampling(start_engine):
+    """Temperature and stop tokens are part of the graphs, the seed is not."""
+    engine = start_engine(make_model("qwen3").cuda(), max_num_seqs=6)
+    for options in (
+        {"temperature": 0},
+        {"seed": 1},
+        {"seed": 2},
+        {"temperature": 0.6, "stop_token_ids": (7,)},
+        {},
+    ):
+        sampling = SamplingParams(max_tokens=12, **options)
+        expected = on_cpu({"name": "qwen3"}, RAGGED, sampling)
+        assert_same_draws(make_model("qwen3"), RAGGED, sampling, engine.generate(RAGGED, sampling), expected)
+
+
 @pytest.mark.parametrize(
     "options",
     [

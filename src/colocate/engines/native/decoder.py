@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,7 +63,8 @@ class Decoder:
         self._captured: dict[tuple[float, tuple[int, ...]], Tensor] = {}
         """Temperature and stop tokens of the captured draws, and where those stop tokens are."""
         self._logits = backend.bind(cache.scratch, layout, capacity, cache.page_size)
-        self._pool = torch.cuda.graph_pool_handle() if backend.captures_graphs else None
+        self._pool: Any = None
+        self._forget_graphs()
 
     def fits(self, layout: Layout, *, max_len: int) -> bool:
         """Whether sequences of up to `max_len` tokens can run here."""
@@ -73,7 +76,7 @@ class Decoder:
         runner = ModelRunner(layout, self.cache, self.backend, self.runner.rotary_table)
         if runner.identity() != self._identity:
             self.runner, self._identity = runner, runner.identity()
-            self._graphs.clear()
+            self._forget_graphs()
 
     def start_rollout(self, sampling: SamplingParams) -> None:
         """Forget all rows; tokens are drawn in this way from now on."""
@@ -86,7 +89,7 @@ class Decoder:
             drawing = sampling.temperature, sampling.stop_token_ids
             if drawing not in self._captured:
                 self._captured = {drawing: self._stops}
-                self._graphs.clear()
+                self._forget_graphs()
             self._stops = self._captured[drawing]
 
     def begin_window(self) -> None:
@@ -120,6 +123,11 @@ class Decoder:
         self.backend.end_step(batch, rows, tokens, logprobs, self._stops)
         if batch.seen is not None:
             batch.seen[rows].scatter_(1, tokens[:, None].long(), True)
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        # A pool of memory ends with the last graph in it.
+        self._pool = torch.cuda.graph_pool_handle() if self.backend.captures_graphs else None
 
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
         # Compiles kernels and makes cuBLAS take its workspace, neither of which can be captured. What this
