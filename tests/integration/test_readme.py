@@ -151,6 +151,28 @@ def test_links_lead_somewhere():
         assert target.startswith("http") or (ROOT / target).exists(), target
 
 
+def test_figures_of_the_gpu_are_those_of_the_benchmarks():
+    results = ROOT / "benchmarks/results"
+    rollout = json.loads((results / "rollout-h200.json").read_text())
+    handover = json.loads((results / "handover-h200.json").read_text())["claims"]
+    claims, page = rollout["claims"], " ".join((ROOT / "docs/benchmarks.md").read_text().split())
+    ratios = {name: value for name, value in claims.items() if name.startswith("rollout_")}
+    for name, ratio in ratios.items():
+        vllm = rollout["setup"]["tokens_per_s"][name.removeprefix("rollout_").replace("_vs_vllm", "")][
+            "in-process"
+        ]
+        assert re.search(rf"\| [\d,]+ \| {vllm:,.0f} \| {ratio:.2f} \|", page), name
+    assert f"first completion: {claims['start_cold_s']:.1f} s" in page
+    assert f"That floor is {claims['decode_fraction_of_floor']:.0%} of the measured step" in page
+    assert f"by {claims['logprob_gap_vs_vllm']:.2f} of what vLLM's are" in page
+    assert f"Sleep takes {handover['sleep_100gib_s']:.3f} s" in page
+    assert f"waking up {handover['wake_100gib_s']:.3f} s" in page and handover["weight_sync_bytes"] == 0
+    text = " ".join(README.split())
+    compared = [ratio for name, ratio in ratios.items() if "nologprobs" not in name]
+    assert f"{min(compared):.1f} to {max(compared):.1f} times as fast as vLLM's" in text
+    assert max(handover["sleep_100gib_s"], handover["wake_100gib_s"]) < 0.1 and "in under 0.1 s" in text
+
+
 def test_figures_are_those_of_the_benchmark():
     claims = json.loads((ROOT / "benchmarks/results/step-cpu.json").read_text())["claims"]
     text = " ".join(README.split())

@@ -49,7 +49,8 @@ class Decoder:
         capacity = capacity_for(max_num_seqs, backend)
         self.batch = DecodeBatch(
             max_num_seqs=capacity,
-            max_num_pages=pages_for(max_len, cache.page_size),
+            # Kernels are compiled for strides that 16 divides: a wider table needs no others.
+            max_num_pages=-(-pages_for(max_len, cache.page_size) // 16) * 16,
             max_num_steps=backend.steps_per_look,
             device=layout.device,
         )
