@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+from decode_floor import copy_bytes_per_s
 
 from colocate.engines.native import prefixes as prefixes_module
 from colocate.engines.native.context import Rotation
@@ -130,13 +131,6 @@ class Batch:
         return triton.testing.do_bench(graph.replay, return_mode="median") / 1e3 / NUM_TIMED_LAYERS
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * 2**30 / (triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") / 1e3)
-
-
 def report(section: str, name: str, batch: Batch, measure: Callable[[], float], bandwidth: float) -> None:
     """Time one case; a variant that does not compile or fit is a line, too."""
     line: dict[str, Any] = dict(section=section, name=name)
@@ -220,7 +214,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", help=f"of {', '.join(sections)}")
     chosen = parser.parse_args().sections or list(sections)
     prefixes_module.MIN_SHARED_TOKENS = 1  # what it should be is one of the questions
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bytes_per_s()
     print(f"{torch.cuda.get_device_name()}: copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     for section in chosen:
         sections[section](bandwidth)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import triton
+from decode_floor import copy_bytes_per_s
 from triton.testing import do_bench_cudagraph
 
 from colocate.engines.native.kernels.layers import add_rms_norm, rotate_and_store, silu_mul
@@ -123,16 +124,9 @@ def cases(shape: tuple[int, ...], num_tokens: int) -> Iterator[Case]:
     )
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second of a copy of 2 GiB, read and written."""
-    source = torch.empty(2**30, dtype=torch.bfloat16, device=DEVICE)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (do_bench_cudagraph(lambda: target.copy_(source), return_mode="median") / 1e3)
-
-
 def main() -> None:
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_bytes_per_s()
     print(f"{torch.cuda.get_device_name()}: copies at {bandwidth / 1e12:.2f} TB/s")
     print(f"{'shape':14}{'T':>5}  {'kernel':30}{'µs':>9}{'floor µs':>10}{'of copy':>9}")
     rows = []

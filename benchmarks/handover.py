@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from results_file import committed, write_result
+from rollout_cases import SHAPES as MODELS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -32,26 +33,7 @@ from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fused_view
 
 GIB = 2**30
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-1.5b": dict(
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-    "tiny": dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    ),
-}
+SHAPES: dict[str, dict[str, Any]] = {"qwen2.5-1.5b": MODELS["1.5b"], "tiny": MODELS["tiny"]}
 WORK = dict(
     per_device_train_batch_size=32,
     num_generations=8,

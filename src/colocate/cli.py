@@ -212,8 +212,6 @@ def _workload(run: RunConfig, config: GRPOConfig, model_config: Any, device_type
         dtype = getattr(torch, run.dtype) if run.dtype else torch.bfloat16 if config.bf16 else torch.float32
     longest = (config.max_prompt_length or _ASSUMED_PROMPT_TOKENS) + config.max_completion_length
     max_num_seqs, page_size = default_sizes(device_type)
-    if config.generation_batch_size:
-        max_num_seqs = min(max_num_seqs, config.generation_batch_size)
     max_num_seqs = config.max_num_seqs or max_num_seqs
     decode_rows, partials_bytes = None, 0
     if device_type == "cuda":
@@ -225,6 +223,9 @@ def _workload(run: RunConfig, config: GRPOConfig, model_config: Any, device_type
             decode_rows, heads, getattr(text, "num_key_value_heads", None) or heads
         )
         partials_bytes = num_partials * heads * (head_size + 1) * 4
+    if config.generation_batch_size and config.max_num_seqs is None:
+        # A rollout has no more sequences to keep in the cache; room to decode is made for all rows.
+        max_num_seqs = min(max_num_seqs, config.generation_batch_size)
     return Workload(
         parameter_dtype=dtype,
         max_sequence_length=longest,

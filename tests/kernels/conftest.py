@@ -19,7 +19,8 @@ def loops_up_to_loaded_counts():
     if HAS_CUDA:
         yield
         return
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    from triton.runtime import interpreter
+
     original = interpreter._patch_lang_tensor
 
     def patched(tensor, scope):

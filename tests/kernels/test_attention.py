@@ -17,8 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from colocate.engines.native import prefixes as prefixes_module
 from colocate.engines.native.context import Rotation
 from colocate.engines.native.kernels import attention
@@ -339,7 +337,6 @@ def test_parts_fill_the_device_and_fit_the_scratch():
     ],
 )
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_model_shapes(num_heads, num_kv_heads, head_dim, page_size, dtype):
     """The compiled kernels at the sizes of models, with prefixes cut as they are in earnest."""
     pages = 2048 // page_size
@@ -353,7 +350,6 @@ def test_model_shapes(num_heads, num_kv_heads, head_dim, page_size, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_captured_graph_follows_the_tensors(num_splits):
     """One graph, replayed after contexts, queries, pages and prefixes have changed."""
@@ -415,7 +411,6 @@ def test_captured_graph_follows_the_tensors(num_splits):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_pages_beyond_two_billion_elements():
     """Page times stride does not fit 32 bits: the last of 70 pages that lie 32 Mi elements apart."""
     stride, page_size, head_dim = 2**25, 16, 64

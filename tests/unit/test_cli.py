@@ -303,16 +303,19 @@ def test_plan_as_json(model_dir, capsys):
 
 
 def test_plan_of_a_gpu_counts_the_arenas_scratch(model_dir, capsys):
-    attention = pytest.importorskip("colocate.engines.native.kernels.attention")
-    arguments = ["plan", "--model_name_or_path", model_dir, "--json", "--max_num_seqs", "9"]
-    assert main([*arguments, "--device_memory_gib", "80"]) == 0
+    from colocate.engines.native.kernels.attention import DecodeScratch
+
+    arguments = ["plan", "--model_name_or_path", model_dir, "--json", "--device_memory_gib", "80"]
+    assert main([*arguments, "--max_num_seqs", "9"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     # Nine sequences decode in a graph of 32 rows, and what the kernels keep is what they ask for.
-    scratch_bytes = attention.DecodeScratch.num_bytes(
-        max_num_seqs=32, num_heads=4, num_kv_heads=2, head_dim=8
-    )
+    scratch_bytes = DecodeScratch.num_bytes(max_num_seqs=32, num_heads=4, num_kv_heads=2, head_dim=8)
     assert rows["decode logits"]["size_bytes"] == 32 * 96 * 4 + scratch_bytes
     assert rows["decode logits"]["how"].startswith("32 rows × 96 tokens × 4 B")
+    # Unless told otherwise the engine makes room for 512 rows, however small the batch.
+    assert main(arguments) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["decode logits"]["how"].startswith("512 rows × 96 tokens × 4 B")
 
 
 def test_plan_as_table_says_whether_it_fits(model_dir, capsys):

@@ -19,6 +19,7 @@ from engine_models import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colocate.engines.native import capacity
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import PagePool, pages_for
@@ -96,7 +97,7 @@ class Pressure:
             return preempted
 
         def counted_prefill(runner, items):
-            self.num_prefilled_tokens += sum(item.num_tokens for item in items)
+            self.num_prefilled_tokens += sum(len(item.token_ids) - item.num_cached for item in items)
             return prefill(runner, items)
 
         def counted_allocate(pool, count):
@@ -381,3 +382,12 @@ def test_looking_at_the_host_less_often_changes_nothing(
     windowed = engine.generate(prompts, sampling)
     assert [c.token_ids for c in windowed] == [c.token_ids for c in expected]
     assert [c.finish_reason for c in windowed] == [c.finish_reason for c in expected]
+
+
+def test_a_cache_smaller_than_asked_for_is_said(monkeypatch):
+    engine = NativeEngine(make_model("qwen2"), page_size=4, kv_cache_tokens=400)
+    page_bytes = engine._cache.page_bytes(torch.float32)
+    monkeypatch.setattr(capacity, "_usable_bytes", lambda cache, device: 10 * page_bytes)
+    with pytest.warns(UserWarning, match=r"kv_cache_tokens=400 was asked for, and memory allows 40 "):
+        engine.wake_up()
+    assert engine.kv_cache_bytes == 10 * page_bytes

@@ -399,7 +399,6 @@ def test_memory_in_use_on_a_gpu_is_the_allocators_and_what_lives_outside_of_it(m
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_peak_and_time_on_a_real_gpu():
     timeline = Timeline("cuda")
     with timeline.phase("train"):

@@ -55,7 +55,6 @@ class DecodeBatch:
 
         self.device = device
         self.num_rows = 0
-        self.max_num_steps = max_num_steps
         self.block_tables = zeros(max_num_seqs, max_num_pages)
         self.prompt_keys = zeros(max_num_seqs, dtype=torch.int64)
         self._state = zeros(6, max_num_seqs)
@@ -76,10 +75,6 @@ class DecodeBatch:
     @property
     def max_num_seqs(self) -> int:
         return self.block_tables.shape[0]
-
-    @property
-    def max_num_pages(self) -> int:
-        return self.block_tables.shape[1]
 
     def reset(self, *, seed: int, vocab_size: int | None) -> None:
         """Forget all rows. `vocab_size`: keep track of the tokens seen, for a repetition penalty."""

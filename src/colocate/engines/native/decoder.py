@@ -75,8 +75,9 @@ class Decoder:
     def refresh(self, layout: Layout) -> None:
         """Look the weights up anew; forget the graphs if any of them has moved."""
         runner = ModelRunner(layout, self.cache, self.backend, self.runner.rotary_table)
-        if runner.identity() != self._identity:
-            self.runner, self._identity = runner, runner.identity()
+        identity = runner.identity()
+        if identity != self._identity:
+            self.runner, self._identity = runner, identity
             self._forget_graphs()
 
     def start_rollout(self, sampling: SamplingParams) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -141,8 +142,16 @@ class NativeEngine:
         if self._model is None:
             raise RuntimeError("The engine is closed and cannot be used again.")
         if not self._is_awake and self._kv_cache_tokens is not None:
-            num_pages = self._kv_cache_tokens // self._page_size
-            take_pages(self._cache, num_pages, self._layout.dtype, self._layout.device)
+            wanted = self._kv_cache_tokens // self._page_size
+            num_pages = take_pages(self._cache, wanted, self._layout.dtype, self._layout.device)
+            if num_pages < wanted:
+                share = FREE_MEMORY_FRACTION[self._layout.device.type]
+                warnings.warn(
+                    f"kv_cache_tokens={self._kv_cache_tokens} was asked for, and memory allows "
+                    f"{num_pages * self._page_size} (at most {share:.0%} of what is free): more sequences "
+                    "wait their turn. Set kv_cache_tokens lower, or free memory.",
+                    stacklevel=2,
+                )
         self._is_awake = True
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

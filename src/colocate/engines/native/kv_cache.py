@@ -67,11 +67,6 @@ class KVCache:
         assert self._scratch is not None and self._num_pages, "the KV cache has no storage"
         return self._scratch
 
-    @property
-    def data_ptr(self) -> int:
-        """Address of the storage; 0 while freed."""
-        return 0 if self._data is None else self._data.data_ptr()
-
     def is_on(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether there is storage, of this type and on this device."""
         if self._data is None or not self._num_pages:

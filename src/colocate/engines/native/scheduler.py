@@ -31,10 +31,6 @@ class Prefill:
     pages: SequenceABC[int]
     """Pages of the whole context, in order."""
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) - self.num_cached
-
 
 @dataclass(eq=False)
 class Group:

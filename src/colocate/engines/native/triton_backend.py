@@ -29,7 +29,7 @@ class TritonBackend(TorchBackend):
     """What `TorchBackend` does, in kernels; its methods say what shapes they take."""
 
     steps_per_look = 8
-    """A look costs the host about as long as one small step; finished rows idle for 8 to 15 steps."""
+    """The host's work for a look hides behind the steps; in return finished rows idle for 8 to 15 of them."""
     windows_in_flight = 1
     captures_graphs = True
 

@@ -96,8 +96,8 @@ def rotate_and_store(
         qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Queries and keys are
             replaced by their rotated selves.
         cos, sin: [max_len, D] in the model's type, contiguous.
-        positions: [T], rows of `cos` and `sin`. Later ones than the last row read that one: a row of the
-            batch that has finished may stand one past the end, and its result is never looked at.
+        positions: [T], rows of `cos` and `sin`. Later ones than the last row read that one, so that none
+            reads outside the tables.
         slots: [T], page * page_size + offset in the page; negative: nothing is stored for this token.
         q_norm, k_norm: [D], weights of the heads' norms; None: the architecture has none.
         eps: of those norms.
