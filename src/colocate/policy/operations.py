@@ -141,9 +141,7 @@ def gate_backward(
     return torch.cat([grad_gates, grad * activated], dim=1), activated * up
 
 
-def merge_attention(
-    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys from the attention over each.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (FlashAttention-2, arXiv:2307.08691,
