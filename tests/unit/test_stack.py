@@ -55,7 +55,8 @@ def samples_of(groups: list[tuple[int, list[int]]]) -> list[Sample]:
 
 
 def weights_like(hidden: Tensor) -> Tensor:
-    return torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1), dtype=hidden.dtype)
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return weights.to(hidden.device, hidden.dtype)
 
 
 def gradients_of(model, hidden: Tensor) -> Gradients:
