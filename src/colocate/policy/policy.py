@@ -28,6 +28,8 @@ from colocate.weights.shared_views import fuse_parameters
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)"""
 
+Retry = Callable[[Callable[[], Any]], Any]
+
 
 @dataclass(frozen=True)
 class UpdateResult:
@@ -54,6 +56,7 @@ class Policy:
         share_prompts: compute the prompt of samples with an equal `prompt_key` once.
         max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
         reference: needed for `reference_logprobs` only.
+        retry: calls what it is given, and again if it ran out of memory and less is needed now.
 
     Raises:
         ValueError: temperature 0; the LM head does something unknown (`check_output_head`).
@@ -69,6 +72,7 @@ class Policy:
         share_prompts: bool = True,
         max_grad_norm: float | None,
         reference: Reference | None = None,
+        retry: Retry = lambda work: work(),
     ) -> None:
         if temperature <= 0:
             raise ValueError(
@@ -88,7 +92,9 @@ class Policy:
         self._temperature = temperature
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
+        self.retry = retry
         self._host_store = HostStore()
+        self._longest = 1
 
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
         """One optimizer step on `samples`, the micro-batches' losses added up.
@@ -96,20 +102,7 @@ class Policy:
         All ranks must call it together; their gradients are averaged. If the loss or the gradient of any is
         not finite, all skip the step: parameters, masters, moments and schedule stay as they are.
         """
-        self.model.train()
-        # An update that ran out of memory leaves some of both behind.
-        self.optimizer.zero_grad()
-        self._host_store.clear()
-        stack = self._stack(self.model)
-        metrics = Metrics()
-        logprobs: dict[int, Tensor] = {}
-        loss = torch.zeros((), device=self._device)
-        for indices in self._microbatches(samples):
-            microbatch = [samples[i] for i in indices]
-            part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective)
-            loss += part
-            metrics.merge(part_metrics)
-            logprobs.update(zip(indices, part_logprobs, strict=True))
+        loss, metrics, logprobs = self.retry(lambda: self._accumulate_all(samples, objective))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         grad_norm = self._reduced_gradient_norm()
@@ -122,10 +115,10 @@ class Policy:
         else:
             if self._max_grad_norm:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
-            self.optimizer.step()
+            self.retry(self.optimizer.step)
             self.version += 1
             self.num_skipped_updates = 0
-        return UpdateResult(metrics, [logprobs[i] for i in range(len(samples))], skipped)
+        return UpdateResult(metrics, logprobs, skipped)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:
@@ -150,7 +143,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
-        return self._evaluate(self.model, samples)
+        return self.retry(lambda: self._evaluate(self.model, samples))
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -162,7 +155,18 @@ class Policy:
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
-            return [logprobs for logprobs, _ in self._evaluate(model, samples)]
+            return [logprobs for logprobs, _ in self.retry(lambda: self._evaluate(model, samples))]
+
+    def shrink_plan(self) -> str | None:
+        """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
+        smaller = self.plan.smaller(self._longest)
+        if smaller is None:
+            return None
+        self.plan = smaller
+        return (
+            f"Now with activation_policy={smaller.activation_policy!r}, micro-batches of "
+            f"{smaller.budget(self._longest):,} tokens and {smaller.logprob_chunk_size:,} tokens' logits"
+        )
 
     def sync_reference(self, mixup_alpha: float) -> None:
         """Move the reference towards the policy; only a reference that is a model of its own can move."""
@@ -189,6 +193,26 @@ class Policy:
         """What the run starts with and `state_dict` leaves out: the base of an adapter, the reference."""
         frozen: list[Tensor] = [p for p in self.model.parameters() if not p.requires_grad]
         return frozen + ([] if self.reference is None else self.reference.weights())
+
+    def _accumulate_all(
+        self, samples: Sequence[Sample], objective: LossFunction
+    ) -> tuple[Tensor, Metrics, list[Tensor]]:
+        """Forward and backward of all micro-batches: loss, metrics, log-probabilities by sample."""
+        self.model.train()
+        # An attempt that ran out of memory leaves some of both behind.
+        self.optimizer.zero_grad()
+        self._host_store.clear()
+        stack = self._stack(self.model)
+        metrics = Metrics()
+        logprobs: dict[int, Tensor] = {}
+        loss = torch.zeros((), device=self._device)
+        for indices in self._microbatches(samples):
+            microbatch = [samples[i] for i in indices]
+            part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective)
+            loss += part
+            metrics.merge(part_metrics)
+            logprobs.update(zip(indices, part_logprobs, strict=True))
+        return loss, metrics, [logprobs[i] for i in range(len(samples))]
 
     def _accumulate(
         self, stack: DecoderStack | None, samples: list[Sample], objective: LossFunction
@@ -244,7 +268,8 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
-        budget = self.plan.budget(max(lengths, default=1))
+        self._longest = max(lengths, default=1)
+        budget = self.plan.budget(self._longest)
         if not runs_packed(self.model):
             return pack_padded(lengths, budget)
         groups = groups_of(samples) if self._share_prompts else [[number] for number in range(len(samples))]
