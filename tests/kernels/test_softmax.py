@@ -259,14 +259,13 @@ CASES = pytest.mark.parametrize(
 
 @CASES
 def test_bytes_are_those_of_all_tensors(
-    kernels_everywhere, trains_head, entropy_gradient, keep_softmax, chunk_size
+    device, kernels_everywhere, trains_head, entropy_gradient, keep_softmax, chunk_size
 ):
     """Within what a few numbers per token are; in float32, of which a CPU's products make no copies."""
     n, d, v = 64, 32, 4096
-    hidden, weight = torch.randn(n, d), torch.randn(v, d)
-    hidden.requires_grad_()
-    weight.requires_grad_(trains_head)
-    targets = torch.randint(v, (n,))
+    hidden = torch.randn(n, d, device=device, requires_grad=True)
+    weight = torch.randn(v, d, device=device, requires_grad=trains_head)
+    targets = torch.randint(v, (n,), device=device)
     gc.freeze()  # what there is need not be looked through
     with LiveBytes() as seen:
         run_both_passes(
@@ -289,8 +288,8 @@ def test_bytes_are_those_of_all_tensors(
 
 @pytest.mark.gpu
 @CASES
-def test_bytes_are_those_of_the_device(trains_head, entropy_gradient, keep_softmax, chunk_size):
-    n, d, v = 2048, 512, 50_000
+def test_bytes_are_those_of_the_allocator(trains_head, entropy_gradient, keep_softmax, chunk_size):
+    n, d, v, chunk_size = 8192, 512, 100_000, 16 * chunk_size
     hidden = torch.randn(n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(v, d, device="cuda", dtype=torch.bfloat16, requires_grad=trains_head)
     targets = torch.randint(v, (n,), device="cuda")
@@ -312,7 +311,7 @@ def test_bytes_are_those_of_the_device(trains_head, entropy_gradient, keep_softm
         entropy_gradient=entropy_gradient,
         keep_softmax=keep_softmax,
     )
-    assert abs(peak - outputs - expected) <= n * 4 * 16 + 2**20
+    assert abs(peak - outputs - expected) <= n * 4 * 16 + 6 * 2**20  # the allocator leaves up to 1 MiB unused
 
 
 @pytest.mark.gpu
