@@ -29,7 +29,7 @@ class Handover:
         self._may_keep = True
 
     def keep_nothing(self) -> None:
-        """From now on: training ran out of memory beside what was kept, so the estimate is not to be trusted."""
+        """From now on: training ran out of memory beside what was kept, so the estimate was wrong."""
         self.keep_bytes = 0
         self._may_keep = False
 

@@ -1,4 +1,4 @@
-"""Out of memory is no end of a run: what can be given back is, the plan is made smaller, the work repeated."""
+"""Out of memory ends no run: memory is given back, or the plan made smaller, and the work repeated."""
 
 from __future__ import annotations
 

@@ -26,7 +26,11 @@ from colocate.types import Sample
 from colocate.weights.shared_views import fuse_parameters
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
-"""(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)"""
+"""(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
+
+Entropies carry a gradient, unless the function's attribute `has_entropy_bonus` is False: without one, that of
+the log-probabilities costs less.
+"""
 
 Retry = Callable[[Callable[[], Any]], Any]
 
@@ -218,7 +222,8 @@ class Policy:
         self, stack: DecoderStack | None, samples: list[Sample], objective: LossFunction
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
         """Forward and backward of one micro-batch; gradients stay in the optimizer's leaves."""
-        logprobs, entropies = self._forward(self.model, stack, samples)
+        entropy_gradient = getattr(objective, "has_entropy_bonus", True)
+        logprobs, entropies = self._forward(self.model, stack, samples, entropy_gradient=entropy_gradient)
         loss, metrics = objective(
             pad_sequence(logprobs, batch_first=True),
             pad_sequence(entropies, batch_first=True),
@@ -232,7 +237,8 @@ class Policy:
         stack = self._stack(model)
         results: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in self._microbatches(samples):
-            logprobs, entropies = self._forward(model, stack, [samples[i] for i in indices])
+            microbatch = [samples[i] for i in indices]
+            logprobs, entropies = self._forward(model, stack, microbatch, entropy_gradient=False)
             results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
         return [results[i] for i in range(len(samples))]
 
@@ -243,7 +249,7 @@ class Policy:
         return DecoderStack(model, self._host_store, share_prompts=self._share_prompts)
 
     def _forward(
-        self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]
+        self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample], *, entropy_gradient: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities and entropies of every completion, each [C]."""
         if stack is None:
@@ -256,6 +262,7 @@ class Policy:
             output_head(model),
             temperature=self._temperature,
             chunk_size=self.plan.logprob_chunk_size,
+            entropy_gradient=entropy_gradient,
         )
         lengths = [len(sample.completion_ids) for sample in samples]
         return list(logprobs.split(lengths)), list(entropies.split(lengths))

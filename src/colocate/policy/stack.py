@@ -259,7 +259,8 @@ class _LayerFunction(torch.autograd.Function):
             store, number = ctx.context.offload
             x, kept = store.take(number), ()
         gradients = Gradients()
-        grad_x = ctx.layer.backward(grad, x, tuple(kept), ctx.context, gradients)
+        # Autograd may pass on an expanded scalar; kernels read rows.
+        grad_x = ctx.layer.backward(grad.contiguous(), x, tuple(kept), ctx.context, gradients)
         return grad_x, None, None, *gradients.of(ctx.parameters)
 
 
@@ -274,5 +275,5 @@ class _NormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight = operations.rms_norm_backward(grad, x, weight, ctx.eps)
+        grad_x, grad_weight = operations.rms_norm_backward(grad.contiguous(), x, weight, ctx.eps)
         return grad_x, grad_weight.to(weight.dtype), None
