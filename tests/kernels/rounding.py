@@ -59,7 +59,7 @@ def assert_rounds_like(actual: torch.Tensor, expected: torch.Tensor, num_float32
 
 
 def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
-    """The float64 `exact`, rounded once to the type, after float32 arithmetic on terms as large as `scale`."""
+    """`exact` (float64) rounded once to the type, after float32 arithmetic on terms as large as `scale`."""
     smallest = 2.0**-24 if actual.dtype == torch.float16 else 0.0  # the spacing of subnormal numbers
     allowed = 0.5001 * ULP[actual.dtype] * exact.abs() + 16 * ULP[torch.float32] * scale + smallest
     excess = (actual.double() - exact).abs() - allowed
