@@ -163,11 +163,10 @@ def gate_backward(
         return kernels.silu_mul_backward(grad, gate_up)
     gates, up = gate_up.chunk(2, dim=1)
     with torch.enable_grad():
-        leaf = gates.detach().requires_grad_()
-        activated = activation(leaf)
-    (grad_gates,) = torch.autograd.grad(activated, leaf, grad * up)
-    activated = activated.detach()
-    return torch.cat([grad_gates, grad * activated], dim=1), activated * up
+        leaf = _wide(gates.detach()).requires_grad_()
+        (grad_gates,) = torch.autograd.grad(activation(leaf), leaf, _wide(grad) * up)
+    activated = activation(gates)
+    return torch.cat([grad_gates.to(gate_up.dtype), grad * activated], dim=1), activated * up
 
 
 def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
