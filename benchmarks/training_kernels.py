@@ -3,8 +3,8 @@
     python benchmarks/training_kernels.py
 
 One layer's operations at the size of a micro-batch, 16,384 tokens in bfloat16; the floor is the bytes that
-must move at the copy bandwidth measured in the same run. Medians of ten replays of a CUDA graph. The table goes
-to the terminal, and to $OUT/training_kernels.json if OUT is set.
+must move at the copy bandwidth measured in the same run. Medians of ten replays of a CUDA graph. The table
+goes to the terminal, and to $OUT/training_kernels.json if OUT is set.
 """
 
 from __future__ import annotations
