@@ -15,7 +15,7 @@ from colocate.data.packing import pack, pack_padded
 from colocate.memory.train_plan import TrainPlan
 from colocate.policy.forward import padded_hidden_states
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
-from colocate.policy.host_store import HostStore
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.pack import groups_of
@@ -97,7 +97,7 @@ class Policy:
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
         self.retry = retry
-        self._host_store = HostStore()
+        self._host_activations = HostActivations()
         self._longest = 1
 
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
@@ -205,7 +205,7 @@ class Policy:
         self.model.train()
         # An attempt that ran out of memory leaves some of both behind.
         self.optimizer.zero_grad()
-        self._host_store.clear()
+        self._host_activations.clear()
         stack = self._stack(self.model)
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
@@ -246,7 +246,7 @@ class Policy:
         """None: the model runs padded, through transformers' modules."""
         if not runs_packed(model):
             return None
-        return DecoderStack(model, self._host_store, share_prompts=self._share_prompts)
+        return DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
 
     def _forward(
         self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample], *, entropy_gradient: bool
