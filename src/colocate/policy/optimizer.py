@@ -284,17 +284,16 @@ def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
 def _build_optimizer(
     model: nn.Module, args: TrainingArguments, leaves: Mapping[str, nn.Parameter]
 ) -> Optimizer:
+    name = OptimizerNames(args.optim).value
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     except ImportError as error:
-        extra = " with `pip install 'colocate[bitsandbytes]'`" if "bitsandbytes" in str(error) else ""
-        raise ImportError(
-            f"optim={OptimizerNames(args.optim).value!r} needs a library to be installed{extra}: {error}"
-        ) from error
+        remedy = ": pip install 'colocate[bitsandbytes]'" if "bitsandbytes" in str(error) else ""
+        raise ImportError(f"optim={name!r} needs a library that is not installed{remedy}.") from error
     is_plain = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
     if not is_plain or {"params", "model", "optimizer_dict"} & kwargs.keys():
         raise ValueError(
-            f"optim={OptimizerNames(args.optim).value!r} steps on the model's own modules, which cannot be combined with fp32 "
+            f"optim={name!r} steps on the model's own modules, which cannot be combined with fp32 "
             "masters and gradients that are reduced before the step. Choose another, such as "
             "'adamw_torch_fused'."
         )
