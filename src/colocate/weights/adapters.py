@@ -82,6 +82,11 @@ def unsupported_adapters(base: nn.Module) -> str | None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    kinds: list[type[BaseTunerLayer]] = [LoraLinear]
+    if "bitsandbytes" in sys.modules:
+        from peft.tuners.lora.bnb import Linear4bit as Lora4bitLinear
+
+        kinds.append(Lora4bitLinear)
     for name, module in base.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             return f"PEFT keeps its own copy of {name} ({type(module).__name__}, see modules_to_save)"
@@ -89,11 +94,12 @@ def unsupported_adapters(base: nn.Module) -> str | None:
             continue
         if name.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):
             return f"a PEFT adapter sits on {name}"
-        if type(module) is not LoraLinear:
+        if type(module) not in kinds:
             return f"{name} carries a {type(module).__module__}.{type(module).__name__} adapter, not LoRA"
-        if module.lora_variant:
-            variant = next(iter(module.lora_variant.values()))
+        lora: Any = module
+        if lora.lora_variant:
+            variant = next(iter(lora.lora_variant.values()))
             return f"{name} uses the LoRA variant {type(variant).__name__}"
-        if module.fan_in_fan_out:
+        if lora.fan_in_fan_out:
             return f"{name} uses fan_in_fan_out"
     return None
