@@ -29,8 +29,14 @@ def quantized(linear: torch.nn.Linear, device: str = "cpu", **options: Any) -> L
     return layer.to(dtype).to(device).train()
 
 
-def make_4bit_model(name: str, *, projections: tuple[str, ...] = PROJECTIONS, dtype: torch.dtype = torch.float32,
-    device: str = "cpu", **overrides: Any) -> Any:  # fmt: skip
+def make_4bit_model(
+    name: str,
+    *,
+    projections: tuple[str, ...] = PROJECTIONS,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **overrides: Any,
+) -> Any:
     """A random model by the name of its configuration, with these projections in 4 bits."""
     # Rows of whole blocks: bitsandbytes' products warn of others.
     model = make_model(name, **{"hidden_size": 64, "intermediate_size": 128, **overrides}).to(dtype)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from engine_models import (
+from quantized_models import make_4bit_model
     MAX_POSITION,
     VOCAB_SIZE,
     greedy_reference,
@@ -43,6 +44,9 @@ ENGINES = {
     "native": EngineCase(
         lambda: make_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
     ),
+    "native-4bit": EngineCase(
+        lambda: make_4bit_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
+    ),
     "transformers": EngineCase(
         lambda: make_model("qwen3"), lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
     ),
@@ -53,6 +57,11 @@ ENGINES = {
 ENGINES_ON_GPU = {
     "native-cuda": EngineCase(
         lambda: make_model("qwen3").cuda(),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),
+        logprob_atol=1e-4,
+    ),
+    "native-4bit-cuda": EngineCase(
+        lambda: make_4bit_model("qwen3", device="cuda"),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),
         logprob_atol=1e-4,
     ),
@@ -277,18 +286,18 @@ def test_closed_is_closed(engine):
         engine.wake_up()
 
 
-def test_asleep_it_holds_no_kv_cache(engine):
+def test_asleep_it_holds_no_memory(engine):
     generate(engine, [3, 3])
     engine.sleep()
-    assert engine.kv_cache_bytes == 0
+    assert engine.kv_cache_bytes == engine.rollout_weight_bytes == 0
 
 
 def test_asleep_it_keeps_no_more_than_it_may(engine):
     first = generate(engine, [3, 3])
-    taken = engine.kv_cache_bytes
+    taken = engine.kv_cache_bytes + engine.rollout_weight_bytes
     for keep_bytes in (2 * taken, taken // 2, 0):
         engine.sleep(keep_bytes)
-        assert engine.kv_cache_bytes <= min(keep_bytes, taken)
+        assert engine.kv_cache_bytes + engine.rollout_weight_bytes <= min(keep_bytes, taken)
     engine.wake_up()
     assert generate(engine, [3, 3]) == first
 

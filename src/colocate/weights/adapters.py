@@ -24,10 +24,15 @@ class Adapter:
     scaling: float
 
     def add_to(self, output: Tensor, x: Tensor) -> None:
-        """Add the update for `x` [..., in] to `output` [..., out] in place."""
-        # PEFT computes in the adapter's precision, which may be higher than the model's.
-        update = F.linear(F.linear(x.to(self.a.dtype), self.a), self.b, self.bias)
-        output.add_(update, alpha=self.scaling)
+        """Add the update for `x` [T, in] to `output` [T, out] in place, in x's type.
+
+        Of a 16-bit type: A and B are rounded to it, t = A x is, and so is output + scaling * B t. Sums are in
+        float32. The trainer's forward rounds at the same places.
+        """
+        t = F.linear(x, self.a.to(x.dtype))
+        output.addmm_(t, self.b.to(x.dtype).t(), alpha=self.scaling)
+        if self.bias is not None:
+            output.add_(self.bias.to(x.dtype), alpha=self.scaling)
 
 
 def base_linear(module: nn.Module) -> Any:
