@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from engine_models import (
-from quantized_models import make_4bit_model
     MAX_POSITION,
     VOCAB_SIZE,
     greedy_reference,
@@ -23,6 +22,7 @@ from quantized_models import make_4bit_model
     plain_logits,
     token_logprobs,
 )
+from quantized_models import make_4bit_model
 
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
