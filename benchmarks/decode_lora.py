@@ -58,7 +58,7 @@ def make(name: str, rank: int) -> Weights:
     adapters, first = [], 0
     for width in widths:
         a, b = normal(rank, num_in, dtype=torch.float32), normal(width, rank, dtype=torch.float32)
-        adapters.append((slice(first, first + width), Adapter(a=a, b=b, bias=None, scaling=2.0)))
+        adapters.append((slice(first, first + width), Adapter(a=a, b=b, bias=None, scaling=2.0, dropout=0.0)))
         first += width
     return normal(first, num_in), adapters
 
