@@ -195,12 +195,12 @@ class GRPOTrainer:
 
     def give_back_kv_cache(self) -> str | None:
         """Take from the sleeping engine what it was allowed to keep; None if it keeps nothing."""
-        kept_bytes = self.engine.kv_cache_bytes
+        kept_bytes = self.engine.kv_cache_bytes + self.engine.rollout_weight_bytes
         if not kept_bytes:
             return None
         self.handover.keep_nothing()
         self.engine.sleep()
-        return f"The KV cache gave back {kept_bytes / 2**30:.2f} GiB"
+        return f"The engine gave back {kept_bytes / 2**30:.2f} GiB"
 
     # ── Training ─────────────────────────────────────────────────────────────────────────────────────────
 

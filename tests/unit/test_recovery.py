@@ -7,6 +7,7 @@ from test_policy import SAMPLES, make_model, make_policy, objective
 from colocate.memory.recovery import Recovery
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
 from colocate.policy import policy as policy_module
+from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.stack import DecoderLayer
 from tiny import make_trainer
 
@@ -42,7 +43,7 @@ PLACES = {
     "forward": (DecoderLayer, "forward", 4),
     "log-probs": (policy_module, "token_logprobs", 2),
     "backward": (DecoderLayer, "backward", 3),
-    "optimizer": (torch.optim.SGD, "step", 2),
+    "optimizer": (PolicyOptimizer, "_make_state", 2),
 }
 
 
