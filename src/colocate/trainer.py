@@ -38,7 +38,7 @@ from colocate.memory.recovery import Recovery
 from colocate.memory.timeline import Timeline
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import stop_token_ids
-from colocate.policy.policy import UpdateResult
+from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
@@ -133,7 +133,9 @@ class GRPOTrainer:
         self.timeline.watch("kv_cache", lambda: self.engine.kv_cache_bytes)
         self.timeline.watch("rollout_weights", lambda: self.engine.rollout_weight_bytes)
         self.handover = Handover()
-        self.policy.retry = Recovery([self.give_back_kv_cache, self.policy.shrink_plan]).run
+        self.policy.retry = Recovery(
+            [self.give_back_kv_cache, self.policy.shrink_plan], OUT_OF_MEMORY_ADVICE
+        ).run
         self.scorer = Scorer(
             assembly.build_rewards(reward_funcs, reward_processing_classes, args, device),
             self.processing_class,

@@ -34,6 +34,11 @@ the log-probabilities costs less.
 
 Retry = Callable[[Callable[[], Any]], Any]
 
+OUT_OF_MEMORY_ADVICE = (
+    "The engine has given everything back, layers keep nothing and a micro-batch is one sequence. Lower "
+    "max_completion_length or max_prompt_length, set use_peft or load_in_4bit, or free memory on the device."
+)
+
 
 @dataclass(frozen=True)
 class UpdateResult:
