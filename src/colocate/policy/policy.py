@@ -87,9 +87,10 @@ class Policy:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities of greedy sampling have no gradient."
             )
-        check_output_head(model)
         if runs_packed(model):
             fuse_parameters(model)  # now, and not in the first step: an engine may capture graphs before it
+        else:
+            check_output_head(model)  # a layout has a plain head
         self.model = model
         self.optimizer = optimizer
         self.reference = reference

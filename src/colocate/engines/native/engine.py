@@ -31,8 +31,8 @@ SMALLEST_PREFILL_TOKENS = 512
 """A prefill of fewer tokens would take little less memory and much more time."""
 
 ADVICE = (
-    "The rollout needs this much beside a KV cache of one page. Lower max_num_seqs, set load_in_4bit, or free "
-    "memory on the device."
+    "The rollout needs this much beside a KV cache of one page. Lower max_num_seqs, set load_in_4bit, or "
+    "free memory on the device."
 )
 
 
