@@ -1,12 +1,12 @@
 """GRPO steps beside TRL's on one GPU: writes `results/step-<hardware>.json`.
 
-    python benchmarks/step_suite.py [--peer-site DIR] [--parts tune 1p5b 1p5b_longprompt 7b_lora standby ablation]
+    python benchmarks/step_suite.py [--peer-site DIR] [--parts tune 1p5b 1p5b_longprompt 7b_lora standby ...]
     python benchmarks/step_suite.py --merge
 
 Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
 the result is written as soon as the records suffice for every claim (--merge only looks). The libraries take
-turns: in every other round the other one is first. TRL runs with what `tune` found to be fastest for the case;
-without a record of it, with the first candidate. A claim is a ratio of medians over all rounds.
+turns: in every other round the other one is first. TRL runs with what `tune` found to be fastest for the
+case; without a record of it, with the first candidate. A claim is a ratio of medians over all rounds.
 
 `standby` compares our step with the hand-over of memory and without, in turns within one process. `ablation`
 runs our step with sharing of prompts on and off and with each activation policy.
@@ -117,7 +117,7 @@ class Suite(Runner):
 
 
 def best_settings(records: list[Record], comparison: str) -> PeerSettings:
-    """The candidate with the shortest step in the last tuning of this case; the first where there was none."""
+    """The candidate with the shortest step in the last tuning of the case; the first if there was none."""
     tunings = [r for r in records if r["kind"] == "tune" and r["comparison"] == comparison]
     tried = [entry for entry in tunings[-1]["candidates"] if "step_s" in entry] if tunings else []
     if not tried:
@@ -240,7 +240,7 @@ def parse() -> argparse.Namespace:
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of our configuration"
     )
     parser.add_argument(
-        "--peer-site", help="a folder with vLLM and TRL, put on PYTHONPATH of TRL's runs only"
+        "--peer-site", help="a folder with vLLM and TRL, on PYTHONPATH of TRL's runs only"
     )
     parser.add_argument("--records", type=Path, default=temporary / "colocate-step-records")
     parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
