@@ -56,8 +56,9 @@ def ask_trainer(model: Any, scored: Scored) -> None:
     import torch
 
     from colocate.data.packing import pack
-    from colocate.policy.forward import hidden_states, training_attention
+    from colocate.policy.host_activations import HostActivations
     from colocate.policy.logprobs import output_head, token_logprobs
+    from colocate.policy.stack import DecoderStack
     from colocate.types import Sample
 
     device = next(model.parameters()).device
@@ -70,10 +71,13 @@ def ask_trainer(model: Any, scored: Scored) -> None:
         )
         for one in scored
     ]
-    for indices in pack([sample.num_tokens for sample in samples], TRAINER_TOKENS):
+    stack = DecoderStack(model, HostActivations())
+    alone = [[number] for number in range(len(samples))]
+    prompts = [len(sample.prompt_ids) for sample in samples]
+    for indices in pack(alone, prompts, [sample.num_tokens for sample in samples], TRAINER_TOKENS):
         packed = [samples[i] for i in indices]
-        with torch.no_grad(), training_attention(model):
-            hidden = hidden_states(model, packed)
+        with torch.no_grad():
+            hidden = stack.hidden_states(stack.pack(packed), "full")
         targets = torch.cat([sample.completion_ids for sample in packed])
         logprobs, _ = token_logprobs(hidden, targets, output_head(model))
         for i, values in zip(indices, logprobs.split([len(s.completion_ids) for s in packed]), strict=True):

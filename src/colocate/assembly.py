@@ -27,6 +27,7 @@ from colocate.data.sampler import PromptBatches
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
+from colocate.memory.train_plan import TrainPlan
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import (
     add_adapter,
@@ -119,7 +120,7 @@ def prepare_model(
         originals = {}  # the base is frozen now, and a frozen weight needs no master
     if args.disable_dropout:
         disable_dropout(loaded)
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing and not has_layout(loaded):
         # transformers has read JSON text into a dict by now.
         enable_gradient_checkpointing(loaded, args.gradient_checkpointing_kwargs)  # type: ignore[arg-type]
     return nn.Module.to(loaded, device), originals
@@ -150,11 +151,15 @@ def build_policy(
         model,
         optimizer,
         temperature=args.temperature,
-        sequences_per_microbatch=args.per_device_train_batch_size,
-        max_tokens_per_microbatch=args.max_tokens_per_microbatch,
+        share_prompts=args.share_prompts,
+        plan=TrainPlan(
+            activation_policy="keep" if args.activation_policy == "auto" else args.activation_policy,  # type: ignore
+            tokens_per_microbatch=args.max_tokens_per_microbatch,
+            sequences_per_microbatch=args.per_device_train_batch_size,
+            logprob_chunk_size=args.logprob_chunk_size,
+        ),
         max_grad_norm=args.max_grad_norm,
         reference=reference,
-        logprob_chunk_size=args.logprob_chunk_size,
     )
 
 

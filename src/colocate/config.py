@@ -90,6 +90,12 @@ class GRPOConfig(TrainingArguments):
     max_tokens_per_microbatch: int | None = None
     """Tokens of one packed micro-batch; changes memory and speed, never the gradient. None:
     per_device_train_batch_size × the longest sequence of the step, the memory of TRL's padded micro-batch."""
+    activation_policy: str = "auto"
+    """What layers keep for backward: "keep", "selective", "full" or "offload", each with less memory and more
+    work than the one before; "auto" lets the planner choose. Only for models with a layout (see `engine`);
+    others follow `gradient_checkpointing`."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once in training, for all its completions in a micro-batch."""
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at one time, [chunk, V] in float32."""
     max_skipped_steps: int = 3

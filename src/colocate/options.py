@@ -19,6 +19,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES
+from colocate.memory.train_plan import ACTIVATION_POLICIES
 
 
 def _names(text: str) -> frozenset[str]:
@@ -47,7 +48,7 @@ HONOURED: frozenset[str] = _names(
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim weight_decay adam_beta1 adam_beta2
     adam_epsilon max_grad_norm bf16 tf32 activation_checkpointing activation_checkpointing_kwargs
     gradient_checkpointing gradient_checkpointing_kwargs max_tokens_per_microbatch logprob_chunk_size
-    max_skipped_steps use_cpu ddp_backend ddp_timeout
+    activation_policy share_prompts max_skipped_steps use_cpu ddp_backend ddp_timeout
 
     logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
     run_name project trackio_space_id trackio_bucket_id trackio_static_space_id log_completions
@@ -180,6 +181,7 @@ REFUSED: dict[str, str] = {
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ("auto", "native", "transformers"),
+    "activation_policy": ("auto", *ACTIVATION_POLICIES),
     "scale_rewards": REWARD_SCALES,
     "multi_objective_aggregation": AGGREGATIONS,
     # Others need offload, quantised state or the projected gradients of a module list; the trainer's

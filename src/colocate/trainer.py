@@ -34,6 +34,7 @@ from colocate.experience.rollout import RequestBuilder, Rollout, Scorer
 from colocate.experience.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
+from colocate.memory.recovery import Recovery
 from colocate.memory.timeline import Timeline
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import stop_token_ids
@@ -131,6 +132,7 @@ class GRPOTrainer:
         self.timeline.watch("optimizer", lambda: self.policy.optimizer.num_bytes)
         self.timeline.watch("kv_cache", lambda: self.engine.kv_cache_bytes)
         self.handover = Handover()
+        self.policy.retry = Recovery([self.give_back_kv_cache, self.policy.shrink_plan]).run
         self.scorer = Scorer(
             assembly.build_rewards(reward_funcs, reward_processing_classes, args, device),
             self.processing_class,
@@ -184,6 +186,15 @@ class GRPOTrainer:
                 self.timeline.sample()  # while the KV cache is still there
             finally:
                 self.engine.sleep(self.handover.keep_bytes)
+
+    def give_back_kv_cache(self) -> str | None:
+        """Take from the sleeping engine what it was allowed to keep; None if it keeps nothing."""
+        kept_bytes = self.engine.kv_cache_bytes
+        if not kept_bytes:
+            return None
+        self.handover.keep_nothing()
+        self.engine.sleep()
+        return f"The KV cache gave back {kept_bytes / 2**30:.2f} GiB"
 
     # ── Training ─────────────────────────────────────────────────────────────────────────────────────────
 

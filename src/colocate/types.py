@@ -90,6 +90,9 @@ class Sample:
     """Likewise for the entropy bonus."""
     entropy_threshold: float | None = None
     """Tokens with less entropy than this are left out of the policy loss; None keeps all."""
+    prompt_key: int | None = None
+    """Samples with an equal key have the same prompt, which training then computes once for all of them that
+    share a micro-batch. None: nobody's but its own."""
 
     @property
     def num_tokens(self) -> int:

@@ -20,9 +20,10 @@ from engine_models import (
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import BLOCK_SIZE, gumbel_noise
-from colocate.policy.forward import hidden_states, training_attention
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import output_head
 from colocate.policy.logprobs import token_logprobs as trainer_token_logprobs
+from colocate.policy.stack import DecoderStack
 from colocate.types import Completion, Prompt, Sample, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -200,9 +201,11 @@ def test_bfloat16_log_probs_are_as_exact_as_the_trainers(start_engine):
         )
         for (prompt, _), completion in zip(owners(prompts), completions, strict=True)
     ]
-    with torch.no_grad(), training_attention(model):
+    with torch.no_grad():
         targets = torch.cat([sample.completion_ids for sample in samples])
-        trainer, _ = trainer_token_logprobs(hidden_states(model, samples), targets, output_head(model))
+        stack = DecoderStack(model, HostActivations())
+        hidden = stack.hidden_states(stack.pack(samples), "full")
+        trainer, _ = trainer_token_logprobs(hidden, targets, output_head(model))
     exact_model = make_model("qwen2", **size)
     exact_model.load_state_dict({name: value.float().cpu() for name, value in model.state_dict().items()})
     exact_model.cuda()

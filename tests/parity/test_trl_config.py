@@ -19,6 +19,7 @@ OWN = {
     **dict.fromkeys(
         ("max_tokens_per_microbatch", "logprob_chunk_size", "max_skipped_steps"), "packing, chunks, safety"
     ),
+    **dict.fromkeys(("activation_policy", "share_prompts"), "what training keeps, and computes once"),
     **dict.fromkeys(
         (
             "max_prompt_length",

@@ -26,12 +26,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from colocate.policy.forward import hidden_states, runs_packed, training_attention
+from colocate.memory.train_plan import TrainPlan
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.loading import cast_to_bf16, enable_gradient_checkpointing
 from colocate.policy.logprobs import output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy, UpdateResult
 from colocate.policy.reference import AdapterOff, FrozenAdapter, FrozenCopy, make_reference
+from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
 
@@ -120,7 +122,9 @@ def plain_loss(model, samples: list[Sample]) -> Tensor:
     return loss
 
 
-def make_policy(model, *, budget: int = 32, max_grad_norm=None, reference=None, **kwargs) -> Policy:
+def make_policy(
+    model, *, budget: int = 32, max_grad_norm=None, reference=None, plan=None, **kwargs
+) -> Policy:
     defaults = dict(output_dir="unused", use_cpu=True, report_to=[], optim="sgd", learning_rate=1.0)
     args = TrainingArguments(**(defaults | dict(lr_scheduler_type="constant") | kwargs))
     optimizer = PolicyOptimizer(model, args, 10)
@@ -128,10 +132,9 @@ def make_policy(model, *, budget: int = 32, max_grad_norm=None, reference=None, 
         model,
         optimizer,
         temperature=TEMPERATURE,
-        max_tokens_per_microbatch=budget,
+        plan=plan or TrainPlan(tokens_per_microbatch=budget, logprob_chunk_size=7),
         max_grad_norm=max_grad_norm,
         reference=reference,
-        logprob_chunk_size=7,
     )
 
 
@@ -172,12 +175,12 @@ class TestForward:
     def test_packed_equals_one_sequence_at_a_time(self, name, lengths):
         model, samples = make_model(name), make_samples(lengths)
         assert runs_packed(model)
-        with training_attention(model):
-            hidden = hidden_states(model, samples)
-            targets = torch.cat([s.completion_ids for s in samples])
-            logprobs, entropies = token_logprobs(
-                hidden, targets, output_head(model), temperature=TEMPERATURE, chunk_size=4
-            )
+        stack = DecoderStack(model, HostActivations())
+        hidden = stack.hidden_states(stack.pack(samples), "keep")
+        targets = torch.cat([s.completion_ids for s in samples])
+        logprobs, entropies = token_logprobs(
+            hidden, targets, output_head(model), temperature=TEMPERATURE, chunk_size=4
+        )
         want = plain(model, samples)
         torch.testing.assert_close(logprobs, torch.cat([w[0] for w in want]), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropies, torch.cat([w[1] for w in want]), rtol=1e-5, atol=1e-5)
@@ -212,15 +215,16 @@ class TestForward:
     def test_no_mask_over_the_pack(self):
         samples = make_samples([(2, 3)] * 100)
         model = make_model("mistral")
-        with training_attention(model), LargestTensor() as seen:
-            hidden_states(model, samples).sum().backward()
+        with LargestTensor() as seen:
+            stack = DecoderStack(model, HostActivations())
+            stack.hidden_states(stack.pack(samples), "keep").sum().backward()
         tokens = 400
         assert seen.largest <= tokens * VOCAB < tokens**2 / 6
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_gradient_checkpointing_changes_nothing(self, use_reentrant):
-        want, _ = step_gradients(make_policy(make_model("qwen2")))
-        model = make_model("qwen2")
+        want, _ = step_gradients(make_policy(make_model("gpt2")))
+        model = make_model("gpt2")
         enable_gradient_checkpointing(model, {"use_reentrant": use_reentrant})
         got, _ = step_gradients(make_policy(model))
         assert_same(got, want)
@@ -271,7 +275,9 @@ class TestUpdate:
         originals = cast_to_bf16(model)
         args = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[], learning_rate=1e-2)
         optimizer = PolicyOptimizer(model, args, 10, original_weights=originals)
-        policy = Policy(model, optimizer, temperature=1.0, max_tokens_per_microbatch=32, max_grad_norm=1.0)
+        policy = Policy(
+            model, optimizer, temperature=1.0, plan=TrainPlan(tokens_per_microbatch=32), max_grad_norm=1.0
+        )
         before = [(p.data_ptr(), p.detach().clone()) for p in model.parameters()]
         policy.update(SAMPLES, objective)
         assert all(leaf.grad is None for leaf in [*optimizer.leaves, *model.parameters()])
@@ -330,9 +336,7 @@ class TestUpdate:
         with pytest.raises(RuntimeError, match="no reference"):
             policy.reference_logprobs(SAMPLES)
         with pytest.raises(ValueError, match="temperature=0"):
-            Policy(
-                make_model(), policy.optimizer, temperature=0, max_tokens_per_microbatch=1, max_grad_norm=1
-            )
+            Policy(make_model(), policy.optimizer, temperature=0, max_grad_norm=1)
 
 
 def lora_model(name: str = "llama") -> PeftModel:

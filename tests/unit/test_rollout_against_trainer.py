@@ -8,6 +8,7 @@ from engine_models import CONFIGS, make_model, make_prompts
 from transformers import TrainingArguments
 
 from colocate.engines.native.engine import NativeEngine
+from colocate.memory.train_plan import TrainPlan
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.types import Sample, SamplingParams
@@ -22,7 +23,7 @@ def test_log_probs_of_a_rollout_are_those_of_the_packed_forward(name):
         model,
         PolicyOptimizer(model, arguments, 1),
         temperature=temperature,
-        max_tokens_per_microbatch=64,
+        plan=TrainPlan(tokens_per_microbatch=64),
         max_grad_norm=1.0,
     )
     engine = NativeEngine(model, max_num_seqs=5, page_size=4)

@@ -5,36 +5,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def pack(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Group whole sequences into bins of at most `token_budget` tokens, for a forward without padding.
+def pack(
+    groups: Sequence[Sequence[int]], prompt_lengths: Sequence[int], lengths: Sequence[int], token_budget: int
+) -> list[list[int]]:
+    """Bins of at most `token_budget` tokens for a forward without padding, in which a prompt counts once.
 
-    First-fit decreasing: longest first, each into the first bin with room; at most 11/9 of the fewest
-    possible bins, plus one (Dósa 2007). Equal lengths keep their order, so the result is a function of the
-    lengths only. A sequence longer than the budget gets a bin of its own: cut, it would lose its context.
+    A group stays together if its prompt and completions fit a bin; else it is cut, longest completions first,
+    into parts that each bring the prompt. Parts go largest first into the first bin with room (first-fit
+    decreasing: at most 11/9 of the fewest possible bins, plus one; Dósa 2007). Equal sizes keep their order,
+    so the result is a function of the lengths only. A sequence longer than the budget gets a bin of its own:
+    cut, it would lose its context.
+
+    Args:
+        groups: indices of the sequences that share a prompt; every index once.
+        prompt_lengths, lengths: tokens of each sequence's prompt, and of the sequence, by index.
 
     Returns:
-        Bins of indices into `lengths`; every index occurs once.
+        Bins of indices; every index occurs once.
 
     Raises:
         ValueError: `token_budget` is not positive.
     """
     _check_budget(token_budget)
+    parts: list[list[int]] = []
+    sizes: list[int] = []
+    for group in groups:
+        parts_of_group = len(parts)
+        for index in (group[i] for i in _longest_first([lengths[index] for index in group])):
+            own = lengths[index] - prompt_lengths[index]
+            if len(parts) > parts_of_group and sizes[-1] + own <= token_budget:
+                parts[-1].append(index)
+                sizes[-1] += own
+            else:
+                parts.append([index])
+                sizes.append(lengths[index])
     bins: list[list[int]] = []
     room: list[int] = []
-    for index in _longest_first(lengths):
+    for part in _longest_first(sizes):
         for number, free in enumerate(room):
-            if lengths[index] <= free:
-                bins[number].append(index)
-                room[number] -= lengths[index]
+            if sizes[part] <= free:
+                bins[number] += parts[part]
+                room[number] -= sizes[part]
                 break
         else:
-            bins.append([index])
-            room.append(token_budget - lengths[index])
+            bins.append(list(parts[part]))
+            room.append(token_budget - sizes[part])
     return bins
 
 
 def pack_padded(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Like `pack`, for a padded forward: `len(bin) * longest in bin` is what stays within `token_budget`.
+    """Bins for a padded forward: `len(bin) * longest in bin` is what stays within `token_budget`.
 
     Neighbours in sorted order share a bin, which keeps padding low.
     """

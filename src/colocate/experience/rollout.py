@@ -217,6 +217,7 @@ class Scorer:
             completion_mask=torch.full_like(completion_ids, 0.0 if masked else 1.0, dtype=torch.float32),
             advantage=advantage,
             rollout_logprobs=None if logprobs is None else torch.tensor(logprobs, device=device),
+            prompt_key=prompt.key,
         )
 
     def _reward_metrics(self, rewards: torch.Tensor, compared: Advantages) -> dict[str, float]:

@@ -12,16 +12,27 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
-from colocate.policy.forward import hidden_states, runs_packed, training_attention
+from colocate.memory.train_plan import TrainPlan
+from colocate.policy.forward import padded_hidden_states
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.pack import groups_of
 from colocate.policy.reference import FrozenCopy, Reference
+from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
+from colocate.weights.shared_views import fuse_parameters
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
-"""(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)"""
+"""(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
+
+Entropies carry a gradient, unless the function's attribute `has_entropy_bonus` is False: without one, that of
+the log-probabilities costs less.
+"""
+
+Retry = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -44,13 +55,12 @@ class Policy:
     Args:
         model: on its device, in its precision, with its adapter.
         temperature: divides the logits, as it did when the completions were sampled.
-        max_tokens_per_microbatch: prompt and completion tokens in one forward and backward. Bounds the
-            memory, does not change the gradient. None: `sequences_per_microbatch` times the step's longest
-            sequence, which is what a padded micro-batch of so many would hold.
-        sequences_per_microbatch: see there.
+        plan: how a step is cut and what it keeps. Bounds the memory, does not change the gradient; may be
+            replaced between calls.
+        share_prompts: compute the prompt of samples with an equal `prompt_key` once.
         max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
         reference: needed for `reference_logprobs` only.
-        logprob_chunk_size: tokens whose logits exist at a time.
+        retry: calls what it is given, and again if it ran out of memory and less is needed now.
 
     Raises:
         ValueError: temperature 0; the LM head does something unknown (`check_output_head`).
@@ -62,17 +72,19 @@ class Policy:
         optimizer: PolicyOptimizer,
         *,
         temperature: float,
-        sequences_per_microbatch: int = 1,
-        max_tokens_per_microbatch: int | None = None,
+        plan: TrainPlan | None = None,
+        share_prompts: bool = True,
         max_grad_norm: float | None,
         reference: Reference | None = None,
-        logprob_chunk_size: int = 1024,
+        retry: Retry = lambda work: work(),
     ) -> None:
         if temperature <= 0:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities of greedy sampling have no gradient."
             )
         check_output_head(model)
+        if runs_packed(model):
+            fuse_parameters(model)  # now, and not in the first step: an engine may capture graphs before it
         self.model = model
         self.optimizer = optimizer
         self.reference = reference
@@ -80,11 +92,13 @@ class Policy:
         """Grows by one with every step that changed the weights."""
         self.num_skipped_updates = 0
         """In a row, up to now."""
+        self.plan = plan or TrainPlan()
         self._temperature = temperature
-        self._max_tokens = max_tokens_per_microbatch
-        self._num_sequences = sequences_per_microbatch
+        self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
-        self._chunk_size = logprob_chunk_size
+        self.retry = retry
+        self._host_activations = HostActivations()
+        self._longest = 1
 
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
         """One optimizer step on `samples`, the micro-batches' losses added up.
@@ -92,17 +106,7 @@ class Policy:
         All ranks must call it together; their gradients are averaged. If the loss or the gradient of any is
         not finite, all skip the step: parameters, masters, moments and schedule stay as they are.
         """
-        self.model.train()
-        self.optimizer.zero_grad()  # an update that ran out of memory leaves some behind
-        metrics = Metrics()
-        logprobs: dict[int, Tensor] = {}
-        loss = torch.zeros((), device=self._device)
-        for indices in self._microbatches(samples):
-            microbatch = [samples[i] for i in indices]
-            part, part_metrics, part_logprobs = self._accumulate(microbatch, objective)
-            loss += part
-            metrics.merge(part_metrics)
-            logprobs.update(zip(indices, part_logprobs, strict=True))
+        loss, metrics, logprobs = self.retry(lambda: self._accumulate_all(samples, objective))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         grad_norm = self._reduced_gradient_norm()
@@ -115,10 +119,10 @@ class Policy:
         else:
             if self._max_grad_norm:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
-            self.optimizer.step()
+            self.retry(self.optimizer.step)
             self.version += 1
             self.num_skipped_updates = 0
-        return UpdateResult(metrics, [logprobs[i] for i in range(len(samples))], skipped)
+        return UpdateResult(metrics, logprobs, skipped)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:
@@ -143,7 +147,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
-        return self._evaluate(self.model, samples)
+        return self.retry(lambda: self._evaluate(self.model, samples))
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -155,7 +159,18 @@ class Policy:
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
-            return [logprobs for logprobs, _ in self._evaluate(model, samples)]
+            return [logprobs for logprobs, _ in self.retry(lambda: self._evaluate(model, samples))]
+
+    def shrink_plan(self) -> str | None:
+        """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
+        smaller = self.plan.smaller(self._longest)
+        if smaller is None:
+            return None
+        self.plan = smaller
+        return (
+            f"Now with activation_policy={smaller.activation_policy!r}, micro-batches of "
+            f"{smaller.budget(self._longest):,} tokens and {smaller.logprob_chunk_size:,} tokens' logits"
+        )
 
     def sync_reference(self, mixup_alpha: float) -> None:
         """Move the reference towards the policy; only a reference that is a model of its own can move."""
@@ -183,33 +198,71 @@ class Policy:
         frozen: list[Tensor] = [p for p in self.model.parameters() if not p.requires_grad]
         return frozen + ([] if self.reference is None else self.reference.weights())
 
+    def _accumulate_all(
+        self, samples: Sequence[Sample], objective: LossFunction
+    ) -> tuple[Tensor, Metrics, list[Tensor]]:
+        """Forward and backward of all micro-batches: loss, metrics, log-probabilities by sample."""
+        self.model.train()
+        # An attempt that ran out of memory leaves some of both behind.
+        self.optimizer.zero_grad()
+        self._host_activations.clear()
+        stack = self._stack(self.model)
+        metrics = Metrics()
+        logprobs: dict[int, Tensor] = {}
+        loss = torch.zeros((), device=self._device)
+        for indices in self._microbatches(samples):
+            microbatch = [samples[i] for i in indices]
+            part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective)
+            loss += part
+            metrics.merge(part_metrics)
+            logprobs.update(zip(indices, part_logprobs, strict=True))
+        return loss, metrics, [logprobs[i] for i in range(len(samples))]
+
     def _accumulate(
-        self, samples: list[Sample], objective: LossFunction
+        self, stack: DecoderStack | None, samples: list[Sample], objective: LossFunction
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
         """Forward and backward of one micro-batch; gradients stay in the optimizer's leaves."""
-        with training_attention(self.model):
-            logprobs, entropies = self._forward(self.model, samples)
-            policy_logprobs = pad_sequence(logprobs, batch_first=True)
-            loss, metrics = objective(
-                policy_logprobs, pad_sequence(entropies, batch_first=True), _loss_batch(samples)
-            )
-            loss.backward()
+        entropy_gradient = getattr(objective, "has_entropy_bonus", True)
+        logprobs, entropies = self._forward(self.model, stack, samples, entropy_gradient=entropy_gradient)
+        loss, metrics = objective(
+            pad_sequence(logprobs, batch_first=True),
+            pad_sequence(entropies, batch_first=True),
+            _loss_batch(samples),
+        )
+        loss.backward()
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
     def _evaluate(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         model.eval()
+        stack = self._stack(model)
         results: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in self._microbatches(samples):
-            with training_attention(model):
-                logprobs, entropies = self._forward(model, [samples[i] for i in indices])
+            microbatch = [samples[i] for i in indices]
+            logprobs, entropies = self._forward(model, stack, microbatch, entropy_gradient=False)
             results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
         return [results[i] for i in range(len(samples))]
 
-    def _forward(self, model: nn.Module, samples: list[Sample]) -> tuple[list[Tensor], list[Tensor]]:
-        hidden = hidden_states(model, samples)
-        targets = torch.cat([sample.completion_ids for sample in samples])
+    def _stack(self, model: nn.Module) -> DecoderStack | None:
+        """None: the model runs padded, through transformers' modules."""
+        if not runs_packed(model):
+            return None
+        return DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
+
+    def _forward(
+        self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample], *, entropy_gradient: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probabilities and entropies of every completion, each [C]."""
+        if stack is None:
+            hidden = padded_hidden_states(model, samples)
+        else:
+            hidden = stack.hidden_states(stack.pack(samples), self.plan.activation_policy)
         logprobs, entropies = token_logprobs(
-            hidden, targets, output_head(model), temperature=self._temperature, chunk_size=self._chunk_size
+            hidden,
+            torch.cat([sample.completion_ids for sample in samples]),
+            output_head(model),
+            temperature=self._temperature,
+            chunk_size=self.plan.logprob_chunk_size,
+            entropy_gradient=entropy_gradient,
         )
         lengths = [len(sample.completion_ids) for sample in samples]
         return list(logprobs.split(lengths)), list(entropies.split(lengths))
@@ -222,8 +275,12 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
-        budget = self._max_tokens or self._num_sequences * max(lengths, default=1)
-        return (pack if runs_packed(self.model) else pack_padded)(lengths, budget)
+        self._longest = max(lengths, default=1)
+        budget = self.plan.budget(self._longest)
+        if not runs_packed(self.model):
+            return pack_padded(lengths, budget)
+        groups = groups_of(samples) if self._share_prompts else [[number] for number in range(len(samples))]
+        return pack(groups, [len(sample.prompt_ids) for sample in samples], lengths, budget)
 
     def _reduced_gradient_norm(self) -> Tensor:
         gradients = self.optimizer.gradients()

@@ -22,6 +22,8 @@ class Adapter:
     b: Tensor  # [out, r]
     bias: Tensor | None  # [out]
     scaling: float
+    dropout: float
+    """Probability with which training drops an input; an engine drops none."""
 
     def add_to(self, output: Tensor, x: Tensor) -> None:
         """Add the update for `x` [..., in] to `output` [..., out] in place."""
@@ -54,6 +56,7 @@ def active_adapters(module: nn.Module) -> list[Adapter]:
             b=lora.lora_B[name].weight,
             bias=lora.lora_B[name].bias,
             scaling=sign * lora.scaling[name],
+            dropout=getattr(lora.lora_dropout[name], "p", 0.0),  # without dropout it is an nn.Identity
         )
         for name in names
         if name in lora.lora_A

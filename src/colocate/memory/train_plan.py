@@ -1,0 +1,50 @@
+"""How a training step is cut and what it keeps: the part of the memory plan that a step obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+ActivationPolicy = Literal["keep", "selective", "full", "offload"]
+ACTIVATION_POLICIES: tuple[ActivationPolicy, ...] = get_args(ActivationPolicy)
+"""From the fastest to the one that takes least memory (`colocate.policy.stack`)."""
+
+ENOUGH_TOKENS = 8192
+"""A micro-batch of so many keeps a GPU's matrix products at full speed, so that cutting a larger one costs
+less than recomputing anything."""
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """None of it changes a gradient by more than the order of sums."""
+
+    activation_policy: ActivationPolicy = "keep"
+    tokens_per_microbatch: int | None = None
+    """Tokens in one forward and backward, a shared prompt counted once. None: `sequences_per_microbatch`
+    times the step's longest sequence."""
+    sequences_per_microbatch: int = 1
+    logprob_chunk_size: int = 1024
+    """Tokens whose logits exist at a time."""
+
+    def budget(self, longest: int) -> int:
+        """Tokens per micro-batch in a step whose longest sequence has `longest`."""
+        return self.tokens_per_microbatch or self.sequences_per_microbatch * longest
+
+    def smaller(self, longest: int) -> TrainPlan | None:
+        """The next plan to try after memory ran out; None: there is none that would take less.
+
+        Args:
+            longest: tokens of the longest sequence, which no micro-batch can be cut below.
+        """
+        budget = self.budget(longest)
+        half = max(longest, budget // 2)
+        level = ACTIVATION_POLICIES.index(self.activation_policy)
+        if budget > max(longest, ENOUGH_TOKENS):
+            return replace(self, tokens_per_microbatch=half)
+        if level + 1 < len(ACTIVATION_POLICIES):
+            return replace(self, activation_policy=ACTIVATION_POLICIES[level + 1])
+        if half < budget:
+            return replace(self, tokens_per_microbatch=half)
+        if self.logprob_chunk_size > 64:
+            return replace(self, logprob_chunk_size=self.logprob_chunk_size // 2)
+        return None

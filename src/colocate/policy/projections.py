@@ -1,0 +1,153 @@
+"""The linear layers of a decoder layer for training: base weights fused, LoRA beside them, backward by hand.
+
+    y = x W^T + b + sum_i s_i (d_i(x) A_i^T) B_i^T          (Hu et al. 2021, arXiv:2106.09685, eq. 3)
+
+with dropout d_i. W may be frozen and may be stored in 4 bits; then it exists in full only during its product.
+Adapters are float32 whatever the model's type is; their products take them in the model's type, with float32
+sums, as the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from colocate.weights.adapters import Adapter, active_adapters, base_linear
+from colocate.weights.shared_views import fused_view
+
+
+class Gradients:
+    """Sums of gradients by parameter, over the tiles of a micro-batch."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, parameter: Tensor, value: Tensor) -> None:
+        """A parameter's second and later values are summed in float32 at least."""
+        key = id(parameter)
+        if key not in self._sums:
+            self._sums[key] = value
+        else:
+            total = self._sums[key]
+            self._sums[key] = total.to(torch.promote_types(total.dtype, torch.float32)).add_(value)
+
+    def of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """The sums in the parameters' own types; None where there is none."""
+        sums = [self._sums.get(id(parameter)) for parameter in parameters]
+        return [
+            None if s is None else s.to(p.dtype).view_as(p) for s, p in zip(sums, parameters, strict=True)
+        ]
+
+
+class Projection:
+    """Linear layers that read the same input, seen as one.
+
+    Args:
+        modules: `nn.Linear`s, 4-bit ones, or PEFT's LoRA around them.
+        is_training: whether LoRA's dropout applies.
+    """
+
+    def __init__(self, *modules: nn.Module, is_training: bool) -> None:
+        self._linears = [base_linear(module) for module in modules]
+        self._rows: list[slice] = []
+        self._adapters: list[tuple[slice, Adapter]] = []
+        start = 0
+        for module, linear in zip(modules, self._linears, strict=True):
+            rows = slice(start, start + linear.out_features)
+            self._rows.append(rows)
+            self._adapters += [(rows, adapter) for adapter in active_adapters(module)]
+            start = rows.stop
+        self._is_training = is_training
+
+    @property
+    def has_dropout(self) -> bool:
+        return any(self._drops(adapter) for _, adapter in self._adapters)
+
+    def parameters(self) -> list[Tensor]:
+        """All that a gradient may be asked for."""
+        base = [x for linear in self._linears for x in (linear.weight, linear.bias)]
+        adapters = [x for _, adapter in self._adapters for x in (adapter.a, adapter.b, adapter.bias)]
+        return [x for x in (*base, *adapters) if x is not None and x.requires_grad]
+
+    def __call__(self, x: Tensor, seed: int) -> Tensor:
+        """y [T, out] for x [T, in]. `seed` determines the dropout."""
+        y = x @ self._weight().T
+        if self._linears[0].bias is not None:
+            y += _joined([linear.bias for linear in self._linears])
+        for number, (rows, adapter) in enumerate(self._adapters):
+            dropped = self._dropped(x, adapter, seed + number)
+            reduced = dropped @ adapter.a.to(x.dtype).T
+            y[:, rows].addmm_(reduced, adapter.b.to(x.dtype).T, alpha=adapter.scaling)
+            if adapter.bias is not None:
+                y[:, rows].add_(adapter.bias, alpha=adapter.scaling)
+        return y
+
+    def input_gradient(self, grad: Tensor, seed: int) -> Tensor:
+        """Gradient of x [T, in], given that of y [T, out]."""
+        grad_x = grad @ self._weight()
+        for number, (rows, adapter) in enumerate(self._adapters):
+            grad_reduced = (grad[:, rows] @ adapter.b.to(grad.dtype)).mul_(adapter.scaling)
+            a = adapter.a.to(grad.dtype)
+            if self._drops(adapter):
+                grad_x += self._dropped(grad_reduced @ a, adapter, seed + number)
+            else:
+                grad_x.addmm_(grad_reduced, a)
+        return grad_x
+
+    def add_gradients(self, gradients: Gradients, grad: Tensor, x: Tensor, seed: int) -> None:
+        """Add the parameters' gradients to `gradients`, given x [T, in] and the gradient of y [T, out]."""
+        self._add_base_gradients(gradients, grad, x)
+        for number, (rows, adapter) in enumerate(self._adapters):
+            if adapter.a.requires_grad or adapter.b.requires_grad:
+                dropped = self._dropped(x, adapter, seed + number)
+                grad_reduced = (grad[:, rows] @ adapter.b.to(x.dtype)).mul_(adapter.scaling)
+                gradients.add(adapter.a, wide_product(grad_reduced.T, dropped))
+                reduced = (dropped @ adapter.a.to(x.dtype).T).mul_(adapter.scaling)
+                gradients.add(adapter.b, wide_product(grad[:, rows].T, reduced))
+            if adapter.bias is not None and adapter.bias.requires_grad:
+                gradients.add(adapter.bias, _column_sum(grad[:, rows]).mul_(adapter.scaling))
+
+    def _add_base_gradients(self, gradients: Gradients, grad: Tensor, x: Tensor) -> None:
+        if all(linear.weight.requires_grad for linear in self._linears):
+            joint = grad.T @ x
+            for linear, rows in zip(self._linears, self._rows, strict=True):
+                gradients.add(linear.weight, joint[rows])
+        else:
+            for linear, rows in zip(self._linears, self._rows, strict=True):
+                if linear.weight.requires_grad:
+                    gradients.add(linear.weight, grad[:, rows].T @ x)
+        for linear, rows in zip(self._linears, self._rows, strict=True):
+            if linear.bias is not None and linear.bias.requires_grad:
+                gradients.add(linear.bias, _column_sum(grad[:, rows]))
+
+    def _weight(self) -> Tensor:
+        return _joined([linear.weight for linear in self._linears])
+
+    def _drops(self, adapter: Adapter) -> bool:
+        return self._is_training and adapter.dropout > 0
+
+    def _dropped(self, x: Tensor, adapter: Adapter, seed: int) -> Tensor:
+        """Dropout whose mask is made again from its seed in backward, which is cheaper than keeping it."""
+        if not self._drops(adapter):
+            return x
+        generator = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.empty_like(x).bernoulli_(1 - adapter.dropout, generator=generator)
+        return kept.div_(1 - adapter.dropout).mul_(x)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of tensors in the model's type, summed and stored in float32 at least."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def _column_sum(grad: Tensor) -> Tensor:
+    return grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0].detach() if len(parts) == 1 else fused_view(parts)

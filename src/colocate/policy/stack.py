@@ -1,0 +1,281 @@
+"""The decoder layers, forward and backward, on the model's own parameters.
+
+One autograd function per layer, whose backward is written out: so it is decided here, and not left to a graph
+of small operations, what a layer keeps for its backward pass and what it computes again. That is the
+*activation policy*. Per token and layer, with h the hidden size, i the MLP's width, H query and K key heads
+of D values, the layer keeps
+
+    keep        its input, q/k/v, attention's output, the MLP's input, gate and up     2h + 2HD + 2KD + 2i
+    selective   the same without gate and up: the MLP's first product is made again    2h + 2HD + 2KD
+    full        its input                                                              h
+    offload     its input, in pinned host memory                                       0
+
+values, and 4H bytes for the log-sum-exps in the first two. Norms, rotations and activation functions are made
+again under all of them: they cost a few per cent of a step's time and more memory than all the rest. Where
+the MLP is recomputed it runs over tiles of tokens, so that what it needs at a time does not grow with the
+sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from colocate.memory.train_plan import ActivationPolicy
+from colocate.policy import operations
+from colocate.policy.attention import attention, attention_backward
+from colocate.policy.host_activations import HostActivations
+from colocate.policy.pack import Pack
+from colocate.policy.projections import Gradients, Projection
+from colocate.types import Sample
+from colocate.weights.layouts import LayerLayout, Layout, has_layout, layout_for
+from colocate.weights.shared_views import fuse_parameters
+
+MLP_TILE_TOKENS = 8192
+"""Tokens of the recomputed MLP at a time: enough for its products to run at full speed."""
+
+
+def runs_packed(model: nn.Module) -> bool:
+    """Whether `DecoderStack` can compute this model: it has a layout, and no dropout inside attention."""
+    return has_layout(model) and not getattr(model.config, "attention_dropout", 0.0)
+
+
+class DecoderStack:
+    """A model with a layout, as its parameters and adapters are now.
+
+    Whatever switches an adapter, re-assigns a parameter or changes `model.training` makes another one
+    necessary; making one costs milliseconds.
+
+    Args:
+        host_activations: where "offload" keeps the layers' inputs.
+        share_prompts: compute the prompt of a group once.
+    """
+
+    def __init__(
+        self, model: nn.Module, host_activations: HostActivations, *, share_prompts: bool = True
+    ) -> None:
+        layout = layout_for(model)
+        fuse_parameters(model)
+        self._layout = layout
+        self._layers = [DecoderLayer(layer, layout, is_training=model.training) for layer in layout.layers]
+        self._host_activations = host_activations
+        self._share_prompts = share_prompts
+
+    def hidden_states(self, pack: Pack, policy: ActivationPolicy) -> Tensor:
+        """The normed last hidden states that predict completion tokens, [N, hidden], differentiable."""
+        layout = self._layout
+        x = F.embedding(pack.token_ids, layout.embed_tokens.weight)
+        with torch.no_grad():
+            cos, sin = (part[0] for part in layout.rotary_emb(x[None], pack.position_ids[None]))
+        if not torch.is_grad_enabled():
+            policy = "full"  # whose forward holds least
+        for index, layer in enumerate(self._layers):
+            offload = (self._host_activations, index) if policy == "offload" else None
+            seed = int(torch.randint(2**31, ())) if layer.has_dropout else 0
+            context = LayerContext(pack, cos, sin, policy, seed, offload)
+            x = _LayerFunction.apply(x, layer, context, *layer.parameters())
+        norm = layout.norm.weight
+        assert isinstance(norm, Tensor), "the last norm has a weight"
+        return _NormFunction.apply(x[pack.predicting], norm, layout.rms_norm_eps)
+
+    def pack(self, samples: Sequence[Sample]) -> Pack:
+        """Lay out a micro-batch; prompts are shared unless a layer's window ends inside a sequence."""
+        longest = max(sample.num_tokens for sample in samples)
+        windows = [layer.window for layer in self._layers if layer.window is not None]
+        return Pack.of(
+            samples, share_prompts=self._share_prompts and longest <= min(windows, default=longest)
+        )
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a layer's forward and backward of one micro-batch share beside tensors that it keeps."""
+
+    pack: Pack
+    cos: Tensor  # [T, D]
+    sin: Tensor  # [T, D]
+    policy: ActivationPolicy
+    seed: int
+    """Of dropout."""
+    offload: tuple[HostActivations, int] | None
+    """Where the input is kept, and under which number."""
+
+    def seed_of(self, slot: int) -> int:
+        """Of the dropout masks of one projection, or of one tile of one: far from its neighbours' seeds."""
+        return (self.seed + slot * 1_000_003) % 2**32  # the CPU's generator reads no more bits
+
+    def mlp_tiles(self) -> Iterator[tuple[slice, int]]:
+        """Tokens of the MLP at a time, and the slot of gate/up's dropout; down's is the next."""
+        size = self.pack.num_tokens if self.policy == "keep" else MLP_TILE_TOKENS
+        for number, start in enumerate(range(0, self.pack.num_tokens, size)):
+            yield slice(start, start + size), 2 + 2 * number
+
+
+class DecoderLayer:
+    """One pre-norm decoder layer: x + attention(norm(x)), then the same with the MLP."""
+
+    def __init__(self, layer: LayerLayout, layout: Layout, *, is_training: bool) -> None:
+        self._qkv = Projection(layer.q, layer.k, layer.v, is_training=is_training)
+        self._o = Projection(layer.o, is_training=is_training)
+        self._gate_up = Projection(layer.gate, layer.up, is_training=is_training)
+        self._down = Projection(layer.down, is_training=is_training)
+        self._input_norm: Any = layer.input_norm.weight
+        self._mlp_norm: Any = layer.post_attention_norm.weight
+        self._q_norm: Any = None if layer.q_norm is None else layer.q_norm.weight
+        self._k_norm: Any = None if layer.k_norm is None else layer.k_norm.weight
+        self._activation = layer.activation
+        self._num_heads, self._head_dim = layout.num_heads, layout.head_dim
+        self.window = layer.sliding_window
+        self._scale, self._eps = layout.scaling, layout.rms_norm_eps
+
+    @property
+    def has_dropout(self) -> bool:
+        return any(projection.has_dropout for projection in self._projections())
+
+    def parameters(self) -> list[Tensor]:
+        """Those that a gradient is asked for."""
+        norms = (self._input_norm, self._mlp_norm, self._q_norm, self._k_norm)
+        own = [norm for norm in norms if norm is not None and norm.requires_grad]
+        return own + [p for projection in self._projections() for p in projection.parameters()]
+
+    def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The layer's output [T, h], and what its policy keeps beside the input."""
+        qkv, out, lse = self._attend(x, context)
+        x_mid = self._o(out.flatten(1), context.seed_of(1)).add_(x)
+        kept: tuple[Tensor, ...] = ()
+        if context.policy in ("keep", "selective"):
+            kept = (qkv, out, lse, x_mid)
+        del qkv, out, lse
+        y = torch.empty_like(x)
+        for tile, slot in context.mlp_tiles():
+            normed = operations.rms_norm(x_mid[tile], self._mlp_norm, self._eps)
+            gate_up = self._gate_up(normed, context.seed_of(slot))
+            if context.policy == "keep":
+                kept += (gate_up,)
+            activated = operations.gate(self._activation, gate_up)
+            torch.add(self._down(activated, context.seed_of(slot + 1)), x_mid[tile], out=y[tile])
+        return y, kept
+
+    def backward(
+        self, grad: Tensor, x: Tensor, kept: tuple[Tensor, ...], context: LayerContext, gradients: Gradients
+    ) -> Tensor:
+        """Gradient of the input [T, h] given the output's; the parameters' go into `gradients`."""
+        if kept:
+            qkv, out, lse, x_mid = kept[:4]
+        else:
+            qkv, out, lse = self._attend(x, context)
+            x_mid = self._o(out.flatten(1), context.seed_of(1)).add_(x)
+        grad = self._mlp_backward(grad, x_mid, kept[4:], context, gradients)
+        self._o.add_gradients(gradients, grad, out.flatten(1), context.seed_of(1))
+        grad_out = self._o.input_gradient(grad, context.seed_of(1)).view_as(out)
+        q, k, v = self._rotated(qkv, context)
+        grad_q, grad_k, grad_v = attention_backward(
+            grad_out, q, k, v, out, lse, context.pack, scale=self._scale, window=self.window
+        )
+        del x_mid, q, k, out, grad_out
+        grad_qkv, grad_q_norm, grad_k_norm = operations.rotate_backward(
+            grad_q, grad_k, grad_v, qkv, context.cos, context.sin, self._q_norm, self._k_norm, self._eps
+        )
+        del grad_q, grad_k, grad_v, qkv, v
+        for norm, value in ((self._q_norm, grad_q_norm), (self._k_norm, grad_k_norm)):
+            if value is not None:
+                gradients.add(norm, value)
+        normed = operations.rms_norm(x, self._input_norm, self._eps)
+        self._qkv.add_gradients(gradients, grad_qkv.flatten(1), normed, context.seed_of(0))
+        del normed
+        grad_normed = self._qkv.input_gradient(grad_qkv.flatten(1), context.seed_of(0))
+        del grad_qkv
+        grad_x, grad_norm = operations.rms_norm_backward(grad_normed, x, self._input_norm, self._eps, grad)
+        gradients.add(self._input_norm, grad_norm)
+        return grad_x
+
+    def _attend(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        """q/k/v before their rotation [T, H + 2K, D], attention's output [T, H, D] and log-sum-exps."""
+        normed = operations.rms_norm(x, self._input_norm, self._eps)
+        qkv = self._qkv(normed, context.seed_of(0)).view(len(x), -1, self._head_dim)
+        q, k, v = self._rotated(qkv, context)
+        out, lse = attention(q, k, v, context.pack, scale=self._scale, window=self.window)
+        return qkv, out, lse
+
+    def _rotated(self, qkv: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = operations.rotate(
+            qkv, context.cos, context.sin, self._num_heads, self._q_norm, self._k_norm, self._eps
+        )
+        return q, k, qkv[:, self._num_heads + k.shape[1] :]
+
+    def _mlp_backward(
+        self,
+        grad: Tensor,
+        x_mid: Tensor,
+        kept: tuple[Tensor, ...],
+        context: LayerContext,
+        gradients: Gradients,
+    ) -> Tensor:
+        """Gradient of the MLP's input, its residual's included. `kept` is gate and up, or nothing."""
+        grad_x = torch.empty_like(x_mid)
+        for tile, slot in context.mlp_tiles():
+            normed = operations.rms_norm(x_mid[tile], self._mlp_norm, self._eps)
+            gate_up = kept[0] if kept else self._gate_up(normed, context.seed_of(slot))
+            grad_activated = self._down.input_gradient(grad[tile], context.seed_of(slot + 1))
+            grad_gate_up, activated = operations.gate_backward(grad_activated, self._activation, gate_up)
+            del gate_up, grad_activated
+            self._down.add_gradients(gradients, grad[tile], activated, context.seed_of(slot + 1))
+            del activated
+            self._gate_up.add_gradients(gradients, grad_gate_up, normed, context.seed_of(slot))
+            grad_normed = self._gate_up.input_gradient(grad_gate_up, context.seed_of(slot))
+            del grad_gate_up, normed
+            grad_x[tile], grad_norm = operations.rms_norm_backward(
+                grad_normed, x_mid[tile], self._mlp_norm, self._eps, grad[tile]
+            )
+            gradients.add(self._mlp_norm, grad_norm)
+        return grad_x
+
+    def _projections(self) -> tuple[Projection, ...]:
+        return self._qkv, self._o, self._gate_up, self._down
+
+
+class _LayerFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer, context, *parameters):
+        y, kept = layer.forward(x, context)
+        ctx.layer, ctx.context, ctx.parameters = layer, context, parameters
+        if context.offload is None:
+            ctx.save_for_backward(x, *kept)
+        elif any(ctx.needs_input_grad):
+            store, number = context.offload
+            store.put(number, x)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        if ctx.context.offload is None:
+            x, *kept = ctx.saved_tensors
+        else:
+            store, number = ctx.context.offload
+            x, kept = store.take(number), ()
+        gradients = Gradients()
+        # Autograd may pass on an expanded scalar; kernels read rows.
+        grad_x = ctx.layer.backward(grad.contiguous(), x, tuple(kept), ctx.context, gradients)
+        return grad_x, None, None, *gradients.of(ctx.parameters)
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return operations.rms_norm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = operations.rms_norm_backward(grad.contiguous(), x, weight, ctx.eps)
+        return grad_x, grad_weight.to(weight.dtype), None
