@@ -102,6 +102,11 @@ class PolicyOptimizer:
         moments = (x for state in self.optimizer.state.values() for x in state.values())
         return sum(x.nbytes for x in (*self._masters.values(), *moments) if isinstance(x, Tensor))
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory of the gradients accumulated so far."""
+        return sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
+
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients, one per leaf; zeros where backward has not been.
 

@@ -31,6 +31,8 @@ CATEGORY_COLORS = {
     "kv_cache": "blue",
     "gradients": "gold",
     "activations": "orange",
+    "logits": "red",
+    "workspace": "gray",
     "in use": "orange",
 }
 
