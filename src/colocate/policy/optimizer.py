@@ -121,6 +121,11 @@ class PolicyOptimizer:
             if isinstance(x, Tensor) and x.device == self._device:
                 yield x
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory of the gradients accumulated so far."""
+        return sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
+
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients, one per leaf; zeros where backward has not been.
 
