@@ -32,14 +32,24 @@ def main(size: str, directory: Path) -> None:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen2ForCausalLM(config)
-    words = {f"w{i}": i for i in range(shape["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    # The padding's embedding is made 0, and a norm multiplies the gradient of a 0 by a thousand in every layer:
+    # where such a token is sampled, no gradient is finite.
+    with torch.no_grad():
+        model.model.embed_tokens.weight[config.pad_token_id].normal_(std=config.initializer_range)
+    # Special tokens are found anywhere in a text, so none of them may be the beginning of a word.
+    special = ["<bos>", "<eos>", "<pad>", "<unk>"]
+    words = {f"w{i}" if i >= len(special) else special[i]: i for i in range(shape["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Under another name until it is whole: a model cut short by a time limit must not be taken for one.
     partial = directory.with_name(directory.name + ".partial")
     model.save_pretrained(partial)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w2", unk_token="w3"
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
     ).save_pretrained(partial)
     partial.rename(directory)
 
