@@ -239,9 +239,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of our configuration"
     )
-    parser.add_argument(
-        "--peer-site", help="a folder with vLLM and TRL, on PYTHONPATH of TRL's runs only"
-    )
+    parser.add_argument("--peer-site", help="a folder with vLLM and TRL, on PYTHONPATH of TRL's runs only")
     parser.add_argument("--records", type=Path, default=temporary / "colocate-step-records")
     parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
     parser.add_argument("--merge", action="store_true", help="measure nothing")
