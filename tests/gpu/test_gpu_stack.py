@@ -76,7 +76,7 @@ def test_gradients_are_as_near_to_float64_as_transformers(name, lora):
         their = (theirs_hidden.double().cpu() - want_hidden).norm() / want_hidden.norm()
         assert error <= 1.2 * their
         for tensor, value in relative_errors(gradients, want).items():
-            # PEFT multiplies by adapters in float32, this by adapters rounded to bfloat16, as the engine does.
+            # PEFT multiplies by adapters in float32; here, as in the engine, they are rounded.
             assert value <= (2.0 if lora else 1.5) * their_error[tensor] + 1e-3, tensor
 
 

@@ -4,10 +4,14 @@ import pytest
 import torch
 from test_policy import SAMPLES, make_model, make_policy, objective
 
+from colocate.engines.native.model_runner import ModelRunner
 from colocate.memory.recovery import Recovery
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
 from colocate.policy import policy as policy_module
+from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.policy import OUT_OF_MEMORY_ADVICE
 from colocate.policy.stack import DecoderLayer
+from colocate.types import Completion, Prompt, SamplingParams
 from tiny import make_trainer
 
 PLAN = TrainPlan("keep", tokens_per_microbatch=40, logprob_chunk_size=128)
@@ -28,7 +32,7 @@ def failing(monkeypatch, owner, name: str, *, call: int, times: int = 1):
 
 
 def recovering(policy):
-    policy.retry = Recovery([policy.shrink_plan]).run
+    policy.retry = Recovery([policy.shrink_plan], OUT_OF_MEMORY_ADVICE).run
     return policy
 
 
@@ -42,7 +46,7 @@ PLACES = {
     "forward": (DecoderLayer, "forward", 4),
     "log-probs": (policy_module, "token_logprobs", 2),
     "backward": (DecoderLayer, "backward", 3),
-    "optimizer": (torch.optim.SGD, "step", 2),
+    "optimizer": (PolicyOptimizer, "_make_state", 2),
 }
 
 
@@ -71,7 +75,7 @@ def test_old_logprobs_are_repeated(monkeypatch):
 def test_when_nothing_helps_the_error_says_what_was_tried(monkeypatch):
     policy = recovering(make_policy(make_model(), plan=PLAN))
     failing(monkeypatch, DecoderLayer, "backward", call=1, times=10_000)
-    with pytest.raises(torch.OutOfMemoryError, match=r"injected.*Lower max_completion_length"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"injected.*Lower\s+max_completion_length"):
         policy.update(SAMPLES, objective)
     assert policy.plan.activation_policy == ACTIVATION_POLICIES[-1]
     assert policy.plan.smaller(15) is None
@@ -89,3 +93,28 @@ def test_the_kv_cache_goes_first(tmp_path, monkeypatch):
     trainer.train()
     assert kept[1:3] == [5, 0] and set(kept[2:]) == {0}
     assert trainer.policy.plan == plan
+
+
+@pytest.mark.parametrize("times", [1, 6])
+def test_a_rollout_is_repeated_with_the_same_completions(times, tmp_path, monkeypatch, caplog):
+    prompts = [Prompt(tuple(range(1, 40)), key, range(3)) for key in range(3)]
+    sampling = SamplingParams(max_tokens=12, seed=1)
+
+    def completions() -> list[Completion]:
+        engine = make_trainer(tmp_path).engine
+        engine.wake_up()
+        return engine.generate(prompts, sampling)
+
+    want = completions()
+    failing(monkeypatch, ModelRunner, "prefill", call=1, times=times)
+    assert [c.token_ids for c in completions()] == [c.token_ids for c in want]
+    assert "injected in prefill" in caplog.text
+    assert ("The KV cache is cut" in caplog.text) == (times == 6)
+
+
+def test_a_rollout_that_cannot_shrink_says_so(tmp_path, monkeypatch):
+    engine = make_trainer(tmp_path, kv_cache_tokens=64).engine
+    engine.wake_up()
+    failing(monkeypatch, ModelRunner, "prefill", call=1, times=1000)
+    with pytest.raises(torch.OutOfMemoryError, match=r"injected.*Lower max_num_seqs"):
+        engine.generate([Prompt((1, 2, 3), 0)], SamplingParams(max_tokens=4))

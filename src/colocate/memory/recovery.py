@@ -21,10 +21,12 @@ class Recovery:
 
     Args:
         remedies: the cheapest first.
+        advice: what the user can do when no remedy is left, as sentences.
     """
 
-    def __init__(self, remedies: Sequence[Remedy]) -> None:
+    def __init__(self, remedies: Sequence[Remedy], advice: str) -> None:
         self._remedies = remedies
+        self._advice = advice
 
     def run(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, which must leave nothing behind that changes its result when it is repeated.
@@ -43,9 +45,5 @@ class Recovery:
                 torch.cuda.empty_cache()
             remedy = next((done for remedy in self._remedies if (done := remedy()) is not None), None)
             if remedy is None:
-                raise torch.OutOfMemoryError(
-                    f"{shortage} Everything that needs less memory was tried: the KV cache is given back, "
-                    "layers keep nothing, and a micro-batch is one sequence. Lower max_completion_length or "
-                    "max_prompt_length, set use_peft or load_in_4bit, or free memory on the device."
-                )
-            logger.warning("Out of memory: %s %s; repeating.", str(shortage).split("\n")[0], remedy)
+                raise torch.OutOfMemoryError(f"{shortage} Nothing is left to try. {self._advice}")
+            logger.warning("Out of memory: %s. %s; repeating.", str(shortage).split("\n")[0], remedy)

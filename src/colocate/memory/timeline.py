@@ -43,6 +43,8 @@ from typing import Any
 import psutil
 import torch
 
+from colocate.memory import host
+
 MAX_POINTS = 24
 """Points that a span keeps: its first half and its last half of so many. A step of a hundred micro-batches
 would otherwise write as many lines' worth into the run's record, and no picture could show them."""
@@ -216,7 +218,7 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self.limit_bytes = _host_limit_bytes()
+        self.limit_bytes = host.limit_bytes()
         self._highest = 0
 
     def synchronize(self) -> None:
@@ -314,13 +316,3 @@ def _high_water_mark_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _host_limit_bytes() -> int:
-    """The machine's memory, or the container's share of it."""
-    total = psutil.virtual_memory().total
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total

@@ -34,6 +34,11 @@ the log-probabilities costs less.
 
 Retry = Callable[[Callable[[], Any]], Any]
 
+OUT_OF_MEMORY_ADVICE = (
+    "The engine has given everything back, layers keep nothing and a micro-batch is one sequence. Lower "
+    "max_completion_length or max_prompt_length, set use_peft or load_in_4bit, or free memory on the device."
+)
+
 
 @dataclass(frozen=True)
 class UpdateResult:
@@ -82,9 +87,10 @@ class Policy:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities of greedy sampling have no gradient."
             )
-        check_output_head(model)
         if runs_packed(model):
             fuse_parameters(model)  # now, and not in the first step: an engine may capture graphs before it
+        else:
+            check_output_head(model)  # a layout has a plain head
         self.model = model
         self.optimizer = optimizer
         self.reference = reference

@@ -433,8 +433,8 @@ def _phase_peak(spans: Sequence[dict], phase: str) -> float:
 
 
 def _stack(span: dict, rest_name: str) -> dict[str, float]:
-    """GiB by category; `rest_name` is what the peak holds beyond them."""
-    stack = _sizes(span)
+    """GiB by category that holds any; `rest_name` is what the peak holds beyond them."""
+    stack = {name: size for name, size in _sizes(span).items() if size}
     rest = number(span["peak_bytes"]) / GIB - sum(stack.values())
     return {**stack, rest_name: rest} if rest > 0 else stack
 

@@ -14,24 +14,36 @@ from colocate.engines.native.capacity import (
     longest_sequence,
     pages_of_longest,
     take_pages,
+    take_weights,
     useful_pages,
 )
 from colocate.engines.native.decoder import Decoder, capacity_for
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout import Rollout
+from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
+
+SMALLEST_PREFILL_TOKENS = 512
+"""A prefill of fewer tokens would take little less memory and much more time."""
+
+ADVICE = (
+    "The rollout needs this much beside a KV cache of one page. Lower max_num_seqs, set load_in_4bit, or "
+    "free memory on the device."
+)
 
 
 class NativeEngine:
     """Generates with the parameters of `model`, which the trainer may update in place between rollouts.
 
     The model's q/k/v and gate/up parameters become views of fused storage (see `fuse_parameters`); LoRA
-    adapters of PEFT are read where they are. A group's prompt is prefilled and stored once. With equal (seed,
-    prompt key, member) a completion is the same whatever else is in the batch, up to the rounding of
-    differently shaped matrix products.
+    adapters of PEFT are read where they are. Weights in bitsandbytes' 4 bits are dequantised for the time of
+    a rollout: all of them where memory allows, else one by one (see `capacity.take_weights`). A group's
+    prompt is prefilled and stored once. With equal (seed, prompt key, member) a completion is the same
+    whatever else is in the batch, up to the rounding of differently shaped matrix products.
 
     Args:
         model: a Hugging Face causal language model with a layout, or a PEFT model around one.
@@ -92,13 +104,21 @@ class NativeEngine:
             page_size=page_size,
             scratch_bytes=self._backend.scratch_bytes(layout, capacity_for(max_num_seqs, self._backend)),
         )
+        self._weights = RolloutWeights()
         self._decoder: Decoder | None = None
         self._is_awake = False
+        self._max_pages: int | None = None
+        """Of the KV cache, since memory once ran out beside more."""
+        self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
         fuse_parameters(model)
 
     @property
     def kv_cache_bytes(self) -> int:
         return self._cache.num_bytes
+
+    @property
+    def rollout_weight_bytes(self) -> int:
+        return self._weights.num_bytes
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`.
@@ -121,14 +141,36 @@ class NativeEngine:
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
         fuse_parameters(self._model)
-        with torch.inference_mode():
-            self._size_cache(prompts, sampling.max_tokens)
-            decoder = self._decoder_for(prompts, sampling.max_tokens)
-            return Rollout(decoder, prompts, sampling).run(self.policy_version)
+        return self._recovery.run(lambda: self._generate(prompts, sampling))
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        self._size_cache(prompts, sampling.max_tokens)
+        self._weights.prepare(self._layout)
+        decoder = self._decoder_for(prompts, sampling.max_tokens)
+        return Rollout(decoder, prompts, sampling).run(self.policy_version)
+
+    def _shrink_prefill(self) -> str | None:
+        self._decoder = None  # it may be half made, and its graphs hold memory
+        if self._backend.max_prefill_tokens <= SMALLEST_PREFILL_TOKENS:
+            return None
+        self._backend.max_prefill_tokens //= 2
+        return f"Prompts are now read {self._backend.max_prefill_tokens:,} tokens at a time"
+
+    def _shrink_cache(self) -> str | None:
+        if self._cache.num_pages <= 1:
+            return None
+        self._max_pages = self._cache.num_pages // 2
+        self._cache.free()
+        return f"The KV cache is cut to {self._max_pages * self._page_size:,} tokens"
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Give the KV cache's memory back, on a GPU all but `keep_bytes`. Captured graphs stay valid."""
-        self._cache.free(keep_bytes)
+        """Give memory back, on a GPU all but `keep_bytes`. Captured graphs stay valid.
+
+        What is kept is memory for dequantised weights first, then for the KV cache; no contents are.
+        """
+        self._weights.free(keep_bytes)
+        self._cache.free(max(0, keep_bytes - self._weights.num_bytes))
         if not self._backend.captures_graphs:
             self._decoder = None  # cheap to make anew, and it holds on to weights that may be moved
         self._is_awake = False
@@ -143,6 +185,7 @@ class NativeEngine:
             raise RuntimeError("The engine is closed and cannot be used again.")
         if not self._is_awake and self._kv_cache_tokens is not None:
             wanted = self._kv_cache_tokens // self._page_size
+            take_weights(self._weights, self._cache, self._layout, wanted_pages=wanted, needed_pages=1)
             num_pages = take_pages(self._cache, wanted, self._layout.dtype, self._layout.device)
             if num_pages < wanted:
                 share = FREE_MEMORY_FRACTION[self._layout.device.type]
@@ -168,6 +211,7 @@ class NativeEngine:
         self._is_awake = False
         self._decoder = self._model = None
         self._cache.close()
+        self._weights.close()
 
     def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
         """The decoder of earlier rollouts if it is large enough for this one."""
@@ -182,7 +226,12 @@ class NativeEngine:
         # Rounded up, so that rollouts a little longer than the last do not capture graphs anew.
         max_len = min(1 << (max_len - 1).bit_length(), self._max_len)
         self._decoder = Decoder(
-            self._cache, self._backend, layout, max_num_seqs=self._max_num_seqs, max_len=max_len
+            self._cache,
+            self._weights,
+            self._backend,
+            layout,
+            max_num_seqs=self._max_num_seqs,
+            max_len=max_len,
         )
         return self._decoder
 
@@ -190,18 +239,20 @@ class NativeEngine:
         """Check that one sequence fits; take memory for this rollout if no size was given."""
         page_size, layout = self._page_size, self._layout
         needed = pages_of_longest(prompts, max_tokens, page_size)
-        is_in_place = self._cache.is_on(layout.dtype, layout.device)
-        available = self._cache.num_pages if is_in_place else 0
         if self._kv_cache_tokens is None:
             wanted = max(needed, useful_pages(prompts, max_tokens, page_size, self._max_num_seqs))
         else:
             wanted = self._kv_cache_tokens // page_size
+        wanted = min(wanted, self._max_pages or wanted)
+        take_weights(self._weights, self._cache, layout, wanted_pages=wanted, needed_pages=needed)
+        is_in_place = self._cache.is_on(layout.dtype, layout.device)
+        available = self._cache.num_pages if is_in_place else 0
         # A given size was taken by `wake_up`, unless the model was converted or moved since then.
         if available < wanted and (self._kv_cache_tokens is None or not is_in_place):
             available = take_pages(self._cache, wanted, layout.dtype, layout.device)
         if available < needed:
             remedy = f"Set kv_cache_tokens to at least {needed * page_size}"
-            if self._kv_cache_tokens is None:
+            if self._kv_cache_tokens is None or self._max_pages is not None:
                 share = FREE_MEMORY_FRACTION[layout.device.type]
                 remedy = f"Free memory (the cache takes at most {share:.0%} of what is free)"
             tokens = longest_sequence(prompts, max_tokens) - 1
