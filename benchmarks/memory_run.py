@@ -102,6 +102,7 @@ def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.d
         args = GRPOConfig(
             output_dir=directory,
             max_steps=NUM_STEPS,
+            engine="native",
             per_device_train_batch_size=options.generations,
             num_generations=options.generations,
             max_completion_length=new_tokens,
