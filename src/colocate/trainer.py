@@ -131,8 +131,9 @@ class GRPOTrainer:
         self.timeline.watch("weights", lambda: sum(p.nbytes for p in self.model.parameters()))
         self.timeline.watch("optimizer", lambda: self.policy.optimizer.num_bytes)
         self.timeline.watch("kv_cache", lambda: self.engine.kv_cache_bytes, within_phases=True)
-        self.timeline.watch("rollout_weights", lambda: self.engine.rollout_weight_bytes)
+        self.timeline.watch("rollout_weights", lambda: self.engine.rollout_weight_bytes, within_phases=True)
         self.timeline.watch("gradients", lambda: self.policy.optimizer.gradient_bytes, within_phases=True)
+        self.policy.mark = self.timeline.mark
         self.handover = Handover()
         self.policy.retry = Recovery(
             [self.give_back_kv_cache, self.policy.shrink_plan], OUT_OF_MEMORY_ADVICE

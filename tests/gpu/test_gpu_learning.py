@@ -1,10 +1,16 @@
 """300 steps of the quickstart's task end at one accuracy, whatever training keeps, shares or moves."""
 
 import multiprocessing
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from test_gpu_trainer import records, script
+
+from colocate import GRPOConfig, GRPOTrainer
 
 pytestmark = pytest.mark.gpu
 
@@ -19,28 +25,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def accuracy(name: str, directory: str) -> float:
-    """Of the last 30 of 300 steps, 3,840 completions."""
-    import random
-
-    from datasets import Dataset
-    from test_gpu_trainer import records, script
-
-    from colocate import GRPOConfig, GRPOTrainer
-
-    addition, warm_start = script("addition"), script("warm_start")
+def warm_start(directory: Path) -> None:
+    """The quickstart's starting model and tokenizer."""
+    part = script("warm_start")
     torch.manual_seed(0)
-    tokenizer = warm_start.build_tokenizer()
-    model = warm_start.build_model(tokenizer)
-    warm_start.train(model, tokenizer, random.Random(0))
+    tokenizer = part.build_tokenizer()
+    model = part.build_model(tokenizer)
+    part.train(model, tokenizer, random.Random(0))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def accuracy(name: str, directory: Path) -> float:
+    """Of the last 30 of 300 steps, 3,840 completions."""
+    torch.set_num_threads(1)  # the runs share the processor
+    addition = script("addition")
     rows = [addition.as_row(*problem) for problem in addition.problems(held_out=False)]
     args = GRPOConfig(
-        output_dir=f"{directory}/{name}", num_generations=4, per_device_train_batch_size=128,
+        output_dir=str(directory / name), num_generations=4, per_device_train_batch_size=128,
         gradient_accumulation_steps=1, max_steps=300, max_completion_length=32, max_num_seqs=128,
         learning_rate=8e-4, warmup_steps=10, adam_beta2=0.95, scale_rewards="none", bf16=True,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, **VARIANTS[name],
     )  # fmt: skip
-    trainer = GRPOTrainer(model, addition.correct, args, Dataset.from_list(rows), processing_class=tokenizer)
+    trainer = GRPOTrainer(str(directory / "start"), addition.correct, args, Dataset.from_list(rows))
     trainer.train()
     rewards = [step["reward"] for step in records(args.run_dir)]
     trainer.engine.close()
@@ -48,10 +55,10 @@ def accuracy(name: str, directory: str) -> float:
 
 
 def test_every_way_to_train_learns_the_same(tmp_path):
+    warm_start(tmp_path / "start")
     with multiprocessing.get_context("spawn").Pool(len(VARIANTS)) as pool:
-        accuracies = dict(
-            zip(VARIANTS, pool.starmap(accuracy, [(name, str(tmp_path)) for name in VARIANTS]), strict=True)
-        )
+        results = pool.starmap(accuracy, [(name, tmp_path) for name in VARIANTS])
+    accuracies = dict(zip(VARIANTS, results, strict=True))
     print(accuracies)
     # A mean of 3,840 draws has a standard error of 0.006; runs that round differently part ways besides.
     assert min(accuracies.values()) > 0.85, accuracies

@@ -66,6 +66,7 @@ class Policy:
         max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
         reference: needed for `reference_logprobs` only.
         retry: calls what it is given, and again if it ran out of memory and less is needed now.
+        mark: told what has just been launched, and what takes memory only while it runs.
 
     Raises:
         ValueError: temperature 0; the LM head does something unknown (`check_output_head`).
@@ -82,6 +83,7 @@ class Policy:
         max_grad_norm: float | None,
         reference: Reference | None = None,
         retry: Retry = lambda work: work(),
+        mark: Callable[[str, str], None] = lambda name, transient: None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(
@@ -103,6 +105,7 @@ class Policy:
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
         self.retry = retry
+        self.mark = mark
         self._host_activations = HostActivations()
         self._longest = 1
 
@@ -126,6 +129,7 @@ class Policy:
             if self._max_grad_norm:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
             self.retry(self.optimizer.step)
+            self.mark("optimizer step", "workspace")
             self.version += 1
             self.num_skipped_updates = 0
         return UpdateResult(metrics, logprobs, skipped)
@@ -236,6 +240,7 @@ class Policy:
             _loss_batch(samples),
         )
         loss.backward()
+        self.mark("backward", "workspace")
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
     def _evaluate(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
@@ -262,6 +267,7 @@ class Policy:
             hidden = padded_hidden_states(model, samples)
         else:
             hidden = stack.hidden_states(stack.pack(samples), self.plan.activation_policy)
+        self.mark("layers", "workspace")
         logprobs, entropies = token_logprobs(
             hidden,
             torch.cat([sample.completion_ids for sample in samples]),
@@ -270,6 +276,7 @@ class Policy:
             chunk_size=self.plan.logprob_chunk_size,
             entropy_gradient=entropy_gradient,
         )
+        self.mark("log-probs", "logits")
         lengths = [len(sample.completion_ids) for sample in samples]
         return list(logprobs.split(lengths)), list(entropies.split(lengths))
 
