@@ -86,7 +86,7 @@ SHAPES = {
     ),
     # To try the scripts themselves.
     "tiny": dict(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=True, vocab_size=512,
     ),
 }  # fmt: skip

@@ -56,9 +56,9 @@ def prompts(work: Work, num_rows: int) -> Dataset:
     return Dataset.from_dict({"prompt": [" ".join(f"w{token}" for token in row) for row in rows]})
 
 
-def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Differs within a group, so that there is a gradient."""
-    return [float(sum(token % 2 for token in ids[:8])) for ids in completion_ids]
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Differs within every group, so that there is a gradient."""
+    return [float(number) for number in range(len(completions))]
 
 
 class StepClock(TrainerCallback):

@@ -1,0 +1,184 @@
+"""The step benchmark: arithmetic against counted operations, claims from records with known ratios."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/step_suite.py` does
+rollout_cases = importlib.import_module("rollout_cases")
+step = importlib.import_module("step")
+step_cases = importlib.import_module("step_cases")
+step_suite = importlib.import_module("step_suite")
+sys.path.remove(str(SCRIPTS))
+
+CLAIMS = {  # as the project's table names them
+    "step_1p5b_vs_trl",
+    "step_1p5b_longprompt_vs_trl",
+    "step_7b_lora_vs_trl",
+    "train_mfu_1p5b",
+    "standby_slowdown",
+}
+
+
+def counted_forward_flop(num_tokens: int, num_scored: int) -> tuple[int, int]:
+    """(layers, head) of one sequence, token by token against a cache: every query meets its own keys only."""
+    model = Qwen2ForCausalLM(Qwen2Config(**rollout_cases.SHAPES["tiny"], attn_implementation="eager")).eval()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        with FlopCounterMode(display=False) as layers:
+            for token in range(num_tokens):
+                model.model(input_ids=torch.tensor([[token]]), past_key_values=cache)
+        with FlopCounterMode(display=False) as head:
+            model.lm_head(torch.zeros(num_scored, model.config.hidden_size))
+    return layers.get_total_flops(), head.get_total_flops()
+
+
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_flop_of_a_step_are_three_times_those_counted_forward(shares_prompts: bool) -> None:
+    prompt, new, generations = 7, 5, 3
+    work = step_cases.Work("tiny", 2, generations, prompt, new)
+    flop = step_cases.training_flop(work, shares_prompts=shares_prompts)
+    whole, head = counted_forward_flop(prompt + new, new)
+    prompt_alone, _ = counted_forward_flop(prompt, new)
+    group = prompt_alone + generations * (whole - prompt_alone) if shares_prompts else generations * whole
+    assert flop["layers"] + flop["attention"] == 3 * work.num_prompts * group
+    assert flop["head"] == 3 * work.num_prompts * generations * head
+    assert flop["adapters"] == 0
+    assert flop["total"] == sum(value for name, value in flop.items() if name != "total")
+
+
+def test_frozen_weights_have_no_gradient_and_adapters_do() -> None:
+    whole = step_cases.training_flop(step_cases.Work("tiny", 1, 2, 3, 4), shares_prompts=False)
+    lora = step_cases.training_flop(step_cases.Work("tiny", 1, 2, 3, 4, lora_rank=8), shares_prompts=False)
+    for name in ("layers", "head"):
+        assert 6 * lora[name] == 4 * whole[name]
+    assert lora["attention"] == whole["attention"]
+    hidden, mlp, kv = 64, 128, 32
+    sides = 2 * (hidden + hidden) + 2 * (hidden + kv) + 3 * (hidden + mlp)
+    assert lora["adapters"] == 6 * 2 * 8 * sides * (2 * (3 + 4))
+
+
+def test_of_the_1p5b_shape_six_flop_per_parameter_and_token() -> None:
+    work = step_cases.COMPARISONS["1p5b"].work
+    flop = step_cases.training_flop(work, shares_prompts=False)
+    # Qwen2.5-1.5B has 1.54 billion parameters, of which 0.23 are the head (they are the embedding's, too).
+    per_token = flop["layers"] / work.num_tokens / 6
+    assert per_token == pytest.approx(1.31e9, rel=0.01)
+    assert flop["head"] / (256 * 512) / 6 == 151936 * 1536
+    assert work.num_processed_tokens(shares_prompts=True) == 32 * 256 + 256 * 512
+
+
+def record(framework: str, label: str, *steps: dict[str, Any] | float, warm_up: int = 0) -> dict[str, Any]:
+    return {
+        "kind": "step",
+        "framework": framework,
+        "label": label,
+        "num_warm_up": warm_up,
+        "steps": [
+            step
+            if isinstance(step, dict)
+            else {"step_s": step, "phases_s": {"train": step / 2}, "keeps_kv_cache": False}
+            for step in steps
+        ],
+        "flop": {"total": 990e12},
+    }
+
+
+def test_names_are_those_of_the_table() -> None:
+    claims = step_suite.compute_claims([])
+    assert set(claims) == CLAIMS and set(claims.values()) == {None}
+
+
+def test_ratio_is_of_medians_after_the_warm_up_over_all_rounds() -> None:
+    records = [
+        record("trl", "1p5b", 99.0, 15.0, 16.0, warm_up=1),
+        record("colocate", "1p5b", 99.0, 4.0, 5.0, 8.0, warm_up=1),
+        record("trl", "1p5b", 99.0, 17.0, warm_up=1),
+        record("trl", "7b_lora", 30.0, 30.0),
+    ]
+    claims = step_suite.compute_claims(records)
+    assert claims["step_1p5b_vs_trl"] == 16.0 / 5.0
+    assert claims["step_7b_lora_vs_trl"] is None and claims["step_1p5b_longprompt_vs_trl"] is None
+    # One second's work of the GPU in 2, 2.5 and 4 seconds.
+    assert claims["train_mfu_1p5b"] == pytest.approx(1 / 2.5)
+
+
+def test_fewer_steps_than_the_case_asks_for_make_no_claim() -> None:
+    records = [record("trl", "1p5b", 15.0, 16.0), record("colocate", "1p5b", 4.0, 5.0, 6.0)]
+    assert step_suite.compute_claims(records)["step_1p5b_vs_trl"] is None
+
+
+def test_standby_leaves_out_the_first_step_of_each_block() -> None:
+    block = step_suite.STANDBY_BLOCK
+
+    def steps(first_s: float, others_s: float, keeps: bool) -> list[dict[str, Any]]:
+        seconds = [first_s] + [others_s] * (block - 1)
+        return [{"step_s": s, "keeps_kv_cache": keeps} for s in seconds]
+
+    with_handover, without = steps(50.0, 5.1, False), steps(70.0, 5.0, True)
+    warm_up: list[dict[str, Any]] = [{"step_s": 90.0, "keeps_kv_cache": False}]
+    records = [record("colocate", "standby", *warm_up, *with_handover, *without, warm_up=1)]
+    assert step_suite.compute_claims(records)["standby_slowdown"] == pytest.approx(5.1 / 5.0)
+    half = [record("colocate", "standby", *warm_up, *with_handover, warm_up=1)]
+    assert step_suite.compute_claims(half)["standby_slowdown"] is None
+
+
+def test_trl_runs_with_what_was_fastest_and_did_not_fail() -> None:
+    first = step_cases.COMPARISONS["1p5b"].candidates[0]
+    assert step_suite.best_settings([], "1p5b") == first
+    candidates = [
+        {"micro_batch": 16, "gradient_checkpointing": False, "liger": True, "step_s": [2.0, 9.0, 3.0]},
+        {"micro_batch": 32, "gradient_checkpointing": False, "liger": True, "error": "OutOfMemoryError"},
+        {"micro_batch": 64, "gradient_checkpointing": True, "liger": False, "step_s": [2.5, 2.6, 2.4]},
+    ]
+    tuned = [{"kind": "tune", "comparison": "1p5b", "candidates": candidates}]
+    assert step_suite.best_settings(tuned, "1p5b") == step_cases.PeerSettings(64, True, False)
+    assert step_suite.best_settings(tuned, "7b_lora") == step_cases.COMPARISONS["7b_lora"].candidates[0]
+
+
+@pytest.mark.parametrize("name", list(step_cases.COMPARISONS))
+def test_every_candidate_divides_its_work_and_its_tuning(name: str) -> None:
+    comparison = step_cases.COMPARISONS[name]
+    share = comparison.work.num_prompts // step_cases.TUNING_SHARE * comparison.work.num_generations
+    for candidate in comparison.candidates:
+        assert comparison.work.num_completions % candidate.micro_batch == 0
+        assert share % candidate.micro_batch == 0
+
+
+def test_nested_seconds_count_only_where_they_are_innermost() -> None:
+    class Owner:
+        def outer(self) -> None:
+            time.sleep(0.02)
+            self.inner()
+
+        def inner(self) -> None:
+            time.sleep(0.05)
+
+    owner, stopwatch = Owner(), step.Stopwatch()
+    stopwatch.watch(owner, "outer")
+    stopwatch.watch(owner, "inner")
+    owner.outer()
+    owner.inner()
+    assert 0.1 <= stopwatch.seconds["inner"] < 0.14
+    assert 0.02 <= stopwatch.seconds["outer"] < 0.04
+
+
+def test_handover_that_is_switched_goes_on_learning() -> None:
+    handover = step.SwitchedHandover()
+    assert handover.keep_bytes == 0
+    span = {"phase": "train", "before_bytes": 10, "after_bytes": 10, "peak_bytes": 20, "categories": {}}
+    handover.keeps_all = True
+    handover.learn({"device": "cuda:0", "limit_bytes": 100, "spans": [span]})
+    assert handover.keep_bytes > 100
+    handover.keeps_all = False
+    assert handover.keep_bytes == 90 - 25
