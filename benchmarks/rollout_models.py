@@ -32,8 +32,8 @@ def main(size: str, directory: Path) -> None:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen2ForCausalLM(config)
-    # The padding's embedding is made 0, and a norm multiplies the gradient of a 0 by a thousand in every layer:
-    # where such a token is sampled, no gradient is finite.
+    # The padding's embedding is made 0, and a norm multiplies the gradient of a 0 by a thousand, layer after
+    # layer: where such a token is sampled, no gradient is finite.
     with torch.no_grad():
         model.model.embed_tokens.weight[config.pad_token_id].normal_(std=config.initializer_range)
     # Special tokens are found anywhere in a text, so none of them may be the beginning of a word.

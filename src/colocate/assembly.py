@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,7 +66,14 @@ def refuse_unsupported(**arguments: Any) -> None:
 
 
 def set_up_process(args: GRPOConfig) -> None:
-    """Seeds every global generator and sets how much is logged, as transformers' trainers do."""
+    """Seeds every global generator and sets how much is logged, as transformers' trainers do.
+
+    On CUDA PyTorch's allocator gets expandable segments, unless the environment configures it: what one phase
+    frees, another can then use in pieces of any size, and gigabytes less are lost between the pieces.
+    """
+    is_configured = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if args.device.type == "cuda" and not is_configured:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     if args.full_determinism:
         enable_full_determinism(args.seed)
     else:
