@@ -26,7 +26,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 
 # Kernels' tests share the GPU. The others measure and exhaust its memory: one process, with the GPU to itself.
 gpu-test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/kernels -n 4 -m "gpu and not multi_gpu"
+	$(BIN)/python -m pytest tests/kernel_tests -n 4 -m "gpu and not multi_gpu"
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu"
 	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu"
 
@@ -34,7 +34,7 @@ gpu-test: $(VENV)/.installed-test
 # is left out is large and would take hours, or needs the cache to capture a graph.
 gpu-memcheck: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 gpu-memcheck: $(VENV)/.installed-test
-	$(COMPUTE_SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 $(BIN)/python -m pytest tests/kernels \
+	$(COMPUTE_SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 $(BIN)/python -m pytest tests/kernel_tests \
 		-m "gpu and not multi_gpu" -k "not two_to_the_31 and not million and not billion and not model_shapes and not graph"
 
 bench: export OMP_NUM_THREADS = 1

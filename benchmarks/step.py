@@ -36,7 +36,7 @@ from transformers import TrainerCallback
 
 from colocate.memory.handover import Handover
 
-STANDBY_BLOCK = 6
+STANDBY_BLOCK = 4
 """Steps in a row with the hand-over, then without. The first wakes up to what the step before left."""
 
 VLLM_MEMORY = 0.6

@@ -79,24 +79,20 @@ COMPARISONS = {
         Work("1.5b", 32, 8, 256, 512),
         2,
         3,
-        _candidates(
-            (16, False, True), (16, False, False), (32, False, True), (8, False, True), (64, True, True)
-        ),
+        _candidates((16, False, True), (32, False, True), (16, False, False)),
     ),
     "1p5b_longprompt": Comparison(
         Work("1.5b", 8, 16, 4096, 512),
         2,
         3,
-        _candidates(
-            (4, False, True), (2, False, True), (4, False, False), (8, False, True), (16, True, True)
-        ),
+        _candidates((4, False, True), (8, False, True), (16, True, True)),
     ),
     # A step takes TRL the better part of a minute: two of them are timed, after one.
     "7b_lora": Comparison(
         Work("7b", 16, 8, 512, 1024, lora_rank=32),
         1,
         2,
-        _candidates((4, False, True), (8, False, True), (4, False, False), (16, True, True)),
+        _candidates((4, False, True), (8, False, True)),
     ),
 }
 

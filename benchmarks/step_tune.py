@@ -25,7 +25,7 @@ from rollout_cases import TOKEN_RANGE, machine, model_directory
 from step import StepClock, peft_config, prompts, reward, settings
 from step_cases import COMPARISONS, TUNING_SHARE, PeerSettings, Work, tiny
 
-WARM_UP, STEPS = 1, 2
+WARM_UP, STEPS = 1, 1
 
 
 def made_up_rollout(work: Work) -> Any:
