@@ -48,12 +48,26 @@ def make_inputs(n, v, d, has_bias, dtype=torch.float32, seed=0):
     softcap=st.sampled_from([None, 5.0]),
     temperature=st.sampled_from([1.0, 0.7]),
     uses=st.sampled_from(["logprobs", "entropies", "both"]),
+    trains_head=st.booleans(),
+    keep_softmax=st.booleans(),
 )
-def test_equals_whole_softmax_in_float64(n, chunk_size, has_bias, scale, softcap, temperature, uses):
+def test_equals_whole_softmax_in_float64(
+    n, chunk_size, has_bias, scale, softcap, temperature, uses, trains_head, keep_softmax
+):
     leaves, targets = make_inputs(n, 29, 8, has_bias)
-    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    for leaf in leaves[1:]:
+        leaf.requires_grad_(trains_head)
+    exact = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
     head = OutputHead(leaves[1], leaves[2] if has_bias else None, scale, softcap)
-    got = token_logprobs(leaves[0], targets, head, temperature=temperature, chunk_size=chunk_size)
+    got = token_logprobs(
+        leaves[0],
+        targets,
+        head,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        entropy_gradient=uses != "logprobs",
+        keep_softmax=keep_softmax,
+    )
     bias = exact[2] if has_bias else None
     want = reference(exact[0], exact[1], bias, targets, scale, softcap, temperature)
     weights = torch.linspace(-1, 2, n)
@@ -64,7 +78,9 @@ def test_equals_whole_softmax_in_float64(n, chunk_size, has_bias, scale, softcap
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(leaves, exact, strict=True):
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=2e-5)
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=2e-5)
 
 
 def test_gradients_by_finite_differences():
@@ -85,6 +101,35 @@ def test_bf16_inputs_lose_nothing_but_their_own_rounding():
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-4)
     got.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("keep_softmax", [False, True])
+@pytest.mark.parametrize("trains_head", [False, True])
+def test_gradients_of_bf16_inputs_round_a_few_times_at_most(trains_head, keep_softmax):
+    """The logits' gradient, the product, and what is scaled after or before it: 2^-9 of a value each."""
+    (hidden, weight), targets = make_inputs(64, 31, 64, False, torch.bfloat16)
+    weight.requires_grad_(trains_head)
+    factors = torch.linspace(-1e-4, 2e-4, 64)
+    exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
+    want = reference(*exact, None, targets, 1.0, None, 1.0)[0]
+    (want * factors).sum().backward()
+    got, entropies = token_logprobs(
+        hidden, targets, OutputHead(weight), chunk_size=16, entropy_gradient=False, keep_softmax=keep_softmax
+    )
+    assert not entropies.requires_grad
+    (got * factors).sum().backward()
+    for mine, theirs in zip((hidden, weight), exact, strict=True):
+        if mine.requires_grad:
+            error = (mine.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+            assert error < 2.0**-8
+
+
+def test_backward_again_gives_the_same():
+    (hidden, weight), targets = make_inputs(9, 31, 16, False)
+    weight.requires_grad_(False)
+    logprobs = token_logprobs(hidden, targets, OutputHead(weight), entropy_gradient=False)[0]
+    first, second = (torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)[0] for _ in range(2))
+    assert first.equal(second)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -6,7 +6,9 @@ made again in backward; the extra matrix product is a few per cent of a step.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -52,37 +54,153 @@ def output_head(model: torch.nn.Module) -> OutputHead:
 
 
 def token_logprobs(
-    hidden: Tensor, targets: Tensor, head: OutputHead, *, temperature: float = 1.0, chunk_size: int = 1024
+    hidden: Tensor,
+    targets: Tensor,
+    head: OutputHead,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 1024,
+    entropy_gradient: bool = True,
+    keep_softmax: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution softmax(logits / temperature).
 
-    Both are differentiable with respect to `hidden`, `head.weight` and `head.bias`. The softmax is in fp32
-    whatever the inputs are; `chunk_size` tokens' logits exist at a time.
+    Differentiable with respect to `hidden`, `head.weight` and `head.bias`. The softmax is in fp32 whatever
+    the inputs are; the logits of `chunk_size` tokens, or as many numbers, exist at a time. Matrix products of
+    hidden states with the head, one of them being 2 · N · hidden · V operations, forward and backward:
+
+        trained head                              1 + 3   logits; logits again, gradients of both factors
+        trained head, `keep_softmax`              2 + 1   2 · N · V bytes (of bf16) from forward to backward
+        frozen head                               2 + 0   a token's gradient is scaled after its product
+        either, with the entropies' gradient      1 + 3   or 1 + 2: nothing can be had in advance
 
     Args:
         hidden: [N, hidden]; targets: [N] int64.
+        chunk_size: see `logprob_bytes`. Changes time and memory, and the result by rounding at most.
+        entropy_gradient: whether the entropies are differentiable, which makes the backward pass longer.
+        keep_softmax: keep what the gradient needs of the softmax, in the inputs' dtype, for a trained head.
+            Without effect where the head is frozen or the entropies are differentiable.
 
     Returns:
         log-probabilities [N] and entropies [N] in nats, float32 (float64 for float64 inputs).
     """
-    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, head, temperature, chunk_size)
+    trains_head = head.weight.requires_grad or (head.bias is not None and head.bias.requires_grad)
+    mode = _mode(trains_head, entropy_gradient, keep_softmax)
+    if not (torch.is_grad_enabled() and hidden.requires_grad):
+        mode = "later"  # nothing comes of a gradient in advance
+    logprobs, entropies = _TokenLogprobs.apply(
+        hidden, head.weight, head.bias, targets, head, temperature, chunk_size, mode
+    )
+    return logprobs, entropies if entropy_gradient else entropies.detach()
+
+
+Mode = Literal["later", "at_once", "kept"]
+"""When the gradient of the logits is made: in backward; in forward, for the hidden states only; in forward,
+and kept for the head's gradient."""
+
+
+def _mode(trains_head: bool, entropy_gradient: bool, keep_softmax: bool) -> Mode:
+    if entropy_gradient or (trains_head and not keep_softmax):
+        return "later"
+    return "kept" if trains_head else "at_once"
+
+
+def logprob_bytes(
+    num_tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    chunk_size: int,
+    trains_head: bool,
+    entropy_gradient: bool = False,
+    keep_softmax: bool = False,
+) -> int:
+    """What `token_logprobs` takes at its peak on a GPU, forward or backward, in bytes.
+
+    Beside inputs, outputs and their gradients (hidden states [N, hidden], the head's if it is trained), a few
+    numbers per token, and what the allocator rounds up. With b bytes of `dtype` and C = min(chunk, N):
+
+        forward     4 · C · V of logits, + b · C · V of their gradient if it is made at once
+        backward    (4 + b) · C · V, + 4 · N · hidden to sum the hidden states' gradient in fp32;
+                    b · N · hidden and no logits if the gradient was made at once
+        kept        b · N · V from forward to backward, there + 2 · b · N · hidden and no logits
+
+    Args:
+        num_tokens: N; hidden_size, vocab_size: the head's shape.
+        dtype: of hidden states and head.
+        trains_head: whether head's weight or bias is trained.
+        chunk_size, entropy_gradient, keep_softmax: as passed to `token_logprobs`.
+    """
+    mode = _mode(trains_head, entropy_gradient, keep_softmax)
+    product_bytes = torch.promote_types(dtype, torch.float32).itemsize
+    logits = min(chunk_size, num_tokens) * vocab_size
+    hidden_bytes = num_tokens * hidden_size * dtype.itemsize
+    if mode == "kept":
+        softmax_bytes = num_tokens * vocab_size * dtype.itemsize
+        # Forward's logits lie where backward's output, the gradient of the head, will be.
+        weight_bytes = vocab_size * hidden_size * dtype.itemsize
+        return softmax_bytes + max(logits * product_bytes - weight_bytes, 2 * hidden_bytes)
+    if mode == "at_once":
+        return max(logits * (product_bytes + dtype.itemsize), hidden_bytes)
+    num_columns = _num_columns(num_tokens, vocab_size, chunk_size)
+    backward_bytes = num_tokens * num_columns * (product_bytes + dtype.itemsize)
+    if _sums_apart(num_columns, vocab_size, dtype):
+        backward_bytes += num_tokens * hidden_size * product_bytes
+    return max(logits * product_bytes, backward_bytes)
+
+
+def _num_columns(num_tokens: int, vocab_size: int, chunk_size: int) -> int:
+    """Columns of the vocabulary whose logits, for all tokens, are as many numbers as a chunk's.
+
+    In whole tiles of the matrix products where there are any, else at least in whole vectors of 16 bytes.
+    """
+    columns = chunk_size * vocab_size // max(num_tokens, 1)
+    if columns >= vocab_size:
+        return vocab_size
+    tile = 128 if columns >= 128 else 8 if columns >= 8 else 1
+    return max(columns - columns % tile, 1)
+
+
+def _sums_apart(num_columns: int, vocab_size: int, dtype: torch.dtype) -> bool:
+    """Whether the hidden states' gradient is a sum over chunks that its own type would round each time."""
+    return num_columns < vocab_size and dtype.itemsize < 4
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, head, temperature, chunk_size):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+    def forward(ctx, hidden, weight, bias, targets, head, temperature, chunk_size, mode):
+        grad_dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        dtype = torch.promote_types(grad_dtype, torch.float32)
+        num_tokens, num_rows = len(hidden), min(chunk_size, len(hidden))
+        logprobs = torch.empty(num_tokens, dtype=dtype, device=hidden.device)
         log_z, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for start in range(0, len(hidden), chunk_size):
+        # One buffer for all: while a chunk's logits are made, the name would hold the last chunk's still.
+        buffer = torch.empty(num_rows, len(weight), dtype=dtype, device=hidden.device)
+        unscaled = torch.empty_like(hidden) if mode != "later" else None
+        softmax = None
+        if mode != "later":
+            kept_rows = num_tokens if mode == "kept" else num_rows
+            softmax = torch.empty(kept_rows, len(weight), dtype=grad_dtype, device=hidden.device)
+        for start in range(0, num_tokens, chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = _logits(hidden[rows], head, temperature)
-            log_z[rows] = logits.logsumexp(-1)
-            log_p = logits.sub_(log_z[rows, None])
-            logprobs[rows] = log_p.gather(-1, targets[rows, None])[:, 0]
-            # Not log_z - sum(p * logits), a small difference of large numbers where the model is sure.
-            entropies[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
-        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropies)
+            products = buffer[: num_tokens - start]
+            _multiply(hidden[rows], weight.T, out=products)
+            logits = _Logits.of(products, targets[rows], head, temperature, log_z[rows])
+            logits.statistics(logprobs[rows], entropies[rows])
+            if unscaled is not None and softmax is not None:
+                grad = softmax[rows] if mode == "kept" else softmax[: len(products)]
+                logits.gradient(torch.ones_like(log_z[rows]), None, None, out=grad)
+                _multiply(grad, weight, out=unscaled[rows])
+        ctx.save_for_backward(
+            hidden if mode != "at_once" else None,
+            weight if mode == "later" else None,
+            targets if mode == "later" else None,
+            log_z,
+            entropies,
+            unscaled,
+            softmax if mode == "kept" else None,
+        )
         ctx.head, ctx.temperature, ctx.chunk_size = head, temperature, chunk_size
         ctx.set_materialize_grads(False)
         return logprobs, entropies
@@ -90,63 +208,203 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
+        nothing = (None,) * 5
         if grad_logprobs is None and grad_entropies is None:
-            return (None,) * 7
-        hidden, weight, bias, targets, log_z, entropies = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        # The head's gradient is a sum over all tokens, so it is summed in fp32.
-        grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=log_z.dtype) if ctx.needs_input_grad[2] else None
-        for start in range(0, len(hidden), ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            logits = _logits(hidden[rows], ctx.head, ctx.temperature)
-            grad = _grad_logits(logits, rows, targets, log_z, entropies, grad_logprobs, grad_entropies)
-            if ctx.head.softcap is not None:  # d cap(x) / dx = 1 - (cap(x) / softcap)^2
-                grad *= 1 - (logits * (ctx.temperature / ctx.head.softcap)).square_()
-            grad *= ctx.head.scale / ctx.temperature
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(torch.promote_types(hidden.dtype, weight.dtype))
-            grad_hidden[rows] = _product(grad, weight)
-            if grad_weight is not None:
-                grad_weight += _product(grad.T, hidden[rows])
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+            return (None, None, None, *nothing)
+        unscaled = ctx.saved_tensors[5]
+        if unscaled is None:
+            return (*_gradients_by_columns(ctx, grad_logprobs, grad_entropies), *nothing)
+        # Row i of the logits' gradient was made for a gradient of 1: both products are linear in it.
+        scales = grad_logprobs[:, None]
+        grad_hidden = torch.mul(unscaled, scales, out=torch.empty_like(unscaled))
+        hidden, softmax = ctx.saved_tensors[0], ctx.saved_tensors[6]
+        grad_weight = grad_bias = None
+        if ctx.needs_input_grad[1]:
+            scaled = torch.mul(hidden, scales, out=torch.empty_like(hidden))
+            grad_weight = torch.empty_like(ctx.head.weight)
+            _multiply(softmax.T, scaled, out=grad_weight)
+        if ctx.needs_input_grad[2]:
+            grad_bias = torch.empty(len(ctx.head.weight), 1, dtype=scales.dtype, device=scales.device)
+            _multiply(softmax.T, scales.to(softmax.dtype), out=grad_bias)
+            grad_bias = grad_bias[:, 0]
+        return (grad_hidden, grad_weight, grad_bias, *nothing)
 
 
-def _grad_logits(logits, rows, targets, log_z, entropies, grad_logprobs, grad_entropies):
-    """d(logp_t)/dz_v = 1[v = t] - p_v;  d(H)/dz_v = -p_v (log p_v + H).  [n, V]"""
-    log_p = logits - log_z[rows, None]
-    grad = log_p.exp()
-    if grad_entropies is None:
-        grad *= -grad_logprobs[rows, None]
-    else:
-        # A factor per token and one per entry, multiplied into p in place: [n, V] is the costly shape here.
-        factor = log_p.add_(entropies[rows, None]).mul_(grad_entropies[rows, None])
+def _gradients_by_columns(
+    ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, weight and bias, with the logits made again.
+
+    Chunks are columns of the vocabulary here, for which log_z of the whole rows is known: the head's gradient
+    comes out one finished piece after the other, and what is summed over chunks is the hidden states'
+    gradient. By rows it would be the other way round, and to read and write [V, hidden] in float32 for every
+    chunk takes as long as a third of its matrix products (V = 152k, 1024 rows).
+    """
+    hidden, weight, targets, log_z, entropies, _, _ = ctx.saved_tensors
+    head, (num_tokens, vocab_size) = ctx.head, (len(hidden), len(weight))
+    num_columns = _num_columns(num_tokens, vocab_size, ctx.chunk_size)
+    grad_dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    buffer = torch.empty(num_tokens * num_columns, dtype=log_z.dtype, device=hidden.device)
+    grad_buffer = torch.empty_like(buffer, dtype=grad_dtype)
+    grad_hidden = grad_weight = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        apart = _sums_apart(num_columns, vocab_size, hidden.dtype)
+        grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype if apart else hidden.dtype)
+    if ctx.needs_input_grad[1]:
+        grad_weight = torch.empty_like(weight)
+    if ctx.needs_input_grad[2]:
+        grad_bias = torch.empty_like(head.bias, dtype=log_z.dtype)
+    for start in range(0, vocab_size, num_columns):
+        columns = slice(start, start + num_columns)
+        shape = num_tokens, min(num_columns, vocab_size - start)
+        products = buffer[: math.prod(shape)].view(shape)
+        grad = grad_buffer[: math.prod(shape)].view(shape)
+        _multiply(hidden, weight[columns].T, out=products)
+        logits = _Logits.of(products, targets, head, ctx.temperature, log_z, columns)
+        logits.gradient(grad_logprobs, grad_entropies, entropies, out=grad)
+        if grad_hidden is not None:
+            _multiply(grad, weight[columns], out=grad_hidden, accumulate=start > 0)
+        if grad_weight is not None:
+            _multiply(grad.T, hidden, out=grad_weight[columns])
+        if grad_bias is not None:
+            torch.sum(grad, 0, dtype=log_z.dtype, out=grad_bias[columns])
+    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """Logits z of some tokens and columns, as products x of hidden states and head from which they follow.
+
+    z = inner * (x + bias), or with a soft cap z = outer * tanh(inner * (x + bias)).
+    """
+
+    products: Tensor  # [n, columns]
+    targets: Tensor  # [n], as tokens of the whole vocabulary
+    bias: Tensor | None  # [columns]
+    inner: float
+    outer: float | None
+    log_z: Tensor  # [n], over the whole vocabulary
+    first_column: int
+
+    @classmethod
+    def of(
+        cls,
+        products: Tensor,
+        targets: Tensor,
+        head: OutputHead,
+        temperature: float,
+        log_z: Tensor,
+        columns: slice = slice(0, None),
+    ) -> _Logits:
+        bias = None if head.bias is None else head.bias[columns]
+        inner, outer = head.scale / temperature, None
+        if head.softcap is not None:
+            inner, outer = head.scale / head.softcap, head.softcap / temperature
+        return cls(products, targets, bias, inner, outer, log_z, columns.start)
+
+    def statistics(self, logprobs: Tensor, entropies: Tensor) -> None:
+        """Write log_z, log-probability and entropy, [n] each, of whole rows."""
+        if _runs_kernels(self.products):
+            from colocate.policy.kernels.logprobs import softmax_statistics
+
+            softmax_statistics(
+                self.products,
+                self.targets,
+                self.bias,
+                self.inner,
+                self.outer,
+                log_z=self.log_z,
+                logprobs=logprobs,
+                entropies=entropies,
+            )
+            return
+        z = self.values()
+        self.log_z[:] = z.logsumexp(-1)
+        log_p = z - self.log_z[:, None]
+        logprobs[:] = log_p.gather(-1, self.targets[:, None])[:, 0]
+        # Not log_z - sum(p * z), a small difference of large numbers where the model is sure.
+        entropies[:] = -torch.linalg.vecdot(log_p.exp(), log_p)
+
+    def gradient(
+        self,
+        grad_logprobs: Tensor | None,
+        grad_entropies: Tensor | None,
+        entropies: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Write the gradient with respect to the products, [n, columns].
+
+        d(logp_t)/dz_v = 1[v = t] - p_v;  dH/dz_v = -p_v (log p_v + H);  dz/dx = inner, or with a soft cap
+        inner * outer * (1 - (z / outer)^2).
+        """
+        if _runs_kernels(self.products):
+            from colocate.policy.kernels.logprobs import softmax_gradient
+
+            softmax_gradient(
+                self.products,
+                self.targets,
+                self.bias,
+                self.inner,
+                self.outer,
+                log_z=self.log_z,
+                entropies=entropies,
+                grad_logprobs=grad_logprobs,
+                grad_entropies=grad_entropies,
+                first_column=self.first_column,
+                out=out,
+            )
+            return
+        z = self.values()
+        log_p = z - self.log_z[:, None]
+        p = log_p.exp()
+        grad = torch.zeros_like(p)
         if grad_logprobs is not None:
-            factor += grad_logprobs[rows, None]
-        grad *= factor.neg_()
-    if grad_logprobs is not None:
-        grad.scatter_add_(-1, targets[rows, None], grad_logprobs[rows, None])
-    return grad
+            columns = torch.arange(self.first_column, self.first_column + p.shape[1], device=p.device)
+            grad += grad_logprobs[:, None] * ((columns == self.targets[:, None]).to(p.dtype) - p)
+        if grad_entropies is not None:
+            assert entropies is not None, "the entropy's gradient needs the entropy"
+            grad -= grad_entropies[:, None] * p * (log_p + entropies[:, None])
+        if self.outer is not None:
+            grad *= self.outer * (1 - (z / self.outer).square_())
+        out.copy_(grad.mul_(self.inner))
+
+    def values(self) -> Tensor:
+        """z, [n, columns]."""
+        x = self.products if self.bias is None else self.products + self.bias
+        return x * self.inner if self.outer is None else (x * self.inner).tanh_() * self.outer
 
 
-def _logits(hidden: Tensor, head: OutputHead, temperature: float) -> Tensor:
-    logits = _product(hidden, head.weight.T)
-    if head.bias is not None:
-        logits += head.bias
-    if head.scale != 1.0:
-        logits *= head.scale
-    if head.softcap is not None:
-        logits.div_(head.softcap).tanh_().mul_(head.softcap)
-    return logits.div_(temperature)
+def _runs_kernels(products: Tensor) -> bool:
+    """Triton writes bfloat16 from compute capability 8.0 on."""
+    return (
+        products.is_cuda
+        and products.dtype == torch.float32
+        and torch.cuda.get_device_capability(products.device) >= (8, 0)
+    )
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, rounded to fp32 and no further: bf16 logits around 20 would be off by 0.06."""
-    if a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16) and a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    return a.to(dtype) @ b.to(dtype)
+def _multiply(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
+    """out (+)= a @ b, rounded to `out` and no further: bf16 logits around 20 would be off by 0.06."""
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    if not (a.is_cuda and a.dtype == b.dtype):  # a CPU's products of bf16 round to bf16
+        a, b = a.to(wide), b.to(wide)
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
+    elif a.dtype == wide:
+        out.copy_(out + a @ b if accumulate else a @ b)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _logits(hidden: Tensor, head: OutputHead) -> Tensor:
+    """[n, V]"""
+    dtype = torch.promote_types(torch.promote_types(hidden.dtype, head.weight.dtype), torch.float32)
+    products = torch.empty(len(hidden), len(head.weight), dtype=dtype, device=hidden.device)
+    _multiply(hidden, head.weight.T, out=products)
+    nothing = torch.empty(0, device=hidden.device)
+    return _Logits.of(products, nothing, head, 1.0, nothing).values()
 
 
 @torch.no_grad()
@@ -166,7 +424,7 @@ def check_output_head(model: torch.nn.Module) -> None:
 
     def enlarge(module, args, output):
         states = output.last_hidden_state
-        largest = _logits(states[0], OutputHead(head.weight, head.bias, head.scale), 1.0).abs().max()
+        largest = _logits(states[0], OutputHead(head.weight, head.bias, head.scale)).abs().max()
         output.last_hidden_state = states * (32 / largest.clamp(min=1e-6)).to(states.dtype)
         seen.append(output.last_hidden_state[0])
         return output
@@ -180,12 +438,7 @@ def check_output_head(model: torch.nn.Module) -> None:
     finally:
         handle.remove()
         lm.train(training)
-    error = (
-        (F.log_softmax(_logits(seen[0], head, 1.0).float(), -1) - F.log_softmax(theirs, -1))
-        .abs()
-        .max()
-        .item()
-    )
+    error = (F.log_softmax(_logits(seen[0], head).float(), -1) - F.log_softmax(theirs, -1)).abs().max().item()
     # Logits up to 32: bf16 rounds them by up to 1/16, a log-softmax by twice that.
     tolerance = 1e-2 if theirs.dtype == head.weight.dtype == torch.float32 else 0.5
     if not error <= tolerance:
