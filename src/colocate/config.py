@@ -98,6 +98,10 @@ class GRPOConfig(TrainingArguments):
     """Compute the prompt of a group once in training, for all its completions in a micro-batch."""
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at one time, [chunk, V] in float32."""
+    offload_optimizer: bool | None = None
+    """Keep the optimizer's masters and moments in pinned host memory while completions are generated: with
+    Adam 12 bytes of room for the KV cache per parameter trained in bf16. They return while rewards are
+    computed and the policy runs forward and backward. None: no."""
     max_skipped_steps: int = 3
     """Stop after this many steps in a row whose loss or gradient is not finite; each of them is skipped."""
 

@@ -48,7 +48,7 @@ HONOURED: frozenset[str] = _names(
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim weight_decay adam_beta1 adam_beta2
     adam_epsilon max_grad_norm bf16 tf32 activation_checkpointing activation_checkpointing_kwargs
     gradient_checkpointing gradient_checkpointing_kwargs max_tokens_per_microbatch logprob_chunk_size
-    activation_policy share_prompts max_skipped_steps use_cpu ddp_backend ddp_timeout
+    activation_policy share_prompts offload_optimizer max_skipped_steps use_cpu ddp_backend ddp_timeout
 
     logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
     run_name project trackio_space_id trackio_bucket_id trackio_static_space_id log_completions
@@ -184,9 +184,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "activation_policy": ("auto", *ACTIVATION_POLICIES),
     "scale_rewards": REWARD_SCALES,
     "multi_objective_aggregation": AGGREGATIONS,
-    # Others need offload, quantised state or the projected gradients of a module list; the trainer's
-    # `optimizers` argument takes any optimizer object.
-    "optim": ("adamw_torch", "adamw_torch_fused", "sgd"),
+    # All of these step in place, so that memory cannot run out with half of the weights moved. Of the 8-bit
+    # ones, paged_adamw_8bit lets the driver move its state between any two kernels, which offload_optimizer
+    # does once and in time, and a resumed run would have it unpaged; torchao's is compiled for every shape of
+    # a weight. The trainer's `optimizers` argument takes any optimizer object.
+    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "sgd"),
     "lr_scheduler_type": (
         *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
         *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),

@@ -174,16 +174,21 @@ class GRPOTrainer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the body as a phase; the engine is awake in a "rollout" and in no other."""
-        with self.timeline.phase(name):
-            if name not in ("rollout", "evaluate/rollout"):
+        if name not in ("rollout", "evaluate/rollout"):
+            with self.timeline.phase(name):
                 yield
-                return
+            return
+        if self.args.offload_optimizer:
+            with self.timeline.phase(name.replace("rollout", "offload")):
+                self.policy.optimizer.offload()
+        with self.timeline.phase(name):
             self.engine.wake_up()
             try:
                 yield
                 self.timeline.sample()  # while the KV cache is still there
             finally:
                 self.engine.sleep(self.handover.keep_bytes)
+        self.policy.optimizer.prefetch()  # arrives while the completions are scored and trained on
 
     # ── Training ─────────────────────────────────────────────────────────────────────────────────────────
 

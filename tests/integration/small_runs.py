@@ -30,7 +30,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_model(name: str = "llama", *, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Any:
+def make_model(
+    name: str = "llama", *, seed: int = 0, vocab_size: int = VOCAB_SIZE, hidden_size: int = 32
+) -> Any:
     """A random model: "llama" runs packed on the native engine, "gpt2" padded with dropout."""
     torch.manual_seed(seed)
     tokens = dict(vocab_size=vocab_size, eos_token_id=1, bos_token_id=None, pad_token_id=0)
@@ -39,7 +41,7 @@ def make_model(name: str = "llama", *, seed: int = 0, vocab_size: int = VOCAB_SI
             GPT2Config(**tokens, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)
         )
     config = LlamaConfig(
-        **tokens, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        **tokens, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)

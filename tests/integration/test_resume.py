@@ -79,6 +79,16 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "entropy_quantile": dict(top_entropy_quantile=0.5, num_iterations=2),
     "drawing_reward_and_rare_logs": dict(reward_funcs=moody_reward, logging_steps=3, num_iterations=2),
+    "offloaded": dict(
+        bf16=True,
+        offload_optimizer=True,
+        num_iterations=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_dataset=make_dataset(1),
+    ),
+    # Wide enough that most of its moments have 8 bits.
+    "offloaded_8bit": dict(model="wide", bf16=True, optim="adamw_bnb_8bit", offload_optimizer=True),
     "weight_decay_sgd": dict(optim="sgd", weight_decay=0.1, lr_scheduler_type="constant_with_warmup"),
 }
 
@@ -89,6 +99,8 @@ def build(output_dir: Path, case: dict[str, Any], **options: Any) -> Any:
         case["train_dataset"] = make_dataset(5).to_iterable_dataset(num_shards=2)
     if case.get("model") == "trained_adapter":
         case["model"] = trained_adapter()
+    if case.get("model") == "wide":
+        case["model"] = make_model(hidden_size=128)
     return make_trainer(output_dir, **case)
 
 
@@ -128,6 +140,14 @@ def test_saving_does_not_change_a_run(uninterrupted, tmp_path):
     unsaved.train()
     assert not list_checkpoints(tmp_path)
     assert_same_run(unsaved, whole)
+
+
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_8bit"])
+def test_where_the_optimizer_waits_does_not_change_a_run(uninterrupted, name, tmp_path):
+    whole = uninterrupted(name)
+    resident = build(tmp_path, CASES[name], offload_optimizer=False)
+    resident.train()
+    assert_same_run(resident, whole)
 
 
 def assert_same_run(run: Any, expected: Any) -> None:

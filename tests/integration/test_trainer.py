@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from dataclasses import replace
@@ -66,6 +67,34 @@ def test_learns_what_is_rewarded(tmp_path):
     trainer.train()
     rewards = logged(trainer, "reward")
     assert rewards[-1] > rewards[0] + 2.0, rewards  # of at most 6 digits
+
+
+@pytest.mark.parametrize("offload", [True, None])
+def test_the_optimizers_state_is_away_while_the_engine_is_awake(tmp_path, offload):
+    trainer = make_trainer(
+        tmp_path,
+        bf16=True,
+        offload_optimizer=offload,
+        eval_dataset=sums(2),
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    seen = []
+    generate = trainer.engine.generate
+
+    def watched(*args):
+        seen.append(trainer.policy.optimizer.num_bytes)
+        return generate(*args)
+
+    trainer.engine.generate = watched
+    trainer.train()
+    resident_bytes = trainer.policy.optimizer.num_bytes
+    assert resident_bytes > 12 * sum(p.numel() for p in trainer.model.parameters())
+    # Only what is too small to be worth a copy stays.
+    assert all((num_bytes < resident_bytes / 4) == bool(offload) for num_bytes in seen[1:])
+    assert len(seen) == 4  # rollouts and evaluations
+    phases = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["phases"]
+    assert ("offload" in phases) == bool(offload)
 
 
 def test_model_by_name_loads_its_tokenizer(tmp_path, model_dir):

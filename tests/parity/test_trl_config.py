@@ -17,7 +17,8 @@ OWN = {
         "options of engines that TRL does not have",
     ),
     **dict.fromkeys(
-        ("max_tokens_per_microbatch", "logprob_chunk_size", "max_skipped_steps"), "packing, chunks, safety"
+        ("max_tokens_per_microbatch", "logprob_chunk_size", "offload_optimizer", "max_skipped_steps"),
+        "packing, chunks, memory, safety",
     ),
     **dict.fromkeys(
         (

@@ -360,8 +360,9 @@ def test_help_and_version_load_no_torch(arguments):
 def test_exit_codes_of_the_program(tmp_path):
     unknown = python("-m", "colocate.cli", "train", "--learning_rat", "1")
     assert unknown.returncode == 1
-    assert unknown.stderr.splitlines()[0] == (
-        "colocate train: There is no option 'learning_rat'; did you mean 'learning_rate'?"
+    # bitsandbytes may say something, too, when PEFT imports it.
+    assert "colocate train: There is no option 'learning_rat'; did you mean 'learning_rate'?" in (
+        unknown.stderr.splitlines()
     )
     assert python("-m", "colocate.cli", "nonsense").returncode == 2
     assert python("-m", "colocate.cli").returncode == 2

@@ -156,7 +156,7 @@ def test_scale_rewards(given, read, make):
         ("scale_rewards", "groups", "group"),
         ("engine", "nativ", "native"),
         ("vllm_importance_sampling_mode", "seq_mask", "sequence_mask"),
-        ("optim", "adamw", "adamw_torch"),
+        ("optim", "adamw_toch", "adamw_torch"),
         ("lr_scheduler_type", "cosin", "cosine"),
     ],
 )

@@ -79,7 +79,7 @@ def test_gradients_add_up_in_fp32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd", "adafactor"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "adamw_8bit", "sgd", "adafactor"])
 def test_state_round_trip_continues_bit_for_bit(optim, dtype):
     args = arguments(optim=optim, learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=2)
 
@@ -109,6 +109,196 @@ def test_state_round_trip_continues_bit_for_bit(optim, dtype):
     for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
     assert optimizer.learning_rate == resumed_optimizer.learning_rate != args.learning_rate
+
+
+def large_model(seed: int = 0) -> nn.Sequential:
+    """Every rule of the 8-bit state applies: the first weight is quantized, the others are too small."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 300), nn.LayerNorm(300), nn.Linear(300, 8))
+
+
+def bits(optimizer: PolicyOptimizer) -> list[torch.Tensor]:
+    """Everything that a step changes, copied: parameters, masters, moments, step counters."""
+    state = [optimizer.optimizer.state[leaf] for leaf in optimizer.leaves]
+    values = [torch.as_tensor(x) for entry in state for _, x in sorted(entry.items())]
+    tensors = [*optimizer._parameters.values(), *optimizer.leaves, *values]
+    return [x.detach().clone() for x in tensors]
+
+
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "sgd"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optim", [*OPTIMIZERS, "adafactor", "own momentum"])
+def test_offloaded_between_steps_trains_bit_for_bit(optim, dtype):
+    def make():
+        model = large_model().to(dtype)
+        if optim != "own momentum":
+            return model, PolicyOptimizer(model, arguments(optim=optim, learning_rate=1e-2), 10)
+        own = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+        return model, PolicyOptimizer(model, arguments(), 10, optimizers=(own, None))
+
+    (kept, kept_optimizer), (moved, moved_optimizer) = make(), make()
+    for step in range(4):
+        resident = moved_optimizer.num_bytes
+        moved_optimizer.offload()
+        moved_optimizer.offload()
+        state = (x for entry in moved_optimizer.optimizer.state.values() for x in entry.values())
+        movable = [x for x in (*moved_optimizer._masters.values(), *state) if isinstance(x, torch.Tensor)]
+        moved_bytes = sum(x.nbytes for x in movable if x.nbytes >= 2048)
+        assert moved_bytes >= 4 * (16 * 300 + 300 * 8) or dtype == torch.float32 or "own" in optim
+        assert moved_optimizer.num_bytes == resident - moved_bytes
+        assert all(p.untyped_storage().nbytes() for p in moved.parameters())
+        if step % 2:
+            moved_optimizer.prefetch()
+        backward(kept, step), backward(moved, step)
+        kept_optimizer.step(), moved_optimizer.step()
+        assert moved_optimizer.num_bytes >= resident
+        assert moved_optimizer.num_bytes == kept_optimizer.num_bytes
+        assert_equal(bits(moved_optimizer), bits(kept_optimizer))
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_state_is_saved_and_restored_while_it_is_offloaded(optim):
+    def make(seed):
+        model = large_model(seed).to(torch.bfloat16)
+        return model, PolicyOptimizer(model, arguments(optim=optim, learning_rate=1e-2), 10)
+
+    (model, optimizer), (resumed, resumed_optimizer) = make(0), make(1)
+    for each, its_optimizer in ((model, optimizer), (resumed, resumed_optimizer)):
+        backward(each, 0)
+        its_optimizer.step()
+        its_optimizer.offload()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed_optimizer.load_state_dict(torch.load(file))
+    optimizer.offload(), resumed_optimizer.offload()
+    backward(model, 1), backward(resumed, 1)
+    optimizer.step(), resumed_optimizer.step()
+    assert_equal(bits(resumed_optimizer), bits(optimizer))
+
+
+def test_state_that_shares_memory_with_a_parameter_is_not_moved():
+    model = large_model()
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = PolicyOptimizer(model, arguments(), 10, optimizers=(own, None))
+    own.state[model[0].weight]["slow_weights"] = model[0].weight.detach()
+    with pytest.raises(ValueError, match="in use"):
+        optimizer.offload()
+    assert torch.isfinite(model[0].weight).all()
+
+
+class OutOfMemory:
+    """The n-th allocation of zeros, and every later one, fails while it is armed."""
+
+    def __init__(self, monkeypatch, num_allowed: int) -> None:
+        self.is_armed, self.num_left = True, num_allowed
+        for name in ("zeros", "zeros_like"):
+            monkeypatch.setattr(torch, name, self.failing(getattr(torch, name)))
+
+    def failing(self, allocate):
+        def limited(*args, **kwargs):
+            if self.is_armed:
+                if self.num_left == 0:
+                    raise torch.OutOfMemoryError("injected")
+                self.num_left -= 1
+            return allocate(*args, **kwargs)
+
+        return limited
+
+
+def num_allocations_of_first_step(monkeypatch, make) -> int:
+    with monkeypatch.context() as patch:
+        counter = OutOfMemory(patch, 10**6)
+        model, optimizer = make()
+        backward(model, 0)
+        counter.num_left = 10**6
+        optimizer.step()
+        return 10**6 - counter.num_left
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bnb_8bit", "own foreach"])
+def test_a_step_that_ran_out_of_memory_is_repeated_bit_for_bit(optim, monkeypatch):
+    args = arguments(
+        optim="sgd" if optim.startswith("own") else optim, learning_rate=1e-2, weight_decay=0.1,
+        lr_scheduler_type="linear", warmup_steps=2,
+    )  # fmt: skip
+
+    def make():
+        model = large_model().to(torch.float32 if optim.startswith("own") else torch.bfloat16)
+        own = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True) if "own" in optim else None
+        return model, PolicyOptimizer(model, args, 10, optimizers=(own, None))
+
+    undisturbed, undisturbed_optimizer = make()
+    for step in range(2):
+        backward(undisturbed, step)
+        undisturbed_optimizer.step()
+    num_allocations = num_allocations_of_first_step(monkeypatch, make)
+    assert num_allocations >= 12  # two moments of six parameters
+    for num_allowed in range(num_allocations):
+        model, optimizer = make()
+        backward(model, 0)
+        before = [x.detach().clone() for x in (*model.parameters(), *optimizer.leaves)]
+        gradients = [g.clone() for g in optimizer.gradients()]
+        with monkeypatch.context() as patch:
+            OutOfMemory(patch, num_allowed)
+            for _ in range(2):  # not even the second time
+                with pytest.raises(torch.OutOfMemoryError):
+                    optimizer.step()
+        assert_equal([*model.parameters(), *optimizer.leaves], before)
+        assert_equal(optimizer.gradients(), gradients)
+        assert not optimizer.optimizer.state and optimizer.learning_rate == 0
+        optimizer.step()
+        backward(model, 1)
+        optimizer.step()
+        assert_equal(bits(optimizer), bits(undisturbed_optimizer))
+        assert optimizer.learning_rate == undisturbed_optimizer.learning_rate > 0
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+def test_no_step_but_the_first_makes_tensors_that_stay_or_zeros(optim, monkeypatch):
+    model = large_model().to(torch.bfloat16)
+    optimizer = PolicyOptimizer(model, arguments(optim=optim, weight_decay=0.1), 10)
+    backward(model, 0)
+    optimizer.step()
+    backward(model, 1)
+    OutOfMemory(monkeypatch, 0)
+    before = optimizer.num_bytes
+    optimizer.step()
+    assert optimizer.num_bytes == before
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
+def test_torchs_own_step_allocates_nothing_as_large_as_a_weight(optim):
+    model = large_model()
+    optimizer = PolicyOptimizer(model, arguments(optim=optim, weight_decay=0.1), 10)
+    backward(model, 0)
+    optimizer.step()
+    backward(model, 1)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        optimizer.optimizer.step()
+    allocated = [event.self_cpu_memory_usage for event in profile.events()]
+    assert max(allocated) < 1024  # the weights have 19,200 and 9,600 bytes
+
+
+def test_out_of_memory_inside_an_optimizer_is_not_repeatable():
+    class Greedy(torch.optim.SGD):
+        def step(self, closure=None):
+            raise torch.OutOfMemoryError("injected")
+
+    model = small_model()
+    own = Greedy(model.parameters(), lr=1.0)
+    optimizer = PolicyOptimizer(model, arguments(), 10, optimizers=(own, None))
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match=r"Greedy ran out of memory .* cannot be repeated") as caught:
+        optimizer.step()
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
 
 
 def test_parameters_keep_their_storage():
@@ -188,6 +378,12 @@ def test_errors_say_what_to_do(monkeypatch):
     state["weights"][name] = weight.double()
     with pytest.raises(ValueError, match=f"1 differ, {name} for one"):
         PolicyOptimizer(small_model(), arguments(), 10).load_state_dict(state)
+    missing = staticmethod(lambda args, model: exec("raise ImportError('install `bitsandbytes`')"))
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", missing)
+    with pytest.raises(
+        ImportError, match=r"'adamw_bnb_8bit' needs .* pip install 'colocate\[bitsandbytes\]'"
+    ):
+        PolicyOptimizer(model, arguments(optim="adamw_bnb_8bit"), 10)
     factory = staticmethod(lambda args, model: (torch.optim.SGD, {"params": []}))
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", factory)
     with pytest.raises(ValueError, match="adamw_torch_fused"):

@@ -4,9 +4,17 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    TrainingArguments,
+)
 
 from colocate.memory.planner import Workload, kv_bytes_per_token, plan
+from colocate.policy.optimizer import PolicyOptimizer
 
 SHAPE = dict(
     vocab_size=96,
@@ -68,6 +76,32 @@ def test_weights_masters_moments_and_gradients(model_config, dtype):
         assert size_of(result, "float32 masters") == allocated(masters)
     else:
         assert "float32 masters" not in {row.name for row in result.rows}
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "adamw_8bit", "sgd"])
+@pytest.mark.parametrize("lora_rank", [None, 64])
+def test_moments_of_every_optimizer(optim, lora_rank, tmp_path):
+    model_config = Qwen2Config(**SHAPE | dict(hidden_size=72, intermediate_size=130))
+    model = AutoModelForCausalLM.from_config(model_config)
+    if lora_rank:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=lora_rank, target_modules="all-linear"))
+    args = TrainingArguments(output_dir=str(tmp_path), optim=optim, use_cpu=True, report_to=[])
+    optimizer = PolicyOptimizer(model, args, 1)
+    optimizer.gradients()
+    optimizer.step()
+    tables = {"qmap1", "qmap2"}  # of 1 KiB, one for all tensors
+    moments = [
+        value
+        for state in optimizer.optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.ndim > 0 and name not in tables
+    ]
+    planned = plan(model_config, workload(optim=optim, lora_rank=lora_rank, lora_target_modules="all-linear"))
+    assert size_of(planned, "moments") == allocated(moments)
+    if "8bit" in optim:
+        assert {value.dtype for value in moments} >= {torch.uint8, torch.float32}
 
 
 def saved_for_backward(model, num_tokens):

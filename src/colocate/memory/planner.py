@@ -12,7 +12,7 @@ V vocabulary, T tokens of one packed micro-batch, b bytes of a parameter (2 in b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -26,8 +26,6 @@ ALLOCATOR_SLACK = 0.05
 """Share of the device left to the CUDA context, libraries and fragmentation: an allowance, not measured."""
 
 _FLOAT32_BYTES = 4
-_MOMENTS_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0}
-"""Optimizer state per trained parameter; all of it is float32."""
 _DEFAULT_LORA_TARGETS = ("q_proj", "v_proj")
 """What PEFT adapts in Llama, Mistral and Qwen models when no target is named."""
 
@@ -112,6 +110,8 @@ class _Shapes:
     has_qk_norm: bool
     num_parameters: int
     num_adapter_parameters: int
+    trained_sizes: tuple[int, ...]
+    """Elements of each trained tensor."""
 
     @classmethod
     def of(cls, model_config: PretrainedConfig, workload: Workload) -> _Shapes:
@@ -119,6 +119,9 @@ class _Shapes:
             model = AutoModelForCausalLM.from_config(model_config)
         text = model_config.get_text_config()
         heads = text.num_attention_heads
+        # `parameters` yields a tied head once, as memory does.
+        sizes = tuple(p.numel() for p in model.parameters())
+        adapter_sizes = _adapter_sizes(model, workload)
         return cls(
             num_layers=text.num_hidden_layers,
             num_heads=heads,
@@ -128,16 +131,16 @@ class _Shapes:
             mlp_size=text.intermediate_size,
             vocab_size=text.vocab_size,
             has_qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
-            # `parameters` yields a tied head once, as memory does.
-            num_parameters=sum(p.numel() for p in model.parameters()),
-            num_adapter_parameters=_num_adapter_parameters(model, workload),
+            num_parameters=sum(sizes),
+            num_adapter_parameters=sum(adapter_sizes),
+            trained_sizes=adapter_sizes or sizes,
         )
 
 
-def _num_adapter_parameters(model: PreTrainedModel, workload: Workload) -> int:
+def _adapter_sizes(model: PreTrainedModel, workload: Workload) -> tuple[int, ...]:
     """LoRA adds A [r, in] and B [out, r] to each targeted matrix (arXiv:2106.09685, eq. 3)."""
     if workload.lora_rank is None:
-        return 0
+        return ()
     targets = workload.lora_target_modules or _DEFAULT_LORA_TARGETS
     head = model.get_output_embeddings()
     matrices = [
@@ -151,7 +154,31 @@ def _num_adapter_parameters(model: PreTrainedModel, workload: Workload) -> int:
             f"lora_target_modules={targets!r} names no matrix of {type(model).__name__}; its matrices are "
             f"{sorted({n.split('.')[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})}."
         )
-    return workload.lora_rank * sum(m.in_features + m.out_features for m in matrices)
+    return tuple(workload.lora_rank * size for m in matrices for size in (m.in_features, m.out_features))
+
+
+def _adam_bytes(num_elements: int) -> int:
+    return 2 * _FLOAT32_BYTES * num_elements
+
+
+def _adam_8bit_bytes(num_elements: int) -> int:
+    """A byte per element, and for each block of 256 its largest value in float32 (arXiv:2110.02861, §2).
+
+    bitsandbytes leaves tensors of fewer than 4,096 elements in float32.
+    """
+    if num_elements < 4096:
+        return _adam_bytes(num_elements)
+    return 2 * (num_elements + _FLOAT32_BYTES * -(-num_elements // 256))
+
+
+_MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
+    "adamw_torch": _adam_bytes,
+    "adamw_torch_fused": _adam_bytes,
+    "adamw_bnb_8bit": _adam_8bit_bytes,
+    "adamw_8bit": _adam_8bit_bytes,
+    "sgd": lambda num_elements: 0,
+}
+"""Optimizer state of one trained tensor, by its number of elements."""
 
 
 def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
@@ -228,10 +255,8 @@ def _resident_rows(shapes: _Shapes, workload: Workload, device_memory_bytes: int
         trained = count
         if b < _FLOAT32_BYTES:
             rows.append(Row("float32 masters", "resident", count * 4, f"{count:,} parameters × 4 B"))
-    per_parameter = _MOMENTS_BYTES[workload.optim]
-    rows.append(
-        Row("moments", "resident", trained * per_parameter, f"{trained:,} trained × {per_parameter} B")
-    )
+    moments = sum(map(_MOMENTS_BYTES[workload.optim], shapes.trained_sizes))
+    rows.append(Row("moments", "resident", moments, f"{trained:,} trained × {moments / trained:.3g} B"))
     if workload.has_reference and not shapes.num_adapter_parameters:
         # With LoRA the reference is the base model with its adapters off.
         rows.append(Row("reference", "resident", count * b, f"{count:,} parameters × {b} B"))

@@ -34,6 +34,8 @@ from typing import Any
 import psutil
 import torch
 
+from colocate.memory import host
+
 
 class Timeline:
     """Measures phases that follow one another, and parts of them named "phase/part" inside them."""
@@ -162,7 +164,7 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self.limit_bytes = _host_limit_bytes()
+        self.limit_bytes = host.limit_bytes()
         self._highest = 0
 
     def synchronize(self) -> None:
@@ -234,13 +236,3 @@ def _high_water_mark_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def _host_limit_bytes() -> int:
-    """The machine's memory, or the container's share of it."""
-    total = psutil.virtual_memory().total
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.training_args import OptimizerNames
+
+from colocate.memory.offload import HostStore
+
+SMALLEST_OFFLOADED_BYTES = 2048
+"""Smaller state stays on the device: step counters, and tables that an optimizer also refers to elsewhere."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +34,9 @@ class PolicyOptimizer:
     so they add up over micro-batches in fp32 and no second set in bf16 outlives a layer's backward. An fp32
     parameter is its own master.
 
+    While nobody steps, masters and moments can be on the host (`offload`); the parameters, which the engine
+    reads, and the gradients always stay.
+
     Args:
         model: its trainable parameters are optimized, with transformers' weight-decay groups.
         args: read for `optim`, `learning_rate`, `weight_decay`, the Adam and `lr_scheduler_*` and warm-up
@@ -38,6 +47,7 @@ class PolicyOptimizer:
         optimizers: the user's own (optimizer, scheduler), used as they are over the model's own parameters.
 
     Raises:
+        ImportError: the library that `optim` needs is not installed.
         ValueError: `optim` needs the model itself (layer-wise and factory optimizers); the schedule needs an
             evaluation metric; the user's optimizer holds none of the model's trainable parameters; nothing is
             trainable.
@@ -60,6 +70,7 @@ class PolicyOptimizer:
             )
         own_optimizer, own_scheduler = optimizers
         self._parameters = trainable
+        self._host = HostStore(self._device)
         self._masters: dict[str, nn.Parameter] = {}
         if own_optimizer is None:
             self._masters = _make_masters(trainable, original_weights or {})
@@ -98,9 +109,16 @@ class PolicyOptimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of masters and moments; the parameters that are their own masters are not counted."""
-        moments = (x for state in self.optimizer.state.values() for x in state.values())
-        return sum(x.nbytes for x in (*self._masters.values(), *moments) if isinstance(x, Tensor))
+        """Device memory of masters and moments now; parameters that are their own masters are not counted."""
+        storages = (tensor.untyped_storage() for tensor in self._own_tensors())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def _own_tensors(self) -> Iterator[Tensor]:
+        """Masters and the optimizer's state, on the device or meant for it."""
+        state = (x for values in self.optimizer.state.values() for x in values.values())
+        for x in (*self._masters.values(), *state):
+            if isinstance(x, Tensor) and x.device == self._device:
+                yield x
 
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients, one per leaf; zeros where backward has not been.
@@ -113,14 +131,76 @@ class PolicyOptimizer:
                 leaf.grad = torch.zeros_like(leaf)
         return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
 
+    def offload(self) -> None:
+        """Move masters and moments to the host, until `prefetch` or the next step; done when it returns.
+
+        What is not a plain tensor with memory of PyTorch's own stays: paged state, which the driver moves
+        already, and on a CPU weights mapped from their file.
+
+        Raises:
+            MemoryError: the host has not enough memory; nothing was moved.
+            ValueError: the optimizer's state shares memory with a parameter; nothing was moved.
+        """
+        self._host.offload(
+            [
+                x
+                for x in self._own_tensors()
+                if x.nbytes >= SMALLEST_OFFLOADED_BYTES
+                and type(x) in (Tensor, nn.Parameter)
+                and x.untyped_storage().resizable()
+            ],
+            in_use=self._parameters.values(),
+        )
+
+    def prefetch(self) -> None:
+        """Begin to bring back what `offload` moved; `step` waits for it.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough memory; all is still on the host.
+        """
+        self._host.prefetch()
+
     @torch.no_grad()
     def step(self) -> None:
-        """One step of optimizer and schedule; the parameters change in place, in the storage that they
-        have."""
-        self.optimizer.step()
+        """One step of optimizer and schedule; the parameters change in place, in the storage that they have.
+
+        Raises:
+            torch.OutOfMemoryError: raised before anything has changed; the same step can be done again.
+            RuntimeError: memory ran out inside the optimizer, where part of the weights may have moved. Those
+                of `optim` do not allocate there (`_build_optimizer`); the user's own may.
+        """
+        self._host.fetch()
+        self._make_state()
+        try:
+            self.optimizer.step()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__} ran out of memory in the middle of its step: some weights "
+                "may have moved and others not, so the step cannot be repeated. Go on from the last "
+                "checkpoint with an optimizer chosen by `optim`, which needs no memory to step, or with "
+                "less to train (use_peft=True)."
+            ) from error
         self.scheduler.step()
         self._publish()
         self.zero_grad()
+
+    def _make_state(self) -> None:
+        """Make all the state that the step would make, so that memory can run out only before it.
+
+        Left to themselves optimizers make the state of one parameter, or one group, after the weights before
+        it have moved, and take a half-made state for a whole one.
+        """
+        state = self.optimizer.state
+        new = [leaf for leaf in self.leaves if leaf.grad is not None and not state.get(leaf)]
+        if not new:
+            return
+        try:
+            for index, group in enumerate(self.optimizer.param_groups):
+                _initialize_group(self.optimizer, index, group)
+        except torch.OutOfMemoryError:
+            for leaf in new:
+                state.pop(leaf, None)
+            raise
 
     def zero_grad(self) -> None:
         """Free the gradients: their memory is the KV cache's during rollout."""
@@ -131,8 +211,9 @@ class PolicyOptimizer:
         """All that is needed to continue bit for bit: moments, schedule and weights by parameter name.
 
         The weights are the masters, or the parameters that are their own: the checkpoint's Hugging Face files
-        hold only what is left of a master after rounding.
+        hold only what is left of a master after rounding. What was on the host is on the device afterwards.
         """
+        self._host.fetch()
         return {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -158,11 +239,16 @@ class PolicyOptimizer:
                 f"{len(differing)} differ, {differing[0]} for one. Resume with the `bf16`, `peft_config` and "
                 "`optimizers` of the run that saved it."
             )
+        self._host.fetch()
         for name, leaf in leaves.items():
             leaf.copy_(saved[name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self._publish()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
 
     def _publish(self) -> None:
         if self._masters:
@@ -198,14 +284,23 @@ def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
 def _build_optimizer(
     model: nn.Module, args: TrainingArguments, leaves: Mapping[str, nn.Parameter]
 ) -> Optimizer:
-    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    name = OptimizerNames(args.optim).value
+    try:
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    except ImportError as error:
+        remedy = ": pip install 'colocate[bitsandbytes]'" if "bitsandbytes" in str(error) else ""
+        raise ImportError(f"optim={name!r} needs a library that is not installed{remedy}.") from error
     is_plain = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
     if not is_plain or {"params", "model", "optimizer_dict"} & kwargs.keys():
         raise ValueError(
-            f"optim={str(args.optim)!r} steps on the model's own modules, which cannot be combined with fp32 "
+            f"optim={name!r} steps on the model's own modules, which cannot be combined with fp32 "
             "masters and gradients that are reduced before the step. Choose another, such as "
             "'adamw_torch_fused'."
         )
+    if optimizer_class in (torch.optim.AdamW, torch.optim.SGD):
+        # In place, in one kernel. The other implementations hold temporaries as large as all the weights, and
+        # may run out of memory between one weight and the next.
+        kwargs["fused"] = True
     # Does not use the trainer it is a method of; asking it keeps the groups those of the installed
     # transformers.
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
@@ -214,6 +309,19 @@ def _build_optimizer(
         {"params": [p for n, p in leaves.items() if n not in decayed], "weight_decay": 0.0},
     ]
     return optimizer_class([group for group in groups if group["params"]], **kwargs)
+
+
+def _initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None:
+    """Make the state of parameters that have a gradient and no state; of unknown optimizers, nothing."""
+    if hasattr(optimizer, "init_state"):  # bitsandbytes'
+        optimizer.check_overrides()  # its own first step reads them before it makes state
+        for position, parameter in enumerate(group["params"]):
+            if parameter.grad is not None and not optimizer.state.get(parameter):
+                optimizer.init_state(group, parameter, index, position)
+    elif type(optimizer).__module__.startswith("torch.optim") and hasattr(optimizer, "_init_group"):
+        # It fills lists for the step, too, as many as it has state tensors.
+        num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+        optimizer._init_group(group, *([] for _ in range(num_lists)))
 
 
 def _checked(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> Optimizer:

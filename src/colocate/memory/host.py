@@ -1,0 +1,43 @@
+"""How much host memory there is, for this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def limit_bytes() -> int:
+    """The machine's memory, or the container's share of it."""
+    limit = _container_limit_bytes()
+    total = psutil.virtual_memory().total
+    return total if limit is None else min(total, limit)
+
+
+def available_bytes() -> int:
+    """What can still be taken without swapping, or without the container being killed.
+
+    Cached files count as available: the kernel drops them when memory is asked for.
+    """
+    available = psutil.virtual_memory().available
+    limit = _container_limit_bytes()
+    if limit is None:
+        return available
+    files = [line.split() for line in _read("memory.stat").splitlines()]
+    cached = sum(int(size) for name, size in files if name in ("active_file", "inactive_file"))
+    return max(0, min(available, limit - int(_read("memory.current") or 0) + cached))
+
+
+def _container_limit_bytes() -> int | None:
+    """The limit of control group v2; None where there is none, as for "max"."""
+    limit = _read("memory.max")
+    return int(limit) if limit.isdigit() else None
+
+
+def _read(name: str) -> str:
+    try:
+        return (_CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
