@@ -165,6 +165,7 @@ class StubEngine:
 
     shares_weights = True
     kv_cache_bytes = 0
+    rollout_weight_bytes = 0
     policy_version = 0
 
     def __init__(self, complete: Callable[[Prompt, int], list[int]]) -> None:

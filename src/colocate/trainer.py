@@ -130,6 +130,7 @@ class GRPOTrainer:
         self.timeline.watch("weights", lambda: sum(p.nbytes for p in self.model.parameters()))
         self.timeline.watch("optimizer", lambda: self.policy.optimizer.num_bytes)
         self.timeline.watch("kv_cache", lambda: self.engine.kv_cache_bytes)
+        self.timeline.watch("rollout_weights", lambda: self.engine.rollout_weight_bytes)
         self.handover = Handover()
         self.scorer = Scorer(
             assembly.build_rewards(reward_funcs, reward_processing_classes, args, device),

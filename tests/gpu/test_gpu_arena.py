@@ -182,7 +182,7 @@ def test_blocks_that_pytorch_does_not_use_make_room(device, arena):
 
 
 def test_one_per_device(device, arena):
-    with pytest.raises(RuntimeError, match=f"{device} has an arena already"):
+    with pytest.raises(RuntimeError, match=f"{device} has an arena for its KV cache already"):
         Arena(device, GIB)
     arena.close()
     Arena(device, GIB).close()

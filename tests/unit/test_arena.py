@@ -223,7 +223,9 @@ def test_another_failure_of_the_driver_also_rolls_back(device, arena):
 
 def test_one_per_device_and_a_new_one_after_close(device):
     first = Arena(DEVICE, HANDLE, HANDLE, driver=device)
-    with pytest.raises(RuntimeError, match=r"cuda:0 has an arena already: <Arena on cuda:0.*0x280>.*close"):
+    with pytest.raises(
+        RuntimeError, match=r"cuda:0 has an arena for its KV cache already: <Arena on cuda:0.*0x280>.*close"
+    ):
         Arena(DEVICE, HANDLE, HANDLE, driver=PretendedDevice(HANDLE))
     elsewhere = Arena(torch.device("cuda", 1), HANDLE, HANDLE, driver=PretendedDevice(HANDLE))
     first.close()

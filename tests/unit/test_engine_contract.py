@@ -22,6 +22,7 @@ from engine_models import (
     plain_logits,
     token_logprobs,
 )
+from quantized_models import make_4bit_model
 
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
@@ -43,6 +44,9 @@ ENGINES = {
     "native": EngineCase(
         lambda: make_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
     ),
+    "native-4bit": EngineCase(
+        lambda: make_4bit_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
+    ),
     "transformers": EngineCase(
         lambda: make_model("qwen3"), lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
     ),
@@ -53,6 +57,11 @@ ENGINES = {
 ENGINES_ON_GPU = {
     "native-cuda": EngineCase(
         lambda: make_model("qwen3").cuda(),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),
+        logprob_atol=1e-4,
+    ),
+    "native-4bit-cuda": EngineCase(
+        lambda: make_4bit_model("qwen3", device="cuda"),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),
         logprob_atol=1e-4,
     ),
@@ -277,18 +286,18 @@ def test_closed_is_closed(engine):
         engine.wake_up()
 
 
-def test_asleep_it_holds_no_kv_cache(engine):
+def test_asleep_it_holds_no_memory(engine):
     generate(engine, [3, 3])
     engine.sleep()
-    assert engine.kv_cache_bytes == 0
+    assert engine.kv_cache_bytes == engine.rollout_weight_bytes == 0
 
 
 def test_asleep_it_keeps_no_more_than_it_may(engine):
     first = generate(engine, [3, 3])
-    taken = engine.kv_cache_bytes
+    taken = engine.kv_cache_bytes + engine.rollout_weight_bytes
     for keep_bytes in (2 * taken, taken // 2, 0):
         engine.sleep(keep_bytes)
-        assert engine.kv_cache_bytes <= min(keep_bytes, taken)
+        assert engine.kv_cache_bytes + engine.rollout_weight_bytes <= min(keep_bytes, taken)
     engine.wake_up()
     assert generate(engine, [3, 3]) == first
 
@@ -304,7 +313,7 @@ def test_weights_updated_in_place_are_used(engine, model):
     assert engine.shares_weights
     before = generate(engine, [6, 9], temperature=0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             parameter.add_(noise.to(parameter.device), alpha=0.1)
     engine.update_weights([], version=1)
@@ -332,7 +341,7 @@ def test_training_sees_no_side_effect(engine, model):
         assert parameter.requires_grad == requires_grad[name]
         assert parameter.grad is None and parameter.grad_fn is None
     model(torch.tensor([[1, 2, 3]], device=model.device)).logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize(

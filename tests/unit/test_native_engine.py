@@ -254,7 +254,7 @@ def test_fused_parameters_are_the_same_parameters_in_one_storage(name):
         assert parameter.is_leaf and parameter.requires_grad
         assert torch.equal(parameter, values[parameter_name])
     for layer in layout_for(model).layers:
-        for linears in layer.fused_groups():
+        for linears in layer.projection_groups():
             assert len({linear.weight.untyped_storage().data_ptr() for linear in linears}) == 1
 
 

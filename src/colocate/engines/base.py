@@ -29,6 +29,11 @@ class RolloutEngine(Protocol):
         """Memory that the KV cache holds now; asleep what it was allowed to keep. 0 if it cannot tell."""
         ...
 
+    @property
+    def rollout_weight_bytes(self) -> int:
+        """Memory that the engine holds now for weights of its own, beside the trainer's; likewise."""
+        ...
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt; `sum(len(p.samples) for p in prompts)` completions, prompt by prompt.
 
@@ -40,7 +45,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Give the KV cache's memory back to the trainer. Sleeping twice is harmless.
+        """Give the KV cache's memory, and that of weights, back to the trainer. Sleeping twice is harmless.
 
         Up to `keep_bytes` of it may stay with the engine, to be taken again the faster; what was stored in
         it is lost all the same. Asked again while asleep, the engine gives back what is more than that.

@@ -48,9 +48,9 @@ class ArenaExhausted(MemoryError):
 class Arena:
     """A range of device addresses of which the first `mapped_bytes` have memory behind them.
 
-    There is one arena per device: two would each take the device's free memory for their own. It is closed
-    by `close`, or when nothing refers to it any more (the tensors made by `tensor` do); at the interpreter's
-    exit the driver takes everything back.
+    There is one arena per device and purpose: two KV caches would each take the device's free memory for
+    their own. It is closed by `close`, or when nothing refers to it any more (the tensors made by `tensor`
+    do); at the interpreter's exit the driver takes everything back.
 
     Args:
         device: a CUDA device.
@@ -58,10 +58,11 @@ class Arena:
             nothing: the device's whole memory is a good choice.
         handle_bytes: the unit in which memory comes and goes, a power of two.
         driver: stands in for CUDA in tests.
+        purpose: what it is for, also in messages.
 
     Raises:
         ImportError: `cuda-bindings` is missing.
-        RuntimeError: the device has an arena already.
+        RuntimeError: the device has an arena for this purpose already.
         ValueError: a size is not positive, or no multiple of what the device can map.
     """
 
@@ -71,10 +72,11 @@ class Arena:
         capacity_bytes: int,
         handle_bytes: int = HANDLE_BYTES,
         driver: Any = None,
+        purpose: str = "KV cache",
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        _check_only_one(device)
+        _check_only_one(device, purpose)
         driver = _Driver(device) if driver is None else driver
         granularity = driver.granularity()
         if capacity_bytes < 1 or handle_bytes < 1 or handle_bytes % granularity:
@@ -83,12 +85,13 @@ class Arena:
                 f"handle a multiple of the {granularity} bytes that {device} maps at least."
             )
         self.device = device
+        self.purpose = purpose
         self._range = _Range(driver, -(-capacity_bytes // handle_bytes), handle_bytes)
         self._finalizer = weakref.finalize(self, _release_quietly, self._range, os.getpid())
         # At exit the driver takes everything back with the context, whatever state that is in by then. To
         # unmap before would fault kernels that still run, or wait for those that never end.
         self._finalizer.atexit = False
-        _ARENAS[device] = self
+        _ARENAS[device, purpose] = self
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{_gib(self.mapped_bytes)} mapped at {self.address:#x}"
@@ -180,8 +183,8 @@ class Arena:
         if not self.is_closed:
             self._range.release()
         self._finalizer.detach()
-        if _ARENAS.get(self.device) is self:
-            del _ARENAS[self.device]
+        if _ARENAS.get((self.device, self.purpose)) is self:
+            del _ARENAS[self.device, self.purpose]
 
     def _grow_after_emptying_cache(self, num_handles: int) -> bool:
         # Only now: blocks that PyTorch keeps spare the trainer asking for them again in its next turn.
@@ -194,26 +197,26 @@ class Arena:
         if asked_bytes > self.capacity_bytes:
             reason += f", and the arena reserves {_gib(self.capacity_bytes)}"
         return ArenaExhausted(
-            f"The KV arena on {self.device} was asked for {_gib(asked_bytes)}: {reason}; {_gib(free)} are "
-            f"free on the device, and PyTorch's tensors hold {_gib(self._range.driver.allocated_bytes())}. "
-            "Set kv_cache_tokens or max_num_seqs lower, or let go of tensors and of other processes on the "
-            "device.",
+            f"The arena for the {self.purpose} on {self.device} was asked for {_gib(asked_bytes)}: {reason}; "
+            f"{_gib(free)} are free on the device, and PyTorch's tensors hold "
+            f"{_gib(self._range.driver.allocated_bytes())}. Set kv_cache_tokens or max_num_seqs lower, "
+            "or let go of tensors and of other processes on the device.",
             asked_bytes=asked_bytes,
             mapped_bytes=mapped,
             free_bytes=free,
         )
 
 
-_ARENAS: weakref.WeakValueDictionary[torch.device, Arena] = weakref.WeakValueDictionary()
+_ARENAS: weakref.WeakValueDictionary[tuple[torch.device, str], Arena] = weakref.WeakValueDictionary()
 
 
-def _check_only_one(device: torch.device) -> None:
-    if device in _ARENAS:
+def _check_only_one(device: torch.device, purpose: str) -> None:
+    if (device, purpose) in _ARENAS:
         gc.collect()  # an owner that was dropped may wait in a reference cycle
-    if (other := _ARENAS.get(device)) is not None:
+    if (other := _ARENAS.get((device, purpose))) is not None:
         raise RuntimeError(
-            f"{device} has an arena already: {other}. Close its owner (`engine.close()`) before making "
-            "another."
+            f"{device} has an arena for its {purpose} already: {other}. Close its owner (`engine.close()`) "
+            "before making another."
         )
 
 

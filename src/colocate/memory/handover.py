@@ -1,9 +1,9 @@
-"""How much of the KV cache's memory the engine may keep while the policy trains.
+"""How much of its memory (the KV cache, weights of its own) the engine may keep while the policy trains.
 
 Mapping and unmapping cost time by the gigabyte, so the engine gives back what training needs and no more.
 What training needs is judged from what it was seen to need:
 
-    keep = device - (in use at the peak of training, without the KV cache) - allowances
+    keep = device - (in use at the peak of training, without the engine) - allowances
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Handover:
 
 
 def _needed_bytes(span: dict[str, Any]) -> int:
-    """What the phase may have in use at its peak when it comes again, beside the KV cache.
+    """What the phase may have in use at its peak when it comes again, beside the engine's own memory.
 
     Memory that PyTorch has reserved and does not use is not in it: training takes that before it asks for
     more. What the phase left behind is: the first step makes the optimizer's moments after its peak, and the
     second one has its peak on top of them.
     """
     before, after, peak = span["before_bytes"], span["after_bytes"], span["peak_bytes"]
-    kv_cache = span["categories"].get("kv_cache", 0)
-    return int(max(before, after) + (1 + GROWTH) * (peak - before)) - kv_cache
+    engine = sum(span["categories"].get(category, 0) for category in ("kv_cache", "rollout_weights"))
+    return int(max(before, after) + (1 + GROWTH) * (peak - before)) - engine

@@ -358,10 +358,10 @@ def _phase_peak(spans: Sequence[dict], phase: str) -> float:
 
 
 def _stack(span: dict) -> dict[str, float]:
-    """GiB by category; "in use" is what the peak holds beyond them."""
+    """GiB by category that holds any; "in use" is what the peak holds beyond them."""
     categories = span.get("categories")
     known = categories.items() if isinstance(categories, dict) else ()
-    stack = {name: finite_or_zero(size) / GIB for name, size in known}
+    stack = {name: finite_or_zero(size) / GIB for name, size in known if size}
     rest = number(span["peak_bytes"]) / GIB - sum(stack.values())
     return {**stack, "in use": rest} if rest > 0 else stack
 

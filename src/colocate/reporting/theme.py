@@ -29,6 +29,7 @@ CATEGORY_COLORS = {
     "weights": "slate",
     "optimizer": "purple",
     "kv_cache": "blue",
+    "rollout_weights": "green",
     "gradients": "gold",
     "activations": "orange",
     "in use": "orange",

@@ -26,10 +26,15 @@ class Adapter:
     """Probability with which training drops an input; an engine drops none."""
 
     def add_to(self, output: Tensor, x: Tensor) -> None:
-        """Add the update for `x` [..., in] to `output` [..., out] in place."""
-        # PEFT computes in the adapter's precision, which may be higher than the model's.
-        update = F.linear(F.linear(x.to(self.a.dtype), self.a), self.b, self.bias)
-        output.add_(update, alpha=self.scaling)
+        """Add the update for `x` [T, in] to `output` [T, out] in place, in x's type.
+
+        Of a 16-bit type: A and B are rounded to it, t = A x is, and so is output + scaling * B t. Sums are in
+        float32. The trainer's forward rounds at the same places.
+        """
+        t = F.linear(x, self.a.to(x.dtype))
+        output.addmm_(t, self.b.to(x.dtype).t(), alpha=self.scaling)
+        if self.bias is not None:
+            output.add_(self.bias.to(x.dtype), alpha=self.scaling)
 
 
 def base_linear(module: nn.Module) -> Any:
@@ -85,6 +90,11 @@ def unsupported_adapters(base: nn.Module) -> str | None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    kinds: list[type[BaseTunerLayer]] = [LoraLinear]
+    if "bitsandbytes" in sys.modules:
+        from peft.tuners.lora.bnb import Linear4bit as Lora4bitLinear
+
+        kinds.append(Lora4bitLinear)
     for name, module in base.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             return f"PEFT keeps its own copy of {name} ({type(module).__name__}, see modules_to_save)"
@@ -92,11 +102,12 @@ def unsupported_adapters(base: nn.Module) -> str | None:
             continue
         if name.rsplit(".", 1)[-1] in ("lm_head", "embed_tokens"):
             return f"a PEFT adapter sits on {name}"
-        if type(module) is not LoraLinear:
+        if type(module) not in kinds:
             return f"{name} carries a {type(module).__module__}.{type(module).__name__} adapter, not LoRA"
-        if module.lora_variant:
-            variant = next(iter(module.lora_variant.values()))
+        lora: Any = module
+        if lora.lora_variant:
+            variant = next(iter(lora.lora_variant.values()))
             return f"{name} uses the LoRA variant {type(variant).__name__}"
-        if module.fan_in_fan_out:
+        if lora.fan_in_fan_out:
             return f"{name} uses fan_in_fan_out"
     return None

@@ -8,8 +8,9 @@ place.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from colocate.weights.adapters import base_linear, prompt_learning_adapter, unsupported_adapters
+from colocate.weights.quantized import compute_dtype, is_4bit
 
 ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
     LlamaForCausalLM: (LlamaAttention, LlamaMLP),
@@ -35,7 +37,10 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """The modules of one decoder layer. Projections are `nn.Linear` or PEFT's LoRA around one."""
+    """The modules of one decoder layer.
+
+    Projections are `nn.Linear`, bitsandbytes' `Linear4bit`, or PEFT's LoRA around either.
+    """
 
     q: nn.Module
     k: nn.Module
@@ -52,13 +57,9 @@ class LayerLayout:
     sliding_window: int | None
     """A query at position i sees the keys in (i - sliding_window, i]; None: all up to i."""
 
-    def fused_groups(self) -> Iterator[tuple[nn.Linear, ...]]:
-        """The projections that read the same input and are stored one below the other."""
-        yield base_linear(self.q), base_linear(self.k), base_linear(self.v)
-        yield base_linear(self.gate), base_linear(self.up)
-
-    def projections(self) -> tuple[nn.Module, ...]:
-        return self.q, self.k, self.v, self.o, self.gate, self.up, self.down
+    def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """The projections in the order of a forward pass, those together that read the same input."""
+        return (self.q, self.k, self.v), (self.o,), (self.gate, self.up), (self.down,)
 
 
 @dataclass(frozen=True)
@@ -190,8 +191,8 @@ def _why_not(base: Any) -> str | None:
     if type(base) not in ARCHITECTURES:
         return f"{type(base).__name__} has no layout"
     config, name = base.config, type(base).__name__
-    if getattr(config, "quantization_config", None) is not None:
-        return f"{name} is quantised"
+    if (quantization := _unsupported_quantization(config)) is not None:
+        return f"{name} is quantised ({quantization})"
     for option in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, option, None) is not None:
             return f"{name} sets {option}={getattr(config, option)}"
@@ -205,15 +206,36 @@ def _why_not(base: Any) -> str | None:
     return unsupported_adapters(base) or _unexpected_modules(base)
 
 
+def _unsupported_quantization(config: Any) -> str | None:
+    """Name the quantisation if it is another than bitsandbytes' to 4 bits; None if it is that, or none."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return None
+    options = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    # Written as an enumeration's member or its value, by the version that saved it.
+    method = getattr(options.get("quant_method"), "value", options.get("quant_method"))
+    if method != "bitsandbytes":
+        return str(method)
+    return None if options.get("load_in_4bit") else "bitsandbytes, 8 bits"
+
+
 def _unexpected_modules(base: Any) -> str | None:
     attention_class, mlp_class = ARCHITECTURES[type(base)]
     for index, layer in enumerate(base.model.layers):
         for module, expected in ((layer.self_attn, attention_class), (layer.mlp, mlp_class)):
             if type(module) is not expected:
                 return f"layer {index} has {type(module).__name__} where {expected.__name__} is expected"
-        for projection in _layer_layout(layer, base.config).projections():
-            if type(base_linear(projection)) is not nn.Linear:
-                return f"layer {index} has a projection of type {type(base_linear(projection)).__name__}"
+        for projection in chain(*_layer_layout(layer, base.config).projection_groups()):
+            linear = base_linear(projection)
+            if type(linear) is not nn.Linear and not is_4bit(linear):
+                return f"layer {index} has a projection of type {type(linear).__name__}"
+            if is_4bit(linear) and (dtype := compute_dtype(linear)) != base.model.embed_tokens.weight.dtype:
+                return (
+                    f"layer {index} has a 4-bit projection that computes in {dtype}, and the model is in "
+                    f"{base.model.embed_tokens.weight.dtype}. Load it with dtype=torch.bfloat16 and "
+                    "bnb_4bit_compute_dtype=torch.bfloat16, without prepare_model_for_kbit_training, which "
+                    "converts it to float32"
+                )
     if type(base.lm_head) is not nn.Linear or base.lm_head.bias is not None:
         return "lm_head is not a plain linear layer without bias"
     if type(base.model.embed_tokens) is not nn.Embedding:
@@ -227,6 +249,7 @@ def _unexpected_modules(base: Any) -> str | None:
 def _refuse(reason: str) -> NoReturn:
     names = ", ".join(architecture.__name__ for architecture in ARCHITECTURES)
     raise ValueError(
-        f"The native engine cannot run this model: {reason}. It has layouts for {names}, with unquantised "
-        "linear layers and plain LoRA on them. Use the 'transformers' engine instead."
+        f"The native engine cannot run this model: {reason}. It has layouts for {names}, with linear "
+        "layers unquantised or in bitsandbytes' 4 bits, and plain LoRA on them. Use the 'transformers' "
+        "engine instead."
     )

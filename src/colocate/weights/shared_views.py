@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from colocate.weights.adapters import base_linear
 from colocate.weights.layouts import layout_for
+from colocate.weights.quantized import is_4bit
 
 
 def fuse_parameters(model: nn.Module) -> None:
@@ -20,7 +22,8 @@ def fuse_parameters(model: nn.Module) -> None:
 
     The `nn.Parameter` objects stay the same, so optimizers, hooks and `.grad` keep working; only `.data`
     moves. Done again, it finds the storage fused and does nothing; after `model.to(...)`, which undoes it, it
-    fuses anew. While it runs, one fused block exists twice.
+    fuses anew. While it runs, one fused block exists twice. Weights in 4 bits stay as they are, and so do
+    those beside them: no product reads codes.
 
     Raises:
         ValueError: the model has no layout.
@@ -28,8 +31,10 @@ def fuse_parameters(model: nn.Module) -> None:
     # Outside inference mode, whose tensors could not be trained.
     with torch.inference_mode(False):
         for layer in layout_for(model).layers:
-            for linears in layer.fused_groups():
-                _fuse([linear.weight for linear in linears])
+            for modules in layer.projection_groups():
+                linears = [base_linear(module) for module in modules]
+                if not any(map(is_4bit, linears)):
+                    _fuse([linear.weight for linear in linears])
                 if linears[0].bias is not None:
                     _fuse([linear.bias for linear in linears])
 

@@ -10,14 +10,22 @@ import torch
 
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.pages import pages_for
+from colocate.engines.native.rollout_weights import RolloutWeights, needed_bytes
 from colocate.memory.arena import HANDLE_BYTES, ArenaExhausted
 from colocate.types import Prompt
+from colocate.weights.layouts import Layout
 
 logger = logging.getLogger(__name__)
 
 FREE_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
 """Share of the free memory that the cache takes at most. On a GPU the rest is for a prefill's activations
 and the graphs; a CPU's memory has other tenants."""
+
+COPY_BREAK_EVEN = 0.8
+"""Size of the KV cache beside a copy of the 4-bit weights from which on the copy is the faster way, as a
+share of the copy's size. Decoding is bound by memory traffic: with memory M and a copy of size C, a step with
+the copy moves M bytes for M - C worth of sequences, one without it M + 2.3 C for M worth. The first is ahead
+from M = 1.8 C on."""
 
 
 def longest_sequence(prompts: Sequence[Prompt], max_tokens: int) -> int:
@@ -51,9 +59,49 @@ def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max
     return sum(largest_own) + sum(largest_shared) + len(largest_own) + len(largest_shared)
 
 
+def take_weights(
+    weights: RolloutWeights, cache: KVCache, layout: Layout, *, wanted_pages: int, needed_pages: int
+) -> None:
+    """Take memory for the dequantised weights of a model with 4-bit ones, before the cache's pages.
+
+    All of them are copied if all the pages that the rollout wants fit beside the copy, or at least the pages
+    needed and enough that the copy is the faster way (see `COPY_BREAK_EVEN`); else they are dequantised one
+    by one. What the cache kept in sleep may be given up for it.
+
+    Raises:
+        ArenaExhausted: the device has not even the memory for one weight.
+    """
+    copy_bytes = needed_bytes(layout, is_copy=True)
+    if not copy_bytes:
+        return
+    dtype, device = layout.dtype, layout.device
+    usable_bytes = _usable_bytes(cache.num_bytes + weights.num_bytes, device)
+    num_pages = _pages_within(usable_bytes - copy_bytes, cache, dtype, device)
+    pays = num_pages * cache.page_bytes(dtype) >= COPY_BREAK_EVEN * copy_bytes
+    is_copy = num_pages >= wanted_pages or (num_pages >= needed_pages and pays)
+    was_copy = weights.is_copy
+    if needed_bytes(layout, is_copy=is_copy) > weights.num_bytes:
+        cache.free()
+    try:
+        weights.allocate(layout, is_copy=is_copy)
+    except ArenaExhausted:
+        if not is_copy:
+            raise
+        is_copy = False
+        weights.allocate(layout, is_copy=False)
+    if is_copy != was_copy:
+        how = (
+            f"a {dtype} copy of {copy_bytes / 2**30:.2f} GiB"
+            if is_copy
+            else f"weights dequantised one by one: a {dtype} copy of {copy_bytes / 2**30:.2f} GiB would "
+            f"leave {num_pages} pages of KV cache, and {wanted_pages} are of use"
+        )
+        logger.info(f"The 4-bit model decodes from {how}.")
+
+
 def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch.device) -> int:
     """Make the cache `num_pages` large, or as large as memory allows. Returns its pages."""
-    affordable = _pages_within(_usable_bytes(cache, device), cache, dtype, device)
+    affordable = _pages_within(_usable_bytes(cache.num_bytes, device), cache, dtype, device)
     if affordable < num_pages:
         logger.info(f"A KV cache of {num_pages} pages would be of use; memory allows {affordable}.")
         num_pages = affordable
@@ -75,8 +123,9 @@ def _pages_within(num_bytes: float, cache: KVCache, dtype: torch.dtype, device: 
     return max(0, whole_bytes - cache.scratch_bytes) // cache.page_bytes(dtype)
 
 
-def _usable_bytes(cache: KVCache, device: torch.device) -> float:
-    free_bytes = cache.num_bytes
+def _usable_bytes(held_bytes: int, device: torch.device) -> float:
+    """Memory that may be taken; `held_bytes` of it are taken already."""
+    free_bytes = held_bytes
     if device.type == "cuda":
         # What PyTorch has reserved and does not use, it gives back when the cache needs it.
         unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

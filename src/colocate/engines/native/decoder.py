@@ -11,6 +11,7 @@ from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import pages_for
+from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.types import SamplingParams
@@ -42,9 +43,17 @@ class Decoder:
     """
 
     def __init__(
-        self, cache: KVCache, backend: TorchBackend, layout: Layout, *, max_num_seqs: int, max_len: int
+        self,
+        cache: KVCache,
+        weights: RolloutWeights,
+        backend: TorchBackend,
+        layout: Layout,
+        *,
+        max_num_seqs: int,
+        max_len: int,
     ) -> None:
         self.cache = cache
+        self.weights = weights
         self.backend = backend
         capacity = capacity_for(max_num_seqs, backend)
         self.batch = DecodeBatch(
@@ -57,7 +66,7 @@ class Decoder:
         self.max_num_seqs = max_num_seqs
         self.max_len = max_len
         self._dtype = layout.dtype
-        self.runner = ModelRunner(layout, cache, backend, layout.rotary_table(max_len))
+        self.runner = ModelRunner(layout, weights, cache, backend, layout.rotary_table(max_len))
         self._identity = self.runner.identity()
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         """By rows, whether prefixes are shared, and whether the draw is captured, too."""
@@ -74,7 +83,7 @@ class Decoder:
 
     def refresh(self, layout: Layout) -> None:
         """Look the weights up anew; forget the graphs if any of them has moved."""
-        runner = ModelRunner(layout, self.cache, self.backend, self.runner.rotary_table)
+        runner = ModelRunner(layout, self.weights, self.cache, self.backend, self.runner.rotary_table)
         identity = runner.identity()
         if identity != self._identity:
             self.runner, self._identity = runner, identity

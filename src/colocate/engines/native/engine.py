@@ -14,11 +14,13 @@ from colocate.engines.native.capacity import (
     longest_sequence,
     pages_of_longest,
     take_pages,
+    take_weights,
     useful_pages,
 )
 from colocate.engines.native.decoder import Decoder, capacity_for
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout import Rollout
+from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import layout_for
@@ -29,9 +31,10 @@ class NativeEngine:
     """Generates with the parameters of `model`, which the trainer may update in place between rollouts.
 
     The model's q/k/v and gate/up parameters become views of fused storage (see `fuse_parameters`); LoRA
-    adapters of PEFT are read where they are. A group's prompt is prefilled and stored once. With equal (seed,
-    prompt key, member) a completion is the same whatever else is in the batch, up to the rounding of
-    differently shaped matrix products.
+    adapters of PEFT are read where they are. Weights in bitsandbytes' 4 bits are dequantised for the time of
+    a rollout: all of them where memory allows, else one by one (see `capacity.take_weights`). A group's
+    prompt is prefilled and stored once. With equal (seed, prompt key, member) a completion is the same
+    whatever else is in the batch, up to the rounding of differently shaped matrix products.
 
     Args:
         model: a Hugging Face causal language model with a layout, or a PEFT model around one.
@@ -92,6 +95,7 @@ class NativeEngine:
             page_size=page_size,
             scratch_bytes=self._backend.scratch_bytes(layout, capacity_for(max_num_seqs, self._backend)),
         )
+        self._weights = RolloutWeights()
         self._decoder: Decoder | None = None
         self._is_awake = False
         fuse_parameters(model)
@@ -99,6 +103,10 @@ class NativeEngine:
     @property
     def kv_cache_bytes(self) -> int:
         return self._cache.num_bytes
+
+    @property
+    def rollout_weight_bytes(self) -> int:
+        return self._weights.num_bytes
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`.
@@ -123,12 +131,17 @@ class NativeEngine:
         fuse_parameters(self._model)
         with torch.inference_mode():
             self._size_cache(prompts, sampling.max_tokens)
+            self._weights.prepare(self._layout)
             decoder = self._decoder_for(prompts, sampling.max_tokens)
             return Rollout(decoder, prompts, sampling).run(self.policy_version)
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Give the KV cache's memory back, on a GPU all but `keep_bytes`. Captured graphs stay valid."""
-        self._cache.free(keep_bytes)
+        """Give memory back, on a GPU all but `keep_bytes`. Captured graphs stay valid.
+
+        What is kept is memory for dequantised weights first, then for the KV cache; no contents are.
+        """
+        self._weights.free(keep_bytes)
+        self._cache.free(max(0, keep_bytes - self._weights.num_bytes))
         if not self._backend.captures_graphs:
             self._decoder = None  # cheap to make anew, and it holds on to weights that may be moved
         self._is_awake = False
@@ -143,6 +156,7 @@ class NativeEngine:
             raise RuntimeError("The engine is closed and cannot be used again.")
         if not self._is_awake and self._kv_cache_tokens is not None:
             wanted = self._kv_cache_tokens // self._page_size
+            take_weights(self._weights, self._cache, self._layout, wanted_pages=wanted, needed_pages=1)
             num_pages = take_pages(self._cache, wanted, self._layout.dtype, self._layout.device)
             if num_pages < wanted:
                 share = FREE_MEMORY_FRACTION[self._layout.device.type]
@@ -168,6 +182,7 @@ class NativeEngine:
         self._is_awake = False
         self._decoder = self._model = None
         self._cache.close()
+        self._weights.close()
 
     def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
         """The decoder of earlier rollouts if it is large enough for this one."""
@@ -182,7 +197,12 @@ class NativeEngine:
         # Rounded up, so that rollouts a little longer than the last do not capture graphs anew.
         max_len = min(1 << (max_len - 1).bit_length(), self._max_len)
         self._decoder = Decoder(
-            self._cache, self._backend, layout, max_num_seqs=self._max_num_seqs, max_len=max_len
+            self._cache,
+            self._weights,
+            self._backend,
+            layout,
+            max_num_seqs=self._max_num_seqs,
+            max_len=max_len,
         )
         return self._decoder
 
@@ -190,12 +210,13 @@ class NativeEngine:
         """Check that one sequence fits; take memory for this rollout if no size was given."""
         page_size, layout = self._page_size, self._layout
         needed = pages_of_longest(prompts, max_tokens, page_size)
-        is_in_place = self._cache.is_on(layout.dtype, layout.device)
-        available = self._cache.num_pages if is_in_place else 0
         if self._kv_cache_tokens is None:
             wanted = max(needed, useful_pages(prompts, max_tokens, page_size, self._max_num_seqs))
         else:
             wanted = self._kv_cache_tokens // page_size
+        take_weights(self._weights, self._cache, layout, wanted_pages=wanted, needed_pages=needed)
+        is_in_place = self._cache.is_on(layout.dtype, layout.device)
+        available = self._cache.num_pages if is_in_place else 0
         # A given size was taken by `wake_up`, unless the model was converted or moved since then.
         if available < wanted and (self._kv_cache_tokens is None or not is_in_place):
             available = take_pages(self._cache, wanted, layout.dtype, layout.device)

@@ -11,50 +11,48 @@ from torch import Tensor, nn
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, Piece, PrefillContext, Rotation
 from colocate.engines.native.kv_cache import KVCache
+from colocate.engines.native.rollout_weights import RolloutWeights, joined
 from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
 from colocate.weights.layouts import LayerLayout, Layout
-from colocate.weights.shared_views import fused_view
 
 
 class Projection:
     """Linear layers that read the same input: one product for all base weights, plus their adapters."""
 
-    def __init__(self, *modules: nn.Module) -> None:
+    def __init__(self, weights: RolloutWeights, modules: Sequence[nn.Module]) -> None:
         linears = [base_linear(module) for module in modules]
-        self.weight = _joined([linear.weight for linear in linears])
-        self.bias = None if linears[0].bias is None else _joined([linear.bias for linear in linears])
+        self.weight = weights.of(linears)
+        self.bias = None if linears[0].bias is None else joined([linear.bias for linear in linears])
         self.adapters: list[tuple[slice, Adapter]] = []
-        row = 0
+        first = 0
         for module, linear in zip(modules, linears, strict=True):
-            rows = slice(row, row + linear.weight.shape[0])
-            self.adapters += [(rows, adapter) for adapter in active_adapters(module)]
-            row = rows.stop
+            columns = slice(first, first + linear.out_features)
+            self.adapters += [(columns, adapter) for adapter in active_adapters(module)]
+            first = columns.stop
 
-    def __call__(self, x: Tensor) -> Tensor:
-        output = F.linear(x, self.weight, self.bias)
-        for rows, adapter in self.adapters:
-            adapter.add_to(output[:, rows], x)
-        return output
+    def __call__(self, backend: TorchBackend, x: Tensor) -> Tensor:
+        """The product with x [T, in]; [T, out]."""
+        return backend.linear(x, self.weight.read(), self.bias, self.adapters)
 
     def identity(self) -> Iterator[object]:
         """What a captured graph of this projection depends on."""
-        yield self.weight.data_ptr()
+        yield from self.weight.identity()
         yield None if self.bias is None else self.bias.data_ptr()
-        for rows, adapter in self.adapters:
+        for columns, adapter in self.adapters:
             bias = None if adapter.bias is None else adapter.bias.data_ptr()
-            yield rows.start, adapter.a.data_ptr(), adapter.b.data_ptr(), bias, adapter.scaling
+            yield columns.start, adapter.a.data_ptr(), adapter.b.data_ptr(), bias, adapter.scaling
+            yield adapter.a.shape, adapter.a.dtype, adapter.b.dtype
 
 
 class LayerWeights:
     """One decoder layer's parameters as they are now."""
 
-    def __init__(self, layer: LayerLayout) -> None:
-        self.qkv = Projection(layer.q, layer.k, layer.v)
-        self.o = Projection(layer.o)
-        self.gate_up = Projection(layer.gate, layer.up)
-        self.down = Projection(layer.down)
+    def __init__(self, weights: RolloutWeights, layer: LayerLayout) -> None:
+        self.qkv, self.o, self.gate_up, self.down = (
+            Projection(weights, modules) for modules in layer.projection_groups()
+        )
         self.input_norm = _weight(layer.input_norm)
         self.post_attention_norm = _weight(layer.post_attention_norm)
         self.q_norm = None if layer.q_norm is None else _weight(layer.q_norm)
@@ -78,12 +76,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, layout: Layout, cache: KVCache, backend: TorchBackend, rotary_table: tuple[Tensor, Tensor]
+        self,
+        layout: Layout,
+        weights: RolloutWeights,
+        cache: KVCache,
+        backend: TorchBackend,
+        rotary_table: tuple[Tensor, Tensor],
     ) -> None:
         self.layout = layout
         self.cache = cache
         self.backend = backend
-        self._layers = [LayerWeights(layer) for layer in layout.layers]
+        self._layers = [LayerWeights(weights, layer) for layer in layout.layers]
         self._norm = _weight(layout.norm)
         self.rotary_table = rotary_table
 
@@ -153,12 +156,13 @@ class ModelRunner:
         cos, sin = self.rotary_table
         for index, layer in enumerate(self._layers):
             x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
-            qkv = layer.qkv(x).view(len(x), -1, layout.head_dim)
+            qkv = layer.qkv(backend, x).view(len(x), -1, layout.head_dim)
             k_cache, v_cache = self.cache.layer(index)
             rotation = Rotation(cos, sin, layer.q_norm, layer.k_norm, eps)
-            x = layer.o(attend(qkv, rotation, k_cache, v_cache, layer.sliding_window).flatten(1))
+            attended = attend(qkv, rotation, k_cache, v_cache, layer.sliding_window)
+            x = layer.o(backend, attended.flatten(1))
             x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = layer.down(backend.gate(layer.activation, layer.gate_up(x)))
+            x = layer.down(backend, backend.gate(layer.activation, layer.gate_up(backend, x)))
         assert residual is not None, "the model has no layers"
         return x, residual
 
@@ -187,7 +191,3 @@ def _packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[Piece]]:
 def _weight(norm: nn.Module) -> Tensor:
     assert isinstance(norm.weight, Tensor), f"{type(norm).__name__} has no weight"
     return norm.weight
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else fused_view(parts)

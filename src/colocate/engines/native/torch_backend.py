@@ -16,6 +16,7 @@ from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
 from colocate.engines.native.sampler import Sampler
+from colocate.weights.adapters import Adapter
 from colocate.weights.layouts import Layout
 
 
@@ -50,6 +51,15 @@ class TorchBackend:
 
     def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
         """Take note of the rows of each prompt and how many leading pages they have in common."""
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
+    ) -> Tensor:
+        """The product of x [T, in] with weight [out, in] and its adapters, each in its columns; [T, out]."""
+        output = F.linear(x, weight, bias)
+        for columns, adapter in adapters:
+            adapter.add_to(output[:, columns], x)
+        return output
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers.activations import SiLUActivation
 
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
-from colocate.engines.native.kernels import layers, sampling, steps
+from colocate.engines.native.kernels import layers, lora, sampling, steps
 from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.engines.native.prefixes import SharedPrefixes
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.weights.adapters import Adapter
 from colocate.weights.layouts import Layout
 
 _GROUPED_QUERIES: dict[str, Any] = {}
@@ -38,6 +41,8 @@ class TritonBackend(TorchBackend):
         self.shares_prefixes = False
         self._prefixes: SharedPrefixes | None = None
         self._scratch: DecodeScratch | None = None
+        self._counters: Tensor | None = None
+        self._side: torch.cuda.Stream | None = None
 
     def check_page_size(self, page_size: int) -> None:
         if page_size < 16 or page_size & (page_size - 1):
@@ -66,6 +71,25 @@ class TritonBackend(TorchBackend):
     def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
         assert self._prefixes is not None, "the backend is not bound to a decoder"
         self.shares_prefixes = self._prefixes.update(rows_by_group) > 0
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
+    ) -> Tensor:
+        slots = lora.slots_for(adapters)
+        if slots is None or not adapters or len(x) > lora.MAX_ROWS:
+            return super().linear(x, weight, bias, adapters)
+        if self._counters is None or self._counters.device != x.device:
+            num_counters = lora.num_counters(lora.MAX_ROWS)
+            self._counters = torch.zeros(num_counters, dtype=torch.int32, device=x.device)
+        shrink = lora.Shrink(x, slots, self._counters)
+        # Beside the product with the weights, which waits for memory: on its own it would take as long as a
+        # small one of those, nearly all of it latency.
+        with self._side_stream(x.device):
+            shrink.launch()
+        output = F.linear(x, weight, bias)
+        self._join_side_stream()
+        lora.expand(output, shrink.output, slots)
+        return output
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -224,6 +248,19 @@ class TritonBackend(TorchBackend):
             batch.out_token_ids[:, rows],
             batch.out_logprobs[:, rows],
         )
+
+    def _side_stream(self, device: torch.device) -> AbstractContextManager[object]:
+        """What is launched in this context runs beside what follows it, until `_join_side_stream`."""
+        if device.type != "cuda":  # Triton's interpreter
+            return nullcontext()
+        if self._side is None or self._side.device != device:
+            self._side = torch.cuda.Stream(device)
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._side)
+
+    def _join_side_stream(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
 
 def _sizes(layout: Layout, capacity: int) -> dict[str, int]:

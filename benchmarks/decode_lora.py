@@ -1,0 +1,140 @@
+"""What LoRA adds to the matrix products of a decode step, and where.
+
+    python benchmarks/decode_lora.py [--rank 32]
+
+The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, in one CUDA
+graph; without adapters, and with them on every projection in three ways: kernels with the shrink beside the
+product with the weights (the engine's), kernels one after the other, and PyTorch's matrix products. Then the
+kernels one by one, where what fits into the L2 cache is read from there. Medians. Tables go to the terminal,
+and to $OUT/decode_lora.json if OUT is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+from decode_floor import captured, median_s
+from triton.testing import do_bench_cudagraph
+
+from colocate.engines.native.kernels.lora import Shrink, expand, num_counters, slots_for
+from colocate.engines.native.torch_backend import TorchBackend
+from colocate.engines.native.triton_backend import TritonBackend
+from colocate.weights.adapters import Adapter
+
+NUM_LAYERS, HIDDEN, INTERMEDIATE, KV_WIDTH = 28, 3584, 18944, 512
+PROJECTIONS = {  # inputs, outputs of the layers that read them
+    "qkv": (HIDDEN, (HIDDEN, KV_WIDTH, KV_WIDTH)),
+    "o": (HIDDEN, (HIDDEN,)),
+    "gate_up": (HIDDEN, (INTERMEDIATE, INTERMEDIATE)),
+    "down": (INTERMEDIATE, (HIDDEN,)),
+}
+NUM_ROWS = (8, 32, 128, 512)
+
+Weights = tuple[torch.Tensor, list[tuple[slice, Adapter]]]
+
+
+class OneAfterTheOther(TritonBackend):
+    def _side_stream(self, device):
+        return nullcontext()
+
+
+WAYS = {"beside": TritonBackend, "one after the other": OneAfterTheOther, "matrix products": TorchBackend}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype) * 0.02
+
+
+def make(name: str, rank: int) -> Weights:
+    num_in, widths = PROJECTIONS[name]
+    adapters, first = [], 0
+    for width in widths:
+        a, b = normal(rank, num_in, dtype=torch.float32), normal(width, rank, dtype=torch.float32)
+        adapters.append((slice(first, first + width), Adapter(a=a, b=b, bias=None, scaling=2.0)))
+        first += width
+    return normal(first, num_in), adapters
+
+
+def step(
+    backend: TorchBackend, layers: list[dict[str, Weights]], inputs: dict[str, torch.Tensor], adapted: bool
+) -> Callable[[], None]:
+    def body() -> None:
+        for layer in layers:
+            for name, (weight, adapters) in layer.items():
+                backend.linear(inputs[name], weight, None, adapters if adapted else [])
+
+    return body
+
+
+def kernels(name: str, weights: Weights, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    weight, adapters = weights
+    slots = slots_for(adapters)
+    assert slots is not None, f"the kernels do not take the adapters of {name}"
+    counters = torch.zeros(num_counters(len(x)), device="cuda", dtype=torch.int32)
+    y, t = F.linear(x, weight), Shrink(x, slots, counters).output.zero_()
+    ways = {way: backend() for way, backend in WAYS.items()}
+    return {
+        "weights": lambda: F.linear(x, weight),
+        "shrink": lambda: Shrink(x, slots, counters).launch(),
+        "expand": lambda: expand(y, t, slots),
+        **{
+            way: lambda backend=backend: backend.linear(x, weight, None, adapters)
+            for way, backend in ways.items()
+        },
+    }
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rank", type=int, default=32)
+    rank = parser.parse_args().rank
+    torch.manual_seed(0)
+    layers = [{name: make(name, rank) for name in PROJECTIONS} for _ in range(NUM_LAYERS)]
+    steps, singles = [], []
+    print(f"{torch.cuda.get_device_name()}, rank {rank}: milliseconds of a step's projections")
+    print(f"{'rows':>5}{'no adapters':>14}" + "".join(f"{way:>22}" for way in WAYS))
+    for num_rows in NUM_ROWS:
+        inputs = {name: normal(num_rows, num_in) for name, (num_in, _) in PROJECTIONS.items()}
+        times = {"no adapters": median_s(captured(step(TorchBackend(), layers, inputs, False)).replay)}
+        for way, backend in WAYS.items():
+            times[way] = median_s(captured(step(backend(), layers, inputs, True)).replay)
+        plain = times["no adapters"]
+        print(
+            f"{num_rows:5}{plain * 1e3:14.3f}"
+            + "".join(f"{times[way] * 1e3:12.3f} (+{(times[way] - plain) * 1e3:.3f})" for way in WAYS),
+            flush=True,
+        )
+        steps.append({"num_rows": num_rows, "time_s": times})
+    print("\nmicroseconds of one")
+    for num_rows in NUM_ROWS:
+        for name, (num_in, _) in PROJECTIONS.items():
+            calls = kernels(name, layers[0][name], normal(num_rows, num_in))
+            times = {
+                call: do_bench_cudagraph(body, return_mode="median") / 1e3 for call, body in calls.items()
+            }
+            row = "".join(f"  {call} {time_s * 1e6:.1f}" for call, time_s in times.items())
+            print(f"{num_rows:5} {name:8}{row}", flush=True)
+            singles.append({"num_rows": num_rows, "projection": name, "time_s": times})
+    if "OUT" in os.environ:
+        record = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "rank": rank,
+            "steps": steps,
+            "kernels": singles,
+        }
+        (Path(os.environ["OUT"]) / "decode_lora.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
