@@ -5,64 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rounding import ULP, assert_rounds_like, draw, dtypes, few, strided
 
 from colocate.engines.native.kernels.layers import add_rms_norm, rotate_and_store, silu_mul
 from colocate.engines.native.torch_backend import rms_norm, rotate
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-few = settings(
-    max_examples=40,
-    deadline=None,
-    phases=[Phase.explicit, Phase.generate],
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-# Triton's interpreter cuts bfloat16 off instead of rounding it; there float16 shows where values are rounded.
-dtypes = st.sampled_from(
-    [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
-)
 EPS = 1e-6
-ULP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}
-
-
-def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
-
-
-def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values, in rows of a wider tensor whose rest is NaN."""
-    wide = torch.full((x.shape[0], x.shape[1] + 5), torch.nan, dtype=x.dtype, device=x.device)
-    wide[:, : x.shape[1]] = x
-    return wide[:, : x.shape[1]]
-
-
-def steps_apart(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """How many representable numbers further, of 16-bit floats; 0 where they differ by at most 1e-6."""
-    bits = [value.contiguous().view(torch.int16).int() for value in (x, y)]
-    ordered = [torch.where(b < 0, -(b & 0x7FFF), b) for b in bits]
-    return (ordered[0] - ordered[1]).abs().masked_fill_((x.float() - y.float()).abs() <= 1e-6, 0)
-
-
-def assert_rounds_like(actual: torch.Tensor, expected: torch.Tensor, num_float32_ulps: float) -> None:
-    """PyTorch's result, but where a last bit in float32 makes a 16-bit value round the other way.
-
-    That happens to few values, and moves them by one step. Two roundings follow one another: if it happens
-    to the first one, a product with the rounded value moves by less than two steps before it is rounded
-    itself, and so by two at most.
-    """
-    assert not actual.isnan().any()
-    if actual.dtype == torch.float32:
-        rtol = num_float32_ulps * ULP[torch.float32]
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6)
-        return
-    apart = steps_apart(actual, expected)
-    num_apart = [int((apart >= num_steps).sum()) for num_steps in (1, 2, 3)]
-    at_most = [0.01 * actual.numel() + 2, 1e-5 * actual.numel() + 2, 0]
-    assert all(num <= most for num, most in zip(num_apart, at_most, strict=True)), (
-        f"of {actual.numel()} elements, {num_apart} are 1, 2, 3 steps or more apart; at most {at_most} may be"
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -3,7 +3,8 @@
 Everything here is bound by memory: on a GPU each function is one Triton kernel that reads and writes every
 byte once (`colocate.policy.kernels`), elsewhere the PyTorch operations below, which are also their
 definition. Values are rounded to the model's type where the operations of transformers would store them, so
-that log-probs agree with the engine's; gradients are computed in float32 and rounded once.
+that log-probs agree with the engine's; gradients are computed in float32 and rounded once. Forward and
+backward are called by hand: autograd does not see through the kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,6 +24,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: [T, hidden] or [T, heads, D].
         weight: [hidden] or [D].
     """
+    if x.dim() == 2 and _have_kernels(x, weight):
+        from colocate.policy.kernels import norms  # triton comes with CUDA builds of torch
+
+        return norms.rms_norm(x, weight, eps)
     return weight * (_wide(x) * _inverse_rms(x, eps)).to(x.dtype)
 
 
@@ -38,6 +45,10 @@ def rms_norm_backward(
     Returns:
         like `x`, in its dtype; [hidden] in float32 (float64 for float64).
     """
+    if x.dim() == 2 and _have_kernels(x, weight):
+        from colocate.policy.kernels import norms
+
+        return norms.rms_norm_backward(grad, x, weight, eps, grad_residual)
     inverse = _inverse_rms(x, eps)
     normed = _wide(x) * inverse
     wide_grad = _wide(grad)
@@ -69,6 +80,10 @@ def rotate(
     Returns:
         queries [T, H, D] and keys [T, K, D], contiguous.
     """
+    if _have_kernels(qkv, cos, sin, q_norm, k_norm):
+        from colocate.policy.kernels import rotary
+
+        return rotary.rotate(qkv, cos, sin, num_heads, q_norm, k_norm, eps)
     q, k, _ = _heads(qkv, num_heads)
     q = q if q_norm is None else rms_norm(q, q_norm, eps)
     k = k if k_norm is None else rms_norm(k, k_norm, eps)
@@ -88,7 +103,8 @@ def rotate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `rotate` and of the values beside it.
 
-    A rotation's inverse is its transpose, so gradients are turned back by the negative angle.
+    A rotation's inverse is its transpose, so gradients are turned back by the negative angle. Written as the
+    transpose it holds for any tables: some are scaled (YaRN's), and the two halves need not be equal.
 
     Args:
         grad_q: [T, H, D]; grad_k, grad_v: [T, K, D].
@@ -97,11 +113,16 @@ def rotate_backward(
     Returns:
         [T, H + 2K, D] in the dtype of `qkv`; [D] float32 (or float64) for either norm's weight, or None.
     """
+    if _have_kernels(qkv, cos, sin, q_norm, k_norm):
+        from colocate.policy.kernels import rotary
+
+        return rotary.rotate_backward(grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, eps)
     grads: list[Tensor] = []
     weight_grads: list[Tensor | None] = []
     q, k, _ = _heads(qkv, grad_q.shape[1])
     for grad, x, norm in ((grad_q, q, q_norm), (grad_k, k, k_norm)):
-        turned = _wide(_rotated(_wide(grad), _wide(cos), -_wide(sin)))
+        first, second = (_wide(grad) * sin[:, None]).chunk(2, dim=-1)
+        turned = _wide(grad) * cos[:, None] + torch.cat((second, -first), dim=-1)
         if norm is None:
             grads.append(turned.to(qkv.dtype))
             weight_grads.append(None)
@@ -114,6 +135,10 @@ def rotate_backward(
 
 def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     """activation(gate) * up of [T, 2i], gates first; returns [T, i] (Shazeer 2020, arXiv:2002.05202)."""
+    if _is_silu(activation) and _have_kernels(gate_up):
+        from colocate.policy.kernels import gate as kernels
+
+        return kernels.silu_mul(gate_up)
     gates, up = gate_up.chunk(2, dim=1)
     return activation(gates) * up
 
@@ -132,20 +157,23 @@ def gate_backward(
     Returns:
         [T, 2i] and [T, i].
     """
+    if _is_silu(activation) and _have_kernels(gate_up):
+        from colocate.policy.kernels import gate as kernels
+
+        return kernels.silu_mul_backward(grad, gate_up)
     gates, up = gate_up.chunk(2, dim=1)
     with torch.enable_grad():
-        leaf = gates.detach().requires_grad_()
-        activated = activation(leaf)
-    (grad_gates,) = torch.autograd.grad(activated, leaf, grad * up)
-    activated = activated.detach()
-    return torch.cat([grad_gates, grad * activated], dim=1), activated * up
+        leaf = _wide(gates.detach()).requires_grad_()
+        (grad_gates,) = torch.autograd.grad(activation(leaf), leaf, _wide(grad) * up)
+    activated = activation(gates)
+    return torch.cat([grad_gates.to(gate_up.dtype), grad * activated], dim=1), activated * up
 
 
 def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over the union of two disjoint sets of keys from the attention over each.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (FlashAttention-2, arXiv:2307.08691,
-    section 2.3). A set without keys has lse = -inf.
+    section 2.3). A set without keys has lse = -inf; where both have none, out is 0 and lse -inf.
 
     Args:
         out, other_out: [T, H, D]; lse, other_lse: [H, T] float32 (float64 for float64).
@@ -153,9 +181,29 @@ def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
     Returns:
         Like `out` and `lse`, which may be overwritten.
     """
+    if _have_kernels(out, other_out):
+        from colocate.policy.kernels import merge
+
+        merge.merge_attention(out, lse, other_out, other_lse)
+        return out, lse
     merged = torch.logaddexp(lse, other_lse)
-    share, other_share = (lse - merged).exp().T[..., None], (other_lse - merged).exp().T[..., None]
+    finite = merged.masked_fill(merged.isneginf(), 0.0)  # no keys at all: exp(-inf - 0) and not NaN
+    share, other_share = (lse - finite).exp().T[..., None], (other_lse - finite).exp().T[..., None]
     return (share * out + other_share * other_out).to(out.dtype), merged
+
+
+def _have_kernels(*tensors: Tensor | None) -> bool:
+    """Whether kernels can take these tensors: on a GPU, and of one type, as the model's weights are."""
+    first, *rest = (tensor for tensor in tensors if tensor is not None)
+    return (
+        first.is_cuda
+        and first.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and all(tensor.dtype == first.dtype for tensor in rest)
+    )
+
+
+def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
+    return activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
 
 
 def _heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,104 @@
+"""Which operations of a layer are kernels, and that kernels are called as the operations are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rounding import draw
+from transformers.activations import ACT2FN
+
+from colocate.policy import operations
+from colocate.policy.kernels import gate, merge, norms, rotary
+
+EPS = 1e-6
+
+
+def inputs(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], list[object]]]:
+    """A call of each operation, at sizes that no block of a kernel divides."""
+    num_heads, num_kv_heads, head_dim, num_tokens, width = 5, 2, 16, 7, 100
+    normal = partial(draw, torch.Generator().manual_seed(0), dtype=dtype)
+    x, grad, residual = normal(3, num_tokens, width)
+    gate_up, weight = normal(num_tokens, 2 * width), normal(width)
+    q_norm, k_norm = normal(2, head_dim)
+    qkv = normal(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+    q, other_q = normal(2, num_tokens, num_heads, head_dim)
+    k, v = normal(2, num_tokens, num_kv_heads, head_dim)
+    angles = list(normal(2, num_tokens, head_dim))
+    lse, other_lse = normal(2, num_heads, num_tokens).to(torch.promote_types(dtype, torch.float32))
+    silu = ACT2FN["silu"]
+    return {
+        "rms_norm": (operations.rms_norm, [x, weight, EPS]),
+        "rms_norm_backward": (operations.rms_norm_backward, [grad, x, weight, EPS, residual]),
+        "rotate": (operations.rotate, [qkv, *angles, num_heads, q_norm, k_norm, EPS]),
+        "rotate_backward": (
+            operations.rotate_backward,
+            [q, k, v, qkv, *angles, q_norm, k_norm, EPS],
+        ),
+        "rotate_backward without norms": (
+            operations.rotate_backward,
+            [q, k, v, qkv, *angles, None, None, EPS],
+        ),
+        "gate": (operations.gate, [silu, gate_up]),
+        "gate_backward": (operations.gate_backward, [grad, silu, gate_up]),
+        "merge_attention": (operations.merge_attention, [q, lse, other_q, other_lse]),
+    }
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[str]:
+    """Names of the kernels' functions that operations have called."""
+    called: list[str] = []
+
+    def recorded(function: Callable[..., object], *args: object) -> object:
+        called.append(function.__name__)
+        return function(*args)
+
+    for module, names in (
+        (norms, ("rms_norm", "rms_norm_backward")),
+        (rotary, ("rotate", "rotate_backward")),
+        (gate, ("silu_mul", "silu_mul_backward")),
+        (merge, ("merge_attention",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, partial(recorded, getattr(module, name)))
+    return called
+
+
+def assert_same(actual: object, expected: object, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    tensors = (actual, expected) if isinstance(actual, tuple) else ((actual,), (expected,))
+    for one, two in zip(*tensors, strict=True):
+        if two is None:
+            assert one is None
+        else:
+            assert one.dtype == two.dtype
+            torch.testing.assert_close(one.cpu(), two, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", sorted(inputs(torch.float32)))
+def test_operations_run_kernels(name, dtype, device, launches, monkeypatch):
+    operation, arguments = inputs(dtype)[name]
+    expected = operation(*arguments)
+    assert not launches
+    if device.type == "cpu":
+        monkeypatch.setattr(operations, "_have_kernels", lambda *tensors: True)
+    _, arguments = inputs(dtype)[name]
+    arguments = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    assert_same(operation(*arguments), expected, dtype)
+    assert len(launches) == 1
+
+
+@pytest.mark.gpu
+def test_other_activations_and_types_run_without_kernels(launches):
+    gate_up = torch.randn(3, 8, device="cuda").bfloat16()
+    expected = F.gelu(gate_up[:, :4]) * gate_up[:, 4:]
+    assert torch.equal(operations.gate(F.gelu, gate_up), expected)
+    weight = torch.ones(4, device="cuda")  # a norm in float32, as QLoRA's preparation leaves it
+    assert operations.rms_norm(gate_up[:, :4], weight, EPS).dtype == torch.float32
+    assert operations.gate(F.silu, gate_up.double()).dtype == torch.float64
+    assert not launches
