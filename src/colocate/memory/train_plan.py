@@ -25,6 +25,8 @@ class TrainPlan:
     sequences_per_microbatch: int = 1
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at a time."""
+    offload_optimizer: bool = False
+    """Whether masters and moments are on the host in rollout."""
 
     def budget(self, longest: int) -> int:
         """Tokens per micro-batch in a step whose longest sequence has `longest`."""

@@ -38,6 +38,8 @@ class UpdateResult:
     """[C] per sample, before the step: the old log-probabilities of later passes over the same samples."""
     skipped: bool
     """The loss or the gradient of some rank was not finite, so nothing was changed."""
+    largest_microbatch: int
+    """Its tokens; 0 where the model runs padded."""
 
 
 class Policy:
@@ -52,6 +54,8 @@ class Policy:
         plan: how a step is cut and what it keeps. Bounds the memory, does not change the gradient; may be
             replaced between calls.
         share_prompts: compute the prompt of samples with an equal `prompt_key` once.
+        entropy_gradient: whether objectives use the entropies' gradient, which costs the log-probs' backward
+            pass more.
         max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
         reference: needed for `reference_logprobs` only.
 
@@ -67,6 +71,7 @@ class Policy:
         temperature: float,
         plan: TrainPlan | None = None,
         share_prompts: bool = True,
+        entropy_gradient: bool = True,
         max_grad_norm: float | None,
         reference: Reference | None = None,
     ) -> None:
@@ -87,6 +92,8 @@ class Policy:
         self.plan = plan or TrainPlan()
         self._temperature = temperature
         self._share_prompts = share_prompts
+        self._entropy_gradient = entropy_gradient
+        self._largest_microbatch = 0
         self._max_grad_norm = max_grad_norm
         self._host_store = HostStore()
 
@@ -101,6 +108,7 @@ class Policy:
         self.optimizer.zero_grad()
         self._host_store.clear()
         stack = self._stack(self.model)
+        self._largest_microbatch = 0
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
         loss = torch.zeros((), device=self._device)
@@ -125,7 +133,8 @@ class Policy:
             self.optimizer.step()
             self.version += 1
             self.num_skipped_updates = 0
-        return UpdateResult(metrics, [logprobs[i] for i in range(len(samples))], skipped)
+        ordered = [logprobs[i] for i in range(len(samples))]
+        return UpdateResult(metrics, ordered, skipped, self._largest_microbatch)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:
@@ -225,13 +234,16 @@ class Policy:
         if stack is None:
             hidden = padded_hidden_states(model, samples)
         else:
-            hidden = stack.hidden_states(stack.pack(samples), self.plan.activation_policy)
+            pack = stack.pack(samples)
+            self._largest_microbatch = max(self._largest_microbatch, pack.num_tokens)
+            hidden = stack.hidden_states(pack, self.plan.activation_policy)
         logprobs, entropies = token_logprobs(
             hidden,
             torch.cat([sample.completion_ids for sample in samples]),
             output_head(model),
             temperature=self._temperature,
             chunk_size=self.plan.logprob_chunk_size,
+            entropy_gradient=self._entropy_gradient,
         )
         lengths = [len(sample.completion_ids) for sample in samples]
         return list(logprobs.split(lengths)), list(entropies.split(lengths))
