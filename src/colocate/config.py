@@ -48,8 +48,8 @@ class GRPOConfig(TrainingArguments):
     learning_rate: float = 1e-6
     logging_steps: float = 10
     gradient_checkpointing: bool = True
-    """Recompute each layer's activations in the backward pass: a third more compute, far less memory. Only for
-    models without a layout (see `engine`); others follow `activation_policy`."""
+    """Recompute each layer's activations in the backward pass: a third more compute, far less memory. Only
+    for models without a layout (see `engine`); others follow `activation_policy`."""
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
     """Arguments of `torch.utils.checkpoint`; `use_reentrant` is False unless set. Likewise."""
     bf16: bool | None = None  # type: ignore[assignment]  # TRL's type

@@ -13,11 +13,12 @@ from colocate.memory.train_accounting import Microbatch
 TRAIN_EFFICIENCY = 0.5
 """Of a GPU's matrix units over a training step without recomputation: packed layers with log-probs in chunks
 reach 0.49 on an H200."""
-PREFILL_EFFICIENCY = 0.5
-"""Likewise of a prompt's forward pass."""
-BANDWIDTH_EFFICIENCY = 0.7
-"""Of the data sheet's bandwidth in a decode step: a copy reaches 0.9 of it on an H200, and a step 0.79 of what
-its reads would take at a copy's rate."""
+FORWARD_EFFICIENCY = 0.48
+"""Likewise of the matrix products of a decode step, and of prompts."""
+BANDWIDTH_EFFICIENCY = 0.77
+"""Of the data sheet's bandwidth when a decode step reads keys and values: 3.7 of 4.8 TB/s on an H200."""
+LAYER_LATENCY_S = 20e-6
+"""Of a layer's kernels in a decode step, one after the other, beyond what they read and compute."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ def find_gpu(name: str) -> Gpu | None:
     for known in TOO_OLD:
         if is_named(known):
             raise ValueError(
-                f"{name} is older than compute capability 8.0 (Ampere), which the kernels need; choose one of "
-                f"{', '.join(gpu.name for gpu in GPUS)}."
+                f"{name} is older than compute capability 8.0 (Ampere), which the kernels need; choose one "
+                f"of {', '.join(gpu.name for gpu in GPUS)}."
             )
     return next((gpu for gpu in GPUS if is_named(gpu.name)), None)
 
 
 def expected_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> Speed:
-    """The larger of what operations and what memory traffic take, at the efficiencies above."""
+    """What operations and memory traffic take at the efficiencies above."""
     return Speed(_rollout_speed(shapes, workload, plan, gpu), _train_speed(shapes, workload, plan, gpu))
 
 
@@ -92,13 +93,14 @@ def _rollout_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gp
     weights = shapes.num_projection_weights + shapes.num_head_weights
     # On average a completion is half done; its prompt is read once per group.
     read_kv = rows * workload.completion_tokens // 2 + prompts * workload.prompt_tokens
-    read = weights * workload.parameter_dtype.itemsize + read_kv * plan.kv_bytes_per_token
-    read += 2 * rows * shapes.vocab_size * 4
-    memory_s = read / (gpu.bandwidth_gb_s * 1e9 * BANDWIDTH_EFFICIENCY)
-    compute_s = 2 * weights * rows / (gpu.tflops * 1e12 * PREFILL_EFFICIENCY)
-    prefill_s = 2 * weights * prompts * workload.prompt_tokens / (gpu.tflops * 1e12 * PREFILL_EFFICIENCY)
-    steps_s = workload.completion_tokens * max(memory_s, compute_s)
-    return rows * workload.completion_tokens / (prefill_s + steps_s)
+    # Logits are written and read.
+    read = read_kv * plan.kv_bytes_per_token + 2 * rows * shapes.vocab_size * 4
+    bytes_per_s = gpu.bandwidth_gb_s * 1e9 * BANDWIDTH_EFFICIENCY
+    flops = gpu.tflops * 1e12 * FORWARD_EFFICIENCY
+    products_s = max(weights * workload.parameter_dtype.itemsize / bytes_per_s, 2 * weights * rows / flops)
+    step_s = products_s + read / bytes_per_s + shapes.num_layers * LAYER_LATENCY_S
+    prefill_s = 2 * weights * prompts * workload.prompt_tokens / flops
+    return rows * workload.completion_tokens / (prefill_s + workload.completion_tokens * step_s)
 
 
 def _train_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> float:

@@ -152,7 +152,10 @@ def _train_rows(
     ]
     if not workload.is_gpu:
         return rows
-    holes = [_holes([row for row in rows if row.moment == m], "train", m) for m in (None, *get_args(Moment))]
+    holes = [
+        _holes([row for row in rows if row.moment in (None, moment)], "train", moment)
+        for moment in get_args(Moment)
+    ]
     return rows + holes
 
 

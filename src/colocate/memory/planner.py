@@ -210,7 +210,7 @@ class Planner:
         return chosen if may_grow or _rank(chosen) < _rank(train_plan) else train_plan
 
     def _prediction(self, train_plan: TrainPlan, num_tokens: int) -> tuple[int, int]:
-        """Of a step with a largest micro-batch of `num_tokens`, in bytes; and what of it grows with tokens."""
+        """Of a step with a largest micro-batch of `num_tokens`, in bytes; what of it grows with tokens."""
         workload = self.workload
         if num_tokens < workload.max_sequence_length:
             # Real sequences are often shorter than the longest that may come.

@@ -234,9 +234,9 @@ class Policy:
         if stack is None:
             hidden = padded_hidden_states(model, samples)
         else:
-            pack = stack.pack(samples)
-            self._largest_microbatch = max(self._largest_microbatch, pack.num_tokens)
-            hidden = stack.hidden_states(pack, self.plan.activation_policy)
+            packed = stack.pack(samples)
+            self._largest_microbatch = max(self._largest_microbatch, packed.num_tokens)
+            hidden = stack.hidden_states(packed, self.plan.activation_policy)
         logprobs, entropies = token_logprobs(
             hidden,
             torch.cat([sample.completion_ids for sample in samples]),
