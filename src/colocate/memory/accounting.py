@@ -186,7 +186,7 @@ def useful_kv_tokens(workload: Workload) -> int:
     own = -(-(workload.max_sequence_length - 1) // page) - shared
     num_prompts = -(-workload.num_rollout_sequences // workload.num_generations)
     num_shared = min(num_prompts, workload.max_num_seqs)
-    return page * (workload.num_running * (own + 2) + num_shared * shared)
+    return page * (workload.num_running * (own + 1) + num_shared * (shared + 1))
 
 
 def least_kv_tokens(workload: Workload) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from colocate.memory.accounting import Workload
 from colocate.memory.memory_plan import MemoryPlan
-from colocate.memory.planner import OVERHEAD_TOKENS, relative_work
+from colocate.memory.planner import OVERHEAD_TOKENS, train_flops_per_token
 from colocate.memory.shapes import ModelShapes
 from colocate.memory.train_accounting import Microbatch
 
@@ -104,11 +104,6 @@ def _rollout_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gp
 
 
 def _train_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> float:
-    policy = plan.train_plan.activation_policy
-    weights = shapes.num_projection_weights + shapes.num_head_weights
-    attention = 2 * shapes.num_layers * shapes.q_size * workload.max_sequence_length
-    per_token = (4 if shapes.has_adapters else 6) * weights + 3.5 * attention
-    per_token *= relative_work(shapes, workload, policy)
+    per_token = train_flops_per_token(shapes, workload, plan.train_plan.activation_policy)
     tokens = Microbatch.of(workload, plan.train_plan.budget(workload.max_sequence_length)).num_tokens
-    seconds = per_token * (1 + OVERHEAD_TOKENS / tokens) / (gpu.tflops * 1e12 * TRAIN_EFFICIENCY)
-    return 1 / seconds
+    return gpu.tflops * 1e12 * TRAIN_EFFICIENCY / (per_token * (1 + OVERHEAD_TOKENS / tokens))

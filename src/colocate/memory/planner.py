@@ -229,22 +229,22 @@ class Planner:
 # ── What the choice stands on ────────────────────────────────────────────────────────────────────────────
 
 
-def relative_work(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
-    """Operations of a training step under a policy, over those of "keep".
+def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
+    """Operations of a training step per token, recomputation included.
 
-    Per token of context c, forward: 2 per weight and 4 · H · D · c / 2 for causal attention; backward: twice
-    that for the weights (once, if they are frozen) and 2.5 times for attention (arXiv:2307.08691, section 4).
+    In a sequence of c tokens, forward: 2 per weight and 2 · L · H · D · c for causal attention; backward:
+    twice that for the weights (once, if they are frozen) and 2.5 times for attention (FlashAttention-2,
+    arXiv:2307.08691, section 4.1).
     """
     weights = shapes.num_projection_weights + shapes.num_head_weights
     attention = 2 * shapes.num_layers * shapes.q_size * workload.max_sequence_length
     step = (4 if shapes.has_adapters else 6) * weights + 3.5 * attention
     qkv, o, gate_up, _ = shapes.group_sizes
-    again: float = 0
     if policy != "keep":
-        again = 2 * shapes.num_layers * gate_up
+        step += 2 * shapes.num_layers * gate_up
     if policy in ("full", "offload"):
-        again += 2 * shapes.num_layers * (qkv + o) + attention
-    return (1 + again / step) * (OFFLOAD_SLOWDOWN if policy == "offload" else 1.0)
+        step += 2 * shapes.num_layers * (qkv + o) + attention
+    return step * (OFFLOAD_SLOWDOWN if policy == "offload" else 1.0)
 
 
 def _least_tokens(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
@@ -252,8 +252,9 @@ def _least_tokens(shapes: ModelShapes, workload: Workload, policy: ActivationPol
     level = ACTIVATION_POLICIES.index(policy)
     if level + 1 == len(ACTIVATION_POLICIES):
         return 0
-    slower = relative_work(shapes, workload, ACTIVATION_POLICIES[level + 1])
-    gain = slower / relative_work(shapes, workload, policy) * (1 + OVERHEAD_TOKENS / ENOUGH_TOKENS) - 1
+    slower = train_flops_per_token(shapes, workload, ACTIVATION_POLICIES[level + 1])
+    faster = train_flops_per_token(shapes, workload, policy)
+    gain = slower / faster * (1 + OVERHEAD_TOKENS / ENOUGH_TOKENS) - 1
     return min(OVERHEAD_TOKENS / gain, ENOUGH_TOKENS)
 
 

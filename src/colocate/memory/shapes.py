@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -64,9 +64,9 @@ class ModelShapes:
     has_tied_head: bool
     num_parameters: int
     """Of the base model, a tied head counted once and 4-bit weights as what they stand for."""
-    trained_sizes: tuple[int, ...]
+    trained_sizes: tuple[int, ...] = field(repr=False)
     """Elements of each trained tensor."""
-    adapter_sizes: tuple[int, ...]
+    adapter_sizes: tuple[int, ...] = field(repr=False)
     """Elements of each adapter's tensors; none: no adapter."""
     four_bit: FourBit | None
     """How the projections are stored; None: in the model's type."""

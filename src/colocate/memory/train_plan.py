@@ -47,6 +47,7 @@ class TrainPlan:
             return replace(self, activation_policy=ACTIVATION_POLICIES[level + 1])
         if half < budget:
             return replace(self, tokens_per_microbatch=half)
-        if self.logprob_chunk_size > 64:
-            return replace(self, logprob_chunk_size=self.logprob_chunk_size // 2)
+        chunk = min(self.logprob_chunk_size, budget)
+        if chunk > 64:
+            return replace(self, logprob_chunk_size=chunk // 2)
         return None
