@@ -377,7 +377,8 @@ def test_plan_of_a_model_without_a_layout_names_those_that_have_one(tmp_path, ca
     assert "GPT2LMHeadModel has no layout" in printed and "Qwen2ForCausalLM" in printed
 
 
-def test_qlora_is_planned_and_trained_in_4_bits(model_dir, calls, capsys):
+def test_qlora_is_planned_and_trained_in_4_bits(model_dir, calls, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     options = ["--use_peft", "--load_in_4bit", "--use_bnb_nested_quant", "--bnb_4bit_quant_type", "fp4"]
     assert main(["plan", "--model_name_or_path", model_dir, "--json", *options]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
