@@ -2,11 +2,11 @@
 
     python benchmarks/decode_lora.py [--rank 32]
 
-The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, in one CUDA
-graph; without adapters, and with them on every projection in three ways: kernels with the shrink beside the
-product with the weights (the engine's), kernels one after the other, and PyTorch's matrix products. Then the
-kernels one by one, where what fits into the L2 cache is read from there. Medians. Tables go to the terminal,
-and to $OUT/decode_lora.json if OUT is set.
+The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, in one
+CUDA graph; without adapters, and with them on every projection in three ways: kernels with the shrink beside
+the product with the weights (the engine's), kernels one after the other, and PyTorch's matrix products. Then
+the kernels one by one, where what fits into the L2 cache is read from there. Medians. Tables go to the
+terminal, and to $OUT/decode_lora.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make(name: str, rank: int) -> Weights:
     adapters, first = [], 0
     for width in widths:
         a, b = normal(rank, num_in, dtype=torch.float32), normal(width, rank, dtype=torch.float32)
-        adapters.append((slice(first, first + width), Adapter(a=a, b=b, bias=None, scaling=2.0)))
+        adapters.append((slice(first, first + width), Adapter(a=a, b=b, bias=None, scaling=2.0, dropout=0.0)))
         first += width
     return normal(first, num_in), adapters
 

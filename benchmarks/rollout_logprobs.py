@@ -56,7 +56,7 @@ def ask_trainer(model: Any, scored: Scored) -> None:
     import torch
 
     from colocate.data.packing import pack
-    from colocate.policy.host_store import HostStore
+    from colocate.policy.host_activations import HostActivations
     from colocate.policy.logprobs import output_head, token_logprobs
     from colocate.policy.stack import DecoderStack
     from colocate.types import Sample
@@ -71,7 +71,7 @@ def ask_trainer(model: Any, scored: Scored) -> None:
         )
         for one in scored
     ]
-    stack = DecoderStack(model, HostStore())
+    stack = DecoderStack(model, HostActivations())
     alone = [[number] for number in range(len(samples))]
     prompts = [len(sample.prompt_ids) for sample in samples]
     for indices in pack(alone, prompts, [sample.num_tokens for sample in samples], TRAINER_TOKENS):

@@ -15,66 +15,35 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from results_file import committed, write_result
 from rollout import VARIANTS
 from rollout_cases import CASES, machine, model_directory
+from runner import Record, Runner, read_records
 
-HERE = Path(__file__).parent
 MIN_REPETITIONS = 3
 NUM_COLD_STARTS = 3
 FLOOR_CASE = "1p5b_512seq"
 PARTS = ("1.5b", "7b", "floor", "cold_start", "logprobs")
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 
-Record = dict[str, Any]
 
-
-class Suite:
+class Suite(Runner):
     """Runs the measurements as processes."""
 
     def __init__(self, options: argparse.Namespace, commit: str) -> None:
+        super().__init__(
+            options.records,
+            commit,
+            extra_words=["--tiny"] if options.tiny else [],
+            peer_site=options.vllm_site,
+        )
         self.options = options
-        self.records: Path = options.records
-        self.records.mkdir(parents=True, exist_ok=True)
-        self.environment = os.environ | {"COLOCATE_COMMIT": commit}
-        self.failures: list[str] = []
-
-    def run(self, *command: str | Path, is_vllm: bool = False, **environment: str) -> str | None:
-        """Standard output of `python benchmarks/<command>`; None if it failed, which stops nothing else."""
-        environment = self.environment | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"} | environment
-        if is_vllm and self.options.vllm_site:
-            paths = [self.options.vllm_site, environment.get("PYTHONPATH")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        words = [str(word) for word in command]
-        if self.options.tiny:
-            words.append("--tiny")
-        name = f"{time.time_ns()}-{Path(words[0]).stem}.log"
-        log, start_s = self.records / name, time.perf_counter()
-        print(" ".join(words), flush=True)
-        with log.open("w") as stderr:
-            done = subprocess.run(
-                [sys.executable, str(HERE / words[0]), *words[1:]],
-                env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
-            )  # fmt: skip
-        print(done.stdout + f"  {time.perf_counter() - start_s:.1f} s", flush=True)
-        if done.returncode == 0:
-            return done.stdout
-        self.failures.append(" ".join(words))
-        print(f"  FAILED ({done.returncode}), see {log}\n{log.read_text()[-3000:]}", flush=True)
-        return None
-
-    def out(self, name: str) -> Path:
-        return self.records / f"{time.time_ns()}-{name}.json"
 
     def model(self, size: str) -> Path:
         return model_directory(self.options.model_dir, "tiny" if self.options.tiny else size)
@@ -97,7 +66,7 @@ class Suite:
                     "--repetitions", str(self.options.repetitions),
                     "--model-dir", self.options.model_dir,
                     "--out", self.out(f"{engine}-{size}"),
-                    is_vllm=engine == "vllm",
+                    is_peer=engine == "vllm",
                 )  # fmt: skip
 
     def floor(self) -> None:
@@ -122,7 +91,7 @@ class Suite:
     def logprobs(self) -> None:
         directory = self.model("1.5b")
         for part in ("native", "vllm", "trainer"):
-            if self.run("rollout_logprobs.py", part, directory, self.records, is_vllm=part == "vllm") is None:
+            if self.run("rollout_logprobs.py", part, directory, self.records, is_peer=part == "vllm") is None:
                 return
 
 
@@ -187,20 +156,9 @@ def compute_claims(records: list[Record]) -> dict[str, float | None]:
     return claims
 
 
-def check_same_origin(records: list[Record]) -> None:
-    """Raises ValueError if records are of different commits or machines: their ratios would mean nothing."""
-    for name in ("commit", "machine"):
-        if len(found := {record[name] for record in records}) > 1:
-            raise ValueError(
-                f"The records are of more than one {name}: {sorted(found)}. Remove those that do not belong, "
-                "or pass another --records."
-            )
-
-
 def merge(options: argparse.Namespace) -> None:
     """Print the claims, and write the result if all are there."""
-    records = [json.loads(path.read_text()) for path in sorted(options.records.glob("*.json"))]
-    check_same_origin(records)
+    records = read_records(options.records)
     claims = compute_claims(records)
     print(json.dumps({"tokens_per_s": tokens_per_s(records), "claims": claims}, indent=1))
     missing = [name for name, value in claims.items() if value is None]
@@ -263,8 +221,8 @@ def main() -> None:
         for part in options.parts:
             steps[part]()
     merge(options)
-    if not options.merge and suite.failures:
-        raise SystemExit("\n".join(f"FAILED: {command}" for command in suite.failures))
+    if not options.merge:
+        suite.exit_if_failed()
 
 
 if __name__ == "__main__":

@@ -157,7 +157,6 @@ def build_policy(
         temperature=args.temperature,
         share_prompts=args.share_prompts,
         plan=plan,
-        entropy_gradient=args.objective_params().has_entropy_bonus,
         max_grad_norm=args.max_grad_norm,
         reference=reference,
     )

@@ -34,10 +34,11 @@ from colocate.experience.rollout import RequestBuilder, Rollout, Scorer
 from colocate.experience.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
+from colocate.memory.recovery import Recovery
 from colocate.memory.timeline import Timeline
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import stop_token_ids
-from colocate.policy.policy import UpdateResult
+from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
@@ -131,9 +132,14 @@ class GRPOTrainer:
         self.timeline = Timeline(device, on_phase=self.journal.set_phase)
         self.timeline.watch("weights", lambda: sum(p.nbytes for p in self.model.parameters()))
         self.timeline.watch("optimizer", lambda: self.policy.optimizer.num_bytes)
-        self.timeline.watch("kv_cache", lambda: self.engine.kv_cache_bytes)
-        self.timeline.watch("rollout_weights", lambda: self.engine.rollout_weight_bytes)
+        self.timeline.watch("kv_cache", lambda: self.engine.kv_cache_bytes, within_phases=True)
+        self.timeline.watch("rollout_weights", lambda: self.engine.rollout_weight_bytes, within_phases=True)
+        self.timeline.watch("gradients", lambda: self.policy.optimizer.gradient_bytes, within_phases=True)
+        self.policy.mark = self.timeline.mark
         self.handover = Handover()
+        self.policy.retry = Recovery(
+            [self.give_back_kv_cache, self.policy.shrink_plan], OUT_OF_MEMORY_ADVICE
+        ).run
         self.scorer = Scorer(
             assembly.build_rewards(reward_funcs, reward_processing_classes, args, device),
             self.processing_class,
@@ -192,6 +198,15 @@ class GRPOTrainer:
             finally:
                 self.engine.sleep(self.handover.keep_bytes)
         self.policy.optimizer.prefetch()  # arrives while the completions are scored and trained on
+
+    def give_back_kv_cache(self) -> str | None:
+        """Take from the sleeping engine what it was allowed to keep; None if it keeps nothing."""
+        kept_bytes = self.engine.kv_cache_bytes + self.engine.rollout_weight_bytes
+        if not kept_bytes:
+            return None
+        self.handover.keep_nothing()
+        self.engine.sleep()
+        return f"The engine gave back {kept_bytes / 2**30:.2f} GiB"
 
     # ── Training ─────────────────────────────────────────────────────────────────────────────────────────
 

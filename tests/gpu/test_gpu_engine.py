@@ -20,7 +20,7 @@ from engine_models import (
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import BLOCK_SIZE, gumbel_noise
-from colocate.policy.host_store import HostStore
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import output_head
 from colocate.policy.logprobs import token_logprobs as trainer_token_logprobs
 from colocate.policy.stack import DecoderStack
@@ -203,7 +203,7 @@ def test_bfloat16_log_probs_are_as_exact_as_the_trainers(start_engine):
     ]
     with torch.no_grad():
         targets = torch.cat([sample.completion_ids for sample in samples])
-        stack = DecoderStack(model, HostStore())
+        stack = DecoderStack(model, HostActivations())
         hidden = stack.hidden_states(stack.pack(samples), "full")
         trainer, _ = trainer_token_logprobs(hidden, targets, output_head(model))
     exact_model = make_model("qwen2", **size)

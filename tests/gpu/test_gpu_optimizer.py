@@ -160,8 +160,10 @@ def test_running_out_of_memory_for_the_way_back_changes_nothing(tmp_path):
     before, resident_bytes = bits(optimizer), optimizer.num_bytes
     optimizer.offload()
     limit_to(resident_bytes // 2)
+    optimizer.prefetch()
+    assert optimizer.num_bytes < MIB
     with pytest.raises(torch.OutOfMemoryError):
-        optimizer.prefetch()
+        optimizer._host.fetch()
     assert optimizer.num_bytes < MIB
     torch.cuda.set_per_process_memory_fraction(1.0)
     optimizer._host.fetch()

@@ -76,7 +76,8 @@ def test_gradients_are_as_near_to_float64_as_transformers(name, lora):
         their = (theirs_hidden.double().cpu() - want_hidden).norm() / want_hidden.norm()
         assert error <= 1.2 * their
         for tensor, value in relative_errors(gradients, want).items():
-            assert value <= 1.5 * their_error[tensor] + 1e-3, tensor
+            # PEFT multiplies by adapters in float32; here, as in the engine, they are rounded.
+            assert value <= (2.0 if lora else 1.5) * their_error[tensor] + 1e-3, tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,7 +89,7 @@ def test_activation_policies_agree(name, dtype, monkeypatch):
     results = [by_stack(model, samples, policy) for policy in ACTIVATION_POLICIES]
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for hidden, gradients, _ in results[1:]:
-        torch.testing.assert_close(hidden, results[0][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(hidden, results[0][0], rtol=1e-4, atol=1e-4)
         for tensor, value in relative_errors(gradients, results[0][1]).items():
             assert value <= tolerance, tensor
 

@@ -22,7 +22,7 @@ def adapter(generator, num_in: int, num_out: int, rank: int, dtype=torch.float32
 
     scaling = float(torch.rand((), generator=generator, device=generator.device)) * 4 - 2
     a, b = normal(rank, num_in) / num_in**0.5, normal(num_out, rank) / rank**0.5
-    return Adapter(a=a.to(dtype), b=b.to(dtype), bias=None, scaling=scaling)
+    return Adapter(a=a.to(dtype), b=b.to(dtype), bias=None, scaling=scaling, dropout=0.0)
 
 
 def project(x, y, adapters, counters) -> torch.Tensor:
@@ -123,5 +123,5 @@ def test_what_the_kernels_do_not_take(device):
     assert slots_for([(slice(0, 8), one)]) is not None
     assert slots_for([(slice(0, 8), one), (slice(0, 8), one)]) is None, "two adapters on one layer"
     assert slots_for([(slice(0, 8), adapter(generator, 8, 8, 257))]) is None
-    with_bias = Adapter(one.a, one.b, torch.zeros(8, device=device), 1.0)
+    with_bias = Adapter(one.a, one.b, torch.zeros(8, device=device), 1.0, 0.0)
     assert slots_for([(slice(0, 8), with_bias)]) is None

@@ -24,6 +24,7 @@ OWN = {
         ("offload_optimizer", "max_skipped_steps"),
         "memory and safety",
     ),
+    **dict.fromkeys(("activation_policy", "share_prompts"), "what training keeps, and computes once"),
     **dict.fromkeys(
         (
             "max_prompt_length",

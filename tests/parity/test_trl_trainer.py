@@ -151,7 +151,9 @@ def test_same_completions_give_the_same_weights_and_logs(tmp_path, model_dir, na
     moved = torch.cat([(expected[n] - initial[n]).flatten() for n in actual])
     error = torch.cat([(actual[n] - expected[n]).flatten() for n in actual])
     assert moved.abs().max() > 1e-3
-    assert error.abs().max() < 2e-6, name
+    assert error.norm() < 2e-4 * moved.norm(), name
+    # Adam's first steps divide a gradient by its own size: one that is nearly 0 decides by its rounding.
+    assert error.abs().max() < 1e-2 * moved.abs().max(), name
     assert error.norm() < 1e-4 * moved.norm()
 
     is_accumulated = options.get("gradient_accumulation_steps", 1) > 1

@@ -16,7 +16,7 @@ def test_the_sum_is_rounded_once_and_so_is_the_low_rank_product(num_rows, scalin
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    adapter = Adapter(a=normal(6, 96), b=normal(50, 6), bias=None, scaling=scaling)
+    adapter = Adapter(a=normal(6, 96), b=normal(50, 6), bias=None, scaling=scaling, dropout=0.0)
     x, wide = normal(num_rows, 96).bfloat16(), (10 * normal(num_rows, 70)).bfloat16()
     before = wide.clone()
     adapter.add_to(wide[:, 10:60], x)
@@ -36,5 +36,5 @@ def test_a_float32_model_is_computed_in_float32_throughout():
     a, b, x, y = (torch.randn(shape, generator=generator) for shape in ((4, 32), (16, 4), (5, 32), (5, 16)))
     bias = torch.ones(16)
     expected = y.double() + 1.5 * (x.double() @ a.double().t() @ b.double().t() + 1)
-    Adapter(a, b, bias, 1.5).add_to(y, x)
+    Adapter(a, b, bias, 1.5, 0.0).add_to(y, x)
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)

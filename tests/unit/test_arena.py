@@ -221,13 +221,14 @@ def test_another_failure_of_the_driver_also_rolls_back(device, arena):
     assert arena.mapped_bytes == 2 * HANDLE == sum(device.mapped.values())
 
 
-def test_one_per_device_and_a_new_one_after_close(device):
+def test_one_per_device_and_purpose_and_a_new_one_after_close(device):
     first = Arena(DEVICE, HANDLE, HANDLE, driver=device)
     with pytest.raises(
         RuntimeError, match=r"cuda:0 has an arena for its KV cache already: <Arena on cuda:0.*0x280>.*close"
     ):
         Arena(DEVICE, HANDLE, HANDLE, driver=PretendedDevice(HANDLE))
     elsewhere = Arena(torch.device("cuda", 1), HANDLE, HANDLE, driver=PretendedDevice(HANDLE))
+    weights = Arena(DEVICE, HANDLE, HANDLE, driver=PretendedDevice(HANDLE), purpose="rollout weights")
     first.close()
     second = Arena(DEVICE, HANDLE, HANDLE, driver=device)
     first.close()
@@ -235,8 +236,8 @@ def test_one_per_device_and_a_new_one_after_close(device):
         RuntimeError, match="already"
     ):  # closing the first again did not unregister the second
         Arena(DEVICE, HANDLE, HANDLE, driver=PretendedDevice(HANDLE))
-    second.close()
-    elsewhere.close()
+    for arena in (second, elsewhere, weights):
+        arena.close()
 
 
 def test_a_closed_arena_refuses(arena):

@@ -26,7 +26,7 @@ from colocate.memory.planner import LOGPROB_CHUNKS, MARGIN, Planner, Wishes, cho
 from colocate.memory.shapes import FourBit, Lora, ModelShapes
 from colocate.memory.train_accounting import Microbatch, kept_bytes_per_token
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
-from colocate.policy.host_store import HostStore
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.stack import DecoderStack
 from colocate.types import Prompt
@@ -153,7 +153,7 @@ def test_moments_of_every_optimizer(optim, rank, tmp_path):
 def test_layers_keep_what_is_planned(model_config, dtype, policy):
     model = AutoModelForCausalLM.from_config(model_config).to(dtype).train()
     samples = samples_of([(9, [5, 3]), (4, [7])])
-    stack = DecoderStack(model, HostStore())
+    stack = DecoderStack(model, HostActivations())
     pack = stack.pack(samples)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = []

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from colocate.memory.train_plan import TrainPlan
-from colocate.policy.host_store import HostStore
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.loading import cast_to_bf16, enable_gradient_checkpointing
 from colocate.policy.logprobs import output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
@@ -175,7 +175,7 @@ class TestForward:
     def test_packed_equals_one_sequence_at_a_time(self, name, lengths):
         model, samples = make_model(name), make_samples(lengths)
         assert runs_packed(model)
-        stack = DecoderStack(model, HostStore())
+        stack = DecoderStack(model, HostActivations())
         hidden = stack.hidden_states(stack.pack(samples), "keep")
         targets = torch.cat([s.completion_ids for s in samples])
         logprobs, entropies = token_logprobs(
@@ -216,7 +216,7 @@ class TestForward:
         samples = make_samples([(2, 3)] * 100)
         model = make_model("mistral")
         with LargestTensor() as seen:
-            stack = DecoderStack(model, HostStore())
+            stack = DecoderStack(model, HostActivations())
             stack.hidden_states(stack.pack(samples), "keep").sum().backward()
         tokens = 400
         assert seen.largest <= tokens * VOCAB < tokens**2 / 6

@@ -12,6 +12,7 @@ import tempfile
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -380,6 +381,8 @@ def test_memory_in_use_on_a_gpu_is_the_allocators_and_what_lives_outside_of_it(m
         "max_memory_allocated": lambda device: state["highest"],
         "reset_peak_memory_stats": lambda device: state.update(highest=state["allocated"]),
         "synchronize": lambda device: None,
+        "current_stream": lambda device: None,
+        "Event": lambda enable_timing: SimpleNamespace(record=lambda stream: None),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)

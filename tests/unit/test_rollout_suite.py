@@ -14,6 +14,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/rollout_suite.py` does
 rollout_suite = importlib.import_module("rollout_suite")
 rollout_cases = importlib.import_module("rollout_cases")
+runner = importlib.import_module("runner")
 sys.path.remove(str(SCRIPTS))
 
 CLAIMS = {  # as the project's table names them
@@ -92,7 +93,7 @@ def test_the_larger_of_the_two_log_prob_ratios_counts() -> None:
 def test_records_of_two_commits_are_refused() -> None:
     first, second = (rollout("7b_256seq", "native", 1.0) for _ in range(2))
     with pytest.raises(ValueError, match=r"more than one commit: \['c', 'd'\]"):
-        rollout_suite.check_same_origin([first, second | {"commit": "d"}])
+        runner.check_same_origin([first, second | {"commit": "d"}])
 
 
 def test_ragged_lengths_are_log_normal_and_the_same_each_time() -> None:

@@ -15,7 +15,7 @@ from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.policy import projections
 from colocate.policy import stack as stack_module
 from colocate.policy.forward import causal_lm
-from colocate.policy.host_store import HostStore
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.pack import Pack
 from colocate.policy.stack import DecoderStack
 from colocate.types import Sample
@@ -77,7 +77,7 @@ def one_at_a_time(model, samples: list[Sample]) -> tuple[Tensor, Gradients]:
 def by_stack(
     model, samples: list[Sample], policy="keep", *, share_prompts=True
 ) -> tuple[Tensor, Gradients, Pack]:
-    stack = DecoderStack(model, HostStore(), share_prompts=share_prompts)
+    stack = DecoderStack(model, HostActivations(), share_prompts=share_prompts)
     pack = stack.pack(samples)
     hidden = stack.hidden_states(pack, policy)
     return hidden.detach(), gradients_of(model, hidden), pack
@@ -151,7 +151,7 @@ def test_dropout_in_backward_is_that_of_forward(policy, monkeypatch):
     def loss() -> Tensor:
         nonlocal weights
         torch.manual_seed(5)
-        stack = DecoderStack(model, HostStore())
+        stack = DecoderStack(model, HostActivations())
         hidden = stack.hidden_states(stack.pack(samples), policy)
         weights = weights_like(hidden) if weights is None else weights
         return (hidden * weights).sum()
@@ -185,7 +185,7 @@ def test_dropout_masks_differ_between_projections_layers_and_passes(monkeypatch)
 
     monkeypatch.setattr(projections.Projection, "_dropped", recording)
     model = double_model("llama", lora=True, dropout=0.5).train()
-    stack = DecoderStack(model, HostStore())
+    stack = DecoderStack(model, HostActivations())
     for _ in range(2):
         stack.hidden_states(stack.pack(samples_of(GROUPS)), "keep")
     assert len(masks) == 2 * 2 * 7
@@ -195,7 +195,7 @@ def test_dropout_masks_differ_between_projections_layers_and_passes(monkeypatch)
 def saved_values(model, samples, policy) -> int:
     """Values that the layers keep between forward and backward, parameters not counted."""
     kept: dict[int, int] = {}
-    stack = DecoderStack(model, HostStore())  # which moves parameters into fused storage
+    stack = DecoderStack(model, HostActivations())  # which moves parameters into fused storage
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def pack_hook(x: Tensor) -> Tensor:

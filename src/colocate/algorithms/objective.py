@@ -61,6 +61,11 @@ class Objective:
         self.entropy_coef = 0.0 if params.use_adaptive_entropy else params.entropy_coef
         """Coefficient of the entropy bonus, set from `EntropyController.applied_coef` between steps."""
 
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss depends on the entropies, so that they need a gradient."""
+        return self.params.has_entropy_bonus
+
     def __call__(
         self, policy_logprobs: Tensor, entropies: Tensor, batch: LossBatch
     ) -> tuple[Tensor, Metrics]:

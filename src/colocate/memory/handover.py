@@ -26,6 +26,12 @@ class Handover:
         self.keep_bytes = 0
         """What the engine may keep in its next sleep; 0 until a whole step has been seen, and on a CPU."""
         self._needed_bytes = 0
+        self._may_keep = True
+
+    def keep_nothing(self) -> None:
+        """From now on: training ran out of memory beside what was kept, so the estimate was wrong."""
+        self.keep_bytes = 0
+        self._may_keep = False
 
     def learn(self, memory: dict[str, Any]) -> None:
         """Take in one step.
@@ -39,7 +45,7 @@ class Handover:
         for span in memory["spans"]:
             if span["phase"] != "rollout":
                 self._needed_bytes = max(self._needed_bytes, _needed_bytes(span))
-        if self._needed_bytes:
+        if self._needed_bytes and self._may_keep:
             available = (1 - MARGIN) * memory["limit_bytes"]
             self.keep_bytes = max(0, int(available) - self._needed_bytes)
 

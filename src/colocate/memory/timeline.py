@@ -21,6 +21,15 @@ On a GPU the bytes are those in use on the device: what PyTorch's allocator has 
 that lives outside of it (the KV arena, the CUDA context, other processes). On a CPU they are the process's
 resident set. A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end) and
 `peak_allocated_bytes`, PyTorch's own numbers. A category is the most that was seen of it in the span.
+
+Within a phase, `mark` leaves points, which a span then has as `points`:
+
+    {"name": "backward", "at_s": 5.2, "in_use_bytes": ..., "peak_bytes": ..., "transient": "workspace",
+     "categories": {"gradients": ...}, "num_left_out": 0}
+
+in use at that moment of the work on the device, and at the most since the point before (or the phase's
+beginning); what came and went in between is mostly `transient`. Of the categories it names those that were
+watched with `within_phases`.
 """
 
 from __future__ import annotations
@@ -36,6 +45,10 @@ import torch
 
 from colocate.memory import host
 
+MAX_POINTS = 24
+"""Points that a span keeps: its first half and its last half of so many. A step of a hundred micro-batches
+would otherwise write as many lines' worth into the run's record, and no picture could show them."""
+
 
 class Timeline:
     """Measures phases that follow one another, and parts of them named "phase/part" inside them."""
@@ -50,15 +63,22 @@ class Timeline:
         )
         self._on_phase = on_phase or (lambda name: None)
         self._categories: dict[str, Callable[[], int]] = {}
+        self._within_phases: dict[str, Callable[[], int]] = {}
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
         self._spans: list[dict[str, Any]] = []
         # Set by the first phase: what came before (loading a model) is not part of the first step.
         self._step_start: float | None = None
 
-    def watch(self, category: str, num_bytes: Callable[[], int]) -> None:
-        """Ask `num_bytes` at every boundary of a phase how much memory `category` takes."""
+    def watch(self, category: str, num_bytes: Callable[[], int], *, within_phases: bool = False) -> None:
+        """Ask `num_bytes` at every boundary of a phase how much memory `category` takes.
+
+        Args:
+            within_phases: also ask at every `mark`, because it changes there.
+        """
         self._categories[category] = num_bytes
+        if within_phases:
+            self._within_phases[category] = num_bytes
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -100,6 +120,38 @@ class Timeline:
         span = self._spans[-1]
         span["peak_bytes"] = max(span["peak_bytes"], self._memory.sample())
         self._see_categories(span)
+
+    def mark(self, name: str, transient: str = "workspace") -> None:
+        """Leave a point in the phase that is open: `name` has just been launched. Nothing waits for it.
+
+        Outside of all phases there is no picture for it to be in, and nothing happens.
+
+        Args:
+            transient: what, if anything, came and went since the point before.
+        """
+        if not self._open:
+            return
+        span = self._spans[-1]
+        clock, in_use, peak = self._memory.mark()
+        categories = {name: int(num_bytes()) for name, num_bytes in self._within_phases.items()}
+        points = span.setdefault("points", [])
+        points.append(
+            {
+                "name": name,
+                "at_s": clock,  # read when the phase has ended
+                "in_use_bytes": in_use,
+                "peak_bytes": peak,
+                "transient": transient,
+                "categories": categories,
+                "num_left_out": 0,
+            }
+        )
+        for category, size_bytes in categories.items():
+            span["categories"][category] = max(span["categories"].get(category, 0), size_bytes)
+        if len(points) > MAX_POINTS:
+            left_out, follower = points.pop(MAX_POINTS // 2), points[MAX_POINTS // 2]
+            follower["num_left_out"] += left_out["num_left_out"] + 1
+            follower["peak_bytes"] = max(follower["peak_bytes"], left_out["peak_bytes"])
 
     def drain(self) -> dict[str, Any]:
         """The record of the time since the last `drain`, as described above; a new step begins.
@@ -150,6 +202,8 @@ class Timeline:
         measured = self._memory.end()
         measured["peak_bytes"] = max(span["peak_bytes"], measured["peak_bytes"])
         span.update(measured, end_s=end_s)
+        for point in span.get("points", ()):
+            point["at_s"] = span["start_s"] + point["at_s"]()
 
     def _see_categories(self, span: dict[str, Any]) -> None:
         seen = span.setdefault("categories", {})
@@ -179,7 +233,15 @@ class _HostMemory:
         except OSError:
             self._has_high_water_mark = False
         self._highest = 0
-        return self.sample()
+        self._start_s = time.perf_counter()
+        self._last = self.sample()
+        return self._last
+
+    def mark(self) -> tuple[Callable[[], float], int, int]:
+        """(seconds since the phase began, once it has ended; in use now; most since the last mark)."""
+        before, self._last = self._last, self.sample()
+        seconds = time.perf_counter() - self._start_s
+        return lambda: seconds, self._last, max(before, self._last)
 
     def sample(self) -> int:
         now = self._process.memory_info().rss
@@ -202,14 +264,32 @@ class _CudaMemory:
         self.name = str(self._device)
         self.limit_bytes = torch.cuda.mem_get_info(self._device)[1]
         self._outside = 0
+        self._peak_allocated = 0
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
     def begin(self) -> int:
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._outside = 0
+        self._outside = self._peak_allocated = 0
+        self._start = self._event()
         return self.sample()
+
+    def mark(self) -> tuple[Callable[[], float], int, int]:
+        """As `_HostMemory.mark`, in the device's time: synchronise it before asking."""
+        # PyTorch's allocator hands memory out in the order in which work is launched, ahead of the device.
+        # The event says when the device gets there, so that the picture's time is the device's.
+        now = self.sample()
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peak_allocated = max(self._peak_allocated, peak)
+        start, moment = self._start, self._event()
+        return lambda: start.elapsed_time(moment) / 1e3, now, self._outside + peak
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def sample(self) -> int:
         # Memory that the allocator keeps in reserve is free to PyTorch, so it does not count as in use; what
@@ -221,7 +301,7 @@ class _CudaMemory:
 
     def end(self) -> dict[str, int]:
         now = self.sample()
-        peak_allocated = torch.cuda.max_memory_allocated(self._device)
+        peak_allocated = max(self._peak_allocated, torch.cuda.max_memory_allocated(self._device))
         return {
             "after_bytes": now,
             "peak_bytes": self._outside + peak_allocated,

@@ -212,6 +212,8 @@ def _mlp_stages(shapes: ModelShapes, b: int, policy: ActivationPolicy, tokens: i
         + earlier
         # The first tile's are still there in their own type when the second's come.
         + in_tile * (gate_up_weights * (2 if earlier else 1) + (0 if earlier else down_weights)),
+        # Two matrices are unpacked one by one and then joined.
+        "unpacking gate and up": tile * b * (h + 2 * i) + 2 * unpacked * gate_up_weights,
         "gate and up": tile * b * (2 * h + 2 * i)
         + unpacked * gate_up_weights
         + (earlier or in_tile * (gate_up_weights + down_weights)),
@@ -241,7 +243,7 @@ def _attention_stages(
         of_completions = (tokens - shared) * (b * q + accumulator + 4 * heads)
         of_prompts = shared * (2 * b * kv + expanded)
         stages["attention to prompts"] = gradients + tokens * inputs + of_completions + of_prompts
-    unpacked = b * max(weights_qkv, weights_o) if shapes.four_bit is not None else 0
+    unpacked = b * max(2 * weights_qkv, weights_o) if shapes.four_bit is not None else 0
     stages["q, k and v"] = tokens * b * (shapes.qkv_size + 2 * h) + all_gradients + unpacked
     return stages
 

@@ -7,6 +7,7 @@ steps are summed in an fp32 copy and the bf16 parameters are that copy, rounded.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -120,6 +121,11 @@ class PolicyOptimizer:
             if isinstance(x, Tensor) and x.device == self._device:
                 yield x
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Memory of the gradients accumulated so far."""
+        return sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
+
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients, one per leaf; zeros where backward has not been.
 
@@ -153,12 +159,10 @@ class PolicyOptimizer:
         )
 
     def prefetch(self) -> None:
-        """Begin to bring back what `offload` moved; `step` waits for it.
-
-        Raises:
-            torch.OutOfMemoryError: the device has not enough memory; all is still on the host.
-        """
-        self._host.prefetch()
+        """Begin to bring back what `offload` moved, if there is room beside what is on the device now; `step`
+        waits for it, or fetches it when the activations are gone."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._host.prefetch()
 
     @torch.no_grad()
     def step(self) -> None:

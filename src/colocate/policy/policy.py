@@ -15,7 +15,7 @@ from colocate.data.packing import pack, pack_padded
 from colocate.memory.train_plan import TrainPlan
 from colocate.policy.forward import padded_hidden_states
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
-from colocate.policy.host_store import HostStore
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.pack import groups_of
@@ -26,7 +26,18 @@ from colocate.types import Sample
 from colocate.weights.shared_views import fuse_parameters
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
-"""(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)"""
+"""(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
+
+Entropies carry a gradient, unless the function's attribute `has_entropy_bonus` is False: without one, that of
+the log-probabilities costs less.
+"""
+
+Retry = Callable[[Callable[[], Any]], Any]
+
+OUT_OF_MEMORY_ADVICE = (
+    "The engine has given everything back, layers keep nothing and a micro-batch is one sequence. Lower "
+    "max_completion_length or max_prompt_length, set use_peft or load_in_4bit, or free memory on the device."
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,10 @@ class Policy:
         plan: how a step is cut and what it keeps. Bounds the memory, does not change the gradient; may be
             replaced between calls.
         share_prompts: compute the prompt of samples with an equal `prompt_key` once.
-        entropy_gradient: whether objectives use the entropies' gradient, which costs the log-probs' backward
-            pass more.
         max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
         reference: needed for `reference_logprobs` only.
+        retry: calls what it is given, and again if it ran out of memory and less is needed now.
+        mark: told what has just been launched, and what takes memory only while it runs.
 
     Raises:
         ValueError: temperature 0; the LM head does something unknown (`check_output_head`).
@@ -71,17 +82,19 @@ class Policy:
         temperature: float,
         plan: TrainPlan | None = None,
         share_prompts: bool = True,
-        entropy_gradient: bool = True,
         max_grad_norm: float | None,
         reference: Reference | None = None,
+        retry: Retry = lambda work: work(),
+        mark: Callable[[str, str], None] = lambda name, transient: None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities of greedy sampling have no gradient."
             )
-        check_output_head(model)
         if runs_packed(model):
             fuse_parameters(model)  # now, and not in the first step: an engine may capture graphs before it
+        else:
+            check_output_head(model)  # a layout has a plain head
         self.model = model
         self.optimizer = optimizer
         self.reference = reference
@@ -92,10 +105,12 @@ class Policy:
         self.plan = plan or TrainPlan()
         self._temperature = temperature
         self._share_prompts = share_prompts
-        self._entropy_gradient = entropy_gradient
-        self._largest_microbatch = 0
         self._max_grad_norm = max_grad_norm
-        self._host_store = HostStore()
+        self.retry = retry
+        self.mark = mark
+        self._host_activations = HostActivations()
+        self._longest = 1
+        self._largest_microbatch = 0
 
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
         """One optimizer step on `samples`, the micro-batches' losses added up.
@@ -103,21 +118,7 @@ class Policy:
         All ranks must call it together; their gradients are averaged. If the loss or the gradient of any is
         not finite, all skip the step: parameters, masters, moments and schedule stay as they are.
         """
-        self.model.train()
-        # An update that ran out of memory leaves some of both behind.
-        self.optimizer.zero_grad()
-        self._host_store.clear()
-        stack = self._stack(self.model)
-        self._largest_microbatch = 0
-        metrics = Metrics()
-        logprobs: dict[int, Tensor] = {}
-        loss = torch.zeros((), device=self._device)
-        for indices in self._microbatches(samples):
-            microbatch = [samples[i] for i in indices]
-            part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective)
-            loss += part
-            metrics.merge(part_metrics)
-            logprobs.update(zip(indices, part_logprobs, strict=True))
+        loss, metrics, logprobs = self.retry(lambda: self._accumulate_all(samples, objective))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         grad_norm = self._reduced_gradient_norm()
@@ -130,11 +131,11 @@ class Policy:
         else:
             if self._max_grad_norm:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
-            self.optimizer.step()
+            self.retry(self.optimizer.step)
+            self.mark("optimizer step", "workspace")
             self.version += 1
             self.num_skipped_updates = 0
-        ordered = [logprobs[i] for i in range(len(samples))]
-        return UpdateResult(metrics, ordered, skipped, self._largest_microbatch)
+        return UpdateResult(metrics, logprobs, skipped, self._largest_microbatch)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:
@@ -159,7 +160,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
-        return self._evaluate(self.model, samples)
+        return self.retry(lambda: self._evaluate(self.model, samples))
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -171,7 +172,18 @@ class Policy:
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
-            return [logprobs for logprobs, _ in self._evaluate(model, samples)]
+            return [logprobs for logprobs, _ in self.retry(lambda: self._evaluate(model, samples))]
+
+    def shrink_plan(self) -> str | None:
+        """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
+        smaller = self.plan.smaller(self._longest)
+        if smaller is None:
+            return None
+        self.plan = smaller
+        return (
+            f"Now with activation_policy={smaller.activation_policy!r}, micro-batches of "
+            f"{smaller.budget(self._longest):,} tokens and {smaller.logprob_chunk_size:,} tokens' logits"
+        )
 
     def sync_reference(self, mixup_alpha: float) -> None:
         """Move the reference towards the policy; only a reference that is a model of its own can move."""
@@ -199,17 +211,40 @@ class Policy:
         frozen: list[Tensor] = [p for p in self.model.parameters() if not p.requires_grad]
         return frozen + ([] if self.reference is None else self.reference.weights())
 
+    def _accumulate_all(
+        self, samples: Sequence[Sample], objective: LossFunction
+    ) -> tuple[Tensor, Metrics, list[Tensor]]:
+        """Forward and backward of all micro-batches: loss, metrics, log-probabilities by sample."""
+        self.model.train()
+        # An attempt that ran out of memory leaves some of both behind.
+        self.optimizer.zero_grad()
+        self._host_activations.clear()
+        self._largest_microbatch = 0
+        stack = self._stack(self.model)
+        metrics = Metrics()
+        logprobs: dict[int, Tensor] = {}
+        loss = torch.zeros((), device=self._device)
+        for indices in self._microbatches(samples):
+            microbatch = [samples[i] for i in indices]
+            part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective)
+            loss += part
+            metrics.merge(part_metrics)
+            logprobs.update(zip(indices, part_logprobs, strict=True))
+        return loss, metrics, [logprobs[i] for i in range(len(samples))]
+
     def _accumulate(
         self, stack: DecoderStack | None, samples: list[Sample], objective: LossFunction
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
         """Forward and backward of one micro-batch; gradients stay in the optimizer's leaves."""
-        logprobs, entropies = self._forward(self.model, stack, samples)
+        entropy_gradient = getattr(objective, "has_entropy_bonus", True)
+        logprobs, entropies = self._forward(self.model, stack, samples, entropy_gradient=entropy_gradient)
         loss, metrics = objective(
             pad_sequence(logprobs, batch_first=True),
             pad_sequence(entropies, batch_first=True),
             _loss_batch(samples),
         )
         loss.backward()
+        self.mark("backward", "workspace")
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
     def _evaluate(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
@@ -217,7 +252,8 @@ class Policy:
         stack = self._stack(model)
         results: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in self._microbatches(samples):
-            logprobs, entropies = self._forward(model, stack, [samples[i] for i in indices])
+            microbatch = [samples[i] for i in indices]
+            logprobs, entropies = self._forward(model, stack, microbatch, entropy_gradient=False)
             results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
         return [results[i] for i in range(len(samples))]
 
@@ -225,10 +261,10 @@ class Policy:
         """None: the model runs padded, through transformers' modules."""
         if not runs_packed(model):
             return None
-        return DecoderStack(model, self._host_store, share_prompts=self._share_prompts)
+        return DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
 
     def _forward(
-        self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]
+        self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample], *, entropy_gradient: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities and entropies of every completion, each [C]."""
         if stack is None:
@@ -237,14 +273,16 @@ class Policy:
             packed = stack.pack(samples)
             self._largest_microbatch = max(self._largest_microbatch, packed.num_tokens)
             hidden = stack.hidden_states(packed, self.plan.activation_policy)
+        self.mark("layers", "workspace")
         logprobs, entropies = token_logprobs(
             hidden,
             torch.cat([sample.completion_ids for sample in samples]),
             output_head(model),
             temperature=self._temperature,
             chunk_size=self.plan.logprob_chunk_size,
-            entropy_gradient=self._entropy_gradient,
+            entropy_gradient=entropy_gradient,
         )
+        self.mark("log-probs", "logits")
         lengths = [len(sample.completion_ids) for sample in samples]
         return list(logprobs.split(lengths)), list(entropies.split(lengths))
 
@@ -256,7 +294,8 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
-        budget = self.plan.budget(max(lengths, default=1))
+        self._longest = max(lengths, default=1)
+        budget = self.plan.budget(self._longest)
         if not runs_packed(self.model):
             return pack_padded(lengths, budget)
         groups = groups_of(samples) if self._share_prompts else [[number] for number in range(len(samples))]

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
+from colocate.weights.quantized import dequantize, is_4bit
 from colocate.weights.shared_views import fused_view
 
 
@@ -73,9 +75,8 @@ class Projection:
 
     def __call__(self, x: Tensor, seed: int) -> Tensor:
         """y [T, out] for x [T, in]. `seed` determines the dropout."""
-        y = x @ self._weight().T
-        if self._linears[0].bias is not None:
-            y += _joined([linear.bias for linear in self._linears])
+        bias = None if self._linears[0].bias is None else _joined([linear.bias for linear in self._linears])
+        y = F.linear(x, self._weight(), bias)
         for number, (rows, adapter) in enumerate(self._adapters):
             dropped = self._dropped(x, adapter, seed + number)
             reduced = dropped @ adapter.a.to(x.dtype).T
@@ -123,6 +124,10 @@ class Projection:
                 gradients.add(linear.bias, _column_sum(grad[:, rows]))
 
     def _weight(self) -> Tensor:
+        """[out, in] in the model's type; of 4-bit weights a copy, which lasts as long as its product."""
+        if any(is_4bit(linear) for linear in self._linears):
+            parts = [dequantize(linear) if is_4bit(linear) else linear.weight for linear in self._linears]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         return _joined([linear.weight for linear in self._linears])
 
     def _drops(self, adapter: Adapter) -> bool:

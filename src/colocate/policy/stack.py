@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from colocate.memory.train_plan import ActivationPolicy
 from colocate.policy import operations
 from colocate.policy.attention import attention, attention_backward
-from colocate.policy.host_store import HostStore
+from colocate.policy.host_activations import HostActivations
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
 from colocate.types import Sample
@@ -53,16 +53,18 @@ class DecoderStack:
     necessary; making one costs milliseconds.
 
     Args:
-        host_store: where "offload" keeps the layers' inputs.
+        host_activations: where "offload" keeps the layers' inputs.
         share_prompts: compute the prompt of a group once.
     """
 
-    def __init__(self, model: nn.Module, host_store: HostStore, *, share_prompts: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, host_activations: HostActivations, *, share_prompts: bool = True
+    ) -> None:
         layout = layout_for(model)
         fuse_parameters(model)
         self._layout = layout
         self._layers = [DecoderLayer(layer, layout, is_training=model.training) for layer in layout.layers]
-        self._host_store = host_store
+        self._host_activations = host_activations
         self._share_prompts = share_prompts
 
     def hidden_states(self, pack: Pack, policy: ActivationPolicy) -> Tensor:
@@ -74,7 +76,7 @@ class DecoderStack:
         if not torch.is_grad_enabled():
             policy = "full"  # whose forward holds least
         for index, layer in enumerate(self._layers):
-            offload = (self._host_store, index) if policy == "offload" else None
+            offload = (self._host_activations, index) if policy == "offload" else None
             seed = int(torch.randint(2**31, ())) if layer.has_dropout else 0
             context = LayerContext(pack, cos, sin, policy, seed, offload)
             x = _LayerFunction.apply(x, layer, context, *layer.parameters())
@@ -101,7 +103,7 @@ class LayerContext:
     policy: ActivationPolicy
     seed: int
     """Of dropout."""
-    offload: tuple[HostStore, int] | None
+    offload: tuple[HostActivations, int] | None
     """Where the input is kept, and under which number."""
 
     def seed_of(self, slot: int) -> int:
@@ -259,7 +261,8 @@ class _LayerFunction(torch.autograd.Function):
             store, number = ctx.context.offload
             x, kept = store.take(number), ()
         gradients = Gradients()
-        grad_x = ctx.layer.backward(grad, x, tuple(kept), ctx.context, gradients)
+        # Autograd may pass on an expanded scalar; kernels read rows.
+        grad_x = ctx.layer.backward(grad.contiguous(), x, tuple(kept), ctx.context, gradients)
         return grad_x, None, None, *gradients.of(ctx.parameters)
 
 
@@ -274,5 +277,5 @@ class _NormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight = operations.rms_norm_backward(grad, x, weight, ctx.eps)
+        grad_x, grad_weight = operations.rms_norm_backward(grad.contiguous(), x, weight, ctx.eps)
         return grad_x, grad_weight.to(weight.dtype), None

@@ -184,6 +184,16 @@ class Plot:
             f'height="{height:.2f}">{title}</rect>'
         )
 
+    def area(
+        self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], color: str, hover: str = ""
+    ) -> None:
+        """A filled shape between two lines through the points."""
+        there = [self._point(x, y) for x, y in zip(xs, highs, strict=True)]
+        back = [self._point(x, y) for x, y in zip(xs, lows, strict=True)][::-1]
+        path = "L".join(f"{px} {py}" for px, py in there + back)
+        title = f"<title>{escape(hover)}</title>" if hover else ""
+        self._marks.append(f'<path class="f-{color}" d="M{path}Z">{title}</path>')
+
     def label(self, x: float, y: float, text: str) -> None:
         """Text centred on a point, in the colour that reads on a filled box."""
         cx, cy = self._point(x, y)

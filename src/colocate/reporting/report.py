@@ -17,7 +17,7 @@ from colocate.reporting.theme import COLORS, FONT, plot_rules, stylesheet
 REPORT_FILE = "report.html"
 MAX_TEXT = 2000  # characters shown of a prompt or a completion
 WIDE, NARROW = (1128, 280), (360, 250)
-TWO_THIRDS, TALL = (768, 230), (360, 320)
+TWO_THIRDS, TALL = (768, 300), (360, 320)
 
 _PAGE_RULES = f"""
 *{{box-sizing:border-box}}

@@ -107,7 +107,7 @@ class Run:
 
     @cached_property
     def spans(self) -> list[list[dict[str, Any]]]:
-        """Each step's memory spans, those with a phase, two times and a peak."""
+        """Each step's memory spans, those with a phase, two times and a peak; `points` is a list in all."""
         return [_spans(record) for record in self.steps]
 
     @cached_property
@@ -223,7 +223,9 @@ def _seconds(record: dict[str, Any]) -> dict[str, float]:
 def _spans(record: dict[str, Any]) -> list[dict[str, Any]]:
     spans = _mapping(record.get("memory")).get("spans")
     spans = spans if isinstance(spans, list) else []
-    return [{**span, "phase": str(span["phase"])} for span in spans if _is_span(span)]
+    return [
+        {**span, "phase": str(span["phase"]), "points": _points(span)} for span in spans if _is_span(span)
+    ]
 
 
 def _is_span(span: Any) -> bool:
@@ -231,6 +233,20 @@ def _is_span(span: Any) -> bool:
         return False
     start, end, peak = (number(span.get(key)) for key in ("start_s", "end_s", "peak_bytes"))
     return start <= end and math.isfinite(peak)
+
+
+def _points(span: dict[str, Any]) -> list[dict[str, Any]]:
+    """The span's points in the order of time, those with a time within it and two sizes."""
+    points = span.get("points")
+    known = [point for point in points if isinstance(point, dict)] if isinstance(points, list) else []
+    start, end = number(span["start_s"]), number(span["end_s"])
+    whole = [
+        point
+        for point in known
+        if start <= number(point.get("at_s")) <= end
+        and all(math.isfinite(number(point.get(key))) for key in ("in_use_bytes", "peak_bytes"))
+    ]
+    return sorted(whole, key=lambda point: point["at_s"])
 
 
 def _mapping(value: Any) -> dict[str, Any]:

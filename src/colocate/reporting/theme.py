@@ -32,6 +32,8 @@ CATEGORY_COLORS = {
     "rollout_weights": "green",
     "gradients": "gold",
     "activations": "orange",
+    "logits": "red",
+    "workspace": "gray",
     "in use": "orange",
 }
 

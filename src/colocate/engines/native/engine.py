@@ -22,9 +22,18 @@ from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
+
+SMALLEST_PREFILL_TOKENS = 512
+"""A prefill of fewer tokens would take little less memory and much more time."""
+
+ADVICE = (
+    "The rollout needs this much beside a KV cache of one page. Lower max_num_seqs, set load_in_4bit, or "
+    "free memory on the device."
+)
 
 
 class NativeEngine:
@@ -98,6 +107,9 @@ class NativeEngine:
         self._weights = RolloutWeights()
         self._decoder: Decoder | None = None
         self._is_awake = False
+        self._max_pages: int | None = None
+        """Of the KV cache, since memory once ran out beside more."""
+        self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
         fuse_parameters(model)
 
     @property
@@ -129,11 +141,28 @@ class NativeEngine:
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
         fuse_parameters(self._model)
-        with torch.inference_mode():
-            self._size_cache(prompts, sampling.max_tokens)
-            self._weights.prepare(self._layout)
-            decoder = self._decoder_for(prompts, sampling.max_tokens)
-            return Rollout(decoder, prompts, sampling).run(self.policy_version)
+        return self._recovery.run(lambda: self._generate(prompts, sampling))
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        self._size_cache(prompts, sampling.max_tokens)
+        self._weights.prepare(self._layout)
+        decoder = self._decoder_for(prompts, sampling.max_tokens)
+        return Rollout(decoder, prompts, sampling).run(self.policy_version)
+
+    def _shrink_prefill(self) -> str | None:
+        self._decoder = None  # it may be half made, and its graphs hold memory
+        if self._backend.max_prefill_tokens <= SMALLEST_PREFILL_TOKENS:
+            return None
+        self._backend.max_prefill_tokens //= 2
+        return f"Prompts are now read {self._backend.max_prefill_tokens:,} tokens at a time"
+
+    def _shrink_cache(self) -> str | None:
+        if self._cache.num_pages <= 1:
+            return None
+        self._max_pages = self._cache.num_pages // 2
+        self._cache.free()
+        return f"The KV cache is cut to {self._max_pages * self._page_size:,} tokens"
 
     def sleep(self, keep_bytes: int = 0) -> None:
         """Give memory back, on a GPU all but `keep_bytes`. Captured graphs stay valid.
@@ -214,6 +243,7 @@ class NativeEngine:
             wanted = max(needed, useful_pages(prompts, max_tokens, page_size, self._max_num_seqs))
         else:
             wanted = self._kv_cache_tokens // page_size
+        wanted = min(wanted, self._max_pages or wanted)
         take_weights(self._weights, self._cache, layout, wanted_pages=wanted, needed_pages=needed)
         is_in_place = self._cache.is_on(layout.dtype, layout.device)
         available = self._cache.num_pages if is_in_place else 0
@@ -222,7 +252,7 @@ class NativeEngine:
             available = take_pages(self._cache, wanted, layout.dtype, layout.device)
         if available < needed:
             remedy = f"Set kv_cache_tokens to at least {needed * page_size}"
-            if self._kv_cache_tokens is None:
+            if self._kv_cache_tokens is None or self._max_pages is not None:
                 share = FREE_MEMORY_FRACTION[layout.device.type]
                 remedy = f"Free memory (the cache takes at most {share:.0%} of what is free)"
             tokens = longest_sequence(prompts, max_tokens) - 1

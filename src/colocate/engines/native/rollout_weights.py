@@ -84,7 +84,9 @@ class RolloutWeights:
         """
         num_bytes, device = needed_bytes(layout, is_copy=is_copy), layout.device
         if device.type != "cuda":
-            self._storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            if self._arena is not None or self.num_bytes != num_bytes:
+                self.close()
+                self._storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         else:
             if self._arena is None or self._arena.device != device:
                 self.close()

@@ -81,6 +81,8 @@ def _merge_attention_kernel(
     largest = tl.where(largest == float("-inf"), 0.0, largest)  # no keys at all: exp(-inf - 0) and not NaN
     one, two = tl.exp(one - largest), tl.exp(two - largest)
     total = one + two
+    # A few log-sum-exps are loaded by many threads each: none may be overwritten before all have read it.
+    tl.debug_barrier()
     tl.store(lse_pointers, largest + tl.log(total), mask=in_sequence)
     scale = 1.0 / tl.where(total == 0.0, 1.0, total)
 

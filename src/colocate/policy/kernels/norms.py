@@ -9,8 +9,8 @@ from torch import Tensor
 
 from colocate.policy.kernels.programs import num_programs
 
-_SHARED_MEMORY_BYTES = 48 * 2**10
-"""What a program may take for rows that it reads ahead; every GPU has it for two programs at a time."""
+_READ_AHEAD_BYTES = 48 * 2**10
+"""Shared memory of a program for what it reads ahead; half of what the smallest of the GPUs has."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,10 +80,11 @@ def rms_norm_backward(
     assert weight.is_contiguous() and weight.shape == (hidden_size,), f"weight is not [{hidden_size}]"
     rows, block, num_warps = _tile(hidden_size)
     grad_x = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
-    num_sums = min(triton.cdiv(num_rows, rows), num_programs(x.device))
+    num_sums = min(triton.cdiv(num_rows, rows), num_programs(x.device, num_warps))
     sums = torch.empty((num_sums, hidden_size), dtype=torch.float32, device=x.device)
-    # Two rows are on their way while a third is worked on: otherwise every row would wait for its own reads.
-    reads_ahead = 2 * 3 * rows * block * x.element_size() <= _SHARED_MEMORY_BYTES
+    # Tiles on their way while one is worked on: else every row would wait for its own reads.
+    tile_bytes = 3 * rows * block * x.element_size()
+    num_ahead = min(_READ_AHEAD_BYTES // tile_bytes, 2)
     _rms_norm_backward_kernel[(num_sums,)](
         grad,
         x,
@@ -99,7 +100,7 @@ def rms_norm_backward(
         hidden_size,
         ROWS=rows,
         BLOCK=block,
-        NUM_STAGES=3 if reads_ahead else 1,
+        NUM_STAGES=1 + num_ahead,
         num_warps=num_warps,
     )
     return grad_x, sums.sum(0)

@@ -8,11 +8,11 @@ import torch
 
 
 @cache
-def num_programs(device: torch.device) -> int:
-    """Programs that fill a device: each keeps sums in registers, so only a few fit a multiprocessor.
+def num_programs(device: torch.device, num_warps: int) -> int:
+    """Programs that a device runs at a time: 16 warps a multiprocessor, whose threads get 128 registers each.
 
-    In Triton's interpreter, where programs run one after the other, two: each then sees several rows.
+    In Triton's interpreter, where programs run one after the other, two: each then sees several tiles.
     """
     if device.type != "cuda":
         return 2
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(16 // num_warps, 1) * torch.cuda.get_device_properties(device).multi_processor_count

@@ -163,7 +163,7 @@ def rotate_backward(
     num_rows = num_tokens * (num_heads + 2 * num_kv_heads)
     num_tiles = triton.cdiv(num_rows, rows)
     if has_norms:
-        num_tiles = min(num_tiles, num_programs(qkv.device))
+        num_tiles = min(num_tiles, num_programs(qkv.device, _NUM_WARPS))
     sums = (
         torch.empty((num_tiles, 2, head_dim), dtype=torch.float32, device=qkv.device) if has_norms else None
     )
@@ -189,8 +189,6 @@ def rotate_backward(
         HEAD_DIM=head_dim,
         ROWS=rows,
         BLOCK_HALF=block_half,
-        # Without norms every program has one tile, and nothing to read ahead.
-        NUM_STAGES=2 if has_norms else 1,
         num_warps=_NUM_WARPS,
     )
     if sums is None:
@@ -222,7 +220,6 @@ def _rotate_backward_kernel(
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
     NUM_PARTS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
@@ -236,7 +233,8 @@ def _rotate_backward_kernel(
         q_sum_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
         k_sum_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
         k_sum_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
-    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
+    # Not pipelined: such copies pass by the L1 cache, and angles would be fetched anew for every row.
+    for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None]
         token = (row // NUM_PARTS).to(tl.int64)
         head = row % NUM_PARTS

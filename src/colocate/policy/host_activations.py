@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class HostStore:
+class HostActivations:
     """Numbered tensors on the host, taken back in the reverse order of their numbers.
 
     The host's buffers are kept for the next micro-batch. On a CPU it holds the tensors themselves.

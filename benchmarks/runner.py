@@ -1,0 +1,86 @@
+"""What the suites share: measurements as processes of their own, and the records that they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+Record = dict[str, Any]
+
+
+class Runner:
+    """Runs the scripts of this directory.
+
+    Args:
+        records: where records and the processes' error output go.
+        commit: what the records say they are of.
+        extra_words: added to every command.
+        peer_site: a folder with the peers' packages, on PYTHONPATH of their processes only.
+    """
+
+    def __init__(
+        self, records: Path, commit: str, *, extra_words: list[str], peer_site: str | None = None
+    ) -> None:
+        self.records = records
+        self.records.mkdir(parents=True, exist_ok=True)
+        self.environment = os.environ | {"COLOCATE_COMMIT": commit}
+        self.failures: list[str] = []
+        self._extra_words = extra_words
+        self._peer_site = peer_site
+
+    def run(self, *command: str | Path | int, is_peer: bool = False, **environment: str) -> str | None:
+        """Standard output of `python benchmarks/<command>`; None if it failed, which stops nothing else."""
+        environment = self.environment | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"} | environment
+        if is_peer and self._peer_site:
+            paths = [self._peer_site, environment.get("PYTHONPATH")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        words = [*map(str, command), *self._extra_words]
+        log, start_s = self.records / f"{time.time_ns()}-{Path(words[0]).stem}.log", time.perf_counter()
+        print(" ".join(words), flush=True)
+        with log.open("w") as stderr:
+            done = subprocess.run(
+                [sys.executable, str(HERE / words[0]), *words[1:]],
+                env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
+            )  # fmt: skip
+        print(done.stdout + f"  {time.perf_counter() - start_s:.1f} s", flush=True)
+        if done.returncode == 0:
+            return done.stdout
+        self.failures.append(" ".join(words))
+        print(f"  FAILED ({done.returncode}), see {log}\n{log.read_text()[-3000:]}", flush=True)
+        return None
+
+    def out(self, name: str) -> Path:
+        """Where the next record goes."""
+        return self.records / f"{time.time_ns()}-{name}.json"
+
+    def exit_if_failed(self) -> None:
+        if self.failures:
+            raise SystemExit("\n".join(f"FAILED: {command}" for command in self.failures))
+
+
+def read_records(directory: Path) -> list[Record]:
+    """All records, oldest first.
+
+    Raises:
+        ValueError: as `check_same_origin`.
+    """
+    records = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+    check_same_origin(records)
+    return records
+
+
+def check_same_origin(records: list[Record]) -> None:
+    """Raises ValueError if records are of different commits or machines: their ratios would mean nothing."""
+    for name in ("commit", "machine"):
+        if len(found := {record[name] for record in records}) > 1:
+            raise ValueError(
+                f"The records are of more than one {name}: {sorted(found)}. Remove those that do not belong, "
+                "or pass another --records."
+            )

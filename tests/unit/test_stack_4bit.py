@@ -1,0 +1,80 @@
+"""Adapters on 4-bit weights: the stack against PEFT's and bitsandbytes' own modules, the trainer against the
+engine."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from quantized_models import make_4bit_model
+from test_stack import GROUPS, assert_equal, by_stack, one_at_a_time, samples_of
+from transformers import TrainingArguments
+
+from colocate.engines.native.engine import NativeEngine
+from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
+from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.policy import Policy
+from colocate.reporting.metrics import Metrics
+from colocate.types import Prompt, Sample, SamplingParams
+
+
+def make_qlora_model(dtype: torch.dtype = torch.float32, device: str = "cpu"):
+    model = make_4bit_model("qwen2", dtype=dtype, device=device, vocab_size=61)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config).train()
+
+
+@pytest.mark.parametrize("policy", ACTIVATION_POLICIES)
+def test_gradients_are_those_of_peft_on_bitsandbytes(policy):
+    model, samples = make_qlora_model(), samples_of(GROUPS)
+    want = one_at_a_time(model, samples)
+    assert want[1].keys() == {name for name, _ in model.named_parameters() if ".lora_" in name}
+    assert_equal(by_stack(model, samples, policy), want, 1e-4)
+
+
+def logprob_gap(model, device: str) -> torch.Tensor:
+    """Engine's log-probs of its own draws less the trainer's of the same tokens, after an update of the
+    adapters."""
+    args = TrainingArguments(output_dir="unused", report_to=[], learning_rate=1e-2, use_cpu=device == "cpu")
+    optimizer = PolicyOptimizer(model, args, 10)
+    policy = Policy(
+        model, optimizer, temperature=1.0, plan=TrainPlan(tokens_per_microbatch=64), max_grad_norm=1.0
+    )
+    engine = NativeEngine(model)
+    prompts = [Prompt(tuple(range(1, 12 + key)), key, range(3)) for key in range(4)]
+
+    def rollout() -> list[Sample]:
+        engine.wake_up()
+        completions = engine.generate(prompts, SamplingParams(max_tokens=20, seed=3))
+        engine.sleep()
+        owners = [prompt for prompt in prompts for _ in prompt.samples]
+        return [
+            Sample(
+                prompt_ids=torch.tensor(prompt.token_ids, device=device),
+                completion_ids=torch.tensor(completion.token_ids, device=device),
+                completion_mask=torch.ones(len(completion.token_ids), device=device),
+                advantage=1.0,
+                rollout_logprobs=torch.tensor(completion.logprobs, device=device),
+                loss_weight=0.1,
+                prompt_key=prompt.key,
+            )
+            for prompt, completion in zip(owners, completions, strict=True)
+        ]
+
+    def objective(logprobs, entropies, batch):
+        return -(logprobs * batch.mask).sum() * 0.01, Metrics()
+
+    before = rollout()
+    policy.update(before, objective)
+    samples = rollout()
+    engine.close()
+    assert any(
+        not torch.equal(a.completion_ids, b.completion_ids) for a, b in zip(before, samples, strict=True)
+    )
+    gaps = [
+        logprobs - sample.rollout_logprobs
+        for sample, (logprobs, _) in zip(samples, policy.logprobs(samples), strict=True)
+    ]
+    return torch.cat(gaps)
+
+
+def test_engine_and_trainer_agree():
+    assert logprob_gap(make_qlora_model(), "cpu").abs().max() < 1e-4
