@@ -232,7 +232,11 @@ class GRPOTrainer:
         if self.args.top_entropy_quantile < 1.0:
             num_slices = self.args.gradient_accumulation_steps
             slices = [with_entropy_threshold(part, self.policy, self.args, num_slices) for part in slices]
-        return [sample for samples in slices for sample in samples]
+        samples = [sample for part in slices for sample in part]
+        if self.planner is not None:
+            longest = max(len(sample.prompt_ids) for sample in samples)
+            self.policy.plan = self.planner.with_prompts(self.policy.plan, longest)
+        return samples
 
     def publish(self) -> None:
         """Make the engine use the new weights: shared ones are in place, others are handed over."""

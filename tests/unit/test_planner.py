@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from colocate.config import GRPOConfig
 from colocate.engines.native.capacity import useful_pages
 from colocate.memory.accounting import Workload, least_kv_tokens, useful_kv_tokens
 from colocate.memory.memory_plan import account, total_bytes, train_bytes
@@ -26,6 +27,7 @@ from colocate.memory.planner import LOGPROB_CHUNKS, MARGIN, Planner, Wishes, cho
 from colocate.memory.shapes import FourBit, Lora, ModelShapes
 from colocate.memory.train_accounting import Microbatch, kept_bytes_per_token
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
+from colocate.planning import planner_for, wishes_of, workload_of
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.stack import DecoderStack
@@ -457,3 +459,25 @@ def test_steps_that_tell_nothing_are_passed_over():
     assert planner.refined(chosen, record(10 * GIB, 20 * GIB, 21 * GIB), 4096) == chosen
     assert planner.refined(chosen, record(10 * GIB, 10 * GIB, 35 * GIB), 0) == chosen
     assert planner.refined(chosen, record(10 * GIB, 10 * GIB, 60 * GIB), chosen.budget(0)) != chosen
+
+
+def test_longer_prompts_than_assumed_lead_to_a_smaller_plan():
+    load = on_gpu(completion_tokens=2048)
+    planner = Planner(LORA_SHAPES, load, 16 * GIB)
+    chosen = planner.plan().train_plan
+    assert planner.with_prompts(chosen, 100) == chosen
+    assert planner.with_prompts(chosen, load.prompt_tokens) == chosen
+    longer = planner.with_prompts(chosen, 30000)
+    levels = [ACTIVATION_POLICIES.index(p.activation_policy) for p in (chosen, longer)]
+    assert levels[1] > levels[0]
+    assert planner.with_prompts(longer, 100) == longer
+
+
+def test_nothing_is_planned_on_a_cpu(tmp_path):
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    assert planner_for(model, args) is None
+    load = workload_of(args, ModelShapes.of(model), torch.float32, is_gpu=True)
+    assert (load.num_step_sequences, load.num_rollout_sequences, load.prompt_tokens) == (8, 8, 512)
+    assert load.decode_rows == 512 and load.decode_scratch_bytes > 512 * 96 * 4
+    assert wishes_of(args) == Wishes(sequences_per_microbatch=8)

@@ -175,6 +175,15 @@ class Planner:
             correction=self._correction,
         )
 
+    def with_prompts(self, train_plan: TrainPlan, prompt_tokens: int) -> TrainPlan:
+        """The plan to go on with when a prompt of so many tokens is seen: a smaller one where it was longer
+        than assumed and the plan does not fit any more."""
+        if prompt_tokens <= self.workload.prompt_tokens:
+            return train_plan
+        self.workload = replace(self.workload, prompt_tokens=prompt_tokens)
+        chosen = self.plan().train_plan
+        return chosen if _rank(chosen) < _rank(train_plan) else train_plan
+
     def refined(self, train_plan: TrainPlan, memory: dict[str, Any], num_tokens: int) -> TrainPlan:
         """The plan to go on with after a step that was measured (`refine`); the same if it tells nothing.
 
