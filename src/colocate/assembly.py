@@ -28,7 +28,9 @@ from colocate.data.sampler import PromptBatches
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
+from colocate.memory.planner import Planner, choose_fixed_plan
 from colocate.memory.train_plan import TrainPlan
+from colocate.planning import wishes_of
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import (
     add_adapter,
@@ -142,8 +144,9 @@ def build_policy(
     originals: dict[str, torch.Tensor],
     has_new_adapter: bool,
     optimizers: tuple[Any, Any],
+    planner: Planner | None,
 ) -> Policy:
-    """The policy with its optimizer, and its reference where the KL penalty needs one.
+    """The policy with its optimizer, its plan, and its reference where the KL penalty needs one.
 
     Raises:
         ValueError: `sync_ref_model` with an adapter.
@@ -153,6 +156,7 @@ def build_policy(
             "sync_ref_model=True, but with an adapter the reference is the frozen weights under it, which "
             "cannot move. Set sync_ref_model=False, or train the whole model without an adapter."
         )
+    plan = choose_fixed_plan(wishes_of(args)) if planner is None else planned(planner)
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
     optimizer = PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
     return Policy(
@@ -160,15 +164,25 @@ def build_policy(
         optimizer,
         temperature=args.temperature,
         share_prompts=args.share_prompts,
-        plan=TrainPlan(
-            activation_policy="keep" if args.activation_policy == "auto" else args.activation_policy,  # type: ignore
-            tokens_per_microbatch=args.max_tokens_per_microbatch,
-            sequences_per_microbatch=args.per_device_train_batch_size,
-            logprob_chunk_size=args.logprob_chunk_size,
-        ),
+        plan=plan,
         max_grad_norm=args.max_grad_norm,
         reference=reference,
     )
+
+
+def planned(planner: Planner) -> TrainPlan:
+    """The planner's choice, with a warning where memory will not do."""
+    plan = planner.plan()
+    if plan.shortage is not None:
+        logger.warning(
+            f"The run may run out of memory: {plan.shortage}. It starts all the same and shrinks its "
+            f"micro-batches when it must. To make it fit, set {'; or '.join(plan.remedies)}."
+        )
+    logger.info(
+        f"Training plan: {plan.train_plan}, {plan.peak_bytes / 2**30:.2f} GiB at the peak; KV cache of up to "
+        f"{plan.kv_cache_tokens:,} tokens."
+    )
+    return plan.train_plan
 
 
 def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -> RolloutEngine:

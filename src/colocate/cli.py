@@ -9,15 +9,16 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from colocate import __version__
 
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig
-    from colocate.memory.planner import MemoryPlan
+    from colocate.memory.hardware import Gpu, Speed
+    from colocate.memory.memory_plan import MemoryPlan
     from colocate.run_config import RunConfig
 
 _RUN_USAGE = """[RUN.yaml] [--option value ...]
@@ -54,7 +55,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in (
         ("train", "train a model"),
-        ("plan", "show the memory that a run will take, without loading anything"),
+        ("plan", "show how a run will train and what it will take, without loading anything"),
         ("report", "write the report of a finished or running run"),
     ):
         usage = f"colocate {name} " + ("RUN_DIR" if name == "report" else _RUN_USAGE)
@@ -70,7 +71,10 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--device_memory_gib",
                 type=float,
-                help="memory of the device to plan for (default: the one here)",
+                help="memory of the device to plan for (default: that of --device_name, or of the one here)",
+            )
+            command.add_argument(
+                "--device_name", help="the GPU to plan for, such as H100 (default: the one here)"
             )
     return parser
 
@@ -118,8 +122,10 @@ def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         peft_config=_peft_config(run),
+        quantization_config=_quantization_config(run, config),
     )
     if config.process_index == 0:
+        _say_unnecessary(options)
         save_run(Path(str(config.output_dir)) / "config.yaml", run, options)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(config.output_dir)
@@ -156,6 +162,32 @@ def _peft_config(run: RunConfig) -> Any:
     )
 
 
+def _quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
+    if not run.load_in_4bit:
+        return None
+    if not run.use_peft:
+        raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=run.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=run.use_bnb_nested_quant,
+        # The engine and the trainer multiply in the type of the model's other weights.
+        bnb_4bit_compute_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+    )
+
+
+def _say_unnecessary(options: dict[str, Any]) -> None:
+    """One line for each option whose being set shows only here, where it was read."""
+    from colocate.options import UNNECESSARY_WITH_LAYOUT
+
+    for name in sorted(options.keys() & UNNECESSARY_WITH_LAYOUT.keys()):
+        reason = UNNECESSARY_WITH_LAYOUT[name]
+        print(f"{name}={options[name]!r} is not needed: {reason}.", file=sys.stderr)
+
+
 def _reward_functions(run: RunConfig) -> list[Any]:
     from colocate.rewards import get_reward_function
 
@@ -165,118 +197,142 @@ def _reward_functions(run: RunConfig) -> list[Any]:
 
 # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-_ASSUMED_PROMPT_TOKENS = 512
-
 
 def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     run, options = _read_run(rest)
     _require(run, "model_name_or_path")
-    model_name = str(run.model_name_or_path)
 
-    import torch
     from transformers import AutoConfig
 
     from colocate.config import GRPOConfig
+    from colocate.memory.hardware import expected_speed
     from colocate.memory.planner import plan
+    from colocate.memory.shapes import FourBit, Lora, ModelShapes
+    from colocate.planning import wishes_of, workload_of
 
     config = GRPOConfig(**_with_model_options(run, options))
+    _quantization_config(run, config)
     model_config = AutoConfig.from_pretrained(
-        model_name, revision=run.model_revision, trust_remote_code=config.trust_remote_code
+        str(run.model_name_or_path), revision=run.model_revision, trust_remote_code=config.trust_remote_code
     )
-    device_bytes = None
-    if known.device_memory_gib is not None:
-        device_bytes = int(known.device_memory_gib * 2**30)
-    elif config.device.type == "cuda":
-        device_bytes = torch.cuda.get_device_properties(config.device).total_memory
-    workload = _workload(run, config, model_config, "cpu" if device_bytes is None else "cuda")
-    result = plan(model_config, workload, device_memory_bytes=device_bytes)
+    shapes = ModelShapes.of_config(
+        model_config,
+        lora=Lora(run.lora_r, run.lora_targets) if run.use_peft else None,
+        four_bit=FourBit(double_quantized=run.use_bnb_nested_quant) if run.load_in_4bit else None,
+    )
+    gpu, device_bytes = _device_to_plan_for(known, config)
+    workload = workload_of(config, shapes, _dtype(run, config, model_config), is_gpu=device_bytes is not None)
+    result = plan(shapes, workload, device_memory_bytes=device_bytes, wishes=wishes_of(config))
+    speed = None if gpu is None else expected_speed(shapes, workload, result, gpu)
+    _say_unnecessary(options)
     if known.json:
-        print(json.dumps(result.to_dict(), indent=2))
+        print(json.dumps({**result.to_dict(), "expected": None if speed is None else vars(speed)}, indent=2))
     else:
-        _print_plan(result, run, config)
+        _print_plan(result, run, config, gpu, speed)
     return 0
 
 
-def _workload(run: RunConfig, config: GRPOConfig, model_config: Any, device_type: str) -> Any:
+def _device_to_plan_for(known: argparse.Namespace, config: GRPOConfig) -> tuple[Gpu | None, int | None]:
+    """What is known of the device: its data sheet, and its memory."""
     import torch
-    from transformers.training_args import OptimizerNames
 
-    from colocate.engines.native.backends import default_sizes
-    from colocate.engines.native.decoder import bucket_for
-    from colocate.engines.native.prefixes import num_partial_results
-    from colocate.memory.planner import Workload
+    from colocate.memory.hardware import GPUS, find_gpu
+
+    name = known.device_name
+    if name is None and known.device_memory_gib is None and config.device.type == "cuda":
+        name = torch.cuda.get_device_name(config.device)
+    gpu = None if name is None else find_gpu(name)
+    if known.device_memory_gib is not None:
+        return gpu, int(known.device_memory_gib * 2**30)
+    if known.device_name is not None:
+        if gpu is None:
+            raise ValueError(
+                f"--device_name {name} is not in the table of {', '.join(g.name for g in GPUS)}: give "
+                "--device_memory_gib to plan for its memory"
+            )
+        return gpu, int(gpu.memory_gib * 2**30)
+    if config.device.type == "cuda":
+        return gpu, torch.cuda.get_device_properties(config.device).total_memory
+    return None, None
+
+
+def _dtype(run: RunConfig, config: GRPOConfig, model_config: Any) -> Any:
+    import torch
 
     if run.dtype == "auto":
-        dtype = model_config.dtype or torch.float32
-    else:
-        dtype = getattr(torch, run.dtype) if run.dtype else torch.bfloat16 if config.bf16 else torch.float32
-    longest = (config.max_prompt_length or _ASSUMED_PROMPT_TOKENS) + config.max_completion_length
-    max_num_seqs, page_size = default_sizes(device_type)
-    max_num_seqs = config.max_num_seqs or max_num_seqs
-    decode_rows, partials_bytes = None, 0
-    if device_type == "cuda":
-        text = model_config.get_text_config()
-        heads = text.num_attention_heads
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-        decode_rows = bucket_for(max_num_seqs)
-        num_partials = num_partial_results(
-            decode_rows, heads, getattr(text, "num_key_value_heads", None) or heads
-        )
-        partials_bytes = num_partials * heads * (head_size + 1) * 4
-    if config.generation_batch_size and config.max_num_seqs is None:
-        # A rollout has no more sequences to keep in the cache; room to decode is made for all rows.
-        max_num_seqs = min(max_num_seqs, config.generation_batch_size)
-    return Workload(
-        parameter_dtype=dtype,
-        max_sequence_length=longest,
-        tokens_per_microbatch=config.max_tokens_per_microbatch
-        or config.per_device_train_batch_size * longest,
-        max_num_seqs=max_num_seqs,
-        page_size=config.page_size or page_size,
-        kv_cache_tokens=config.kv_cache_tokens,
-        decode_rows=decode_rows,
-        decode_partials_bytes=partials_bytes,
-        logprob_chunk_size=config.logprob_chunk_size,
-        gradient_checkpointing=bool(config.gradient_checkpointing),
-        optim=OptimizerNames(config.optim).value,
-        has_reference=config.beta != 0.0,
-        lora_rank=run.lora_r if run.use_peft else None,
-        lora_target_modules=run.lora_targets,
-    )
+        return torch.bfloat16 if config.bf16 else model_config.dtype or torch.float32
+    return getattr(torch, run.dtype) if run.dtype else torch.bfloat16 if config.bf16 else torch.float32
 
 
-def _print_plan(result: MemoryPlan, run: RunConfig, config: GRPOConfig) -> None:
+def _print_plan(
+    result: MemoryPlan, run: RunConfig, config: GRPOConfig, gpu: Gpu | None, speed: Speed | None
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    def shown(size: int) -> str:
-        return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.2f} MiB"
+    from colocate.memory.accounting import Moment
+    from colocate.planning import ASSUMED_PROMPT_TOKENS
 
     table = Table(title=f"Memory of one device: {run.model_name_or_path}", title_justify="left")
     for column in ("phase", "what", "memory", "how"):
         table.add_column(column, justify="right" if column == "memory" else "left", no_wrap=column != "how")
     for phase in ("resident", "rollout", "train"):
         for row in (row for row in result.rows if row.phase == phase):
-            table.add_row(phase, row.name, shown(row.size_bytes), row.how)
-        table.add_row(phase, "total", shown(result.phase_bytes(phase)), "", style="bold", end_section=True)
+            # Of the moments of training the widest is shown row by row.
+            if row.moment in (None, result.widest_moment):
+                table.add_row(phase, row.name, _shown(row.size_bytes), row.how)
+        if phase == "train":
+            others = [m for m in get_args(Moment) if m != result.widest_moment]
+            sizes = ", ".join(f"{m} {_shown(result.moment_bytes(m))}" for m in others)
+            table.add_row(phase, f"(moment: {result.widest_moment})", "", f"the widest; others: {sizes}")
+        table.add_row(phase, "total", _shown(result.phase_bytes(phase)), "", style="bold", end_section=True)
     console = Console()
     console.print(table)
-    console.print(f"Peak {shown(result.peak_bytes)} = resident + the larger of rollout and train.")
+    console.print(f"Peak {_shown(result.peak_bytes)} = resident + the larger of rollout and train.")
+    for line in _decisions(result, config, gpu, speed):
+        console.print(line, highlight=False)
     if config.max_prompt_length is None:
         console.print(
-            f"Prompts are taken to have at most {_ASSUMED_PROMPT_TOKENS} tokens: set max_prompt_length."
+            f"Prompts are taken to have at most {ASSUMED_PROMPT_TOKENS} tokens: set max_prompt_length."
         )
     if result.device_memory_bytes is None:
-        console.print("No GPU here: give --device_memory_gib to see whether the run fits.")
+        console.print("No GPU here: give --device_name or --device_memory_gib to plan for one.")
     elif result.fits:
-        console.print(f"Fits in {shown(result.device_memory_bytes)}.", style="green")
+        console.print(f"Fits in {_shown(result.device_memory_bytes)}.", style="green")
     else:
-        short = result.peak_bytes - result.device_memory_bytes
-        console.print(
-            f"Does not fit: {shown(result.device_memory_bytes)}, {shown(short)} short. Set", style="red"
-        )
+        console.print(f"Does not fit: {result.shortage}. Set", style="red")
         for remedy in result.remedies:
             console.print(f"  {remedy}", highlight=False)
+
+
+def _decisions(result: MemoryPlan, config: GRPOConfig, gpu: Gpu | None, speed: Speed | None) -> Iterator[str]:
+    """What the plan comes to, beside bytes."""
+    plan, sequences = result.train_plan, config.per_device_train_batch_size
+    tokens = (
+        f"{plan.tokens_per_microbatch:,} tokens" if plan.tokens_per_microbatch else f"{sequences} sequences"
+    )
+    yield (
+        f"Training: micro-batches of {tokens} (a step has up to {result.step_tokens:,}), "
+        f"activation_policy={plan.activation_policy}, log-probs of {plan.logprob_chunk_size:,} tokens at a "
+        f"time; optimizer {'on the host in rollout' if plan.offload_optimizer else 'on the device'}."
+    )
+    yield (
+        f"Rollout: the KV cache holds {result.kv_cache_tokens:,} tokens, {result.kv_cache_sequences:,} "
+        "sequences of full length side by side."
+    )
+    if gpu is None or speed is None:
+        yield "Speed: unknown, as no GPU in the table is named."
+    else:
+        yield (
+            f"Speed expected of one {gpu.name}: {speed.rollout_tokens_per_s:,.0f} tokens/s in rollout, "
+            f"{speed.train_tokens_per_s:,.0f} in training."
+        )
+
+
+def _shown(size_bytes: int) -> str:
+    if size_bytes >= 2**28:
+        return f"{size_bytes / 2**30:.2f} GiB"
+    return f"{size_bytes / 2**20:.2f} MiB"
 
 
 # ── report ───────────────────────────────────────────────────────────────────────────────────────────────

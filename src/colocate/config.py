@@ -48,9 +48,10 @@ class GRPOConfig(TrainingArguments):
     learning_rate: float = 1e-6
     logging_steps: float = 10
     gradient_checkpointing: bool = True
-    """Recompute each layer's activations in the backward pass: a third more compute, far less memory."""
+    """Recompute each layer's activations in the backward pass: a third more compute, far less memory. Only
+    for models without a layout (see `engine`); others follow `activation_policy`."""
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    """Arguments of `torch.utils.checkpoint`; `use_reentrant` is False unless set."""
+    """Arguments of `torch.utils.checkpoint`; `use_reentrant` is False unless set. Likewise."""
     bf16: bool | None = None  # type: ignore[assignment]  # TRL's type
     """Parameters in bfloat16, with float32 masters in the optimizer. None: True on GPUs that have it."""
     remove_unused_columns: bool | None = False  # type: ignore[assignment]  # TRL's type
@@ -88,20 +89,21 @@ class GRPOConfig(TrainingArguments):
     shuffle_dataset: bool = True
     """Draw prompts in random order (seeded by `data_seed`, else `seed`)."""
     max_tokens_per_microbatch: int | None = None
-    """Tokens of one packed micro-batch; changes memory and speed, never the gradient. None:
-    per_device_train_batch_size × the longest sequence of the step, the memory of TRL's padded micro-batch."""
+    """Tokens of one packed micro-batch; changes memory and speed, never the gradient. None: the planner's
+    choice; on a CPU and for models without a layout (see `engine`) per_device_train_batch_size × the longest
+    sequence of the step, the memory of TRL's padded micro-batch."""
     activation_policy: str = "auto"
     """What layers keep for backward: "keep", "selective", "full" or "offload", each with less memory and more
     work than the one before; "auto" lets the planner choose. Only for models with a layout (see `engine`);
     others follow `gradient_checkpointing`."""
     share_prompts: bool = True
     """Compute the prompt of a group once in training, for all its completions in a micro-batch."""
-    logprob_chunk_size: int = 1024
-    """Tokens whose logits exist at one time, [chunk, V] in float32."""
+    logprob_chunk_size: int | None = None
+    """Tokens whose logits exist at one time, [chunk, V] in float32. None: the planner's choice, or 1,024."""
     offload_optimizer: bool | None = None
     """Keep the optimizer's masters and moments in pinned host memory while completions are generated: with
     Adam 12 bytes of room for the KV cache per parameter trained in bf16. They return while rewards are
-    computed and the policy runs forward and backward. None: no."""
+    computed and the policy runs forward and backward. None: where the KV cache would be too small without."""
     max_skipped_steps: int = 3
     """Stop after this many steps in a row whose loss or gradient is not finite; each of them is skipped."""
 

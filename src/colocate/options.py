@@ -127,6 +127,14 @@ UNNECESSARY: dict[str, str] = {
     "local_rank": "read from the environment that the launcher sets",
 }
 
+UNNECESSARY_WITH_LAYOUT: dict[str, str] = dict.fromkeys(
+    ("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    "only models without a layout read it; for Llama, Mistral and Qwen models the planner chooses what is "
+    "recomputed (`activation_policy`)",
+)
+"""Options with a default that asks for something, so that only a run file or command line shows whether it
+was asked for."""
+
 _ONE_GPU_MODEL = "a model must fit on one device in this version; use fewer parameters or use_peft"
 _NATIVE_BATCHING = "the native engine batches continuously already; set engine='native' (or 'auto')"
 _NO_BEST = (

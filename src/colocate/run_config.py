@@ -24,7 +24,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from colocate.config import GRPOConfig
-from colocate.options import HONOURED, default_of, nearest
+from colocate.options import HONOURED, UNNECESSARY_WITH_LAYOUT, default_of, nearest
 
 
 @dataclass
@@ -46,6 +46,12 @@ class RunConfig:
     lora_dropout: float = 0.05
     lora_target_modules: list[str] | None = None
     """Names of the matrices to adapt, or "all-linear". None: PEFT's choice for the architecture."""
+
+    load_in_4bit: bool = False
+    """Keep the frozen weights of the layers' matrices in bitsandbytes' 4 bits, under adapters (QLoRA)."""
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    use_bnb_nested_quant: bool = False
+    """Quantise the scales of the 4-bit weights, too: 0.4 bits a weight less."""
 
     dataset_name: str | None = None
     """Built-in task, dataset on the Hub, or file: see `colocate.data.loading.load_prompts`."""
@@ -237,7 +243,9 @@ def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
 
     Values that `GRPOConfig` derives (batch sizes, bfloat16) stay underived: they depend on the machine.
     """
-    defaults = {f.name: default_of(f) for f in fields(GRPOConfig) if f.name in HONOURED}
+    # Whoever sets what a layout makes unnecessary is told so: a saved default must not look as if set.
+    saved = HONOURED - UNNECESSARY_WITH_LAYOUT.keys()
+    defaults = {f.name: default_of(f) for f in fields(GRPOConfig) if f.name in saved}
     values = {f.name: getattr(run, f.name) for f in fields(run)} | defaults | dict(options)
     return {
         name: value.value if isinstance(value, enum.Enum) else value

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from colocate import assembly
+from colocate import assembly, planning
 from colocate.algorithms.objective import Objective
 from colocate.checkpoints import hub, sealed, snapshot
 from colocate.checkpoints.interruption import StopRequest
@@ -100,6 +100,7 @@ class GRPOTrainer:
         device = self.accelerator.device
         self.model, originals = assembly.prepare_model(model, args, device, quantization_config, peft_config)
         self.processing_class = assembly.load_tokenizer(self.model, processing_class, args)
+        self.planner = planning.planner_for(self.model, args)
         self.policy = assembly.build_policy(
             self.model,
             args,
@@ -107,6 +108,7 @@ class GRPOTrainer:
             originals=originals,
             has_new_adapter=peft_config is not None,
             optimizers=optimizers,
+            planner=self.planner,
         )
         self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
         self.engine = assembly.build_engine(self.model, args, self.accelerator)
@@ -185,7 +187,7 @@ class GRPOTrainer:
             with self.timeline.phase(name):
                 yield
             return
-        if self.args.offload_optimizer:
+        if self.policy.plan.offload_optimizer:
             with self.timeline.phase(name.replace("rollout", "offload")):
                 self.policy.optimizer.offload()
         with self.timeline.phase(name):
@@ -230,7 +232,11 @@ class GRPOTrainer:
         if self.args.top_entropy_quantile < 1.0:
             num_slices = self.args.gradient_accumulation_steps
             slices = [with_entropy_threshold(part, self.policy, self.args, num_slices) for part in slices]
-        return [sample for samples in slices for sample in samples]
+        samples = [sample for part in slices for sample in part]
+        if self.planner is not None:
+            longest = max(len(sample.prompt_ids) for sample in samples)
+            self.policy.plan = self.planner.with_prompts(self.policy.plan, longest)
+        return samples
 
     def publish(self) -> None:
         """Make the engine use the new weights: shared ones are in place, others are handed over."""
@@ -275,6 +281,10 @@ class GRPOTrainer:
             metrics["entropy_coef"] = self.entropy.coef
         timeline = self.timeline.drain()
         self.handover.learn(timeline["memory"])
+        if self.planner is not None:
+            self.policy.plan = self.planner.refined(
+                self.policy.plan, timeline["memory"], update.largest_microbatch
+            )
         self.journal.end_step(metrics, timeline)
         if self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0:
             self.policy.sync_reference(self.args.ref_model_mixup_alpha)

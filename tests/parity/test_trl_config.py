@@ -17,8 +17,12 @@ OWN = {
         "options of engines that TRL does not have",
     ),
     **dict.fromkeys(
-        ("max_tokens_per_microbatch", "logprob_chunk_size", "offload_optimizer", "max_skipped_steps"),
-        "packing, chunks, memory, safety",
+        ("max_tokens_per_microbatch", "activation_policy", "share_prompts", "logprob_chunk_size"),
+        "packing and what of a step is in memory at a time",
+    ),
+    **dict.fromkeys(
+        ("offload_optimizer", "max_skipped_steps"),
+        "memory and safety",
     ),
     **dict.fromkeys(("activation_policy", "share_prompts"), "what training keeps, and computes once"),
     **dict.fromkeys(

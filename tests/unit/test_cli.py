@@ -7,10 +7,11 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2Config
+from transformers import GPT2Config, Qwen2Config
 
 from colocate.cli import main
 from colocate.config import GRPOConfig
@@ -294,12 +295,16 @@ def test_plan_as_json(model_dir, capsys):
     assert main(["plan", "--model_name_or_path", model_dir, *arguments.split()]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 2  # key and value, layers, heads, head size, bytes
-    assert result["kv_cache_tokens"] == 2 * 64
+    # Two sequences of 24 + 40 tokens: a page that they share, 3 of their own, and 1 in reserve for each and
+    # for their prompt.
+    assert result["kv_cache_tokens"] == 16 * (1 + 2 * 3 + 2 + 1)
     assert result["peak_bytes"] == result["resident_bytes"] + max(
         result["rollout_bytes"], result["train_bytes"]
     )
-    micro_batch = next(row for row in result["rows"] if row["name"] == "activations")
-    assert micro_batch["how"].startswith(f"{8 * 64} tokens")  # per_device_train_batch_size × (24 + 40)
+    # On a CPU a micro-batch is per_device_train_batch_size × (24 + 40), at most the step: a prompt once.
+    kept = next(row for row in result["rows"] if row["name"] == "kept by layers")
+    assert kept["how"].startswith(f"'keep': {24 + 8 * 40} tokens × 2 layers")
+    assert result["train_plan"]["activation_policy"] == "keep" and result["expected"] is None
 
 
 def test_plan_of_a_gpu_counts_the_arenas_scratch(model_dir, capsys):
@@ -310,21 +315,83 @@ def test_plan_of_a_gpu_counts_the_arenas_scratch(model_dir, capsys):
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     # Nine sequences decode in a graph of 32 rows, and what the kernels keep is what they ask for.
     scratch_bytes = DecodeScratch.num_bytes(max_num_seqs=32, num_heads=4, num_kv_heads=2, head_dim=8)
-    assert rows["decode logits"]["size_bytes"] == 32 * 96 * 4 + scratch_bytes
-    assert rows["decode logits"]["how"].startswith("32 rows × 96 tokens × 4 B")
+    assert rows["decode buffers"]["size_bytes"] == 32 * 96 * 4 + scratch_bytes
+    assert rows["decode buffers"]["how"].startswith("32 rows × 96 logits × 4 B")
     # Unless told otherwise the engine makes room for 512 rows, however small the batch.
     assert main(arguments) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert rows["decode logits"]["how"].startswith("512 rows × 96 tokens × 4 B")
+    assert rows["decode buffers"]["how"].startswith("512 rows × 96 logits × 4 B")
+
+
+def words(printed):
+    """Without the line breaks of a narrow console."""
+    return " ".join(printed.split())
 
 
 def test_plan_as_table_says_whether_it_fits(model_dir, capsys):
     command = ["plan", "--model_name_or_path", model_dir, "--max_num_seqs", "1", "--device_memory_gib"]
     assert main([*command, "80"]) == 0
-    assert "Fits in 80.00 GiB" in capsys.readouterr().out
-    assert main([*command, "0.001"]) == 0
-    printed = capsys.readouterr().out
-    assert "Does not fit" in printed and "use_peft=True" in printed
+    printed = words(capsys.readouterr().out)
+    assert "Fits in 80.00 GiB" in printed
+    assert "activation_policy=keep" in printed and "the KV cache holds" in printed
+    assert "Speed: unknown" in printed
+    assert main([*command, "0.1"]) == 0
+    printed = words(capsys.readouterr().out)
+    assert "Does not fit: resident 0.6" in printed and "use_peft=True" in printed
+
+
+def test_plan_for_a_gpu_by_name(model_dir, capsys):
+    command = ["plan", "--model_name_or_path", model_dir, "--json"]
+    assert main([*command, "--device_name", "NVIDIA A100-SXM4-80GB"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["device_memory_bytes"] == int(79.2 * 2**30)
+    assert result["expected"]["train_tokens_per_s"] > result["expected"]["rollout_tokens_per_s"] > 0
+    for name, message in (("Tesla T4", "compute capability 8.0"), ("MI300", "--device_memory_gib")):
+        assert main([*command, "--device_name", name]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_plan_obeys_what_is_set_and_says_what_need_not_be(model_dir, capsys):
+    options = (
+        "--activation_policy full --max_tokens_per_microbatch 2048 --logprob_chunk_size 256 "
+        "--offload_optimizer true --gradient_checkpointing true --device_memory_gib 80 --json"
+    )
+    assert main(["plan", "--model_name_or_path", model_dir, *options.split()]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["train_plan"] == {
+        "activation_policy": "full",
+        "tokens_per_microbatch": 2048,
+        "sequences_per_microbatch": 1,
+        "logprob_chunk_size": 256,
+        "offload_optimizer": True,
+    }
+    assert "gradient_checkpointing=True is not needed" in captured.err
+    assert main(["plan", "--model_name_or_path", model_dir, "--json"]) == 0
+    assert "gradient_checkpointing" not in capsys.readouterr().err
+
+
+def test_plan_of_a_model_without_a_layout_names_those_that_have_one(tmp_path, capsys):
+    GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16).save_pretrained(tmp_path)
+    assert main(["plan", "--model_name_or_path", str(tmp_path)]) == 1
+    printed = capsys.readouterr().err
+    assert "GPT2LMHeadModel has no layout" in printed and "Qwen2ForCausalLM" in printed
+
+
+def test_qlora_is_planned_and_trained_in_4_bits(model_dir, calls, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--use_peft", "--load_in_4bit", "--use_bnb_nested_quant", "--bnb_4bit_quant_type", "fp4"]
+    assert main(["plan", "--model_name_or_path", model_dir, "--json", *options]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert "double quantised" in rows["weights"]["how"] and "dequantised weights" in rows
+    train = ["train", "--model_name_or_path", model_dir, "--dataset_name", "d"]
+    rewards = ["--reward_funcs", "think_format_reward"]
+    assert main([*train, *rewards, *options]) == 0
+    quantization = calls.trainer["quantization_config"]
+    assert quantization.load_in_4bit and quantization.bnb_4bit_use_double_quant
+    assert quantization.bnb_4bit_quant_type == "fp4"
+    assert quantization.bnb_4bit_compute_dtype == torch.float32  # that of a model on a CPU
+    assert main([*train, *rewards, "--load_in_4bit"]) == 1
+    assert "set use_peft" in capsys.readouterr().err
 
 
 def test_report_prints_where_it_wrote(tmp_path, capsys, monkeypatch):

@@ -25,6 +25,8 @@ class TrainPlan:
     sequences_per_microbatch: int = 1
     logprob_chunk_size: int = 1024
     """Tokens whose logits exist at a time."""
+    offload_optimizer: bool = False
+    """Whether masters and moments are on the host in rollout."""
 
     def budget(self, longest: int) -> int:
         """Tokens per micro-batch in a step whose longest sequence has `longest`."""
@@ -45,6 +47,7 @@ class TrainPlan:
             return replace(self, activation_policy=ACTIVATION_POLICIES[level + 1])
         if half < budget:
             return replace(self, tokens_per_microbatch=half)
-        if self.logprob_chunk_size > 64:
-            return replace(self, logprob_chunk_size=self.logprob_chunk_size // 2)
+        chunk = min(self.logprob_chunk_size, budget)
+        if chunk > 64:
+            return replace(self, logprob_chunk_size=chunk // 2)
         return None

@@ -49,6 +49,8 @@ class UpdateResult:
     """[C] per sample, before the step: the old log-probabilities of later passes over the same samples."""
     skipped: bool
     """The loss or the gradient of some rank was not finite, so nothing was changed."""
+    largest_microbatch: int
+    """Its tokens; 0 where the model runs padded."""
 
 
 class Policy:
@@ -108,6 +110,7 @@ class Policy:
         self.mark = mark
         self._host_activations = HostActivations()
         self._longest = 1
+        self._largest_microbatch = 0
 
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
         """One optimizer step on `samples`, the micro-batches' losses added up.
@@ -132,7 +135,7 @@ class Policy:
             self.mark("optimizer step", "workspace")
             self.version += 1
             self.num_skipped_updates = 0
-        return UpdateResult(metrics, logprobs, skipped)
+        return UpdateResult(metrics, logprobs, skipped, self._largest_microbatch)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:
@@ -216,6 +219,7 @@ class Policy:
         # An attempt that ran out of memory leaves some of both behind.
         self.optimizer.zero_grad()
         self._host_activations.clear()
+        self._largest_microbatch = 0
         stack = self._stack(self.model)
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
@@ -266,7 +270,9 @@ class Policy:
         if stack is None:
             hidden = padded_hidden_states(model, samples)
         else:
-            hidden = stack.hidden_states(stack.pack(samples), self.plan.activation_policy)
+            packed = stack.pack(samples)
+            self._largest_microbatch = max(self._largest_microbatch, packed.num_tokens)
+            hidden = stack.hidden_states(packed, self.plan.activation_policy)
         self.mark("layers", "workspace")
         logprobs, entropies = token_logprobs(
             hidden,

@@ -151,6 +151,15 @@ def num_partial_results(max_num_seqs: int, num_heads: int, num_kv_heads: int) ->
     return num_prefix_slots(max_num_seqs, num_heads, num_kv_heads) + TARGET_PROGRAMS // num_kv_heads
 
 
+def decode_scratch_bytes(
+    max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, int]:
+    """Memory of a decode step's partial results: their log-sum-exps, and the results."""
+    num_partials = num_partial_results(max_num_seqs, num_heads, num_kv_heads)
+    # The results behind the log-sum-exps begin at whole 16 bytes.
+    return 4 * _padded(num_partials * num_heads), 4 * num_partials * num_heads * head_dim
+
+
 def _target_items(num_kv_heads: int) -> int:
     return max(1, TARGET_PROGRAMS // num_kv_heads)
 

@@ -31,6 +31,7 @@ from colocate.engines.native.prefixes import (
     PREFIX_QUERIES,
     TARGET_PROGRAMS,
     SharedPrefixes,
+    decode_scratch_bytes,
     num_partial_results,
     num_prefix_slots,
 )
@@ -81,8 +82,7 @@ class DecodeScratch:
     ) -> None:
         self.num_prefix_slots = num_prefix_slots(max_num_seqs, num_heads, num_kv_heads)
         self.num_slots = num_partial_results(max_num_seqs, num_heads, num_kv_heads)
-        lse_bytes = 4 * _padded_lses(self.num_slots, num_heads)
-        output_bytes = 4 * self.num_slots * num_heads * head_dim
+        lse_bytes, output_bytes = decode_scratch_bytes(max_num_seqs, num_heads, num_kv_heads, head_dim)
         self.lses = buffer[:lse_bytes].view(torch.float32)[: self.num_slots * num_heads].view(-1, num_heads)
         """[slots, H] float32."""
         outputs = buffer[lse_bytes : lse_bytes + output_bytes].view(torch.float32)
@@ -92,12 +92,7 @@ class DecodeScratch:
     @staticmethod
     def num_bytes(*, max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int) -> int:
         """Size of the buffer."""
-        num_slots = num_partial_results(max_num_seqs, num_heads, num_kv_heads)
-        return 4 * (_padded_lses(num_slots, num_heads) + num_slots * num_heads * head_dim)
-
-
-def _padded_lses(num_slots: int, num_heads: int) -> int:
-    return -(-num_slots * num_heads // 4) * 4
+        return sum(decode_scratch_bytes(max_num_seqs, num_heads, num_kv_heads, head_dim))
 
 
 def num_splits_for(num_rows: int, num_kv_heads: int) -> int:

@@ -1,0 +1,196 @@
+"""The numbers of a model that memory and time depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from colocate.weights.adapters import active_adapters, base_linear
+from colocate.weights.layouts import Layout, layout_for
+from colocate.weights.quantized import is_4bit
+
+_PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_DEFAULT_LORA_TARGETS = ("q_proj", "v_proj")
+"""What PEFT adapts in Llama, Mistral and Qwen models when no target is named."""
+_BLOCK = 64
+"""Weights that share a scale in bitsandbytes' 4 bits, its default."""
+_NESTED_BLOCK = 256
+"""Scales that share a scale of their own, if they are quantised too."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters that a model will get."""
+
+    rank: int
+    target_modules: Sequence[str] | Literal["all-linear"] | None = None
+    """Names of the adapted matrices, or "all-linear". None: PEFT's choice for Llama, Mistral and Qwen."""
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """That the projections are kept in bitsandbytes' 4 bits (QLoRA, arXiv:2305.14314)."""
+
+    double_quantized: bool = False
+
+    def weight_bytes(self, num_weights: int) -> int:
+        """Codes and scales of one matrix: half a byte a weight; a float32 per block of 64, or with double
+        quantisation a byte per block and a float32 per 256 of those."""
+        num_blocks = -(-num_weights // _BLOCK)
+        codes_bytes = -(-num_weights // 2)
+        if not self.double_quantized:
+            return codes_bytes + 4 * num_blocks
+        return codes_bytes + num_blocks + 4 * -(-num_blocks // _NESTED_BLOCK)
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """A model with a layout (`colocate.weights.layouts`). All layers have the same shape."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    hidden_size: int
+    mlp_size: int
+    vocab_size: int
+    has_qk_norm: bool
+    has_tied_head: bool
+    num_parameters: int
+    """Of the base model, a tied head counted once and 4-bit weights as what they stand for."""
+    trained_sizes: tuple[int, ...] = field(repr=False)
+    """Elements of each trained tensor."""
+    adapter_sizes: tuple[int, ...] = field(repr=False)
+    """Elements of each adapter's tensors; none: no adapter."""
+    four_bit: FourBit | None
+    """How the projections are stored; None: in the model's type."""
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, *, lora: Lora | None = None, four_bit: FourBit | None = None
+    ) -> ModelShapes:
+        """Read them off a model, loaded or on the meta device.
+
+        Args:
+            lora, four_bit: what it will get and has not yet.
+
+        Raises:
+            ValueError: the model has no layout, or LoRA's targets name no matrix of it.
+        """
+        layout = layout_for(model)
+        first = layout.layers[0]
+        hidden_size = layout.embed_tokens.embedding_dim
+        projections = [base_linear(p) for layer in layout.layers for p in chain(*layer.projection_groups())]
+        if four_bit is None and is_4bit(projections[0]):
+            four_bit = FourBit(double_quantized=projections[0].weight.quant_state.nested)
+        adapters = _adapter_tensors(layout)
+        adapter_sizes = tuple(tensor.numel() for tensor in adapters)
+        if lora is not None:
+            adapter_sizes = _planned_adapter_sizes(first, len(layout.layers), lora)
+        not_counted = {id(tensor) for tensor in (*adapters, *(p.weight for p in projections))}
+        trained = (p for p in model.parameters() if p.requires_grad)
+        # `parameters` yields a tied head once, as memory does.
+        others = sum(p.numel() for p in model.parameters() if id(p) not in not_counted)
+        return cls(
+            num_layers=len(layout.layers),
+            num_heads=layout.num_heads,
+            num_kv_heads=layout.num_kv_heads,
+            head_size=layout.head_dim,
+            hidden_size=hidden_size,
+            mlp_size=base_linear(first.gate).out_features,
+            vocab_size=layout.vocab_size,
+            has_qk_norm=first.q_norm is not None,
+            has_tied_head=layout.lm_head.weight is layout.embed_tokens.weight,
+            num_parameters=others + sum(p.in_features * p.out_features for p in projections),
+            trained_sizes=adapter_sizes if lora is not None else tuple(p.numel() for p in trained),
+            adapter_sizes=adapter_sizes,
+            four_bit=four_bit,
+        )
+
+    @classmethod
+    def of_config(
+        cls, config: PretrainedConfig, *, lora: Lora | None = None, four_bit: FourBit | None = None
+    ) -> ModelShapes:
+        """Likewise of a model that is not loaded."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return cls.of(model, lora=lora, four_bit=four_bit)
+
+    @property
+    def q_size(self) -> int:
+        """H · D"""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """K · D"""
+        return self.num_kv_heads * self.head_size
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+    @property
+    def group_sizes(self) -> tuple[int, int, int, int]:
+        """Weights of q/k/v, o, gate/up and down of one layer; those with the same input are one matrix."""
+        h, i = self.hidden_size, self.mlp_size
+        return h * self.qkv_size, self.q_size * h, 2 * h * i, h * i
+
+    @property
+    def num_projection_weights(self) -> int:
+        return self.num_layers * sum(self.group_sizes)
+
+    @property
+    def num_head_weights(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def has_adapters(self) -> bool:
+        return bool(self.adapter_sizes)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.trained_sizes)
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Of the base model."""
+        if self.four_bit is None:
+            return self.num_parameters * dtype.itemsize
+        h, i = self.hidden_size, self.mlp_size
+        matrices = (h * self.q_size, h * self.kv_size, h * self.kv_size, self.q_size * h, h * i, h * i, h * i)
+        projections_bytes = self.num_layers * sum(map(self.four_bit.weight_bytes, matrices))
+        return projections_bytes + (self.num_parameters - self.num_projection_weights) * dtype.itemsize
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Keys and values in all layers: 2 · L · K · D · b."""
+        return 2 * self.num_layers * self.kv_size * dtype.itemsize
+
+
+def _adapter_tensors(layout: Layout) -> list[Any]:
+    modules: Iterable[nn.Module] = (p for layer in layout.layers for p in chain(*layer.projection_groups()))
+    adapters = [adapter for module in modules for adapter in active_adapters(module)]
+    return [x for adapter in adapters for x in (adapter.a, adapter.b, adapter.bias) if x is not None]
+
+
+def _planned_adapter_sizes(layer: Any, num_layers: int, lora: Lora) -> tuple[int, ...]:
+    """LoRA adds A [r, in] and B [out, r] to each targeted matrix (arXiv:2106.09685, eq. 3)."""
+    targets = lora.target_modules or _DEFAULT_LORA_TARGETS
+    projections = dict(zip(_PROJECTION_NAMES, chain(*layer.projection_groups()), strict=True))
+    adapted = [
+        base_linear(module)
+        for name, module in projections.items()
+        if targets == "all-linear" or name in targets
+    ]
+    if not adapted:
+        raise ValueError(
+            f"lora_target_modules={targets!r} names no matrix of the model's layers; they are "
+            f"{sorted(projections)}."
+        )
+    sizes = (lora.rank * size for m in adapted for size in (m.in_features, m.out_features))
+    return tuple(sizes) * num_layers

@@ -1,0 +1,261 @@
+"""The memory of a training step, moment by moment.
+
+A step is at its peak at one of a few moments, which are all counted:
+
+    head        log-probs forward and backward; what all layers keep is there
+    layer       the backward pass of one layer at its widest
+    embedding   the gradient of the token embedding, after the layers have let go of all they kept
+    step        gradients, and nothing else, beside masters and moments
+
+The formulas follow the lines of `colocate.policy.stack`, `attention` and `logprobs`: this file has to know
+what those allocate, and changes with them.
+
+Legend: L layers, H query heads, K key-value heads, D head size, h hidden size, i width of the MLP,
+V vocabulary, T tokens of one micro-batch, N of them predicted, b bytes of a parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from colocate.memory.accounting import Moment, Row, Workload, optimizer_rows
+from colocate.memory.shapes import ModelShapes
+from colocate.memory.train_plan import ActivationPolicy, TrainPlan
+from colocate.policy.logprobs import logprob_bytes
+from colocate.policy.stack import MLP_TILE_TOKENS
+
+_INPUTS_IN_FLIGHT = 3
+"""Layers whose inputs are on the device under "offload": one in use and one on its way, and while both are,
+one that the allocator has not got back yet."""
+_SAMPLE_BYTES = 32
+"""Of a token of a step's samples: its id, mask, and log-probs of rollout, old policy, reference and new."""
+_PACK_BYTES = 32
+"""Of a token of a micro-batch: id and position, the index of what it predicts, and the loss's numbers."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What a micro-batch of some budget holds."""
+
+    num_tokens: int  # T
+    num_predicted: int  # N
+    num_shared: int
+    """Tokens of prompts that several completions share."""
+
+    @classmethod
+    def of(cls, workload: Workload, budget: int) -> Microbatch:
+        """The fullest that the budget allows, of the workload's longest sequences."""
+        prompt, completion = workload.prompt_tokens, workload.completion_tokens
+        num_tokens = min(max(budget, workload.max_sequence_length), workload.step_tokens)
+        members = 1
+        if workload.share_prompts:
+            most = min(workload.num_generations, workload.num_step_sequences)
+            members = max(1, min(most, (num_tokens - prompt) // completion))
+        of_group = prompt + members * completion
+        return cls(
+            num_tokens=num_tokens,
+            num_predicted=-(-num_tokens * members * completion // of_group),
+            num_shared=num_tokens * prompt // of_group if members > 1 else 0,
+        )
+
+
+def kept_bytes_per_token(shapes: ModelShapes, dtype: torch.dtype, policy: ActivationPolicy) -> int:
+    """What one layer keeps for its backward pass on the device (`colocate.policy.stack`)."""
+    b, h = dtype.itemsize, shapes.hidden_size
+    if policy == "offload":
+        return 0
+    if policy == "full":
+        return b * h
+    lse = max(4, b) * shapes.num_heads
+    kept = b * (2 * h + shapes.qkv_size + shapes.q_size) + lse
+    return kept + (2 * b * shapes.mlp_size if policy == "keep" else 0)
+
+
+def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list[Row]:
+    """All of training: rows of the whole phase, and those of each moment."""
+    microbatch = Microbatch.of(workload, plan.budget(workload.max_sequence_length))
+    is_only = microbatch.num_tokens >= workload.step_tokens
+    rows = optimizer_rows(shapes, workload, "train") if plan.offload_optimizer else []
+    tokens = workload.num_step_sequences * workload.max_sequence_length
+    rows += [
+        Row("samples", "train", tokens * _SAMPLE_BYTES, f"{tokens:,} tokens × {_SAMPLE_BYTES} B"),
+        _pack_row(shapes, workload, microbatch),
+        *_head_rows(shapes, workload, plan, microbatch, is_only),
+        *_layer_rows(shapes, workload, plan, microbatch, is_only),
+        *_embedding_rows(shapes, workload, microbatch),
+        _gradients_row("step", shapes.num_trained),
+    ]
+    return rows
+
+
+def _pack_row(shapes: ModelShapes, workload: Workload, microbatch: Microbatch) -> Row:
+    per_token = _PACK_BYTES + 2 * workload.parameter_dtype.itemsize * shapes.head_size
+    how = f"{microbatch.num_tokens:,} tokens × {per_token} B: ids, positions, rotary angles"
+    return Row("pack", "train", microbatch.num_tokens * per_token, how, is_transient=True)
+
+
+def _gradients_row(moment: Moment, num_gradients: int) -> Row:
+    return Row("gradients", "train", num_gradients * 4, f"{num_gradients:,} trained × 4 B", moment)
+
+
+def _kept_row(
+    moment: Moment, shapes: ModelShapes, workload: Workload, plan: TrainPlan, tokens: int, num_layers: int
+) -> Row:
+    policy, b = plan.activation_policy, workload.parameter_dtype.itemsize
+    per_layer = kept_bytes_per_token(shapes, workload.parameter_dtype, policy)
+    if policy == "offload":
+        num_layers, per_layer = min(num_layers, _INPUTS_IN_FLIGHT), b * shapes.hidden_size
+    how = f"{policy!r}: {tokens:,} tokens × {num_layers} layers × {per_layer:,} B"
+    return Row("kept by layers", "train", tokens * num_layers * per_layer, how, moment, is_transient=True)
+
+
+def _trains_head(shapes: ModelShapes) -> bool:
+    return not shapes.has_adapters
+
+
+def _head_rows(
+    shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch, is_only: bool
+) -> list[Row]:
+    dtype, b = workload.parameter_dtype, workload.parameter_dtype.itemsize
+    hidden, predicted, trains_head = shapes.hidden_size, microbatch.num_predicted, _trains_head(shapes)
+    logprobs = logprob_bytes(
+        predicted, hidden, shapes.vocab_size, dtype, chunk_size=plan.logprob_chunk_size,
+        trains_head=trains_head, entropy_gradient=workload.entropy_gradient,
+    )  # fmt: skip
+    rows = [
+        _gradients_row("head", 0 if is_only else shapes.num_trained),
+        _kept_row("head", shapes, workload, plan, microbatch.num_tokens, shapes.num_layers),
+        # The last layer's output where something is predicted, its norm, and the gradient of that.
+        Row(
+            "hidden states", "train", 3 * predicted * hidden * b,
+            f"3 × {predicted:,} tokens × {hidden * b:,} B", "head", is_transient=True,
+        ),
+        Row(
+            "log-probs", "train", logprobs,
+            f"{min(plan.logprob_chunk_size, predicted):,} tokens × {shapes.vocab_size:,} logits at a time",
+            "head",
+        ),
+    ]  # fmt: skip
+    if trains_head:
+        rows.append(_head_gradient_row("head", shapes, b))
+    return rows
+
+
+def _head_gradient_row(moment: Moment, shapes: ModelShapes, b: int) -> Row:
+    count = shapes.num_head_weights
+    return Row("head's gradient", "train", count * b, f"{count:,} weights × {b} B", moment)
+
+
+def _layer_rows(
+    shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch, is_only: bool
+) -> list[Row]:
+    """One layer's backward pass. With one micro-batch gradients appear as kept activations go, so that the
+    peak is at one of the two ends; later micro-batches find all gradients there."""
+    b, tokens = workload.parameter_dtype.itemsize, microbatch.num_tokens
+    trained, head = shapes.num_trained, shapes.num_head_weights if _trains_head(shapes) else 0
+
+    def kept(num_layers: int) -> Row:
+        return _kept_row("layer", shapes, workload, plan, tokens, num_layers)
+
+    if is_only:
+        # The embedding's gradient comes last; a tied head's waits for it.
+        ends = [
+            (0 if shapes.has_tied_head else head, shapes.num_layers),
+            (trained - head, 1),
+        ]
+        sizes = [kept(num_layers).size_bytes + 4 * gradients for gradients, num_layers in ends]
+        gradients, num_layers = ends[sizes.index(max(sizes))]
+    else:
+        gradients, num_layers = trained, shapes.num_layers
+    rows = [_gradients_row("layer", gradients), kept(num_layers)]
+    if head and shapes.has_tied_head:
+        rows.append(_head_gradient_row("layer", shapes, b))
+    widest, how = _widest_of_layer(shapes, workload, plan.activation_policy, microbatch)
+    return [*rows, Row("one layer's backward", "train", widest, how, "layer", is_transient=True)]
+
+
+def _widest_of_layer(
+    shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, microbatch: Microbatch
+) -> tuple[int, str]:
+    """`DecoderLayer.backward`, stage by stage: the most bytes beside what the layer keeps."""
+    b, h, tokens = workload.parameter_dtype.itemsize, shapes.hidden_size, microbatch.num_tokens
+    # Gradients of the layer's output and of the MLP's input.
+    base = 2 * tokens * h * b
+    if policy in ("full", "offload"):
+        # q/k/v, attention's output, its log-sum-exps and the MLP's input are made again.
+        base += tokens * (b * (shapes.qkv_size + shapes.q_size + h) + 4 * shapes.num_heads)
+    stages = _mlp_stages(shapes, b, policy, tokens) | _attention_stages(shapes, b, policy, microbatch)
+    name = max(stages, key=stages.__getitem__)
+    return base + stages[name], f"{tokens:,} tokens, widest in {name}"
+
+
+def _mlp_stages(shapes: ModelShapes, b: int, policy: ActivationPolicy, tokens: int) -> dict[str, int]:
+    """`DecoderLayer._mlp_backward`, at the last tile."""
+    h, i = shapes.hidden_size, shapes.mlp_size
+    tile = tokens if policy == "keep" else min(tokens, MLP_TILE_TOKENS)
+    gate_up = 0 if policy == "keep" else 2 * i
+    _, _, gate_up_weights, down_weights = shapes.group_sizes
+    # A frozen 4-bit weight is dequantised for its product.
+    unpacked = b if shapes.four_bit is not None else 0
+    in_tile = earlier = 0
+    if not shapes.has_adapters:
+        in_tile = b
+        # A second tile's gradients are added to the first one's in float32.
+        earlier = 4 * (gate_up_weights + down_weights) if tile < tokens else 0
+    return {
+        "the MLP's first product": tile * b * (h + gate_up) + unpacked * gate_up_weights + earlier,
+        "down_proj": tile * b * (h + gate_up + i) + unpacked * down_weights + earlier,
+        "the activation function": tile * b * (h + gate_up + 4 * i) + earlier,
+        "gate and up's gradient": tile * b * (h + 2 * i)
+        + earlier
+        # The first tile's are still there in their own type when the second's come.
+        + in_tile * (gate_up_weights * (2 if earlier else 1) + (0 if earlier else down_weights)),
+        # Two matrices are unpacked one by one and then joined.
+        "unpacking gate and up": tile * b * (h + 2 * i) + 2 * unpacked * gate_up_weights,
+        "gate and up": tile * b * (2 * h + 2 * i)
+        + unpacked * gate_up_weights
+        + (earlier or in_tile * (gate_up_weights + down_weights)),
+    }
+
+
+def _attention_stages(
+    shapes: ModelShapes, b: int, policy: ActivationPolicy, microbatch: Microbatch
+) -> dict[str, int]:
+    """Attention's backward pass, with what `_flash_attention_backward` takes for itself: the gradient of q in
+    float32, a float32 per head and token, and with grouped queries gradients of k and v per query head."""
+    h, q, kv, heads = shapes.hidden_size, shapes.q_size, shapes.kv_size, shapes.num_heads
+    tokens, shared = microbatch.num_tokens, microbatch.num_shared
+    weights_qkv, weights_o, *weights_mlp = shapes.group_sizes
+    gradients = all_gradients = 0
+    if not shapes.has_adapters:
+        is_tiled = policy != "keep" and tokens > MLP_TILE_TOKENS
+        gradients = sum(weights_mlp) * (4 if is_tiled else b) + weights_o * b
+        # In the end the sums of tiles are rounded to the parameters' type, all at once.
+        all_gradients = gradients + weights_qkv * b + (sum(weights_mlp) * b if is_tiled else 0)
+    # q and k after rotation, the output's gradient, and the gradients of q, k and v.
+    inputs = b * (3 * q + 3 * kv)
+    accumulator = 4 * shapes.num_heads * (-(-shapes.head_size // 32) * 32) + 4 * heads
+    expanded = 2 * b * q if shapes.num_kv_heads < heads else 0
+    stages = {"attention": gradients + tokens * (inputs + accumulator + expanded)}
+    if shared:
+        of_completions = (tokens - shared) * (b * q + accumulator + 4 * heads)
+        of_prompts = shared * (2 * b * kv + expanded)
+        stages["attention to prompts"] = gradients + tokens * inputs + of_completions + of_prompts
+    unpacked = b * max(2 * weights_qkv, weights_o) if shapes.four_bit is not None else 0
+    stages["q, k and v"] = tokens * b * (shapes.qkv_size + 2 * h) + all_gradients + unpacked
+    return stages
+
+
+def _embedding_rows(shapes: ModelShapes, workload: Workload, microbatch: Microbatch) -> list[Row]:
+    rows = [_gradients_row("embedding", shapes.num_trained)]
+    if shapes.has_adapters:
+        return rows
+    b, h, tokens = workload.parameter_dtype.itemsize, shapes.hidden_size, microbatch.num_tokens
+    count = shapes.num_head_weights * (2 if shapes.has_tied_head else 1)
+    # PyTorch sums over equal tokens in float32, in pieces of ten.
+    pieces = tokens // 10 + min(tokens, shapes.vocab_size)
+    size_bytes = count * b + tokens * h * b + pieces * h * 4
+    how = f"{count:,} weights × {b} B, {pieces:,} partial sums × {h * 4:,} B"
+    return [*rows, Row("embedding's gradient", "train", size_bytes, how, "embedding")]

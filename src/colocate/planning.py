@@ -1,0 +1,90 @@
+"""From a run's options to what the planner asks: the one place that knows both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers.training_args import OptimizerNames
+
+from colocate.config import GRPOConfig
+from colocate.engines.native.backends import default_sizes
+from colocate.engines.native.decoder import bucket_for
+from colocate.engines.native.prefixes import decode_scratch_bytes
+from colocate.engines.native.torch_backend import TorchBackend
+from colocate.memory.accounting import CONTEXT_BYTES, MOMENTS_BYTES, Workload
+from colocate.memory.planner import Planner, Wishes
+from colocate.memory.shapes import ModelShapes
+from colocate.weights.layouts import has_layout
+
+if TYPE_CHECKING:
+    from colocate.memory.train_plan import ActivationPolicy
+
+ASSUMED_PROMPT_TOKENS = 512
+"""Of the longest prompt where `max_prompt_length` does not say."""
+
+
+def workload_of(
+    args: GRPOConfig, shapes: ModelShapes, parameter_dtype: torch.dtype, *, is_gpu: bool
+) -> Workload:
+    """What one rank of a run asks for."""
+    assert args.generation_batch_size and args.steps_per_generation, "GRPOConfig derives them"
+    rows, page_size = default_sizes("cuda" if is_gpu else "cpu")
+    max_num_seqs = args.max_num_seqs or rows
+    decode_rows = bucket_for(max_num_seqs) if is_gpu else max_num_seqs
+    partials = decode_scratch_bytes(decode_rows, shapes.num_heads, shapes.num_kv_heads, shapes.head_size)
+    return Workload(
+        parameter_dtype=parameter_dtype,
+        prompt_tokens=args.max_prompt_length or ASSUMED_PROMPT_TOKENS,
+        completion_tokens=args.max_completion_length,
+        num_generations=args.num_generations,
+        num_step_sequences=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        num_rollout_sequences=args.generation_batch_size // args.world_size,
+        share_prompts=args.share_prompts,
+        is_gpu=is_gpu,
+        max_num_seqs=max_num_seqs,
+        page_size=args.page_size or page_size,
+        kv_cache_tokens=args.kv_cache_tokens,
+        decode_rows=decode_rows,
+        decode_scratch_bytes=decode_rows * shapes.vocab_size * 4 + sum(partials) if is_gpu else 0,
+        max_prefill_tokens=TorchBackend.max_prefill_tokens,
+        optim=OptimizerNames(args.optim).value,
+        has_reference=args.beta != 0.0,
+        entropy_gradient=args.objective_params().has_entropy_bonus,
+    )
+
+
+def wishes_of(args: GRPOConfig) -> Wishes:
+    """What of the plan the user has set."""
+    policy: ActivationPolicy | None = None if args.activation_policy == "auto" else args.activation_policy  # type: ignore[assignment]
+    return Wishes(
+        activation_policy=policy,
+        tokens_per_microbatch=args.max_tokens_per_microbatch,
+        logprob_chunk_size=args.logprob_chunk_size,
+        offload_optimizer=args.offload_optimizer,
+        sequences_per_microbatch=args.per_device_train_batch_size,
+    )
+
+
+def planner_for(model: nn.Module, args: GRPOConfig) -> Planner | None:
+    """The planner of a loaded model on a GPU; None where there is nothing to plan.
+
+    That is on a CPU, for a model without a layout, which trains padded, and with an optimizer of the user's
+    own whose state is not known.
+    """
+    parameter = next(model.parameters())
+    if parameter.device.type != "cuda" or not has_layout(model):
+        return None
+    if OptimizerNames(args.optim).value not in MOMENTS_BYTES:
+        return None
+    shapes = ModelShapes.of(model)
+    dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+    workload = workload_of(args, shapes, dtype, is_gpu=True)
+    return Planner(shapes, workload, _device_bytes(parameter.device), wishes_of(args))
+
+
+def _device_bytes(device: torch.device) -> int:
+    """The device's memory but for what other processes hold of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
