@@ -50,7 +50,8 @@ CAP_80GB = 80 * 10**9
 CONTEXT_CASES = {
     "8b-qlora": Case("llama-3.1-8b", "qlora", 2, CAP_80GB),
     "32b-lora": Case("qwen3-32b", "lora", 2, CAP_80GB),
-    "14b-lora": Case("qwen2.5-14b", "lora", 8, CAP_80GB),
+    # What is claimed is the peak; where memory is to spare, the engine and PyTorch would keep it.
+    "14b-lora": Case("qwen2.5-14b", "lora", 8, 40 * 2**30),
 }
 
 PLAN_CASES: tuple[tuple[Case, int], ...] = (

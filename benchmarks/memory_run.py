@@ -32,8 +32,6 @@ from step_cases import LORA_TARGETS
 from transformers import PretrainedConfig
 
 from colocate import GRPOConfig, GRPOTrainer
-from colocate.engines.native.backends import default_sizes
-from colocate.memory.planner import Workload, plan
 from colocate.types import Completion, Prompt, SamplingParams
 
 TEACHER_FORCED_PROMPT_TOKENS = 512
@@ -67,20 +65,17 @@ def force_completions(trainer: GRPOTrainer, vocab_size: int) -> None:
     trainer.engine.generate = generate  # type: ignore[method-assign]
 
 
-def predicted_peak_bytes(config: PretrainedConfig, options: argparse.Namespace, device_bytes: int) -> int:
-    """What the planner says of this run before anything is allocated."""
-    _, new_tokens = divided(options.length, options.new_tokens, options.teacher_forced)
-    _, page_size = default_sizes("cuda")
-    workload = Workload(
-        parameter_dtype=torch.bfloat16,
-        max_sequence_length=options.length,
-        tokens_per_microbatch=options.length - new_tokens + options.generations * new_tokens,
-        max_num_seqs=options.generations,
-        page_size=page_size,
-        lora_rank=None if options.method == "full" else LORA_RANK,
-        lora_target_modules=LORA_TARGETS,
-    )
-    return plan(config, workload, device_memory_bytes=device_bytes).peak_bytes
+def predicted(trainer: GRPOTrainer) -> dict[str, Any]:
+    """What the planner says of this run: from shapes and options, as `colocate plan` does."""
+    assert trainer.planner is not None, "there is a GPU and a layout"
+    plan = trainer.planner.plan()
+    return {
+        # PyTorch and the engine keep memory that nobody else asks for: this is what the driver shows.
+        "predicted_peak_bytes": plan.occupied_bytes,
+        "predicted_need_bytes": plan.peak_bytes,
+        "predicted_rows": [[row.phase, row.moment, row.name, row.size_bytes] for row in plan.rows],
+        "planned": vars(plan.train_plan),
+    }
 
 
 def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.device) -> dict[str, Any]:
@@ -106,6 +101,7 @@ def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.d
             per_device_train_batch_size=options.generations,
             num_generations=options.generations,
             max_completion_length=new_tokens,
+            max_prompt_length=prompt_tokens,
             max_num_seqs=options.generations,
             vllm_max_model_length=options.length,
             learning_rate=1e-5,
@@ -126,6 +122,7 @@ def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.d
             peft_config=peft_config,
         )
         del model
+        prediction = predicted(trainer) if device.type == "cuda" else {}
         trainer.sampling = SamplingParams(**{**vars(trainer.sampling), "stop_token_ids": ()})
         if options.teacher_forced:
             force_completions(trainer, vocab_size)
@@ -140,6 +137,7 @@ def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.d
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
         "made_s": made_s,
+        **prediction,
         "steps": [
             {key: step[key] for key in ("wall_s", "phases", "memory", "grad_norm", "loss")} for step in steps
         ],
@@ -170,8 +168,6 @@ def main() -> None:
             span["peak_allocated_bytes"] for step in record["steps"] for span in step["memory"]["spans"]
         )
         record["torch_reserved_bytes"] = torch.cuda.memory_reserved()
-        total = torch.cuda.get_device_properties(device).total_memory
-        record["predicted_peak_bytes"] = predicted_peak_bytes(config, options, total)
     print(json.dumps(record), flush=True)
 
 
