@@ -32,7 +32,7 @@ from device_watch import DeviceWatch
 from results_file import committed
 from rollout_cases import SHAPES, TOKEN_RANGE, Case, machine, model_directory
 from step_cases import LORA_TARGETS, Work, tiny, training_flop
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from colocate.memory.handover import Handover
 
@@ -54,6 +54,19 @@ def prompts(work: Work, num_rows: int) -> Dataset:
     rows = Case(work.model, num_rows, 1, work.prompt_tokens, 1).prompts()
     assert all(TOKEN_RANGE[work.model][0] <= token for row in rows for token in row), "no special tokens"
     return Dataset.from_dict({"prompt": [" ".join(f"w{token}" for token in row) for row in rows]})
+
+
+def load_tokenizer(directory: Path, work: Work) -> PreTrainedTokenizerFast:
+    """The model's tokenizer as it was written: by the model's type transformers would load Qwen's.
+
+    Raises:
+        RuntimeError: a prompt has another number of tokens than the work says.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    num_tokens = len(tokenizer(prompts(work, 1)["prompt"][0])["input_ids"])
+    if num_tokens != work.prompt_tokens:
+        raise RuntimeError(f"A prompt of {work.prompt_tokens} words has {num_tokens} tokens.")
+    return tokenizer
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -169,6 +182,7 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
         reward,
         args,
         prompts(work, work.num_prompts * args.max_steps),
+        processing_class=load_tokenizer(model_directory(options.model_dir, work.model), work),
         callbacks=[clock],
         peft_config=peft_config(work),
     )
@@ -233,6 +247,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
         reward,
         args,
         prompts(work, work.num_prompts * args.max_steps),
+        processing_class=load_tokenizer(model_directory(options.model_dir, work.model), work),
         callbacks=[clock],
         peft_config=peft_config(work),
     )

@@ -77,15 +77,15 @@ def _candidates(*settings: tuple[int, bool, bool]) -> tuple[PeerSettings, ...]:
 COMPARISONS = {
     "1p5b": Comparison(
         Work("1.5b", 32, 8, 256, 512),
-        2,
+        1,
         3,
-        _candidates((16, False, True), (32, False, True), (16, False, False)),
+        _candidates((16, False, True), (32, False, True)),
     ),
     "1p5b_longprompt": Comparison(
         Work("1.5b", 8, 16, 4096, 512),
-        2,
+        1,
         3,
-        _candidates((4, False, True), (8, False, True), (16, True, True)),
+        _candidates((4, False, True), (8, False, True)),
     ),
     # A step takes TRL the better part of a minute: two of them are timed, after one.
     "7b_lora": Comparison(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from results_file import committed
 from rollout_cases import TOKEN_RANGE, machine, model_directory
-from step import StepClock, peft_config, prompts, reward, settings
+from step import StepClock, load_tokenizer, peft_config, prompts, reward, settings
 from step_cases import COMPARISONS, TUNING_SHARE, PeerSettings, Work, tiny
 
 WARM_UP, STEPS = 1, 1
@@ -66,6 +66,7 @@ def seconds_per_step(candidate: PeerSettings, work: Work, model_dir: Path) -> li
             reward,
             args,
             prompts(work, work.num_prompts * args.max_steps),
+            processing_class=load_tokenizer(model_directory(model_dir, work.model), work),
             callbacks=[clock],
             peft_config=peft_config(work),
             rollout_func=made_up_rollout(work),

@@ -60,7 +60,8 @@ def test_two_processes_equal_one(runs, case):
     moved = max((expected[name] - start[name]).abs().max().item() for name in start)
     assert moved > 5e-3  # five hundred times the tolerance
     for name, parameter in expected.items():
-        torch.testing.assert_close(both[0][name], parameter.data, rtol=0, atol=1e-5)
+        # Ranks sum in another order, and Adam's first steps divide a gradient by its own size.
+        torch.testing.assert_close(both[0][name], parameter.data, rtol=0, atol=3e-5)
         assert torch.equal(both[0][name], both[1][name])  # or they drift apart, for nothing synchronises them
 
 

@@ -155,7 +155,7 @@ def test_the_copy_is_made_if_it_pays(monkeypatch, caplog, pages_beside_the_copy,
     budget = copy_bytes + pages_beside_the_copy * page_bytes
     monkeypatch.setattr("colocate.engines.native.capacity._usable_bytes", lambda held, device: budget)
     engine.wake_up()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="colocate"):
         engine.generate(PROMPTS, SamplingParams(max_tokens=15))
     assert engine._weights.is_copy is is_copy
     assert ("decodes from a torch.float32 copy" in caplog.text) is is_copy
