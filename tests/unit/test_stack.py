@@ -176,14 +176,14 @@ def test_dropout_in_backward_is_that_of_forward(policy, monkeypatch):
 
 def test_dropout_masks_differ_between_projections_layers_and_passes(monkeypatch):
     masks = []
-    dropped = projections.Projection._dropped
+    dropped = projections.AdapterGroup.dropped
 
-    def recording(self, x, adapter, seed):
-        result = dropped(self, x, adapter, seed)
+    def recording(self, x, seed):
+        result = dropped(self, x, seed)
         masks.append(tuple((result != 0).flatten()[:64].tolist()))
         return result
 
-    monkeypatch.setattr(projections.Projection, "_dropped", recording)
+    monkeypatch.setattr(projections.AdapterGroup, "dropped", recording)
     model = double_model("llama", lora=True, dropout=0.5).train()
     stack = DecoderStack(model, HostActivations())
     for _ in range(2):

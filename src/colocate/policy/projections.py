@@ -9,7 +9,8 @@ sums, as the engine does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,38 @@ class Gradients:
         ]
 
 
+@dataclass(frozen=True)
+class AdapterGroup:
+    """Adapters that see the same input, so that it is read once for all of them."""
+
+    rows: tuple[slice, ...]
+    """Of the output, by adapter."""
+    adapters: tuple[Adapter, ...]
+    dropout: float
+    """0, or that of the one adapter of the group: each has masks of its own."""
+
+    @property
+    def ranks(self) -> list[int]:
+        return [len(adapter.a) for adapter in self.adapters]
+
+    def a(self, dtype: torch.dtype) -> Tensor:
+        """[sum of ranks, in]."""
+        parts = [adapter.a.to(dtype) for adapter in self.adapters]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def parts(self, reduced: Tensor) -> Iterator[tuple[slice, Adapter, Tensor]]:
+        """Rows of the output, adapter and its columns of `reduced` [T, sum of ranks]."""
+        return zip(self.rows, self.adapters, reduced.split(self.ranks, dim=1), strict=True)
+
+    def dropped(self, x: Tensor, seed: int) -> Tensor:
+        """Dropout whose mask is made again from its seed in backward, which is cheaper than keeping it."""
+        if not self.dropout:
+            return x
+        generator = torch.Generator(x.device).manual_seed(seed)
+        kept = torch.empty_like(x).bernoulli_(1 - self.dropout, generator=generator)
+        return kept.div_(1 - self.dropout).mul_(x)
+
+
 class Projection:
     """Linear layers that read the same input, seen as one.
 
@@ -54,61 +87,77 @@ class Projection:
     def __init__(self, *modules: nn.Module, is_training: bool) -> None:
         self._linears = [base_linear(module) for module in modules]
         self._rows: list[slice] = []
-        self._adapters: list[tuple[slice, Adapter]] = []
+        adapters: list[tuple[slice, Adapter]] = []
         start = 0
         for module, linear in zip(modules, self._linears, strict=True):
             rows = slice(start, start + linear.out_features)
             self._rows.append(rows)
-            self._adapters += [(rows, adapter) for adapter in active_adapters(module)]
+            adapters += [(rows, adapter) for adapter in active_adapters(module)]
             start = rows.stop
-        self._is_training = is_training
+        dropping = [pair for pair in adapters if is_training and pair[1].dropout]
+        others = [pair for pair in adapters if not (is_training and pair[1].dropout)]
+        self._groups = [AdapterGroup((rows,), (adapter,), adapter.dropout) for rows, adapter in dropping]
+        if others:
+            self._groups.append(AdapterGroup(*map(tuple, zip(*others, strict=True)), 0.0))  # type: ignore
 
     @property
     def has_dropout(self) -> bool:
-        return any(self._drops(adapter) for _, adapter in self._adapters)
+        return any(group.dropout for group in self._groups)
 
     def parameters(self) -> list[Tensor]:
         """All that a gradient may be asked for."""
         base = [x for linear in self._linears for x in (linear.weight, linear.bias)]
-        adapters = [x for _, adapter in self._adapters for x in (adapter.a, adapter.b, adapter.bias)]
-        return [x for x in (*base, *adapters) if x is not None and x.requires_grad]
+        adapters = [adapter for group in self._groups for adapter in group.adapters]
+        low_rank = [x for adapter in adapters for x in (adapter.a, adapter.b, adapter.bias)]
+        return [x for x in (*base, *low_rank) if x is not None and x.requires_grad]
 
     def __call__(self, x: Tensor, seed: int) -> Tensor:
         """y [T, out] for x [T, in]. `seed` determines the dropout."""
         bias = None if self._linears[0].bias is None else _joined([linear.bias for linear in self._linears])
         y = F.linear(x, self._weight(), bias)
-        for number, (rows, adapter) in enumerate(self._adapters):
-            dropped = self._dropped(x, adapter, seed + number)
-            reduced = dropped @ adapter.a.to(x.dtype).T
-            y[:, rows].addmm_(reduced, adapter.b.to(x.dtype).T, alpha=adapter.scaling)
-            if adapter.bias is not None:
-                y[:, rows].add_(adapter.bias, alpha=adapter.scaling)
+        for number, group in enumerate(self._groups):
+            reduced = group.dropped(x, seed + number) @ group.a(x.dtype).T
+            for rows, adapter, part in group.parts(reduced):
+                y[:, rows].addmm_(part, adapter.b.to(x.dtype).T, alpha=adapter.scaling)
+                if adapter.bias is not None:
+                    y[:, rows].add_(adapter.bias, alpha=adapter.scaling)
         return y
 
-    def input_gradient(self, grad: Tensor, seed: int) -> Tensor:
-        """Gradient of x [T, in], given that of y [T, out]."""
+    def reduced_gradients(self, grad: Tensor) -> list[Tensor]:
+        """s_i dy B_i of every adapter, [T, sum of ranks] by group, given the gradient of y [T, out].
+
+        What both of the methods below begin with.
+        """
+        reduced = [grad.new_empty(len(grad), sum(group.ranks)) for group in self._groups]
+        for group, grad_reduced in zip(self._groups, reduced, strict=True):
+            for rows, adapter, part in group.parts(grad_reduced):
+                part.copy_(grad[:, rows] @ adapter.b.to(grad.dtype)).mul_(adapter.scaling)
+        return reduced
+
+    def input_gradient(self, grad: Tensor, reduced: list[Tensor], seed: int) -> Tensor:
+        """Gradient of x [T, in]."""
         grad_x = grad @ self._weight()
-        for number, (rows, adapter) in enumerate(self._adapters):
-            grad_reduced = (grad[:, rows] @ adapter.b.to(grad.dtype)).mul_(adapter.scaling)
-            a = adapter.a.to(grad.dtype)
-            if self._drops(adapter):
-                grad_x += self._dropped(grad_reduced @ a, adapter, seed + number)
+        for number, (group, grad_reduced) in enumerate(zip(self._groups, reduced, strict=True)):
+            if group.dropout:
+                grad_x += group.dropped(grad_reduced @ group.a(grad.dtype), seed + number)
             else:
-                grad_x.addmm_(grad_reduced, a)
+                grad_x.addmm_(grad_reduced, group.a(grad.dtype))
         return grad_x
 
-    def add_gradients(self, gradients: Gradients, grad: Tensor, x: Tensor, seed: int) -> None:
-        """Add the parameters' gradients to `gradients`, given x [T, in] and the gradient of y [T, out]."""
+    def add_gradients(
+        self, gradients: Gradients, grad: Tensor, reduced: list[Tensor], x: Tensor, seed: int
+    ) -> None:
+        """Add the parameters' gradients to `gradients`, given x [T, in]."""
         self._add_base_gradients(gradients, grad, x)
-        for number, (rows, adapter) in enumerate(self._adapters):
-            if adapter.a.requires_grad or adapter.b.requires_grad:
-                dropped = self._dropped(x, adapter, seed + number)
-                grad_reduced = (grad[:, rows] @ adapter.b.to(x.dtype)).mul_(adapter.scaling)
-                gradients.add(adapter.a, wide_product(grad_reduced.T, dropped))
-                reduced = (dropped @ adapter.a.to(x.dtype).T).mul_(adapter.scaling)
-                gradients.add(adapter.b, wide_product(grad[:, rows].T, reduced))
-            if adapter.bias is not None and adapter.bias.requires_grad:
-                gradients.add(adapter.bias, _column_sum(grad[:, rows]).mul_(adapter.scaling))
+        for number, (group, grad_reduced) in enumerate(zip(self._groups, reduced, strict=True)):
+            dropped = group.dropped(x, seed + number)
+            joint = wide_product(grad_reduced.T, dropped).split(group.ranks)
+            parts = group.parts(dropped @ group.a(x.dtype).T)
+            for (rows, adapter, part), grad_a in zip(parts, joint, strict=True):
+                gradients.add(adapter.a, grad_a)
+                gradients.add(adapter.b, wide_product(grad[:, rows].T, part).mul_(adapter.scaling))
+                if adapter.bias is not None:
+                    gradients.add(adapter.bias, _column_sum(grad[:, rows]).mul_(adapter.scaling))
 
     def _add_base_gradients(self, gradients: Gradients, grad: Tensor, x: Tensor) -> None:
         if all(linear.weight.requires_grad for linear in self._linears):
@@ -129,17 +178,6 @@ class Projection:
             parts = [dequantize(linear) if is_4bit(linear) else linear.weight for linear in self._linears]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return _joined([linear.weight for linear in self._linears])
-
-    def _drops(self, adapter: Adapter) -> bool:
-        return self._is_training and adapter.dropout > 0
-
-    def _dropped(self, x: Tensor, adapter: Adapter, seed: int) -> Tensor:
-        """Dropout whose mask is made again from its seed in backward, which is cheaper than keeping it."""
-        if not self._drops(adapter):
-            return x
-        generator = torch.Generator(x.device).manual_seed(seed)
-        kept = torch.empty_like(x).bernoulli_(1 - adapter.dropout, generator=generator)
-        return kept.div_(1 - adapter.dropout).mul_(x)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -172,8 +172,9 @@ class DecoderLayer:
             qkv, out, lse = self._attend(x, context)
             x_mid = self._o(out.flatten(1), context.seed_of(1)).add_(x)
         grad = self._mlp_backward(grad, x_mid, kept[4:], context, gradients)
-        self._o.add_gradients(gradients, grad, out.flatten(1), context.seed_of(1))
-        grad_out = self._o.input_gradient(grad, context.seed_of(1)).view_as(out)
+        reduced = self._o.reduced_gradients(grad)
+        self._o.add_gradients(gradients, grad, reduced, out.flatten(1), context.seed_of(1))
+        grad_out = self._o.input_gradient(grad, reduced, context.seed_of(1)).view_as(out)
         q, k, v = self._rotated(qkv, context)
         grad_q, grad_k, grad_v = attention_backward(
             grad_out, q, k, v, out, lse, context.pack, scale=self._scale, window=self.window
@@ -187,9 +188,10 @@ class DecoderLayer:
             if value is not None:
                 gradients.add(norm, value)
         normed = operations.rms_norm(x, self._input_norm, self._eps)
-        self._qkv.add_gradients(gradients, grad_qkv.flatten(1), normed, context.seed_of(0))
+        reduced = self._qkv.reduced_gradients(grad_qkv.flatten(1))
+        self._qkv.add_gradients(gradients, grad_qkv.flatten(1), reduced, normed, context.seed_of(0))
         del normed
-        grad_normed = self._qkv.input_gradient(grad_qkv.flatten(1), context.seed_of(0))
+        grad_normed = self._qkv.input_gradient(grad_qkv.flatten(1), reduced, context.seed_of(0))
         del grad_qkv
         grad_x, grad_norm = operations.rms_norm_backward(grad_normed, x, self._input_norm, self._eps, grad)
         gradients.add(self._input_norm, grad_norm)
@@ -222,13 +224,15 @@ class DecoderLayer:
         for tile, slot in context.mlp_tiles():
             normed = operations.rms_norm(x_mid[tile], self._mlp_norm, self._eps)
             gate_up = kept[0] if kept else self._gate_up(normed, context.seed_of(slot))
-            grad_activated = self._down.input_gradient(grad[tile], context.seed_of(slot + 1))
+            reduced = self._down.reduced_gradients(grad[tile])
+            grad_activated = self._down.input_gradient(grad[tile], reduced, context.seed_of(slot + 1))
             grad_gate_up, activated = operations.gate_backward(grad_activated, self._activation, gate_up)
             del gate_up, grad_activated
-            self._down.add_gradients(gradients, grad[tile], activated, context.seed_of(slot + 1))
+            self._down.add_gradients(gradients, grad[tile], reduced, activated, context.seed_of(slot + 1))
             del activated
-            self._gate_up.add_gradients(gradients, grad_gate_up, normed, context.seed_of(slot))
-            grad_normed = self._gate_up.input_gradient(grad_gate_up, context.seed_of(slot))
+            reduced = self._gate_up.reduced_gradients(grad_gate_up)
+            self._gate_up.add_gradients(gradients, grad_gate_up, reduced, normed, context.seed_of(slot))
+            grad_normed = self._gate_up.input_gradient(grad_gate_up, reduced, context.seed_of(slot))
             del grad_gate_up, normed
             grad_x[tile], grad_norm = operations.rms_norm_backward(
                 grad_normed, x_mid[tile], self._mlp_norm, self._eps, grad[tile]
