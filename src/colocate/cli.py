@@ -314,7 +314,8 @@ def _decisions(result: MemoryPlan, config: GRPOConfig, gpu: Gpu | None, speed: S
     yield (
         f"Training: micro-batches of {tokens} (a step has up to {result.step_tokens:,}), "
         f"activation_policy={plan.activation_policy}, log-probs of {plan.logprob_chunk_size:,} tokens at a "
-        f"time; optimizer {'on the host in rollout' if plan.offload_optimizer else 'on the device'}."
+        f"time{' with their softmax kept for backward' if plan.keep_softmax else ''}; optimizer "
+        f"{'on the host in rollout' if plan.offload_optimizer else 'on the device'}."
     )
     yield (
         f"Rollout: the KV cache holds {result.kv_cache_tokens:,} tokens, {result.kv_cache_sequences:,} "

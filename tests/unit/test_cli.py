@@ -364,6 +364,7 @@ def test_plan_obeys_what_is_set_and_says_what_need_not_be(model_dir, capsys):
         "sequences_per_microbatch": 1,
         "logprob_chunk_size": 256,
         "offload_optimizer": True,
+        "keep_softmax": True,
     }
     assert "gradient_checkpointing=True is not needed" in captured.err
     assert main(["plan", "--model_name_or_path", model_dir, "--json"]) == 0

@@ -364,7 +364,7 @@ def test_more_memory_never_leads_to_more_recomputation(shapes, load, device, mor
 def test_what_the_user_sets_is_kept(shapes, device, policy, tokens, chunk, offload):
     wishes = Wishes(policy, tokens, chunk, offload)
     chosen = choose_train_plan(shapes, on_gpu(), device, wishes)
-    assert chosen == TrainPlan(policy, tokens, 1, chunk, offload)
+    assert replace(chosen, keep_softmax=False) == TrainPlan(policy, tokens, 1, chunk, offload)
     partly = choose_train_plan(shapes, on_gpu(), device, Wishes(tokens_per_microbatch=tokens))
     assert partly.tokens_per_microbatch == tokens
 
@@ -377,6 +377,13 @@ def test_a_large_device_keeps_everything_and_a_small_one_recomputes():
     # Long sequences cannot be cut, so the policy has to give way.
     long = on_gpu(prompt_tokens=512, completion_tokens=90000, num_generations=2, num_step_sequences=2)
     assert choose_train_plan(LORA_SHAPES, long, 40 * GIB).activation_policy in ("full", "offload")
+
+
+def test_the_softmax_is_kept_where_the_head_is_trained_and_memory_is_to_spare():
+    assert choose_train_plan(LARGE_SHAPES, on_gpu(), 140 * GIB).keep_softmax
+    assert not choose_train_plan(LARGE_SHAPES, on_gpu(), 30 * GIB).keep_softmax
+    assert not choose_train_plan(LORA_SHAPES, on_gpu(), 140 * GIB).keep_softmax
+    assert not choose_train_plan(LARGE_SHAPES, on_gpu(entropy_gradient=True), 140 * GIB).keep_softmax
 
 
 def test_the_optimizer_leaves_when_the_cache_is_short():

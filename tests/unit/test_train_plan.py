@@ -47,6 +47,11 @@ def test_every_chain_ends_and_each_plan_takes_less_than_the_one_before(
     assert plan.budget(longest) <= longest
 
 
+def test_the_kept_softmax_goes_first():
+    plan = TrainPlan("keep", 32768, keep_softmax=True)
+    assert plan.smaller(3000) == TrainPlan("keep", 32768)
+
+
 def test_the_order_of_what_is_given_up():
     plan: TrainPlan | None = TrainPlan("keep", 32768, logprob_chunk_size=128)
     chain = []

@@ -23,7 +23,7 @@ from colocate.memory.memory_plan import (
     train_bytes,
 )
 from colocate.memory.shapes import ModelShapes
-from colocate.memory.train_accounting import Microbatch
+from colocate.memory.train_accounting import Microbatch, head_is_trained
 from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, ActivationPolicy, TrainPlan
 
 MARGIN = 0.04
@@ -130,6 +130,9 @@ def choose_train_plan(
                 break
     if wishes.logprob_chunk_size is None:
         chosen = _with_larger_chunks(shapes, workload, chosen, room, fits)
+    if head_is_trained(shapes) and not workload.entropy_gradient:
+        keeping = replace(chosen, keep_softmax=True)
+        chosen = keeping if fits(keeping) else chosen
     return chosen
 
 
@@ -303,6 +306,7 @@ def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes:
     return total_bytes(rollout) > room or kv_tokens < LEAST_KV_SHARE * useful_kv_tokens(workload)
 
 
-def _rank(train_plan: TrainPlan) -> tuple[int, int]:
+def _rank(train_plan: TrainPlan) -> tuple[int, int, bool]:
     """Larger for a plan that takes more memory."""
-    return -ACTIVATION_POLICIES.index(train_plan.activation_policy), train_plan.budget(0)
+    level = ACTIVATION_POLICIES.index(train_plan.activation_policy)
+    return -level, train_plan.budget(0), train_plan.keep_softmax

@@ -111,7 +111,7 @@ def _kept_row(
     return Row("kept by layers", "train", tokens * num_layers * per_layer, how, moment, is_transient=True)
 
 
-def _trains_head(shapes: ModelShapes) -> bool:
+def head_is_trained(shapes: ModelShapes) -> bool:
     return not shapes.has_adapters
 
 
@@ -119,11 +119,14 @@ def _head_rows(
     shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch, is_only: bool
 ) -> list[Row]:
     dtype, b = workload.parameter_dtype, workload.parameter_dtype.itemsize
-    hidden, predicted, trains_head = shapes.hidden_size, microbatch.num_predicted, _trains_head(shapes)
+    hidden, predicted, trains_head = shapes.hidden_size, microbatch.num_predicted, head_is_trained(shapes)
     logprobs = logprob_bytes(
         predicted, hidden, shapes.vocab_size, dtype, chunk_size=plan.logprob_chunk_size,
-        trains_head=trains_head, entropy_gradient=workload.entropy_gradient,
+        trains_head=trains_head, entropy_gradient=workload.entropy_gradient, keep_softmax=plan.keep_softmax,
     )  # fmt: skip
+    how = f"{min(plan.logprob_chunk_size, predicted):,} tokens × {shapes.vocab_size:,} logits at a time"
+    if plan.keep_softmax:
+        how += f", and {predicted:,} × {shapes.vocab_size:,} × {b} B kept of the softmax"
     rows = [
         _gradients_row("head", 0 if is_only else shapes.num_trained),
         _kept_row("head", shapes, workload, plan, microbatch.num_tokens, shapes.num_layers),
@@ -132,11 +135,7 @@ def _head_rows(
             "hidden states", "train", 3 * predicted * hidden * b,
             f"3 × {predicted:,} tokens × {hidden * b:,} B", "head", is_transient=True,
         ),
-        Row(
-            "log-probs", "train", logprobs,
-            f"{min(plan.logprob_chunk_size, predicted):,} tokens × {shapes.vocab_size:,} logits at a time",
-            "head",
-        ),
+        Row("log-probs", "train", logprobs, how, "head"),
     ]  # fmt: skip
     if trains_head:
         rows.append(_head_gradient_row("head", shapes, b))
@@ -154,7 +153,7 @@ def _layer_rows(
     """One layer's backward pass. With one micro-batch gradients appear as kept activations go, so that the
     peak is at one of the two ends; later micro-batches find all gradients there."""
     b, tokens = workload.parameter_dtype.itemsize, microbatch.num_tokens
-    trained, head = shapes.num_trained, shapes.num_head_weights if _trains_head(shapes) else 0
+    trained, head = shapes.num_trained, shapes.num_head_weights if head_is_trained(shapes) else 0
 
     def kept(num_layers: int) -> Row:
         return _kept_row("layer", shapes, workload, plan, tokens, num_layers)

@@ -27,6 +27,9 @@ class TrainPlan:
     """Tokens whose logits exist at a time."""
     offload_optimizer: bool = False
     """Whether masters and moments are on the host in rollout."""
+    keep_softmax: bool = False
+    """Whether the log-probs' forward keeps what the head's gradient needs of the softmax: one product of four
+    less for 2 bytes per token and entry of the vocabulary (`colocate.policy.logprobs`)."""
 
     def budget(self, longest: int) -> int:
         """Tokens per micro-batch in a step whose longest sequence has `longest`."""
@@ -41,6 +44,8 @@ class TrainPlan:
         budget = self.budget(longest)
         half = max(longest, budget // 2)
         level = ACTIVATION_POLICIES.index(self.activation_policy)
+        if self.keep_softmax:
+            return replace(self, keep_softmax=False)
         if budget > max(longest, ENOUGH_TOKENS):
             return replace(self, tokens_per_microbatch=half)
         if level + 1 < len(ACTIVATION_POLICIES):

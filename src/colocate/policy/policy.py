@@ -182,7 +182,8 @@ class Policy:
         self.plan = smaller
         return (
             f"Now with activation_policy={smaller.activation_policy!r}, micro-batches of "
-            f"{smaller.budget(self._longest):,} tokens and {smaller.logprob_chunk_size:,} tokens' logits"
+            f"{smaller.budget(self._longest):,} tokens, {smaller.logprob_chunk_size:,} tokens' logits at "
+            f"a time and the softmax {'kept' if smaller.keep_softmax else 'made again'}"
         )
 
     def sync_reference(self, mixup_alpha: float) -> None:
@@ -281,6 +282,7 @@ class Policy:
             temperature=self._temperature,
             chunk_size=self.plan.logprob_chunk_size,
             entropy_gradient=entropy_gradient,
+            keep_softmax=self.plan.keep_softmax,
         )
         self.mark("log-probs", "logits")
         lengths = [len(sample.completion_ids) for sample in samples]
