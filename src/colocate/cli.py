@@ -204,13 +204,12 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from transformers import AutoConfig
 
-    from colocate.config import GRPOConfig
     from colocate.memory.hardware import expected_speed
     from colocate.memory.planner import plan
     from colocate.memory.shapes import FourBit, Lora, ModelShapes
     from colocate.planning import wishes_of, workload_of
 
-    config = GRPOConfig(**_with_model_options(run, options))
+    config = _config_to_plan_for(known, _with_model_options(run, options))
     _quantization_config(run, config)
     model_config = AutoConfig.from_pretrained(
         str(run.model_name_or_path), revision=run.model_revision, trust_remote_code=config.trust_remote_code
@@ -230,6 +229,19 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         _print_plan(result, run, config, gpu, speed)
     return 0
+
+
+def _config_to_plan_for(known: argparse.Namespace, options: dict[str, Any]) -> GRPOConfig:
+    """The run's configuration; for a GPU that is not here, with the precision it would have there."""
+    from colocate.config import GRPOConfig
+
+    if known.device_memory_gib is None and known.device_name is None:
+        return GRPOConfig(**options)
+    # transformers refuses bf16=True where there is no GPU, and None would mean False.
+    bf16 = options.pop("bf16", None)
+    config = GRPOConfig(**options)
+    config.bf16 = not config.use_cpu if bf16 is None else bf16
+    return config
 
 
 def _device_to_plan_for(known: argparse.Namespace, config: GRPOConfig) -> tuple[Gpu | None, int | None]:

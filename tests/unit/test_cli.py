@@ -351,6 +351,15 @@ def test_plan_for_a_gpu_by_name(model_dir, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("options", "bytes_per_weight"), [("", 2), ("--bf16", 2), ("--bf16 false", 4)])
+def test_a_plan_for_a_gpu_that_is_not_here_has_its_precision(capsys, model_dir, options, bytes_per_weight):
+    command = ["plan", "--model_name_or_path", str(model_dir), "--json", "--device_name", "H200"]
+    assert main([*command, *options.split()]) == 0
+    result = json.loads(capsys.readouterr().out)
+    weights = next(row for row in result["rows"] if row["name"] == "weights")
+    assert weights["size_bytes"] == result["num_parameters"] * bytes_per_weight
+
+
 def test_plan_obeys_what_is_set_and_says_what_need_not_be(model_dir, capsys):
     options = (
         "--activation_policy full --max_tokens_per_microbatch 2048 --logprob_chunk_size 256 "
