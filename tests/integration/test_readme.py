@@ -1,4 +1,6 @@
-"""Every command and every block of code in the README runs, and says of the run what the README says."""
+"""Every command and every block of code in the README runs, and says of the run what the README says; figures
+there and in `docs` are those of their sources.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,16 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from colocate.cli import main
+from colocate.memory.accounting import Workload
+from colocate.memory.planner import train_flops_per_token
+from colocate.memory.shapes import ModelShapes
+from colocate.memory.train_accounting import kept_bytes_per_token
+from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.run_config import parse_run
 from tiny import make_model, make_tokenizer
 
@@ -171,6 +179,111 @@ def test_figures_of_the_gpu_are_those_of_the_benchmarks():
     compared = [ratio for name, ratio in ratios.items() if "nologprobs" not in name]
     assert f"{min(compared):.1f} to {max(compared):.1f} times as fast as vLLM's" in text
     assert max(handover["sleep_100gib_s"], handover["wake_100gib_s"]) < 0.1 and "in under 0.1 s" in text
+
+
+def test_figures_of_steps_are_those_of_the_benchmark():
+    result = json.loads((ROOT / "benchmarks/results/step-h200.json").read_text())
+    claims, setup = result["claims"], result["setup"]
+    summary, page = setup["summary"], " ".join((ROOT / "docs/benchmarks.md").read_text().split())
+    for name, peer in setup["peer_settings"].items():
+        ours, theirs = summary[f"colocate {name}"], summary[f"trl {name}"]
+        cells = [
+            f"{theirs['step_s']:.1f}",
+            f"{ours['step_s']:.1f}",
+            f"{claims[f'step_{name}_vs_trl']:.2f}",
+            f"{ours['phases_s']['rollout']:.1f} + {ours['phases_s']['train']:.1f}",
+            f"{theirs['phases_s']['generate']:.1f} + {theirs['phases_s']['train']:.1f}",
+            str(peer["micro_batch"]),
+        ]
+        assert f" | {' | '.join(cells)} |" in page, name
+        assert peer["liger"] and not peer["gradient_checkpointing"]
+    around = [summary[f"trl {name}"]["phases_s"] for name in setup["peer_settings"]]
+    spent = [f"{phases['_generate_and_score_completions']:.1f}" for phases in around]
+    assert f"({spent[0]}, {spent[1]} and {spent[2]} s)" in page
+    synced = [phases["sync_weights"] for phases in around]
+    assert f"({min(synced):.1f} to {max(synced):.1f} s)" in page
+    first, longprompt, lora = (summary[f"colocate {name}"] for name in setup["peer_settings"])
+    assert f"reaches {claims['train_mfu_1p5b']:.0%} of the GPU's" in page
+    assert f"{setup['peak_flop_per_s'] / 1e12:.0f} TFLOP/s, that of the long" in page
+    assert f"prompts {longprompt['train_mfu']:.0%}." in page
+    unshared = [row["train_mfu_as_if_unshared"] for row in (first, longprompt)]
+    assert f"it would be {unshared[0]:.0%} and {unshared[1]:.0%}" in page
+    assert f"lasts {claims['standby_slowdown']:.3f} times one" in page
+    theirs = summary["trl 7b_lora"]
+    excess_s = lora["step_s"] - theirs["step_s"] / 2
+    assert f"{excess_s:.1f} s too much" in page
+    assert f"{lora['phases_s']['rollout'] / 1024 * 1e3:.1f} ms for each of 1,024 tokens" in page
+    generation = theirs["phases_s"]["generate"] / lora["phases_s"]["rollout"]
+    training = theirs["phases_s"]["train"] / lora["phases_s"]["train"]
+    assert f"only {generation:.1f} times as fast" in page and f"training is {training:.1f} times" in page
+    assert f"at {lora['train_utilization_4n']:.0%} of the GPU's peak" in page
+    text = " ".join(README.split())
+    names = ("step_1p5b_vs_trl", "step_1p5b_longprompt_vs_trl", "step_7b_lora_vs_trl")
+    ratios = [f"{claims[name]:.1f}" for name in names]
+    assert (
+        f"step is {ratios[0]} times as fast as TRL's with vLLM in the same process, {ratios[1]} times" in text
+    )
+    assert f"{ratios[2]} times with LoRA on 7B" in text
+
+
+def _qwen(directory: Path, size: str) -> Path:
+    """The configuration of a Qwen2.5 model, without weights."""
+    shapes = {
+        "1.5B": (1536, 8960, 12, 2, True),
+        "7B": (3584, 18944, 28, 4, False),
+    }
+    hidden, mlp, heads, kv_heads, is_tied = shapes[size]
+    Qwen2Config(
+        hidden_size=hidden, intermediate_size=mlp, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        num_hidden_layers=28, vocab_size=151936, tie_word_embeddings=is_tied,
+    ).save_pretrained(directory / size)  # fmt: skip
+    return directory / size
+
+
+def test_activation_policies_keep_what_the_table_says(tmp_path):
+    page = (ROOT / "docs/training.md").read_text()
+    sizes = [_qwen(tmp_path, size) for size in ("1.5B", "7B")]
+    shapes = [ModelShapes.of_config(AutoConfig.from_pretrained(directory)) for directory in sizes]
+    workload = Workload(torch.bfloat16, prompt_tokens=256, completion_tokens=512)
+    least = train_flops_per_token(shapes[0], workload, "keep")
+    for policy in ACTIVATION_POLICIES:
+        per_token = [kept_bytes_per_token(shape, torch.bfloat16, policy) for shape in shapes]
+        gib = [size * 28 * 16384 / 2**30 for size in per_token]
+        cells = [f"{size:,} B | {total:.1f} GiB" for size, total in zip(per_token, gib, strict=True)]
+        if policy == "offload":
+            cells = ["0 B | 0 GiB", "0 B | 0 GiB"]
+        # "offload" computes what "full" does; what its copies cost is the planner's guess.
+        computed = "full" if policy == "offload" else policy
+        cells.append(f"{train_flops_per_token(shapes[0], workload, computed) / least:.2f}")
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{policy}` |"))
+        assert " | ".join(cells) in row, policy
+        assert policy != "offload" or per_token == [0, 0]
+    assert f"are {16384 * 151936 * 4 / 2**30:.1f} GiB in float32" in page
+
+
+def test_the_plan_in_the_documentation_is_what_the_command_prints(tmp_path, capsys, monkeypatch):
+    page = (ROOT / "docs/training.md").read_text()
+    (options,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    (shown,) = re.findall(r"\$ colocate plan run.yaml (.*?)\n(.*?)```", page, flags=re.DOTALL)
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(options.replace("Qwen/Qwen2.5-1.5B-Instruct", str(_qwen(tmp_path, "1.5B"))))
+    monkeypatch.setenv("COLUMNS", "118")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", str(run_file), *shown[0].split()]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in shown[1].splitlines() if line not in ("…", *printed)] == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_links_of_the_documentation_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        file, _, heading = target.partition("#")
+        linked = page.parent / file if file else page
+        assert target.startswith("http") or linked.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+            assert heading in anchors, target
 
 
 def test_figures_are_those_of_the_benchmark():
