@@ -28,9 +28,9 @@ from colocate.data.sampler import PromptBatches
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
-from colocate.memory.planner import Planner, choose_fixed_plan
 from colocate.memory.train_plan import TrainPlan
-from colocate.planning import wishes_of
+from colocate.planning.planner import Planner, choose_fixed_plan
+from colocate.planning.run_options import wishes_of
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import (
     add_adapter,

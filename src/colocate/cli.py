@@ -17,8 +17,8 @@ from colocate import __version__
 
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig
-    from colocate.memory.hardware import Gpu, Speed
-    from colocate.memory.memory_plan import MemoryPlan
+    from colocate.planning.hardware import Gpu, Speed
+    from colocate.planning.memory_plan import MemoryPlan
     from colocate.run_config import RunConfig
 
 _RUN_USAGE = """[RUN.yaml] [--option value ...]
@@ -204,10 +204,10 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from transformers import AutoConfig
 
-    from colocate.memory.hardware import expected_speed
-    from colocate.memory.planner import plan
-    from colocate.memory.shapes import FourBit, Lora, ModelShapes
-    from colocate.planning import wishes_of, workload_of
+    from colocate.planning.hardware import expected_speed
+    from colocate.planning.planner import plan
+    from colocate.planning.run_options import wishes_of, workload_of
+    from colocate.planning.shapes import FourBit, Lora, ModelShapes
 
     config = _config_to_plan_for(known, _with_model_options(run, options))
     _quantization_config(run, config)
@@ -248,7 +248,7 @@ def _device_to_plan_for(known: argparse.Namespace, config: GRPOConfig) -> tuple[
     """What is known of the device: its data sheet, and its memory."""
     import torch
 
-    from colocate.memory.hardware import GPUS, find_gpu
+    from colocate.planning.hardware import GPUS, find_gpu
 
     name = known.device_name
     if name is None and known.device_memory_gib is None and config.device.type == "cuda":
@@ -282,8 +282,8 @@ def _print_plan(
     from rich.console import Console
     from rich.table import Table
 
-    from colocate.memory.accounting import Moment
-    from colocate.planning import ASSUMED_PROMPT_TOKENS
+    from colocate.planning.accounting import Moment
+    from colocate.planning.run_options import ASSUMED_PROMPT_TOKENS
 
     table = Table(title=f"Memory of one device: {run.model_name_or_path}", title_justify="left")
     for column in ("phase", "what", "memory", "how"):

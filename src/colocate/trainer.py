@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
 from transformers.trainer_utils import TrainOutput, speed_metrics
 
-from colocate import assembly, planning
+from colocate import assembly
 from colocate.algorithms.objective import Objective
 from colocate.checkpoints import hub, sealed, snapshot
 from colocate.checkpoints.interruption import StopRequest
@@ -36,6 +36,7 @@ from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
 from colocate.memory.recovery import Recovery
 from colocate.memory.timeline import Timeline
+from colocate.planning.run_options import planner_for
 from colocate.policy.forward import causal_lm
 from colocate.policy.loading import stop_token_ids
 from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
@@ -100,7 +101,7 @@ class GRPOTrainer:
         device = self.accelerator.device
         self.model, originals = assembly.prepare_model(model, args, device, quantization_config, peft_config)
         self.processing_class = assembly.load_tokenizer(self.model, processing_class, args)
-        self.planner = planning.planner_for(self.model, args)
+        self.planner = planner_for(self.model, args)
         self.policy = assembly.build_policy(
             self.model,
             args,

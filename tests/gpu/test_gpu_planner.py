@@ -10,10 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, TrainingArguments
 
-from colocate.memory.accounting import Moment, Workload
-from colocate.memory.shapes import ModelShapes
-from colocate.memory.train_accounting import train_rows
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
+from colocate.planning.accounting import Moment, Workload
+from colocate.planning.shapes import ModelShapes
+from colocate.planning.train_accounting import train_rows
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.reporting.metrics import Metrics

@@ -21,11 +21,11 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from colocate.cli import main
-from colocate.memory.accounting import Workload
-from colocate.memory.planner import train_flops_per_token
-from colocate.memory.shapes import ModelShapes
-from colocate.memory.train_accounting import kept_bytes_per_token
 from colocate.memory.train_plan import ACTIVATION_POLICIES
+from colocate.planning.accounting import Workload
+from colocate.planning.planner import train_flops_per_token
+from colocate.planning.shapes import ModelShapes
+from colocate.planning.train_accounting import kept_bytes_per_token
 from colocate.run_config import parse_run
 from tiny import make_model, make_tokenizer
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from test_planner import GIB, LARGE_SHAPES, LORA_SHAPES, on_gpu
 
-from colocate.memory.hardware import GPUS, expected_speed, find_gpu
-from colocate.memory.planner import Wishes, plan
+from colocate.planning.hardware import GPUS, expected_speed, find_gpu
+from colocate.planning.planner import Wishes, plan
 
 
 @pytest.mark.parametrize(

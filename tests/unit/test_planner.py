@@ -21,13 +21,13 @@ from transformers import (
 
 from colocate.config import GRPOConfig
 from colocate.engines.native.capacity import useful_pages
-from colocate.memory.accounting import Workload, least_kv_tokens, useful_kv_tokens
-from colocate.memory.memory_plan import account, total_bytes, train_bytes
-from colocate.memory.planner import LOGPROB_CHUNKS, MARGIN, Planner, Wishes, choose_train_plan, plan
-from colocate.memory.shapes import FourBit, Lora, ModelShapes
-from colocate.memory.train_accounting import Microbatch, kept_bytes_per_token
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
-from colocate.planning import planner_for, wishes_of, workload_of
+from colocate.planning.accounting import Workload, least_kv_tokens, useful_kv_tokens
+from colocate.planning.memory_plan import account, total_bytes, train_bytes
+from colocate.planning.planner import LOGPROB_CHUNKS, MARGIN, Planner, Wishes, choose_train_plan, plan
+from colocate.planning.run_options import planner_for, wishes_of, workload_of
+from colocate.planning.shapes import FourBit, Lora, ModelShapes
+from colocate.planning.train_accounting import Microbatch, kept_bytes_per_token
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.stack import DecoderStack

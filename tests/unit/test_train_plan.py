@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_planner import LARGE_SHAPES, LORA_SHAPES, on_gpu
 
-from colocate.memory.accounting import Workload
-from colocate.memory.shapes import ModelShapes
-from colocate.memory.train_accounting import train_rows
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
+from colocate.planning.accounting import Workload
+from colocate.planning.shapes import ModelShapes
+from colocate.planning.train_accounting import train_rows
 
 
 def moments(shapes: ModelShapes, load: Workload, plan: TrainPlan) -> dict[str | None, int]:
@@ -50,6 +50,11 @@ def test_every_chain_ends_and_each_plan_takes_less_than_the_one_before(
 def test_the_kept_softmax_goes_first():
     plan = TrainPlan("keep", 32768, keep_softmax=True)
     assert plan.smaller(3000) == TrainPlan("keep", 32768)
+
+
+def test_layers_that_follow_no_policy_are_given_none():
+    plan = TrainPlan("keep", 8192).smaller(3000, has_layers=False)
+    assert plan == TrainPlan("keep", 4096)
 
 
 def test_the_order_of_what_is_given_up():

@@ -35,11 +35,12 @@ class TrainPlan:
         """Tokens per micro-batch in a step whose longest sequence has `longest`."""
         return self.tokens_per_microbatch or self.sequences_per_microbatch * longest
 
-    def smaller(self, longest: int) -> TrainPlan | None:
+    def smaller(self, longest: int, *, has_layers: bool = True) -> TrainPlan | None:
         """The next plan to try after memory ran out; None: there is none that would take less.
 
         Args:
             longest: tokens of the longest sequence, which no micro-batch can be cut below.
+            has_layers: whether the model's layers follow the activation policy.
         """
         budget = self.budget(longest)
         half = max(longest, budget // 2)
@@ -48,7 +49,7 @@ class TrainPlan:
             return replace(self, keep_softmax=False)
         if budget > max(longest, ENOUGH_TOKENS):
             return replace(self, tokens_per_microbatch=half)
-        if level + 1 < len(ACTIVATION_POLICIES):
+        if has_layers and level + 1 < len(ACTIVATION_POLICIES):
             return replace(self, activation_policy=ACTIVATION_POLICIES[level + 1])
         if half < budget:
             return replace(self, tokens_per_microbatch=half)

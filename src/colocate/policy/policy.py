@@ -176,7 +176,7 @@ class Policy:
 
     def shrink_plan(self) -> str | None:
         """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
-        smaller = self.plan.smaller(self._longest)
+        smaller = self.plan.smaller(self._longest, has_layers=runs_packed(self.model))
         if smaller is None:
             return None
         self.plan = smaller

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from colocate.memory.accounting import Moment, Row, Workload, optimizer_rows
-from colocate.memory.shapes import ModelShapes
 from colocate.memory.train_plan import ActivationPolicy, TrainPlan
+from colocate.planning.accounting import Moment, Row, Workload, optimizer_rows
+from colocate.planning.shapes import ModelShapes
 from colocate.policy.logprobs import logprob_bytes
 from colocate.policy.stack import MLP_TILE_TOKENS
 

@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from colocate.memory.accounting import MOMENTS_BYTES, Workload, rollout_rows, useful_kv_tokens
-from colocate.memory.memory_plan import (
+from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, ActivationPolicy, TrainPlan
+from colocate.planning.accounting import MOMENTS_BYTES, Workload, rollout_rows, useful_kv_tokens
+from colocate.planning.memory_plan import (
     MemoryPlan,
     account,
     planned_resident_rows,
     total_bytes,
     train_bytes,
 )
-from colocate.memory.shapes import ModelShapes
-from colocate.memory.train_accounting import Microbatch, head_is_trained
-from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, ActivationPolicy, TrainPlan
+from colocate.planning.shapes import ModelShapes
+from colocate.planning.train_accounting import Microbatch, head_is_trained
 
 MARGIN = 0.04
 """Share of the device that training leaves free: what the accounting may be off by. To be wrong costs one

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from colocate.memory.accounting import (
+from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
+from colocate.planning.accounting import (
     MOMENTS_BYTES,
     Moment,
     Phase,
@@ -18,9 +19,8 @@ from colocate.memory.accounting import (
     rollout_rows,
     useful_kv_tokens,
 )
-from colocate.memory.shapes import ModelShapes
-from colocate.memory.train_accounting import train_rows
-from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
+from colocate.planning.shapes import ModelShapes
+from colocate.planning.train_accounting import train_rows
 
 HOLES = 0.02
 """What PyTorch's allocator holds beyond what tensors ask for, as a share of that: blocks in whole 2 MiB, and

@@ -13,9 +13,9 @@ from colocate.engines.native.backends import default_sizes
 from colocate.engines.native.decoder import bucket_for
 from colocate.engines.native.prefixes import decode_scratch_bytes
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.memory.accounting import CONTEXT_BYTES, MOMENTS_BYTES, Workload
-from colocate.memory.planner import Planner, Wishes
-from colocate.memory.shapes import ModelShapes
+from colocate.planning.accounting import CONTEXT_BYTES, MOMENTS_BYTES, Workload
+from colocate.planning.planner import Planner, Wishes
+from colocate.planning.shapes import ModelShapes
 from colocate.weights.layouts import has_layout
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colocate.memory.accounting import Workload
-from colocate.memory.memory_plan import MemoryPlan
-from colocate.memory.planner import OVERHEAD_TOKENS, train_flops_per_token
-from colocate.memory.shapes import ModelShapes
-from colocate.memory.train_accounting import Microbatch
+from colocate.planning.accounting import Workload
+from colocate.planning.memory_plan import MemoryPlan
+from colocate.planning.planner import OVERHEAD_TOKENS, train_flops_per_token
+from colocate.planning.shapes import ModelShapes
+from colocate.planning.train_accounting import Microbatch
 
 TRAIN_EFFICIENCY = 0.5
 """Of a GPU's matrix units over a training step without recomputation: packed layers with log-probs in chunks

@@ -17,7 +17,7 @@ import torch
 
 from colocate.engines.native.capacity import COPY_BREAK_EVEN, FREE_MEMORY_FRACTION
 from colocate.memory.arena import HANDLE_BYTES
-from colocate.memory.shapes import ModelShapes
+from colocate.planning.shapes import ModelShapes
 
 Phase = Literal["resident", "rollout", "train"]
 Moment = Literal["head", "layer", "embedding", "step"]
