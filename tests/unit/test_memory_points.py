@@ -217,6 +217,19 @@ def test_curve_takes_for_activations_what_no_category_holds() -> None:
     assert (curve.highest, curve.lowest) == pytest.approx((62.0, 22.0))
 
 
+def test_what_was_there_before_the_phase_is_no_activation() -> None:
+    """Two GiB that no category knows, of the CUDA context and libraries, through the whole phase."""
+    gib = 2**30
+    points = [
+        {**point, **{key: point[key] + 2 * gib for key in ("in_use_bytes", "peak_bytes")}}
+        for point in TRAIN["points"]
+    ]
+    ends = {key: TRAIN[key] + 2 * gib for key in ("before_bytes", "after_bytes", "peak_bytes")}
+    curve = MemoryCurve({**TRAIN, **ends, "points": points})
+    assert curve.heights["other"] == pytest.approx([2.0] * 7)
+    assert curve.heights["activations"] == pytest.approx(MemoryCurve(TRAIN).heights["activations"])
+
+
 def test_picture_stacks_what_holds_memory_under_the_limit(tmp_path: Any) -> None:
     svg = svg_of(tmp_path, ROLLOUT, TRAIN)
     titles = [title.text for title in svg.iter("{http://www.w3.org/2000/svg}title")]

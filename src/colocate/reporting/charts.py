@@ -239,8 +239,9 @@ _TOP = ("activations", "logits", "workspace", "in use")
 class MemoryCurve:
     """The memory of a phase from point to point, in GiB, by what holds it.
 
-    What is in use beyond the categories that are known is taken for activations. Between two points it is
-    drawn as changing evenly, which is how layers, one like the other, fill and empty it.
+    Of what is in use beyond the categories that are known, what was there when the phase began is "other"
+    (the CUDA context, on a CPU all of Python), and what came in it is taken for activations. Between two
+    points it is drawn as changing evenly, which is how layers, one like the other, fill and empty it.
     """
 
     def __init__(self, span: dict) -> None:
@@ -253,8 +254,13 @@ class MemoryCurve:
         moments = [{**_sizes(span), **sizes} for sizes in (sampled[0], *sampled, sampled[-1])]
         totals = [span.get("before_bytes"), *(point["in_use_bytes"] for point in points)]
         totals.append(span.get("after_bytes"))
-        for moment, total in zip(moments, totals, strict=True):
-            moment["activations"] = max(0.0, finite_or_zero(total) / GIB - sum(moment.values()))
+        unknown = [
+            max(0.0, finite_or_zero(total) / GIB - sum(moment.values()))
+            for moment, total in zip(moments, totals, strict=True)
+        ]
+        for moment, size in zip(moments, unknown, strict=True):
+            moment["other"] = min(size, unknown[0])
+            moment["activations"] = size - moment["other"]
         self.heights = {name: [moment.get(name, 0.0) for moment in moments] for name in moments[0]}
         self.totals = [sum(moment.values()) for moment in moments]
         # By interval between two points: what came and went in it, beyond the fuller of its ends.
@@ -449,7 +455,7 @@ def _sizes(part: dict) -> dict[str, float]:
 def _category_label(name: str, names: Sequence[str]) -> str:
     if name == "in use" and len(names) > 1:
         return "activations, gradients, other"
-    if name == "workspace":
+    if name == "workspace" and "other" not in names:
         return "workspace, other"
     return name.replace("_", " ").replace("kv", "KV")
 

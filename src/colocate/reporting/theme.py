@@ -34,6 +34,7 @@ CATEGORY_COLORS = {
     "activations": "orange",
     "logits": "red",
     "workspace": "gray",
+    "other": "gray",
     "in use": "orange",
 }
 
