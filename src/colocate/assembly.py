@@ -75,7 +75,7 @@ def set_up_process(args: GRPOConfig) -> None:
     """
     is_configured = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if args.device.type == "cuda" and not is_configured:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if args.full_determinism:
         enable_full_determinism(args.seed)
     else:
