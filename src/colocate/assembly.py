@@ -31,7 +31,6 @@ from colocate.engines.transformers_engine import TransformersEngine
 from colocate.memory.train_plan import TrainPlan
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
-from colocate.policy.forward import causal_lm
 from colocate.policy.loading import (
     add_adapter,
     cast_to_bf16,
@@ -46,7 +45,7 @@ from colocate.policy.policy import Policy
 from colocate.policy.reference import make_reference
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams
-from colocate.weights.layouts import has_layout
+from colocate.weights.layouts import causal_lm, has_layout
 
 logger = logging.getLogger(__name__)
 

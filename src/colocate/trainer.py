@@ -37,12 +37,12 @@ from colocate.memory.handover import Handover
 from colocate.memory.recovery import Recovery
 from colocate.memory.timeline import Timeline
 from colocate.planning.run_options import planner_for
-from colocate.policy.forward import causal_lm
 from colocate.policy.loading import stop_token_ids
 from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
+from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from typing import Any
 from xml.etree import ElementTree
@@ -123,7 +124,8 @@ def test_points_without_a_gpu() -> None:
     timeline = Timeline("cpu")
     with timeline.phase("train"):
         timeline.mark("begin")
-        block = torch.ones(64 * 2**20, dtype=torch.uint8)
+        # Not from the heap, which may have that much left over from other tests.
+        block = torch.frombuffer(mmap.mmap(-1, 64 * 2**20), dtype=torch.uint8).fill_(1)
         timeline.mark("forward")
         del block
     [span] = timeline.drain()["memory"]["spans"]

@@ -14,12 +14,11 @@ from torch import Tensor
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.policy import projections
 from colocate.policy import stack as stack_module
-from colocate.policy.forward import causal_lm
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.pack import Pack
 from colocate.policy.stack import DecoderStack
 from colocate.types import Sample
-from colocate.weights.layouts import unwrap
+from colocate.weights.layouts import causal_lm
 
 Gradients = dict[str, Tensor]
 
@@ -129,7 +128,7 @@ def test_a_window_inside_a_sequence_keeps_prompts_apart():
     samples = samples_of([(3, [4, 4])])
     assert by_stack(double_model("mistral"), samples)[2].to_prompts is None
     model = double_model("mistral")
-    for layer in unwrap(model).model.layers:
+    for layer in causal_lm(model).model.layers:
         layer.self_attn.config.sliding_window = 7
     got = by_stack(model, samples)
     assert got[2].to_prompts is not None

@@ -15,7 +15,7 @@ from colocate.engines.native.sampler import Sampler
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
-from colocate.weights.layouts import unwrap
+from colocate.weights.layouts import causal_lm
 
 
 class TransformersEngine:
@@ -45,7 +45,7 @@ class TransformersEngine:
         if (reason := prompt_learning_adapter(model)) is not None:
             raise ValueError(reason)
         self.policy_version = 0
-        self._base: Any = unwrap(model)
+        self._base: Any = causal_lm(model)
         self._pad_token_id = pad_token_id
         self._max_num_seqs = max_num_seqs
         self._is_awake = False

@@ -7,14 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from colocate.types import Sample
-
-
-def causal_lm(model: torch.nn.Module) -> PreTrainedModel:
-    """The causal language model itself, inside a PEFT wrapper or not."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
+from colocate.weights.layouts import causal_lm
 
 
 def padded_hidden_states(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from colocate.policy.forward import causal_lm
+from colocate.weights.layouts import causal_lm
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

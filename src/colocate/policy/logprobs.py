@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from colocate.policy.forward import causal_lm
+from colocate.weights.layouts import causal_lm
 
 
 @dataclass(frozen=True)

@@ -105,15 +105,15 @@ class Layout:
         return cos[0], sin[0]
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The Hugging Face model inside a PEFT wrapper, or the model itself."""
+def causal_lm(model: nn.Module) -> Any:
+    """The causal language model itself, inside a PEFT wrapper or not."""
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if get_base_model is not None else model
 
 
 def has_layout(model: nn.Module) -> bool:
     """Whether the native engine can run this model exactly."""
-    return prompt_learning_adapter(model) is None and _why_not(unwrap(model)) is None
+    return prompt_learning_adapter(model) is None and _why_not(causal_lm(model)) is None
 
 
 def layout_for(model: nn.Module) -> Layout:
@@ -124,7 +124,7 @@ def layout_for(model: nn.Module) -> Layout:
     """
     if (reason := prompt_learning_adapter(model)) is not None:
         raise ValueError(reason)
-    base: Any = unwrap(model)
+    base: Any = causal_lm(model)
     if (reason := _why_not(base)) is not None:
         _refuse(reason)
     config = base.config
