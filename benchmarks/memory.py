@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from device_watch import DeviceWatch
 from memory_cases import CONTEXT_CASES, PLAN_CASES, Case
-from results_file import committed, write_result
+from results_file import all_measured, committed, write_result
 from rollout_cases import machine
 from runner import HERE, Record, read_records
 from step import assignment
@@ -157,14 +157,13 @@ def merge(options: argparse.Namespace) -> None:
     records = read_records(options.records)
     claims = compute_claims(records)
     print(json.dumps({"plan_errors": plan_errors(records), "claims": claims}, indent=1))
-    missing = [name for name, value in claims.items() if value is None]
-    if missing:
-        print(f"Not written: {len(missing)} of {len(claims)} claims are missing, the first {missing[0]}.")
+    measured = all_measured(claims)
+    if measured is None:
         return
     path = write_result(
         "memory",
         options.hardware,
-        {name: value for name, value in claims.items() if value is not None},
+        measured,
         records,
         records[0]["commit"],
         machine=records[0]["machine"],

@@ -48,6 +48,15 @@ def write_result(
     return path
 
 
+def all_measured(claims: dict[str, float | None]) -> dict[str, float] | None:
+    """The claims if every one is there; else None, and a line that says which is not."""
+    missing = [name for name, value in claims.items() if value is None]
+    if missing:
+        print(f"Not written: {len(missing)} of {len(claims)} claims are missing, the first {missing[0]}.")
+        return None
+    return {name: value for name, value in claims.items() if value is not None}
+
+
 def committed() -> str:
     """The commit that is checked out; of a copy without its repository, what COLOCATE_COMMIT says.
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from results_file import committed, write_result
+from results_file import all_measured, committed, write_result
 from rollout import VARIANTS
 from rollout_cases import CASES, machine, model_directory
 from runner import Record, Runner, read_records
@@ -161,15 +161,14 @@ def merge(options: argparse.Namespace) -> None:
     records = read_records(options.records)
     claims = compute_claims(records)
     print(json.dumps({"tokens_per_s": tokens_per_s(records), "claims": claims}, indent=1))
-    missing = [name for name, value in claims.items() if value is None]
-    if missing:
-        print(f"Not written: {len(missing)} of {len(claims)} claims are missing, the first {missing[0]}.")
+    measured = all_measured(claims)
+    if measured is None:
         return
     of_rollouts = [record for record in records if record["kind"] == "rollout"]
     path = write_result(
         "rollout",
         options.hardware,
-        {name: value for name, value in claims.items() if value is not None},
+        measured,
         list(repetitions(records)) + [record for record in records if record["kind"] != "rollout"],
         records[0]["commit"],
         machine=records[0]["machine"],

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from results_file import committed, write_result
+from results_file import all_measured, committed, write_result
 from rollout_cases import model_directory
 from runner import Record, Runner, read_records
 from step import STANDBY_BLOCK
@@ -210,14 +210,13 @@ def merge(options: argparse.Namespace) -> None:
     claims = compute_claims(records)
     rows = summary(records)
     print(json.dumps({"summary": rows, "claims": claims}, indent=1))
-    missing = [name for name, value in claims.items() if value is None]
-    if missing:
-        print(f"Not written: {len(missing)} of {len(claims)} claims are missing, the first {missing[0]}.")
+    measured = all_measured(claims)
+    if measured is None:
         return
     path = write_result(
         "step",
         options.hardware,
-        {name: value for name, value in claims.items() if value is not None},
+        measured,
         records,
         records[0]["commit"],
         machine=records[0]["machine"],

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from test_gpu_stack import on_gpu
 from test_policy import objective
 from test_stack import samples_of
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
@@ -37,13 +38,6 @@ def make_policy() -> Policy:
     policy = Policy(model, PolicyOptimizer(model, args, 10), temperature=1.0, plan=PLAN, max_grad_norm=None)
     policy.retry = Recovery([policy.shrink_plan], OUT_OF_MEMORY_ADVICE).run
     return policy
-
-
-def on_gpu(samples):
-    for sample in samples:
-        for name in ("prompt_ids", "completion_ids", "completion_mask"):
-            object.__setattr__(sample, name, getattr(sample, name).cuda())
-    return samples
 
 
 def updated(policy: Policy, share_of_memory: float | None = None) -> tuple[dict[str, torch.Tensor], int]:

@@ -2,6 +2,7 @@
 modules, and every activation policy against the others."""
 
 import copy
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -42,8 +43,6 @@ def make_model(name: str, *, lora: bool = False):
 
 
 def on_gpu(samples):
-    from dataclasses import fields, replace
-
     tensors = lambda s: {  # noqa: E731
         f.name: getattr(s, f.name).cuda() for f in fields(s) if isinstance(getattr(s, f.name), torch.Tensor)
     }

@@ -23,11 +23,6 @@ class HostActivations:
         self._coming: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Host memory of the buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
     def clear(self) -> None:
         """Forget what is stored: a backward pass that would have taken it has failed."""
         self._stored.clear()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from colocate.policy.products import multiply, wide_product
 from colocate.weights.layouts import causal_lm
 
 
@@ -185,13 +186,13 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, num_tokens, chunk_size):
             rows = slice(start, start + chunk_size)
             products = buffer[: num_tokens - start]
-            _multiply(hidden[rows], weight.T, out=products)
+            multiply(hidden[rows], weight.T, out=products)
             logits = _Logits.of(products, targets[rows], head, temperature, log_z[rows])
             logits.statistics(logprobs[rows], entropies[rows])
             if unscaled is not None and softmax is not None:
                 grad = softmax[rows] if mode == "kept" else softmax[: len(products)]
                 logits.gradient(torch.ones_like(log_z[rows]), None, None, out=grad)
-                _multiply(grad, weight, out=unscaled[rows])
+                multiply(grad, weight, out=unscaled[rows])
         ctx.save_for_backward(
             hidden if mode != "at_once" else None,
             weight if mode == "later" else None,
@@ -222,10 +223,10 @@ class _TokenLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             scaled = torch.mul(hidden, scales, out=torch.empty_like(hidden))
             grad_weight = torch.empty_like(ctx.head.weight)
-            _multiply(softmax.T, scaled, out=grad_weight)
+            multiply(softmax.T, scaled, out=grad_weight)
         if ctx.needs_input_grad[2]:
             grad_bias = torch.empty(len(ctx.head.weight), 1, dtype=scales.dtype, device=scales.device)
-            _multiply(softmax.T, scales.to(softmax.dtype), out=grad_bias)
+            multiply(softmax.T, scales.to(softmax.dtype), out=grad_bias)
             grad_bias = grad_bias[:, 0]
         return (grad_hidden, grad_weight, grad_bias, *nothing)
 
@@ -259,13 +260,13 @@ def _gradients_by_columns(
         shape = num_tokens, min(num_columns, vocab_size - start)
         products = buffer[: math.prod(shape)].view(shape)
         grad = grad_buffer[: math.prod(shape)].view(shape)
-        _multiply(hidden, weight[columns].T, out=products)
+        multiply(hidden, weight[columns].T, out=products)
         logits = _Logits.of(products, targets, head, ctx.temperature, log_z, columns)
         logits.gradient(grad_logprobs, grad_entropies, entropies, out=grad)
         if grad_hidden is not None:
-            _multiply(grad, weight[columns], out=grad_hidden, accumulate=start > 0)
+            multiply(grad, weight[columns], out=grad_hidden, accumulate=start > 0)
         if grad_weight is not None:
-            _multiply(grad.T, hidden, out=grad_weight[columns])
+            multiply(grad.T, hidden, out=grad_weight[columns])
         if grad_bias is not None:
             torch.sum(grad, 0, dtype=log_z.dtype, out=grad_bias[columns])
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
@@ -383,26 +384,9 @@ def _runs_kernels(products: Tensor) -> bool:
     )
 
 
-def _multiply(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
-    """out (+)= a @ b, rounded to `out` and no further: bf16 logits around 20 would be off by 0.06."""
-    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    if not (a.is_cuda and a.dtype == b.dtype):  # a CPU's products of bf16 round to bf16
-        a, b = a.to(wide), b.to(wide)
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
-    elif a.dtype == wide:
-        out.copy_(out + a @ b if accumulate else a @ b)
-    elif accumulate:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-
-
 def _logits(hidden: Tensor, head: OutputHead) -> Tensor:
     """[n, V]"""
-    dtype = torch.promote_types(torch.promote_types(hidden.dtype, head.weight.dtype), torch.float32)
-    products = torch.empty(len(hidden), len(head.weight), dtype=dtype, device=hidden.device)
-    _multiply(hidden, head.weight.T, out=products)
+    products = wide_product(hidden, head.weight.T)
     nothing = torch.empty(0, device=hidden.device)
     return _Logits.of(products, nothing, head, 1.0, nothing).values()
 

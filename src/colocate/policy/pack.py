@@ -75,7 +75,7 @@ class Pack:
     def of(cls, samples: Sequence[Sample], *, share_prompts: bool = True) -> Pack:
         """Lay out `samples`; those with an equal `prompt_key` share the prompt if `share_prompts`."""
         device = samples[0].prompt_ids.device
-        groups = groups_of(samples) if share_prompts else [[number] for number in range(len(samples))]
+        groups = groups_of(samples, share_prompts=share_prompts)
         shared = [group for group in groups if len(group) > 1]
         alone = [group[0] for group in groups if len(group) == 1]
         # Nothing is predicted from a completion's last token, so it is not read.
@@ -130,11 +130,12 @@ class Pack:
         return longest + (max(self.to_prompts.key_lengths) if self.to_prompts is not None else 0)
 
 
-def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
-    """Indices of the samples that share a prompt, in order of first occurrence."""
+def groups_of(samples: Sequence[Sample], *, share_prompts: bool) -> list[list[int]]:
+    """Indices of the samples that share a prompt, by first occurrence; of each alone, if none may share."""
     groups: dict[object, list[int]] = {}
     for number, sample in enumerate(samples):
-        key = ("alone", number) if sample.prompt_key is None else sample.prompt_key
+        is_alone = sample.prompt_key is None or not share_prompts
+        key = ("alone", number) if is_alone else sample.prompt_key
         groups.setdefault(key, []).append(number)
     return list(groups.values())
 

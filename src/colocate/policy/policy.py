@@ -144,7 +144,7 @@ class Policy:
         Unlike an update it may be called with no samples.
         """
         metrics, loss = Metrics(), torch.zeros((), device=self._device)
-        for indices in self._microbatches(samples):
+        for indices in self._microbatches(samples, packed=runs_packed(self.model)):
             microbatch = [samples[i] for i in indices]
             logprobs, entropies = zip(*self.logprobs(microbatch), strict=True)
             part, part_metrics = objective(
@@ -225,7 +225,7 @@ class Policy:
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
         loss = torch.zeros((), device=self._device)
-        for indices in self._microbatches(samples):
+        for indices in self._microbatches(samples, packed=stack is not None):
             microbatch = [samples[i] for i in indices]
             part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective)
             loss += part
@@ -252,7 +252,7 @@ class Policy:
         model.eval()
         stack = self._stack(model)
         results: dict[int, tuple[Tensor, Tensor]] = {}
-        for indices in self._microbatches(samples):
+        for indices in self._microbatches(samples, packed=stack is not None):
             microbatch = [samples[i] for i in indices]
             logprobs, entropies = self._forward(model, stack, microbatch, entropy_gradient=False)
             results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
@@ -288,7 +288,7 @@ class Policy:
         lengths = [len(sample.completion_ids) for sample in samples]
         return list(logprobs.split(lengths)), list(entropies.split(lengths))
 
-    def _microbatches(self, samples: Sequence[Sample]) -> list[list[int]]:
+    def _microbatches(self, samples: Sequence[Sample], *, packed: bool) -> list[list[int]]:
         for number, sample in enumerate(samples):
             if len(sample.prompt_ids) == 0 or len(sample.completion_ids) == 0:
                 raise ValueError(
@@ -298,9 +298,9 @@ class Policy:
         lengths = [sample.num_tokens for sample in samples]
         self._longest = max(lengths, default=1)
         budget = self.plan.budget(self._longest)
-        if not runs_packed(self.model):
+        if not packed:
             return pack_padded(lengths, budget)
-        groups = groups_of(samples) if self._share_prompts else [[number] for number in range(len(samples))]
+        groups = groups_of(samples, share_prompts=self._share_prompts)
         return pack(groups, [len(sample.prompt_ids) for sample in samples], lengths, budget)
 
     def _reduced_gradient_norm(self) -> Tensor:

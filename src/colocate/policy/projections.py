@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from colocate.policy.products import wide_product
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
 from colocate.weights.quantized import dequantize, is_4bit
 from colocate.weights.shared_views import fused_view
@@ -113,7 +114,9 @@ class Projection:
 
     def __call__(self, x: Tensor, seed: int) -> Tensor:
         """y [T, out] for x [T, in]. `seed` determines the dropout."""
-        bias = None if self._linears[0].bias is None else _joined([linear.bias for linear in self._linears])
+        bias = (
+            None if self._linears[0].bias is None else fused_view([linear.bias for linear in self._linears])
+        )
         y = F.linear(x, self._weight(), bias)
         for number, group in enumerate(self._groups):
             reduced = group.dropped(x, seed + number) @ group.a(x.dtype).T
@@ -177,20 +180,8 @@ class Projection:
         if any(is_4bit(linear) for linear in self._linears):
             parts = [dequantize(linear) if is_4bit(linear) else linear.weight for linear in self._linears]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        return _joined([linear.weight for linear in self._linears])
-
-
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of tensors in the model's type, summed and stored in float32 at least."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    dtype = torch.promote_types(a.dtype, torch.float32)
-    return a.to(dtype) @ b.to(dtype)
+        return fused_view([linear.weight for linear in self._linears])
 
 
 def _column_sum(grad: Tensor) -> Tensor:
     return grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0].detach() if len(parts) == 1 else fused_view(parts)

@@ -40,11 +40,13 @@ def fuse_parameters(model: nn.Module) -> None:
 
 
 def fused_view(parts: Sequence[Tensor]) -> Tensor:
-    """The [sum of rows, ...] tensor of which `parts` are the consecutive row slices.
+    """The [sum of rows, ...] tensor of which `parts` are the consecutive row slices; of one part, itself.
 
     Raises:
         RuntimeError: they are not (`fuse_parameters` was not called, or something re-assigned a parameter).
     """
+    if len(parts) == 1:
+        return parts[0].detach()
     if not _is_fused(parts):
         raise RuntimeError(
             "These parameters are not slices of one storage. Call "
