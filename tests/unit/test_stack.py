@@ -64,12 +64,17 @@ def gradients_of(model, hidden: Tensor) -> Gradients:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def one_at_a_time(model, samples: list[Sample]) -> tuple[Tensor, Gradients]:
+def by_modules(model, samples: list[Sample]) -> Tensor:
+    """Hidden states by transformers' own modules, sequence by sequence."""
     states = []
     for sample in samples:
         ids = torch.cat([sample.prompt_ids, sample.completion_ids])[None]
         states.append(causal_lm(model).base_model(input_ids=ids).last_hidden_state[0])
-    hidden = torch.cat([x[len(s.prompt_ids) - 1 : -1] for x, s in zip(states, samples, strict=True)])
+    return torch.cat([x[len(s.prompt_ids) - 1 : -1] for x, s in zip(states, samples, strict=True)])
+
+
+def one_at_a_time(model, samples: list[Sample]) -> tuple[Tensor, Gradients]:
+    hidden = by_modules(model, samples)
     return hidden.detach(), gradients_of(model, hidden)
 
 

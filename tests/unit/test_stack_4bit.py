@@ -5,7 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
-from test_stack import GROUPS, assert_equal, by_stack, one_at_a_time, samples_of
+from test_stack import GROUPS, assert_equal, by_modules, by_stack, one_at_a_time, samples_of
 from transformers import TrainingArguments
 
 from colocate.engines.native.engine import NativeEngine
@@ -14,6 +14,8 @@ from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.reporting.metrics import Metrics
 from colocate.types import Prompt, Sample, SamplingParams
+from colocate.weights.layouts import causal_lm
+from colocate.weights.quantized import is_4bit
 
 
 def make_qlora_model(dtype: torch.dtype = torch.float32, device: str = "cpu"):
@@ -30,9 +32,8 @@ def test_gradients_are_those_of_peft_on_bitsandbytes(policy):
     assert_equal(by_stack(model, samples, policy), want, 1e-4)
 
 
-def logprob_gap(model, device: str) -> torch.Tensor:
-    """Engine's log-probs of its own draws less the trainer's of the same tokens, after an update of the
-    adapters."""
+def logprobs_of_both(model, device: str) -> tuple[list[Sample], torch.Tensor, torch.Tensor]:
+    """What the engine draws after an update of the adapters, with its log-probs and the trainer's."""
     args = TrainingArguments(output_dir="unused", report_to=[], learning_rate=1e-2, use_cpu=device == "cpu")
     optimizer = PolicyOptimizer(model, args, 10)
     policy = Policy(
@@ -69,12 +70,24 @@ def logprob_gap(model, device: str) -> torch.Tensor:
     assert any(
         not torch.equal(a.completion_ids, b.completion_ids) for a, b in zip(before, samples, strict=True)
     )
-    gaps = [
-        logprobs - sample.rollout_logprobs
-        for sample, (logprobs, _) in zip(samples, policy.logprobs(samples), strict=True)
-    ]
-    return torch.cat(gaps)
+    engine_logprobs = torch.cat([sample.rollout_logprobs for sample in samples])
+    return samples, engine_logprobs, torch.cat([logprobs for logprobs, _ in policy.logprobs(samples)])
+
+
+def peft_logprobs(model, samples: list[Sample]) -> torch.Tensor:
+    """The same tokens' log-probs by PEFT's and bitsandbytes' modules in float32 (whose weights stay rounded
+    to the type that they had before quantisation). The model is float32 from then on."""
+    for module in model.float().train().modules():
+        if is_4bit(module):
+            module.compute_dtype = torch.float32
+    states = by_modules(model, samples)
+    logprobs = causal_lm(model).lm_head(states).log_softmax(-1)
+    tokens = torch.cat([sample.completion_ids for sample in samples])
+    return logprobs.gather(1, tokens[:, None])[:, 0].detach()
 
 
 def test_engine_and_trainer_agree():
-    assert logprob_gap(make_qlora_model(), "cpu").abs().max() < 1e-4
+    model = make_qlora_model()
+    samples, engine, trainer = logprobs_of_both(model, "cpu")
+    want = peft_logprobs(model, samples)
+    assert (engine - want).abs().max() < 1e-4 and (trainer - want).abs().max() < 1e-4

@@ -26,9 +26,8 @@ from colocate.planning.shapes import ModelShapes
 from colocate.policy.logprobs import logprob_bytes
 from colocate.policy.stack import MLP_TILE_TOKENS
 
-_INPUTS_IN_FLIGHT = 3
-"""Layers whose inputs are on the device under "offload": one in use and one on its way, and while both are,
-one that the allocator has not got back yet."""
+_INPUTS_IN_FLIGHT = 2
+"""Layers whose inputs are on the device under "offload": one in use and one on its way."""
 _SAMPLE_BYTES = 32
 """Of a token of a step's samples: its id, mask, and log-probs of rollout, old policy, reference and new."""
 _PACK_BYTES = 32
@@ -159,10 +158,12 @@ def _layer_rows(
         return _kept_row("layer", shapes, workload, plan, tokens, num_layers)
 
     if is_only:
-        # The embedding's gradient comes last; a tied head's waits for it.
+        # The embedding's gradient comes last; a tied head's waits for it. The last layer's own gradients
+        # become a part of the sums when its backward pass has ended.
+        of_layer = 0 if shapes.has_adapters else sum(shapes.group_sizes)
         ends = [
             (0 if shapes.has_tied_head else head, shapes.num_layers),
-            (trained - head, 1),
+            (trained - head - of_layer, 1),
         ]
         sizes = [kept(num_layers).size_bytes + 4 * gradients for gradients, num_layers in ends]
         gradients, num_layers = ends[sizes.index(max(sizes))]
@@ -185,15 +186,22 @@ def _widest_of_layer(
     if policy in ("full", "offload"):
         # q/k/v, attention's output, its log-sum-exps and the MLP's input are made again.
         base += tokens * (b * (shapes.qkv_size + shapes.q_size + h) + 4 * shapes.num_heads)
-    stages = _mlp_stages(shapes, b, policy, tokens) | _attention_stages(shapes, b, policy, microbatch)
+    tiles = [tokens]
+    if policy != "keep":  # the first is the fullest, the second finds gradients of the first
+        tiles = [min(tokens, MLP_TILE_TOKENS), min(max(0, tokens - MLP_TILE_TOKENS), MLP_TILE_TOKENS)]
+    stages = _attention_stages(shapes, b, policy, microbatch)
+    for number, tile in enumerate(tiles):
+        for stage, size_bytes in _mlp_stages(shapes, b, policy, tile, is_later=number > 0).items():
+            stages[stage] = max(size_bytes if tile else 0, stages.get(stage, 0))
     name = max(stages, key=stages.__getitem__)
     return base + stages[name], f"{tokens:,} tokens, widest in {name}"
 
 
-def _mlp_stages(shapes: ModelShapes, b: int, policy: ActivationPolicy, tokens: int) -> dict[str, int]:
-    """`DecoderLayer._mlp_backward`, at the last tile."""
+def _mlp_stages(
+    shapes: ModelShapes, b: int, policy: ActivationPolicy, tile: int, *, is_later: bool
+) -> dict[str, int]:
+    """`DecoderLayer._mlp_backward` at a tile of so many tokens; a later one finds gradients there."""
     h, i = shapes.hidden_size, shapes.mlp_size
-    tile = tokens if policy == "keep" else min(tokens, MLP_TILE_TOKENS)
     gate_up = 0 if policy == "keep" else 2 * i
     _, _, gate_up_weights, down_weights = shapes.group_sizes
     # A frozen 4-bit weight is dequantised for its product.
@@ -201,8 +209,8 @@ def _mlp_stages(shapes: ModelShapes, b: int, policy: ActivationPolicy, tokens: i
     in_tile = earlier = 0
     if not shapes.has_adapters:
         in_tile = b
-        # A second tile's gradients are added to the first one's in float32.
-        earlier = 4 * (gate_up_weights + down_weights) if tile < tokens else 0
+        # A later tile's gradients are added to the first one's in float32.
+        earlier = 4 * (gate_up_weights + down_weights) if is_later else 0
     return {
         "the MLP's first product": tile * b * (h + gate_up) + unpacked * gate_up_weights + earlier,
         "down_proj": tile * b * (h + gate_up + i) + unpacked * down_weights + earlier,

@@ -159,7 +159,9 @@ class DecoderLayer:
             if context.policy == "keep":
                 kept += (gate_up,)
             activated = operations.gate(self._activation, gate_up)
+            del gate_up, normed  # before the next tile's are made
             torch.add(self._down(activated, context.seed_of(slot + 1)), x_mid[tile], out=y[tile])
+            del activated
         return y, kept
 
     def backward(
@@ -237,6 +239,7 @@ class DecoderLayer:
             grad_x[tile], grad_norm = operations.rms_norm_backward(
                 grad_normed, x_mid[tile], self._mlp_norm, self._eps, grad[tile]
             )
+            del grad_normed
             gradients.add(self._mlp_norm, grad_norm)
         return grad_x
 
