@@ -88,7 +88,7 @@ def moved(argument: object, device: torch.device) -> object:
 
 
 def assert_same(actual: object, expected: object, dtype: torch.dtype) -> None:
-    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 6e-2}[dtype]
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     tensors = (actual, expected) if isinstance(actual, tuple) else ((actual,), (expected,))
     for one, two in zip(*tensors, strict=True):
         if two is None:
@@ -98,8 +98,16 @@ def assert_same(actual: object, expected: object, dtype: torch.dtype) -> None:
             torch.testing.assert_close(one.cpu(), two, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", sorted(inputs(torch.float32)))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in sorted(inputs(torch.float32))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        # Triton's interpreter multiplies no matrices of bfloat16.
+        if torch.cuda.is_available() or not ("adapters" in name and dtype == torch.bfloat16)
+    ],
+)
 def test_operations_run_kernels(name, dtype, device, launches, monkeypatch):
     operation, arguments = inputs(dtype)[name]
     expected = operation(*arguments)
