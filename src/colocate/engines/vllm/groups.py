@@ -20,10 +20,10 @@ def check_group_size(size: int, world_size: int) -> None:
     """Raises ValueError when groups of `size` ranks do not divide the run's processes."""
     if size < 1 or world_size % size:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        engines, rest = divmod(world_size, size) if size else (0, world_size)
         raise ValueError(
-            f"vllm_tensor_parallel_size={size}: {world_size} processes / {size} = "
-            f"{world_size / size if size else float('inf'):.2f} engines, which must be a whole number. Set it to "
-            f"one of {divisors}, or start another number of processes."
+            f"vllm_tensor_parallel_size={size} does not divide the run: {world_size} processes = "
+            f"{engines} × {size} + {rest}. Set it to one of {divisors}, or start a multiple of it."
         )
 
 

@@ -49,7 +49,7 @@ CPU_KV_CACHE_BYTES = 2**30
 """KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
 
 SMALLEST_TEMPERATURE = 0.01
-"""vLLM raises a lower one to this, except 0: the log-probs would not be those of the temperature asked for."""
+"""vLLM raises a lower one to this, except 0: log-probs would not be those of the temperature asked for."""
 
 OWN_ARGUMENTS = {
     **dict.fromkeys(("model", "tokenizer", "skip_tokenizer_init"), "tokens go in and out, by the trainer"),
@@ -258,9 +258,7 @@ class VLLMEngine:
         reason = "vllm_weights='buckets'"
         if weights != "buckets":
             reason = (
-                why_not_shared(
-                    self._model, tensor_parallel_size=self._group.size, model_impl=model_impl
-                )
+                why_not_shared(self._model, tensor_parallel_size=self._group.size, model_impl=model_impl)
                 or ""
             )
         if weights == "shared" and reason:
@@ -286,7 +284,11 @@ class VLLMEngine:
         }
 
     def _start(self, kwargs: dict[str, Any], *, model_impl: str, trust_remote_code: bool) -> Any:
-        with internals.process_settings_kept(), internals.launched(self._device):
+        with (
+            internals.random_states_kept(self._device),
+            internals.process_settings_kept(),
+            internals.launched(self._device),
+        ):
             self._owns_process_group = not dist.is_initialized()
             import vllm
 
@@ -338,16 +340,17 @@ class VLLMEngine:
         )
         if 0 < sampling.temperature < SMALLEST_TEMPERATURE:
             raise ValueError(
-                f"temperature={sampling.temperature}, and vLLM samples at {SMALLEST_TEMPERATURE} at least. Set "
-                f"it to 0 (greedy), or to {SMALLEST_TEMPERATURE} or more, or set engine='native'."
+                f"temperature={sampling.temperature}, and vLLM samples at {SMALLEST_TEMPERATURE} at least. "
+                f"Set it to 0 (greedy), or to {SMALLEST_TEMPERATURE} or more, or set engine='native'."
             )
 
     def _generate(self, requests: list[_Request]) -> list[Completion]:
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(request.prompt)} for request in requests],
-            [request.params() for request in requests],
-            use_tqdm=False,
-        )
+        with internals.random_states_kept(self._device):
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(request.prompt)} for request in requests],
+                [request.params() for request in requests],
+                use_tqdm=False,
+            )
         return [
             _completion(output.outputs[0], request, self.policy_version)
             for output, request in zip(outputs, requests, strict=True)
@@ -362,13 +365,17 @@ class VLLMEngine:
                 if self._source.is_plain:
                     self._llm.apply_model(self._load)
                 else:
-                    internals.reload_weights(self._llm, self._weights())
+                    internals.reload_weights(self._llm, self._weights(), self._tied_head())
             logger.debug(
                 f"Published version {self.policy_version}: {self.published_bytes / 2**30:.3f} GiB in "
                 f"{time.perf_counter() - start:.3f} s."
             )
         self._llm.reset_prefix_cache()
         self._is_stale = False
+
+    def _tied_head(self) -> Tensor | None:
+        embedding, head = self._base.get_input_embeddings(), self._base.get_output_embeddings()
+        return embedding.weight.detach() if embedding.weight is head.weight else None
 
     def _load(self, module: Any) -> None:
         module.load_weights(self._weights())
@@ -426,7 +433,7 @@ def _completion(output: Any, request: _Request, version: int) -> Completion:
 
 
 def request_seed(seed: int, key: int, sample: int) -> int:
-    """The seed of one completion, 0 to 2^63 - 1: a hash of the rollout's seed, the prompt's key, its member."""
+    """Seed of one completion, 0 to 2^63 - 1: a hash of the rollout's seed, the prompt's key, the member."""
     digest = hashlib.blake2b(f"{seed},{key},{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -479,7 +486,8 @@ def _check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name in OWN_ARGUMENTS:
             raise ValueError(
-                f"vllm_engine_kwargs has {name!r}={kwargs[name]!r}, which is not for it: {OWN_ARGUMENTS[name]}."
+                f"vllm_engine_kwargs has {name!r}={kwargs[name]!r}, which is not for it: "
+                f"{OWN_ARGUMENTS[name]}."
             )
 
 

@@ -5,16 +5,18 @@ Everything else goes through `vllm.LLM`, `vllm.SamplingParams` and `register_mod
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -38,12 +40,26 @@ def kv_cache_bytes(llm: Any) -> int:
     return llm.collective_rpc(measure)[0]
 
 
-def reload_weights(llm: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], tied_head: Tensor | None) -> None:
     """Load weights into a model whose kernels read them in another form than the checkpoint's.
 
     vLLM unpacks layer by layer, loads, and packs into the tensors that are in use.
+
+    Args:
+        tied_head: the embedding's weight where the model's head is tied to it. On a CPU a head that is a
+            module of its own has packed it a second time, and needs it under its own name.
     """
+
+    if tied_head is not None and llm.apply_model(_has_packed_head)[0]:
+        weights = itertools.chain(weights, [("lm_head.weight", tied_head)])
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+
+def _has_packed_head(model: Any) -> bool:
+    """Whether the head is a module apart from the embedding that has packed its weight."""
+    head = getattr(model, "lm_head", None)
+    is_embedding = any(head is module for name, module in model.named_modules() if name != "lm_head")
+    return hasattr(head, "cpu_linear") and not is_embedding
 
 
 def shut_down(llm: Any, *, owns_process_group: bool) -> None:
@@ -83,16 +99,10 @@ def launched(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def process_settings_kept() -> Iterator[None]:
-    """Put back what vLLM sets for the whole process while it starts: the trainer had chosen otherwise.
-
-    Those are the global random states, the precision of float32 products, the number of threads and, on a
-    CPU, `torch.set_num_threads` itself.
-    """
+def random_states_kept(device: torch.device) -> Iterator[None]:
+    """Leave the global random states as they were. vLLM seeds them all, and draws from some as it samples."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    set_num_threads = torch.set_num_threads
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
@@ -100,7 +110,21 @@ def process_settings_kept() -> Iterator[None]:
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+            torch.cuda.set_rng_state(cuda, device)
+
+
+@contextmanager
+def process_settings_kept() -> Iterator[None]:
+    """Put back what vLLM sets for the whole process while it starts: the trainer had chosen otherwise.
+
+    Those are the precision of float32 products, the number of threads and, on a CPU, `torch.set_num_threads`
+    itself.
+    """
+    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
@@ -140,9 +164,7 @@ def _fields(settings: str) -> list[str]:
 
 
 def _expands_segments(settings: str) -> bool:
-    return any(
-        field.lower().replace(" ", "") == "expandable_segments:true" for field in _fields(settings)
-    )
+    return any(field.lower().replace(" ", "") == "expandable_segments:true" for field in _fields(settings))
 
 
 def _without_expansion(settings: str) -> str:

@@ -51,9 +51,7 @@ class WeightSource:
 
     def check_in_place(self) -> None:
         """Raises RuntimeError when the trainer's parameters are no longer what vLLM reads."""
-        advice = (
-            "Move, convert or wrap the model before the engine is made, or set vllm_weights='buckets'."
-        )
+        advice = "Move, convert or wrap the model before the engine is made, or set vllm_weights='buckets'."
         try:
             present = vllm_views(self.model)
         except RuntimeError as error:
@@ -92,9 +90,10 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
         RuntimeError: the storage is not fused (see `fuse_parameters`).
     """
     layout = layout_for(model)
-    views = {
+    norm: Any = layout.norm
+    views: dict[str, Tensor] = {
         "model.embed_tokens.weight": layout.embed_tokens.weight.detach(),
-        "model.norm.weight": layout.norm.weight.detach(),
+        "model.norm.weight": norm.weight.detach(),
         # Tied, vLLM has one parameter under the first name.
         "lm_head.weight": layout.lm_head.weight.detach(),
     }
@@ -113,7 +112,9 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
             "self_attn.k_norm": layer.k_norm,
         }
         views |= {
-            f"{prefix}.{name}.weight": norm.weight.detach() for name, norm in norms.items() if norm is not None
+            f"{prefix}.{name}.weight": norm.weight.detach()
+            for name, norm in norms.items()
+            if norm is not None
         }
     return views
 
@@ -161,7 +162,7 @@ def _register() -> None:
         def download_model(self, model_config: Any) -> None:
             """Nothing to download."""
 
-        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        def load_weights(self, model: Any, model_config: Any) -> None:
             source = _sources[self.load_config.model_loader_extra_config["source"]]
             if not (source.wants_sharing and _share(source, model)):
                 with torch.no_grad():
@@ -184,8 +185,8 @@ def _addresses(model: nn.Module) -> frozenset[tuple[str, int]]:
     return frozenset((name, parameter.data_ptr()) for name, parameter in model.named_parameters())
 
 
-def _share(source: WeightSource, model: nn.Module) -> bool:
-    """Point vLLM's parameters at the trainer's storage; False, with the reason noted, if they do not match."""
+def _share(source: WeightSource, model: Any) -> bool:
+    """Point vLLM's parameters at the trainer's storage; False and a reason noted if they do not match."""
     fuse_parameters(source.model)
     views = vllm_views(source.model)
     parameters = dict(model.named_parameters())

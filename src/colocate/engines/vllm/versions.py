@@ -1,4 +1,4 @@
-"""Which vLLM this package knows how to drive. Imports without vLLM, so that a missing one is a clear error."""
+"""Which vLLM this package can drive. Imports without vLLM, so that a missing one is a clear error."""
 
 from __future__ import annotations
 
