@@ -231,7 +231,7 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
 
 
 def _moments_to_come(model: nn.Module, args: GRPOConfig) -> int:
-    """Memory that the optimizer's first step will take and keep during rollouts: Adam's two float32 moments."""
+    """Memory that the optimizer's first step takes and rollouts find taken: Adam's two float32 moments."""
     if args.offload_optimizer:
         return 0
     return 8 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -112,8 +112,8 @@ class GRPOConfig(TrainingArguments):
 
     engine: str = "auto"
     """"native" decodes on the trainer's parameters; "vllm" runs vLLM in the trainer's process; "transformers"
-    calls `model.generate`, slow but for any architecture; "auto" takes native where it knows the architecture,
-    else vLLM where `use_vllm` asks for it, else transformers."""
+    calls `model.generate`, slow but for any architecture; "auto" takes native where it knows the
+    architecture, else vLLM where `use_vllm` asks for it, else transformers."""
     max_num_seqs: int | None = None
     """Sequences decoded side by side. None: 512 on a GPU, 64 on a CPU."""
     page_size: int | None = None
@@ -149,7 +149,7 @@ class GRPOConfig(TrainingArguments):
     vllm_model_impl: str = "vllm"
     """Whose implementation of the model vLLM runs: "vllm", "transformers" or "auto"."""
     vllm_weights: str = "auto"
-    """"shared": vLLM reads the trainer's own parameters; "buckets": it has a copy, renewed before each rollout;
+    """"shared": vLLM reads the trainer's own parameters; "buckets": it has a copy, renewed for each rollout;
     "auto": shared where possible (full fine-tuning on one GPU each, of Llama, Mistral and Qwen models)."""
     vllm_engine_kwargs: dict[str, Any] | None = None
     """Further arguments of `vllm.LLM`."""

@@ -288,7 +288,8 @@ def check_support(config: Any) -> list[str]:
         for name, remedy in NOT_WITH_VLLM.items():
             if getattr(config, name) is not None:
                 raise ValueError(
-                    f"{name}={getattr(config, name)!r} is not vLLM's: the native engine reads it. Set {remedy}."
+                    f"{name}={getattr(config, name)!r} is not vLLM's: the native engine reads it. "
+                    f"Set {remedy}."
                 )
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)

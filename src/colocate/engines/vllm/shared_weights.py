@@ -27,6 +27,9 @@ from colocate.weights.shared_views import fuse_parameters, fused_view
 
 LOAD_FORMAT = "colocate"
 
+SHARING_DEVICE = "cuda"
+"""On a CPU vLLM packs the weights for its kernels."""
+
 _sources: dict[str, WeightSource] = {}
 
 
@@ -68,7 +71,7 @@ def why_not_shared(model: nn.Module, *, tensor_parallel_size: int, model_impl: s
     """What is known to be against sharing before vLLM has started; None if nothing is."""
     base = causal_lm(model)
     device = next(base.parameters()).device
-    if device.type != "cuda":
+    if device.type != SHARING_DEVICE:
         return f"on the device {device.type!r} vLLM packs the weights for its kernels"
     if tensor_parallel_size > 1:
         return f"with vllm_tensor_parallel_size={tensor_parallel_size} each GPU holds a part of every matrix"
