@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tiny import make_model, make_trainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
