@@ -64,12 +64,7 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[test]"
 	touch $@
 
-$(VENV)/.installed-# Real vLLM on a CPU.
-vllm-test: $(VLLM_VENV)/.installed
-	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -m vllm \
-		tests/unit/test_engine_contract.py tests/integration/test_vllm_*.py
-
-lint: $(VENV)/.installed-test
+$(VENV)/.installed-lint: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[lint]"
 	touch $@
 
