@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from quantized_models import make_4bit_model
 
-from colocate.engines.vllm import in_process, internals, shared_weights, versions
+from colocate.engines.vllm import in_process, internals, model_config, shared_weights, versions
 from colocate.engines.vllm.groups import check_group_size
 from colocate.weights.shared_views import fuse_parameters
 
@@ -78,13 +78,13 @@ def test_each_completion_has_a_seed_of_its_own(seed, key, sample):
 
 
 def test_the_configuration_has_the_same_place_in_every_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(in_process.tempfile, "tempdir", str(tmp_path))
-    first = in_process.config_directory(make_model("qwen3"))
-    assert in_process.config_directory(make_model("qwen3", seed=1)) == first
-    assert in_process.config_directory(make_model("qwen3", num_hidden_layers=3)) != first
+    monkeypatch.setattr(model_config.tempfile, "tempdir", str(tmp_path))
+    first = model_config.config_directory(make_model("qwen3"))
+    assert model_config.config_directory(make_model("qwen3", seed=1)) == first
+    assert model_config.config_directory(make_model("qwen3", num_hidden_layers=3)) != first
     assert [path.name for path in first.iterdir()] == ["config.json"]
     # Weights come dequantised, so vLLM must not hear of their quantisation.
-    config = json.loads((in_process.config_directory(make_4bit_model("qwen3")) / "config.json").read_text())
+    config = json.loads((model_config.config_directory(make_4bit_model("qwen3")) / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 

@@ -18,13 +18,10 @@ import hashlib
 import itertools
 import logging
 import os
-import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +31,7 @@ from torch import Tensor, nn
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.engines.vllm import internals
 from colocate.engines.vllm.groups import TensorParallelGroup
+from colocate.engines.vllm.model_config import config_directory
 from colocate.engines.vllm.shared_weights import WeightSource, forget, start_source, why_not_shared
 from colocate.engines.vllm.versions import check_installed
 from colocate.types import Completion, Prompt, SamplingParams
@@ -44,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.9
 """Of what is free on the device when the engine starts, beside `reserve_bytes`."""
+
+MEMORY_SHARE_AWAKE = 0.3
+"""Of the device, for an engine that never sleeps: training needs the rest. TRL's default."""
 
 CPU_KV_CACHE_BYTES = 2**30
 """KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
@@ -93,7 +94,7 @@ class VLLMEngine:
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
         tensor_parallel_size: consecutive processes that run one engine.
         gpu_memory_utilization: share of the device's memory that vLLM may use, its copy of the weights
-            included; None: `memory_share`'s.
+            included; None: `memory_share`'s, or `MEMORY_SHARE_AWAKE` if it never sleeps.
         reserve_bytes: memory that the trainer will take later and hold during rollouts; read only for
             `gpu_memory_utilization=None`.
         weights: "shared", "buckets" (vLLM has a copy), or "auto": shared where possible.
@@ -154,6 +155,7 @@ class VLLMEngine:
         self.shares_weights = bool(self._source.shared)
         self._say_where_weights_are(weights)
         self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
+        self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
         self._is_awake, self._is_stale = True, False
         atexit.register(_close_at_exit, weakref.ref(self))
         self.sleep()
@@ -166,9 +168,7 @@ class VLLMEngine:
     @property
     def rollout_weight_bytes(self) -> int:
         """Of the engine's copy, 0 if it shares; asleep likewise."""
-        if self.shares_weights or not self._is_awake:
-            return 0
-        return sum(parameter.nbytes for parameter in self._base.parameters()) // self._group.size
+        return self._weight_bytes if self._is_awake else 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`.
@@ -276,6 +276,8 @@ class VLLMEngine:
         if self._device.type != "cuda":
             is_set = "VLLM_CPU_KVCACHE_SPACE" in os.environ
             return {} if is_set else {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        if not self._frees_memory:
+            return {"gpu_memory_utilization": MEMORY_SHARE_AWAKE}
         torch.cuda.empty_cache()
         return {
             "gpu_memory_utilization": memory_share(
@@ -456,30 +458,8 @@ def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> fl
     return available / total_bytes
 
 
-def config_directory(base: Any) -> Path:
-    """A directory with the model's configuration and nothing else, which vLLM takes for the model.
-
-    Its name is a hash of what is in it: vLLM's cache of compiled models goes by the model's path, and would
-    never be found again under a path that is new in each run.
-    """
-    config = type(base.config).from_dict(base.config.to_dict())
-    # Weights arrive dequantised. An unset architecture is one that was never saved.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.architectures = [type(base).__name__]
-    text = config.to_json_string(use_diff=False)
-    name = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
-    root = Path(tempfile.gettempdir()) / f"colocate-vllm-{os.getuid()}"
-    directory = root / name
-    if not (directory / "config.json").is_file():
-        root.mkdir(mode=0o700, exist_ok=True)
-        new = Path(tempfile.mkdtemp(dir=root))
-        config.save_pretrained(new)
-        try:
-            new.rename(directory)
-        except OSError:  # another process was faster
-            shutil.rmtree(new)
-    return directory
+def _num_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
