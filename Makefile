@@ -25,7 +25,7 @@ test: $(VENV)/.installed-test
 
 # Real vLLM on a CPU.
 vllm-test: $(VLLM_VENV)/.installed
-	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -m vllm \
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -m "vllm and not gpu" \
 		tests/unit/test_engine_contract.py tests/integration/test_vllm_*.py
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
@@ -37,7 +37,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 gpu-test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/kernel_tests -n 4 -m "gpu and not multi_gpu"
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu"
-	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu"
+	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu and not vllm"
 
 # Without PyTorch's cache every tensor is an allocation of its own, so that stepping over its end is seen. What
 # is left out is large and would take hours, or needs the cache to capture a graph.
