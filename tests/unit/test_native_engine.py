@@ -245,9 +245,9 @@ def test_fused_parameters_are_the_same_parameters_in_one_storage(name):
     model = make_model(name)
     parameters = dict(model.named_parameters())
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    fuse_parameters(model)
+    fuse_parameters(layout_for(model))
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    fuse_parameters(model)
+    fuse_parameters(layout_for(model))
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
     for parameter_name, parameter in model.named_parameters():
         assert parameter is parameters[parameter_name]
@@ -261,7 +261,7 @@ def test_fused_parameters_are_the_same_parameters_in_one_storage(name):
 @pytest.mark.parametrize("name", ["qwen2", "llama-biases", "llama-tied"])
 def test_a_fused_model_saves_a_checkpoint_like_any_other(name, tmp_path):
     plain, fused = make_model(name), make_model(name)
-    fuse_parameters(fused)
+    fuse_parameters(layout_for(fused))
     plain.save_pretrained(tmp_path / "plain")
     fused.save_pretrained(tmp_path / "fused")
     sizes = [(tmp_path / kind / "model.safetensors").stat().st_size for kind in ("plain", "fused")]

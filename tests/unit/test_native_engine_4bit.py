@@ -178,7 +178,7 @@ def test_a_cache_as_large_as_the_copy_is_beside_it_even_if_it_is_less_than_of_us
 def test_fusing_leaves_codes_alone():
     model = make_4bit_model("llama-biases")
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    fuse_parameters(model)
+    fuse_parameters(layout_for(model))
     moved = {name for name, p in model.named_parameters() if p.data_ptr() != before[name]}
     assert moved and all(name.endswith("bias") for name in moved), moved
     attention = model.model.layers[0].self_attn

@@ -14,6 +14,7 @@ from quantized_models import make_4bit_model
 
 from colocate.engines.vllm import in_process, internals, model_config, shared_weights, versions
 from colocate.engines.vllm.groups import check_group_size
+from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 # ── Versions ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,7 +158,7 @@ def test_sharing_asked_for_and_impossible_is_an_error(with_vllm):
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama-biases"])
 def test_parameters_that_moved_are_noticed(name):
     model = make_model(name)
-    fuse_parameters(model)
+    fuse_parameters(layout_for(model))
     source = shared_weights.WeightSource(model, wants_sharing=True, shared=shared_weights.vllm_views(model))
     source.check_in_place()
     with torch.no_grad():

@@ -23,6 +23,7 @@ from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
+from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
@@ -93,7 +94,9 @@ class Policy:
             )
         self._runs_packed = runs_packed(model)
         if self._runs_packed:
-            fuse_parameters(model)  # now, and not in the first step: an engine may capture graphs before it
+            fuse_parameters(
+                layout_for(model)
+            )  # now, and not in the first step: an engine may capture graphs before it
         else:
             check_output_head(model)  # a layout has a plain head
         self.model = model

@@ -61,7 +61,7 @@ class DecoderStack:
         self, model: nn.Module, host_activations: HostActivations, *, share_prompts: bool = True
     ) -> None:
         layout = layout_for(model)
-        fuse_parameters(model)
+        fuse_parameters(layout)
         self._layout = layout
         self._layers = [DecoderLayer(layer, layout, is_training=model.training) for layer in layout.layers]
         self._host_activations = host_activations

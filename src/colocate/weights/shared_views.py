@@ -10,27 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colocate.weights.adapters import base_linear
-from colocate.weights.layouts import layout_for
+from colocate.weights.layouts import Layout
 from colocate.weights.quantized import is_4bit
 
 
-def fuse_parameters(model: nn.Module) -> None:
+def fuse_parameters(layout: Layout) -> None:
     """Make q/k/v and gate/up weights and biases contiguous row slices of one [sum of rows, hidden] storage.
 
     The `nn.Parameter` objects stay the same, so optimizers, hooks and `.grad` keep working; only `.data`
     moves. Done again, it finds the storage fused and does nothing; after `model.to(...)`, which undoes it, it
     fuses anew. While it runs, one fused block exists twice. Weights in 4 bits stay as they are, and so do
     those beside them: no product reads codes.
-
-    Raises:
-        ValueError: the model has no layout.
     """
     # Outside inference mode, whose tensors could not be trained.
     with torch.inference_mode(False):
-        for layer in layout_for(model).layers:
+        for layer in layout.layers:
             for modules in layer.projection_groups():
                 linears = [base_linear(module) for module in modules]
                 if not any(map(is_4bit, linears)):

@@ -110,7 +110,7 @@ class NativeEngine:
         self._max_pages: int | None = None
         """Of the KV cache, since memory once ran out beside more."""
         self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
-        fuse_parameters(model)
+        fuse_parameters(layout)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -140,7 +140,7 @@ class NativeEngine:
             return []
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
-        fuse_parameters(self._model)
+        fuse_parameters(self._layout)
         return self._recovery.run(lambda: self._generate(prompts, sampling))
 
     @torch.inference_mode()

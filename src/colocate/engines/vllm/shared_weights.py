@@ -190,7 +190,7 @@ def _addresses(model: nn.Module) -> frozenset[tuple[str, int]]:
 
 def _share(source: WeightSource, model: Any) -> bool:
     """Point vLLM's parameters at the trainer's storage; False and a reason noted if they do not match."""
-    fuse_parameters(source.model)
+    fuse_parameters(layout_for(source.model))
     views = vllm_views(source.model)
     parameters = dict(model.named_parameters())
     if (reason := _mismatch(parameters, views)) is not None:
