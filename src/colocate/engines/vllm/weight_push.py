@@ -325,15 +325,15 @@ class WeightPusher:
             return self._file_transport(deadline)
         if not are_on_gpus:
             raise ValueError(
-                f"Weights cannot go to the server by {name}: the trainer is on {device.type} and the server on "
-                f"{workers[0]['device_type']}, and {name} needs GPUs on both sides. Leave the transport at "
+                f"Weights cannot go to the server by {name}: the trainer is on {device.type} and the server "
+                f"on {workers[0]['device_type']}, and {name} needs GPUs on both sides. Leave the transport at "
                 "'auto'."
             )
         if name == "ipc":
             if any(gpu not in worker["visible_gpus"] for worker in workers):
                 raise ValueError(
-                    f"Weights cannot go to the server by ipc: its workers do not see the trainer's GPU {gpu}. "
-                    "Add it behind the server's own in its CUDA_VISIBLE_DEVICES, or use nccl."
+                    f"Weights cannot go to the server by ipc: its workers do not see the trainer's GPU "
+                    f"{gpu}. Add it behind the server's own in its CUDA_VISIBLE_DEVICES, or use nccl."
                 )
             return IpcTransport(device)
         if any(gpu == worker["gpu"] for worker in workers):

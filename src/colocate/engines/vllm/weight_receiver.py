@@ -106,7 +106,7 @@ class _Receiver:
         }
 
     def state(self) -> dict[str, Any]:
-        """Which weights are loaded: `token` is the last finished push's, None before the first and within one.
+        """Which weights are loaded: `token` is the last finished push's; None before one and within one.
 
         `start_id` differs after every start of the server.
         """

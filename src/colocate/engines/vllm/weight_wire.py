@@ -92,7 +92,7 @@ class NcclGroup:
             with torch.cuda.device(device):
                 options = torch.distributed.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                self._group = torch.distributed.ProcessGroupNCCL(
+                self._group: Any = torch.distributed.ProcessGroupNCCL(
                     torch.distributed.PrefixStore("colocate-weights", store), rank, size, options
                 )
         finally:
