@@ -355,10 +355,12 @@ class VLLMServerEngine:
         path: str,
         parse: Callable[[Any], Any] = lambda answer: answer,
         *,
-        deadline_s: float = _CALL_S,
+        deadline_s: float | None = None,
         max_attempts: int | None = None,
     ) -> Any:
-        return self._client.call("GET", path, deadline_s=deadline_s, parse=parse, max_attempts=max_attempts)
+        return self._client.call(
+            "GET", path, deadline_s=deadline_s or _CALL_S, parse=parse, max_attempts=max_attempts
+        )
 
 
 def _field(answer: Any, name: str) -> Any:

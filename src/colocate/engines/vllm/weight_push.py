@@ -325,9 +325,9 @@ class WeightPusher:
             return self._file_transport(deadline)
         if not are_on_gpus:
             raise ValueError(
-                f"Weights cannot go to the server by {name}: the trainer is on {device.type} and the server "
-                f"on {workers[0]['device_type']}, and {name} needs GPUs on both sides. Leave the transport at "
-                "'auto'."
+                f"Weights cannot go to the server by {name}: the trainer is on {device.type}, the server "
+                f"on {workers[0]['device_type']}, and {name} needs GPUs on both sides. Leave the transport "
+                "at 'auto'."
             )
         if name == "ipc":
             if any(gpu not in worker["visible_gpus"] for worker in workers):
