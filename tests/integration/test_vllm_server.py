@@ -5,7 +5,6 @@ With vLLM installed: `pytest -m vllm tests/integration/test_vllm_server.py`.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -155,18 +155,8 @@ def test_ready_is_said_once_and_ctrl_c_ends_everything(mortal):
     assert descendants
     mortal.process.send_signal(signal.SIGINT)
     mortal.process.wait(60)
-    deadline = time.monotonic() + 20
-    while any(map(is_running, descendants)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not any(map(is_running, descendants))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    _, running = psutil.wait_procs(descendants, timeout=20)
+    assert not running
 
 
 def make_engine(model: Any, server: ServerProcess, **options: Any) -> VLLMServerEngine:

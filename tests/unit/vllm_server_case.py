@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 from engine_models import MAX_POSITION, make_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -87,25 +88,20 @@ class ServerProcess:
                 time.sleep(0.3)
         raise AssertionError(f"the server did not start:\n{self.log.read_text()[-6000:]}")
 
-    def descendants(self) -> list[int]:
-        import psutil
-
+    def descendants(self) -> list[psutil.Process]:
+        """vLLM's own processes."""
         try:
-            return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+            return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
-    def signal_all(self, number: int) -> None:
-        """To vLLM's processes, not to `colocate serve` around them."""
-        for pid in self.descendants():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
     def kill(self) -> None:
         """End everything at once, as a machine that goes down does."""
-        self.signal_all(signal.SIGKILL)
+        descendants = self.descendants()
+        kill_all(descendants)
         self.process.kill()
         self.process.wait()
+        psutil.wait_procs(descendants, timeout=30)  # the port is free only then
 
     def stop(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""
@@ -115,9 +111,13 @@ class ServerProcess:
         try:
             return self.process.wait(60)
         finally:
-            for pid in descendants:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_all(descendants)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @functools.cache
