@@ -50,10 +50,17 @@ class ServerProcess:
     """`colocate serve` in a process group of its own.
 
     Args:
-        options: vLLM's, beside those for a tiny model.
+        options: vLLM's, beside those for a tiny model; they win.
+        environment: variables beside this process's.
     """
 
-    def __init__(self, directory: Path, port: int | None = None, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        port: int | None = None,
+        options: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.port = port or free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{self.port}-{time.monotonic_ns()}.log"
@@ -64,7 +71,7 @@ class ServerProcess:
             *("--max-num-seqs", "8", "--max-num-batched-tokens", "1024", "--disable-log-stats"),
             *("--gpu-memory-utilization", "0.2", *options),
         ]
-        environment = {
+        variables = {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
@@ -72,10 +79,11 @@ class ServerProcess:
             # Two test processes' threads would wait for each other on few cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            **(environment or {}),
         }
-        environment.pop("TRITON_INTERPRET", None)
+        variables.pop("TRITON_INTERPRET", None)
         with open(self.log, "w") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_S

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from colocate.engines.vllm.http import HttpClient
+from colocate.engines.vllm.http import HttpClient, MalformedResponse, ServerUnreachable
 from colocate.engines.vllm.weight_wire import NcclGroup, ipc_handle, layout_of, pack, visible_gpus
 from colocate.engines.vllm.workers import WorkerError, Workers
 from colocate.weights.buckets import buckets
@@ -153,6 +153,8 @@ class NcclTransport:
             )
         except RuntimeError as error:
             reason = joining.exception() if joining.done() else None
+            if isinstance(reason, ServerUnreachable):
+                raise reason from error
             raise RuntimeError(
                 f"Trainer and server did not meet for NCCL at {host}:{port} within {timeout_s:g} s: "
                 f"{reason or error}. The server must reach that address: set vllm_group_host to one of this "
@@ -232,8 +234,8 @@ class WeightPusher:
         except BaseException:
             self.reset()
             raise
-        self._ask("POST", "/reset_prefix_cache", deadline)
-        self._ask("POST", "/resume", deadline)
+        self._tell("/reset_prefix_cache", deadline)
+        self._tell("/resume", deadline)
         return sent_bytes
 
     def reset(self) -> None:
@@ -281,7 +283,7 @@ class WeightPusher:
         """Stop generation and open the push; False if the server turns out to have these weights."""
         unless: str | None = token
         while True:
-            self._ask("POST", "/pause?mode=abort", deadline)
+            self._tell("/pause?mode=abort", deadline)
             answers = self._workers.call(
                 "begin",
                 push_id=self._push_id,
@@ -305,8 +307,8 @@ class WeightPusher:
                 )
             time.sleep(_POLL_S)
 
-    def _ask(self, method: str, path: str, deadline: float) -> None:
-        self._client.call(method, path, deadline_s=_remaining_s(deadline), parse=lambda answer: answer)
+    def _tell(self, path: str, deadline: float) -> None:
+        self._client.call("POST", path, deadline_s=_remaining_s(deadline), parse=_check_done)
 
     # ── Which way ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -368,6 +370,13 @@ class WeightPusher:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self._client.host, self._client.port))  # sends nothing
             return probe.getsockname()[0]
+
+
+def _check_done(answer: Any) -> None:
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise MalformedResponse(
+            "the server could not"
+        )  # blocks are still in use; a moment later they are not
 
 
 def _check(answers: list[dict[str, Any]], expected: str) -> None:
