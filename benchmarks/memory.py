@@ -105,7 +105,7 @@ def measure(name: str, options: argparse.Namespace, origin: Record) -> None:
         return
     for length in options.lengths:
         # The longer run of the two comes last: a length that fails in the other is not tried in it.
-        for words in ([], ["--teacher-forced"])[: 2 if options.teacher_forced else 1]:
+        for words in [[]] * options.decoded + [["--teacher-forced"]] * options.teacher_forced:
             record = run(CONTEXT_CASES[name], length, options.new_tokens, options, *words)
             save(origin | {"kind": "context", "case": name, "teacher_forced": bool(words)} | record)
             if not record["passed"]:
@@ -178,6 +178,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=(*CONTEXT_CASES, "plan"), default=[])
     parser.add_argument("--lengths", nargs="+", type=int, default=[PEAK_LENGTH], help="tried in this order")
     parser.add_argument("--new-tokens", type=int, default=1024, help="generated ones, of the decoded runs")
+    parser.add_argument("--decoded", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--teacher-forced", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--timeout", type=float, default=280.0, help="seconds for one run")
     parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")

@@ -28,6 +28,8 @@ from colocate.data.sampler import PromptBatches
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
+from colocate.engines.vllm.in_process import VLLMEngine
+from colocate.engines.vllm.versions import installed_version
 from colocate.memory.train_plan import TrainPlan
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
@@ -185,16 +187,23 @@ def planned(planner: Planner) -> TrainPlan:
 
 
 def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -> RolloutEngine:
-    """The engine that `args.engine` names; "auto" takes the native one for architectures it knows."""
+    """The engine that `args.engine` names; "auto" takes the native one for architectures it knows.
+
+    Raises:
+        ImportError: engine="vllm" without a vLLM that is supported.
+    """
     name = args.engine
     if name == "auto":
         name = "native" if has_layout(model) else "transformers"
-        if name == "transformers" and accelerator.is_main_process:
+        if name == "transformers":
             architecture = type(causal_lm(model)).__name__
-            logger.warning(
-                f"{architecture} has no layout for the native engine: completions come from model.generate, "
-                "which is slower."
-            )
+            if args.use_vllm and installed_version() is not None:
+                name = "vllm"
+            if accelerator.is_main_process:
+                logger.warning(
+                    f"{architecture} has no layout for the native engine: completions come from "
+                    + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
+                )
     if name == "native":
         return NativeEngine(
             model,
@@ -203,8 +212,29 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
             kv_cache_tokens=args.kv_cache_tokens,
             max_model_len=args.vllm_max_model_length,
         )
+    if name == "vllm":
+        return VLLMEngine(
+            model,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=args.vllm_max_model_length,
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+            reserve_bytes=_moments_to_come(model, args),
+            weights=args.vllm_weights,
+            enable_sleep_mode=args.vllm_enable_sleep_mode is not False,
+            model_impl=args.vllm_model_impl,
+            trust_remote_code=args.trust_remote_code,
+            engine_kwargs=args.vllm_engine_kwargs,
+        )
     pad_token_id = causal_lm(model).generation_config.pad_token_id
     return TransformersEngine(model, pad_token_id=pad_token_id, max_num_seqs=args.max_num_seqs or 64)
+
+
+def _moments_to_come(model: nn.Module, args: GRPOConfig) -> int:
+    """Memory that the optimizer's first step takes and rollouts find taken: Adam's two float32 moments."""
+    if args.offload_optimizer:
+        return 0
+    return 8 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -41,6 +41,7 @@ class GRPOConfig(TrainingArguments):
         "model_init_kwargs",
         "generation_kwargs",
         "chat_template_kwargs",
+        "vllm_engine_kwargs",
     ]
 
     # ── Defaults that differ from TrainingArguments ──────────────────────────────────────────────────────
@@ -110,8 +111,9 @@ class GRPOConfig(TrainingArguments):
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
     engine: str = "auto"
-    """"native" decodes on the trainer's parameters; "transformers" calls `model.generate`, slow but for any
-    architecture; "auto" takes native where it knows the architecture."""
+    """"native" decodes on the trainer's parameters; "vllm" runs vLLM in the trainer's process; "transformers"
+    calls `model.generate`, slow but for any architecture; "auto" takes native where it knows the
+    architecture, else vLLM where `use_vllm` asks for it, else transformers."""
     max_num_seqs: int | None = None
     """Sequences decoded side by side. None: 512 on a GPU, 64 on a CPU."""
     page_size: int | None = None
@@ -134,6 +136,23 @@ class GRPOConfig(TrainingArguments):
     """Arguments of `apply_chat_template` for conversational prompts."""
     vllm_max_model_length: int | None = None
     """Longest prompt + completion that the engine accepts. None: the model's own limit."""
+
+    # ── Rollout by vLLM (engine="vllm"); the native engine has no use for these ──────────────────────────
+
+    vllm_tensor_parallel_size: int = 1
+    """Consecutive processes that run one vLLM together; must divide their number. 1: each has its own."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Share of the GPU's memory that vLLM may use. None: nine tenths of what is free when it starts, less the
+    optimizer's moments. (TRL: 0.3)"""
+    vllm_enable_sleep_mode: bool | None = None
+    """Give vLLM's memory to training and back, in each step. None: True. (TRL: False)"""
+    vllm_model_impl: str = "vllm"
+    """Whose implementation of the model vLLM runs: "vllm", "transformers" or "auto"."""
+    vllm_weights: str = "auto"
+    """"shared": vLLM reads the trainer's own parameters; "buckets": it has a copy, renewed for each rollout;
+    "auto": shared where possible (full fine-tuning on one GPU each, of Llama, Mistral and Qwen models)."""
+    vllm_engine_kwargs: dict[str, Any] | None = None
+    """Further arguments of `vllm.LLM`."""
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,16 +231,12 @@ class GRPOConfig(TrainingArguments):
 
     use_vllm: bool = False
     vllm_mode: str = "colocate"
-    vllm_model_impl: str = "vllm"
-    vllm_enable_sleep_mode: bool = False
     vllm_structured_outputs_regex: str | None = None
     vllm_server_base_url: str | None = None
     vllm_server_host: str = "0.0.0.0"
     vllm_server_port: int = 8000
     vllm_server_timeout: float = 240.0
     vllm_group_port: int = 51216
-    vllm_gpu_memory_utilization: float = 0.3
-    vllm_tensor_parallel_size: int = 1
     ds3_gather_for_generation: bool = True
     pad_to_multiple_of: int | str | None = "auto"
     cache_implementation: str | None = None

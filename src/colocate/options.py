@@ -8,6 +8,9 @@ ignored costs its user days, so every one of them is in exactly one row here:
 - UNNECESSARY: what it asks for happens anyway or cannot matter here; setting it prints one line saying why;
 - REFUSED: any value but the default is a `ValueError` with the reason and what to do instead.
 
+Some of UNNECESSARY and REFUSED are so for engines that share the trainer's weights and memory; vLLM does what
+they ask for (`HONOURED_WITH_VLLM`).
+
 A field in none of them comes from a newer transformers and is refused unless it has its default.
 """
 
@@ -70,16 +73,19 @@ RENAMED: dict[str, str] = {
 }
 
 _SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
+_ONLY_VLLM = "only vLLM reads it; set engine='vllm' for that"
 _NO_SERVER = "only read with vllm_mode='server', which colocate does not use"
 _NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
 _NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
 _NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
 
 UNNECESSARY: dict[str, str] = {
-    "use_vllm": "colocated rollout is what the native engine does: it generates, vLLM is not started "
-    "(`engine` selects the engine)",
+    "use_vllm": "colocated rollout is what the native engine does: it generates, vLLM is started only for an "
+    "architecture without a layout (`engine` selects the engine)",
     "vllm_gpu_memory_utilization": _SHARED,
     "vllm_enable_sleep_mode": "the KV cache always gives back before training what training needs",
+    "vllm_engine_kwargs": _ONLY_VLLM,
+    "vllm_weights": _ONLY_VLLM,
     "vllm_model_impl": "the native engine runs the trainer's own parameters",
     "vllm_device": _SHARED,
     "vllm_dtype": _SHARED,
@@ -144,7 +150,7 @@ _NO_BEST = (
 REFUSED: dict[str, str] = {
     "vllm_mode": "rollout shares the trainer's devices and there is no server; use vllm_mode='colocate'",
     "vllm_tensor_parallel_size": "the engine reads the trainer's parameters, which are whole on each device; "
-    "use 1: each device generates its own share of the completions",
+    "use 1: each device generates its own share of the completions, or set engine='vllm'",
     "vllm_structured_outputs_regex": "sampling outside the policy's own distribution is not supported; score "
     "the format in a reward function instead",
     "cache_implementation": "the engines keep their own paged KV cache; remove it",
@@ -187,8 +193,24 @@ REFUSED: dict[str, str] = {
     "enable_jit_checkpoint": "not supported yet; set save_steps to what you can afford to lose",
 }
 
+HONOURED_WITH_VLLM: frozenset[str] = _names(
+    """
+    use_vllm vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_model_impl
+    vllm_engine_kwargs vllm_weights
+    """
+)
+"""Honoured with engine='vllm'."""
+
+NOT_WITH_VLLM: dict[str, str] = {
+    "page_size": "vllm_engine_kwargs={'block_size': ...}",
+    "kv_cache_tokens": "vllm_gpu_memory_utilization, or vllm_engine_kwargs={'kv_cache_memory_bytes': ...}",
+}
+"""Options of the native engine's KV cache, and vLLM's for the same."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
-    "engine": ("auto", "native", "transformers"),
+    "engine": ("auto", "native", "vllm", "transformers"),
+    "vllm_model_impl": ("auto", "vllm", "transformers"),
+    "vllm_weights": ("auto", "shared", "buckets"),
     "activation_policy": ("auto", *ACTIVATION_POLICIES),
     "scale_rewards": REWARD_SCALES,
     "multi_objective_aggregation": AGGREGATIONS,
@@ -218,13 +240,17 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
             generation_batch_size steps_per_generation num_generations_eval max_prompt_length
             max_completion_length max_num_seqs page_size kv_cache_tokens vllm_max_model_length
             max_tokens_per_microbatch logprob_chunk_size max_skipped_steps ref_model_sync_steps
+            vllm_tensor_parallel_size
             """
         ),
         ("must be at least 1", lambda v: v >= 1),
     ),
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
     **dict.fromkeys(_names("temperature repetition_penalty"), _POSITIVE),
-    "top_p": ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1),
+    **dict.fromkeys(
+        _names("top_p vllm_gpu_memory_utilization"),
+        ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1),
+    ),
     **dict.fromkeys(_names("min_p top_entropy_quantile ref_model_mixup_alpha"), _FRACTION),
     "top_k": ("must not be negative", lambda v: v >= 0),
 }
@@ -254,12 +280,22 @@ def check_support(config: Any) -> list[str]:
     Must see the values as given, before `TrainingArguments` replaces them with derived ones.
 
     Raises:
-        ValueError: an option in `REFUSED`, or unknown here, does not have its default.
+        ValueError: an option in `REFUSED`, or unknown here, does not have its default; likewise one in
+            `NOT_WITH_VLLM` with that engine.
     """
     notices = []
+    if config.engine == "vllm":
+        for name, remedy in NOT_WITH_VLLM.items():
+            if getattr(config, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r} is not vLLM's: the native engine reads it. "
+                    f"Set {remedy}."
+                )
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
         if name in HONOURED or value == default_of(field):
+            continue
+        if name in HONOURED_WITH_VLLM and config.engine == "vllm":
             continue
         if name in UNNECESSARY:
             notices.append(f"{name}={value!r} is not needed: {UNNECESSARY[name]}.")

@@ -34,15 +34,21 @@ def test_what_counts_as_rounded_likewise(dtype, num_elements, num_steps):
     hidden_size=st.sampled_from([1, 33, 256, 896, 1000]),
     dtype=dtypes,
     has_residual=st.booleans(),
+    has_addition=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_add_rms_norm(device, num_tokens, hidden_size, dtype, has_residual, seed):
+def test_add_rms_norm(device, num_tokens, hidden_size, dtype, has_residual, has_addition, seed):
     generator = torch.Generator(device).manual_seed(seed)
     x = draw(generator, num_tokens, hidden_size, dtype=dtype)
     residual = 3 * draw(generator, num_tokens, hidden_size, dtype=dtype) if has_residual else None
     weight = draw(generator, hidden_size, dtype=dtype)
-    normed, summed = add_rms_norm(strided(x), None if residual is None else strided(residual), weight, EPS)
-    total = x if residual is None else x + residual
+    if residual is None:
+        normed, summed = add_rms_norm(strided(x), None, weight, EPS)
+        total = x
+    else:
+        addition = draw(generator, num_tokens, hidden_size, dtype=dtype) if has_addition else None
+        normed, summed = add_rms_norm(strided(x), strided(residual), weight, EPS, addition)
+        total = (x if addition is None else x + addition) + residual
     assert torch.equal(summed, total)
     assert_rounds_like(normed, rms_norm(total, weight, EPS), num_float32_ulps=4)
     exact = total.double() * (total.double().square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
@@ -127,12 +133,15 @@ def test_rotate_and_store(
     num_tokens=st.integers(1, 4),
     intermediate_size=st.sampled_from([1, 100, 1024, 2500]),
     dtype=dtypes,
+    has_addition=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_silu_mul(device, num_tokens, intermediate_size, dtype, seed):
+def test_silu_mul(device, num_tokens, intermediate_size, dtype, has_addition, seed):
     generator = torch.Generator(device).manual_seed(seed)
     gate_up = 10 * draw(generator, num_tokens, 2 * intermediate_size, dtype=dtype)
-    output = silu_mul(strided(gate_up))
+    addition = draw(generator, num_tokens, 2 * intermediate_size, dtype=dtype) if has_addition else None
+    output = silu_mul(strided(gate_up), addition)
+    gate_up = gate_up if addition is None else gate_up + addition
     gate, up = gate_up.chunk(2, dim=1)
     assert_rounds_like(output, F.silu(gate) * up, num_float32_ulps=4)
     exact = gate.double() * gate.double().sigmoid() * up.double()

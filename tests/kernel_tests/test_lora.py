@@ -33,6 +33,11 @@ def project(x, y, adapters, counters) -> torch.Tensor:
     output = y.clone()
     expand(output, shrink.output, slots)
     assert not counters.any(), "counters are ready for the next launch"
+    alone = torch.full_like(y, torch.nan)
+    expand(alone, shrink.output, slots, adds=False)
+    for columns, adapter in adapters:
+        zeros = torch.zeros_like(y[:, columns])
+        assert_close_to_exact(alone[:, columns], x, zeros, [(slice(None), adapter)])
     return output
 
 

@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 
 from colocate.policy import operations
 from colocate.policy.kernels import gate, merge, norms, rotary
+from colocate.policy.low_rank import LowRank
 
 EPS = 1e-6
 
@@ -30,6 +31,8 @@ def inputs(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], list[ob
     angles = list(normal(2, num_tokens, head_dim))
     lse, other_lse = normal(2, num_heads, num_tokens).to(torch.promote_types(dtype, torch.float32))
     silu = ACT2FN["silu"]
+    low_rank = LowRank(normal(num_tokens, 7), (normal(width, 4), normal(width, 3)), (0.5, 2.0))
+    grad_low_rank = LowRank(normal(num_tokens, 3), (normal(3, width).T,), (1.0,))
     return {
         "rms_norm": (operations.rms_norm, [x, weight, EPS]),
         "rms_norm_backward": (operations.rms_norm_backward, [grad, x, weight, EPS, residual]),
@@ -44,6 +47,15 @@ def inputs(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], list[ob
         ),
         "gate": (operations.gate, [silu, gate_up]),
         "gate_backward": (operations.gate_backward, [grad, silu, gate_up]),
+        "gate with adapters": (operations.gate, [silu, gate_up, low_rank]),
+        "gate_backward with adapters": (
+            operations.gate_backward,
+            [grad, silu, gate_up, low_rank, grad_low_rank],
+        ),
+        "gate_backward with adapters of gate and up": (
+            operations.gate_backward,
+            [grad, silu, gate_up, low_rank],
+        ),
         "merge_attention": (operations.merge_attention, [q, lse, other_q, other_lse]),
     }
 
@@ -60,12 +72,19 @@ def launches(monkeypatch) -> list[str]:
     for module, names in (
         (norms, ("rms_norm", "rms_norm_backward")),
         (rotary, ("rotate", "rotate_backward")),
-        (gate, ("silu_mul", "silu_mul_backward")),
+        (gate, ("silu_mul", "silu_mul_backward", "silu_mul_low_rank", "silu_mul_low_rank_backward")),
         (merge, ("merge_attention",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, partial(recorded, getattr(module, name)))
     return called
+
+
+def moved(argument: object, device: torch.device) -> object:
+    if isinstance(argument, LowRank):
+        factors = tuple(factor.to(device) for factor in argument.factors)
+        return LowRank(argument.reduced.to(device), factors, argument.scalings)
+    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
 
 
 def assert_same(actual: object, expected: object, dtype: torch.dtype) -> None:
@@ -79,8 +98,16 @@ def assert_same(actual: object, expected: object, dtype: torch.dtype) -> None:
             torch.testing.assert_close(one.cpu(), two, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", sorted(inputs(torch.float32)))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in sorted(inputs(torch.float32))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        # Triton's interpreter multiplies no matrices of bfloat16.
+        if torch.cuda.is_available() or not ("adapters" in name and dtype == torch.bfloat16)
+    ],
+)
 def test_operations_run_kernels(name, dtype, device, launches, monkeypatch):
     operation, arguments = inputs(dtype)[name]
     expected = operation(*arguments)
@@ -88,7 +115,7 @@ def test_operations_run_kernels(name, dtype, device, launches, monkeypatch):
     if device.type == "cpu":
         monkeypatch.setattr(operations, "_have_kernels", lambda *tensors: True)
     _, arguments = inputs(dtype)[name]
-    arguments = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+    arguments = [moved(a, device) for a in arguments]
     assert_same(operation(*arguments), expected, dtype)
     assert len(launches) == 1
 

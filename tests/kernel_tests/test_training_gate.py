@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import ULP, assert_rounded_once, assert_rounds_like, draw, dtypes, few, strided
 
-from colocate.policy.kernels.gate import silu_mul, silu_mul_backward
+from colocate.policy.kernels.gate import (
+    silu_mul,
+    silu_mul_backward,
+    silu_mul_low_rank,
+    silu_mul_low_rank_backward,
+)
+from colocate.policy.low_rank import MAX_RANK, LowRank
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -59,6 +65,75 @@ def test_large_gates(device):
     torch.testing.assert_close(grad_up, output)
     expected = torch.tensor([[0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]], device=device)
     torch.testing.assert_close(grad_gates, expected, rtol=1e-6, atol=1e-30)
+
+
+def make_low_rank(
+    generator, num_tokens: int, width: int, ranks: list[int], dtype, *, turned=False
+) -> LowRank:
+    factors = [draw(generator, width, rank, dtype=dtype) for rank in ranks]
+    return LowRank(
+        draw(generator, num_tokens, sum(ranks), dtype=dtype),
+        tuple(factor.T.contiguous().T if turned else factor for factor in factors),
+        tuple(0.5 + number for number in range(len(ranks))),
+    )
+
+
+def assert_near_sum(got, base, low_rank: LowRank) -> None:
+    """`got` is base + low_rank in its type, but for the last bit where the sum lies between two values."""
+    # float32's own roundings are of the largest terms.
+    atol = 16 * ULP[torch.float32] * float(base.abs().max() + low_rank.reduced.abs().max())
+    exact = base.double()
+    for block, (reduced, factor, scaling) in zip(
+        exact.chunk(len(low_rank.factors), dim=1), low_rank.parts(), strict=True
+    ):
+        block += scaling * reduced.double() @ factor.double().T
+    torch.testing.assert_close(got.double(), exact, rtol=1.02 * ULP[base.dtype], atol=atol)
+
+
+@few
+@given(
+    num_tokens=st.sampled_from([1, 5, 70]),
+    width=st.sampled_from([1, 100, 130]),
+    ranks=st.lists(st.sampled_from([1, 8, 32, MAX_RANK]), min_size=3, max_size=3),
+    dtype=dtypes,
+    seed=st.integers(0, 2**31),
+)
+def test_adapters_are_added_on_the_way(device, num_tokens, width, ranks, dtype, seed):
+    generator = torch.Generator(device).manual_seed(seed)
+    gate_up = 3 * draw(generator, num_tokens, 2 * width, dtype=dtype)
+    grad = draw(generator, num_tokens, width, dtype=dtype)
+    low_rank = make_low_rank(generator, num_tokens, width, ranks[:2], dtype)
+    grad_low_rank = make_low_rank(generator, num_tokens, width, ranks[2:], dtype, turned=True)
+    whole, whole_grad = low_rank.added_to(gate_up), grad_low_rank.added_to(grad)
+    assert_near_sum(whole, gate_up, low_rank)
+    assert_near_sum(whole_grad, grad, grad_low_rank)
+    # One last bit of a sum moves what follows by its slope: |d silu| < 1.1.
+    loose = dict(rtol=4 * ULP[dtype], atol=4 * ULP[dtype] * float(whole.abs().max()) ** 2)
+    output = silu_mul_low_rank(gate_up, low_rank)
+    torch.testing.assert_close(output.double(), silu_mul(whole).double(), **loose)
+    grad_gate_up, again = silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank)
+    want_grad, _ = silu_mul_backward(whole_grad, whole)
+    torch.testing.assert_close(again.double(), output.double(), **loose)
+    loose["atol"] *= max(1.0, float(whole_grad.abs().max()))
+    torch.testing.assert_close(grad_gate_up.double(), want_grad.double(), **loose)
+
+
+@pytest.mark.gpu
+def test_adapters_at_model_shapes():
+    generator = torch.Generator("cuda").manual_seed(0)
+    num_tokens, width = 4099, 18944
+    gate_up = draw(generator, num_tokens, 2 * width, dtype=torch.bfloat16)
+    grad = draw(generator, num_tokens, width, dtype=torch.bfloat16)
+    low_rank = make_low_rank(generator, num_tokens, width, [32, 32], torch.bfloat16)
+    grad_low_rank = make_low_rank(generator, num_tokens, width, [32], torch.bfloat16, turned=True)
+    whole, whole_grad = low_rank.added_to(gate_up), grad_low_rank.added_to(grad)
+    output = silu_mul_low_rank(gate_up, low_rank)
+    grad_gate_up, again = silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank)
+    assert (again == output).float().mean() > 0.98
+    # Sums of the same products in another order: nearly all round to the same value.
+    assert (output == silu_mul(whole)).float().mean() > 0.98
+    want_grad, _ = silu_mul_backward(whole_grad, whole)
+    assert (grad_gate_up == want_grad).float().mean() > 0.95
 
 
 @pytest.mark.gpu

@@ -17,6 +17,9 @@ OWN = {
         "options of engines that TRL does not have",
     ),
     **dict.fromkeys(
+        ("vllm_weights", "vllm_engine_kwargs"), "how vLLM gets its weights, and the rest of its options"
+    ),
+    **dict.fromkeys(
         ("max_tokens_per_microbatch", "activation_policy", "share_prompts", "logprob_chunk_size"),
         "packing and what of a step is in memory at a time",
     ),
@@ -41,6 +44,11 @@ OWN = {
     ),
 }
 
+OTHER_DEFAULTS = {
+    "vllm_gpu_memory_utilization": "TRL: 0.3; here vLLM gets what training leaves",
+    "vllm_enable_sleep_mode": "TRL: False; here vLLM's memory is training's in turn",
+}
+
 
 def declared(config_class):
     return {f.name: f for f in dataclasses.fields(config_class)}
@@ -59,11 +67,12 @@ def test_names_are_trls_and_the_listed_ones():
 def test_declared_defaults_are_trls():
     ours, theirs = declared(GRPOConfig), declared(trl.GRPOConfig)
     different = {name for name in theirs if default(ours[name]) != default(theirs[name])}
-    assert different == set()
+    assert different == set(OTHER_DEFAULTS)
 
 
 def test_resolved_defaults_are_trls(tmp_path):
     reasons = {
+        **OTHER_DEFAULTS,
         "bf16": "TRL: True everywhere; here only where the device is a GPU that has it",
     }
     with warnings.catch_warnings():

@@ -100,18 +100,24 @@ def make_model(name: str, *, seed: int = 0, **overrides: Any) -> Any:
     return model
 
 
-def make_gpt2(seed: int = 0) -> GPT2LMHeadModel:
+def make_gpt2(seed: int = 0, **overrides: Any) -> GPT2LMHeadModel:
     """An architecture without a layout."""
     torch.manual_seed(seed)
-    config = GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=MAX_POSITION,
-        initializer_range=0.25,
-    )
+    sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=MAX_POSITION)
+    config = GPT2Config(vocab_size=VOCAB_SIZE, initializer_range=0.25, **{**sizes, **overrides})
     return GPT2LMHeadModel(config).eval()
+
+
+def make_lora(name: str, **overrides: Any) -> Any:
+    """The model of `make_model` inside PEFT, with LoRA on all projections that changes what it says."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_model(name, **overrides), LoraConfig(r=4, target_modules="all-linear"))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:  # zero as PEFT makes it
+                parameter.normal_(std=0.05)
+    return model.eval()
 
 
 def make_prompts(lengths: list[int], num_generations: int = 1, *, seed: int = 0) -> list[Prompt]:

@@ -9,7 +9,7 @@ from packaging.version import Version
 from transformers import TrainingArguments
 
 from colocate.config import GRPOConfig
-from colocate.options import CHOICES, HONOURED, RANGES, REFUSED, RENAMED, UNNECESSARY
+from colocate.options import CHOICES, HONOURED, HONOURED_WITH_VLLM, RANGES, REFUSED, RENAMED, UNNECESSARY
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 CLASSES = (HONOURED, set(RENAMED), set(UNNECESSARY), set(REFUSED))
@@ -65,11 +65,19 @@ def test_refused_options_pass_at_their_default(name, make):
     make(**{name: default})
 
 
+OTHER_VALUES = {
+    "torch_empty_cache_steps": 2,
+    "vllm_gpu_memory_utilization": 0.5,
+    "vllm_model_impl": "auto",
+    "vllm_weights": "buckets",
+}
+
+
 # Options whose every other value transformers itself would reject on this machine, or that need one more.
 @pytest.mark.parametrize("name", sorted(set(UNNECESSARY) & set(FIELDS) - {"bf16_full_eval"}))
 def test_unnecessary_options_are_accepted_with_one_line(name, make, caplog):
     field = FIELDS[name]
-    value = 2 if name in ("torch_empty_cache_steps",) else other_than(field.default)
+    value = OTHER_VALUES.get(name, other_than(field.default))
     more = {"dataloader_num_workers": 1} if name == "dataloader_prefetch_factor" else {}
     with caplog.at_level(logging.WARNING, "colocate"):
         make(**{name: value}, **more)
@@ -116,8 +124,35 @@ def test_published_colocation_script_runs_unchanged(make, caplog):
         )
     assert config.report_to == []
     assert (config.generation_batch_size, config.steps_per_generation) == (4, 1)
-    assert len(caplog.messages) == 1
-    assert "colocated rollout is what the native engine does" in caplog.messages[0]
+    assert len(caplog.messages) == 2
+    assert "vllm_gpu_memory_utilization=0.3 is not needed" in caplog.text
+    assert "colocated rollout is what the native engine does" in caplog.text
+
+
+VLLM_OPTIONS = {
+    "use_vllm": True,
+    "vllm_tensor_parallel_size": 2,
+    "vllm_gpu_memory_utilization": 0.4,
+    "vllm_enable_sleep_mode": False,
+    "vllm_model_impl": "transformers",
+    "vllm_weights": "buckets",
+    "vllm_engine_kwargs": {"enforce_eager": True},
+}
+
+
+def test_vllm_honours_its_options_without_a_word(make, caplog):
+    assert set(VLLM_OPTIONS) == HONOURED_WITH_VLLM
+    with caplog.at_level(logging.WARNING, "colocate"):
+        config = make(engine="vllm", **VLLM_OPTIONS)
+    assert caplog.messages == []
+    assert {name: getattr(config, name) for name in VLLM_OPTIONS} == VLLM_OPTIONS
+
+
+def test_the_native_cache_options_are_not_vllms(make):
+    with pytest.raises(ValueError, match=r"page_size=16 is not vLLM's: .*'block_size'"):
+        make(engine="vllm", page_size=16)
+    with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported: .* engine='vllm'"):
+        make(vllm_tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What `engines/base.py` promises, asked of every engine.
 
-A new engine joins by one entry in `ENGINES`, or in `ENGINES_ON_GPU` if it needs one.
+A new engine joins by one entry in `ENGINES`, in `ENGINES_ON_GPU` if it needs one, or in `ENGINES_WITH_VLLM`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from engine_models import (
     VOCAB_SIZE,
     greedy_reference,
     make_gpt2,
+    make_lora,
     make_model,
     make_prompts,
     plain_logits,
@@ -29,15 +30,41 @@ from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import process_logits
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.types import Completion, Prompt, SamplingParams
+from colocate.weights.layouts import causal_lm
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineCase:
-    """How to make an engine, and the tolerance of its log-probabilities."""
+    """How to make an engine, and what it cannot promise as the native one does."""
 
     make_model: Callable[[], Any]
     make_engine: Callable[[Any], RolloutEngine]
     logprob_atol: float = 1e-5
+    process_logits: Callable[..., torch.Tensor] = process_logits
+    """The distribution it draws from, as a function of logits, sampling and the tokens seen."""
+    shares_weights: bool = True
+    is_kept: bool = False
+    """It takes long to start: one serves all tests, and gets the first weights back before each."""
+
+
+def min_p_first(logits: torch.Tensor, sampling: SamplingParams, seen: torch.Tensor) -> torch.Tensor:
+    """vLLM's order: min-p looks at the whole distribution, and top-k and top-p at what it leaves."""
+    before = dataclasses.replace(sampling, top_k=0, top_p=1.0)
+    after = SamplingParams(1, top_k=sampling.top_k, top_p=sampling.top_p)
+    logits = process_logits(logits, before, seen)
+    return logits if sampling.temperature == 0 else process_logits(logits, after, None)
+
+
+def vllm_engine(model: Any) -> RolloutEngine:
+    from colocate.engines.vllm.in_process import VLLMEngine
+
+    return VLLMEngine(model, max_num_seqs=4, engine_kwargs={"enforce_eager": True})
+
+
+def vllm_case(make_model: Callable[[], Any], **fields: Any) -> EngineCase:
+    # Other kernels than the trainer's, in float32.
+    defaults = {"logprob_atol": 1e-4, "process_logits": min_p_first, "is_kept": True}
+    return EngineCase(make_model, vllm_engine, **{**defaults, **fields})
 
 
 ENGINES = {
@@ -66,25 +93,88 @@ ENGINES_ON_GPU = {
         logprob_atol=1e-4,
     ),
 }
+# Sizes of heads for which vLLM has attention on a CPU.
+ENGINES_WITH_VLLM = {
+    "vllm": vllm_case(lambda: make_model("qwen3", head_dim=32), shares_weights=False),
+    "vllm-gpt2": vllm_case(lambda: make_gpt2(n_embd=64, n_head=2), shares_weights=False),
+    "vllm-lora": vllm_case(lambda: make_lora("qwen2", hidden_size=128), shares_weights=False),
+}
+ENGINES_WITH_VLLM_ON_GPU = {
+    # In float32, for which vLLM picks an attention of its own. 97 tokens, which it pads: not shareable.
+    "vllm-cuda": vllm_case(
+        lambda: make_model("qwen3", head_dim=64).cuda(), shares_weights=False, logprob_atol=5e-3
+    ),
+}
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 
 
-@pytest.fixture(params=[*ENGINES, *(pytest.param(name, marks=pytest.mark.gpu) for name in ENGINES_ON_GPU)])
+def cases() -> Iterator[Any]:
+    groups = (
+        (ENGINES, ()),
+        (ENGINES_ON_GPU, pytest.mark.gpu),
+        (ENGINES_WITH_VLLM, pytest.mark.vllm),
+        (ENGINES_WITH_VLLM_ON_GPU, (pytest.mark.vllm, pytest.mark.gpu)),
+    )
+    for engines, marks in groups:
+        for name, case in engines.items():
+            yield pytest.param(case, marks=marks, id=name)
+
+
+@pytest.fixture(scope="module", params=cases())
 def case(request) -> EngineCase:
-    return (ENGINES | ENGINES_ON_GPU)[request.param]
+    return request.param
+
+
+@dataclasses.dataclass
+class Kept:
+    """What stays from one test to the next of an engine that takes long to start."""
+
+    model: Any = None
+    engine: RolloutEngine | None = None
+    weights: Any = None
+
+
+@pytest.fixture(scope="module")
+def kept(case) -> Iterator[Kept]:
+    kept = Kept()
+    yield kept
+    if kept.engine is not None:
+        kept.engine.close()
 
 
 @pytest.fixture
-def model(case):
-    return case.make_model()
+def model(case, kept):
+    if not case.is_kept:
+        return case.make_model()
+    if kept.model is None:
+        kept.model = case.make_model()
+        kept.weights = {name: tensor.clone() for name, tensor in kept.model.state_dict().items()}
+    kept.model.load_state_dict(kept.weights)
+    kept.model.zero_grad()
+    return kept.model.eval()
 
 
 @pytest.fixture
-def asleep(case, model) -> Iterator[RolloutEngine]:
-    engine = case.make_engine(model)
-    yield engine
-    engine.close()
+def asleep(case, model, kept) -> Iterator[RolloutEngine]:
+    if not case.is_kept:
+        engine = case.make_engine(model)
+        yield engine
+        engine.close()
+        return
+    if kept.engine is None:
+        kept.engine = case.make_engine(model)
+    kept.engine.sleep()
+    publish(kept.engine, model, version=0)
+    yield kept.engine
+    try:
+        kept.engine.wake_up()
+    except RuntimeError:  # closed
+        kept.engine = None
+
+
+def publish(engine: RolloutEngine, model: Any, version: int) -> None:
+    engine.update_weights([] if engine.shares_weights else model.named_parameters(), version)
 
 
 @pytest.fixture
@@ -162,7 +252,7 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(engine, model, case, 
         seen = torch.zeros(len(logits), VOCAB_SIZE, dtype=torch.bool)
         for i in range(len(logits)):
             seen[i, list(prompt.token_ids + completion.token_ids[:i])] = True
-        expected = token_logprobs(process_logits(logits, sampling, seen), completion.token_ids)
+        expected = token_logprobs(case.process_logits(logits, sampling, seen), completion.token_ids)
         assert expected.isfinite().all()
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), expected, atol=case.logprob_atol, rtol=1e-5
@@ -278,14 +368,6 @@ def test_sleep_and_wake_up_may_be_repeated(engine):
     assert generate(engine, [3, 6], 2) == first
 
 
-def test_closed_is_closed(engine):
-    engine.close()
-    with pytest.raises(RuntimeError):
-        generate(engine, [3])
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.wake_up()
-
-
 def test_asleep_it_holds_no_memory(engine):
     generate(engine, [3, 3])
     engine.sleep()
@@ -302,35 +384,45 @@ def test_asleep_it_keeps_no_more_than_it_may(engine):
     assert generate(engine, [3, 3]) == first
 
 
-def test_policy_version_is_stamped(engine):
+def test_policy_version_is_stamped(engine, model):
     assert {c.policy_version for c in generate(engine, [3, 3])} == {0}
-    engine.update_weights([], version=7)
+    publish(engine, model, version=7)
     assert engine.policy_version == 7
     assert {c.policy_version for c in generate(engine, [3, 3])} == {7}
 
 
-def test_weights_updated_in_place_are_used(engine, model):
-    assert engine.shares_weights
+@pytest.mark.parametrize("is_asleep", [False, True], ids=["awake", "asleep"])
+def test_weights_updated_in_place_are_used_once_published(engine, model, case, is_asleep):
+    assert engine.shares_weights == case.shares_weights
     before = generate(engine, [6, 9], temperature=0)
-    with torch.no_grad():
-        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-            parameter.add_(noise.to(parameter.device), alpha=0.1)
-    engine.update_weights([], version=1)
-    after = generate(engine, [6, 9], temperature=0)
-    expected = [greedy_reference(model, p.token_ids, 9) for p in make_prompts([6, 9])]
-    assert [list(c.token_ids) for c in after] == expected
-    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+    for version in (1, 2):
+        if is_asleep:
+            engine.sleep()
+        with torch.no_grad():
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+                parameter.add_(noise.to(parameter.device), alpha=0.1)
+        publish(engine, model, version)
+        engine.wake_up()
+        after = generate(engine, [6, 9], temperature=0)
+        expected = [greedy_reference(model, p.token_ids, 9) for p in make_prompts([6, 9])]
+        assert [list(c.token_ids) for c in after] == expected
+        assert [c.token_ids for c in after] != [c.token_ids for c in before]
+        before = after
 
 
-def test_tensors_sent_to_a_sharing_engine_are_refused(engine, model):
-    with pytest.raises(ValueError, match="trainer's own parameters"):
+def test_only_a_sharing_engine_refuses_tensors(engine, model):
+    if engine.shares_weights:
+        with pytest.raises(ValueError, match="trainer's own parameters"):
+            engine.update_weights(model.named_parameters(), version=1)
+    else:
         engine.update_weights(model.named_parameters(), version=1)
+        assert engine.policy_version == 1
 
 
 def test_training_sees_no_side_effect(engine, model):
     model.train()
-    model.lm_head.eval()
+    causal_lm(model).lm_head.eval()
     modes = {name: module.training for name, module in model.named_modules()}
     values = {name: parameter.clone() for name, parameter in model.named_parameters()}
     requires_grad = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
@@ -367,3 +459,11 @@ def test_impossible_requests_are_refused_with_their_numbers(engine, prompt, opti
 def test_the_whole_context_can_be_used(engine):
     (completion,) = generate(engine, [MAX_POSITION - 3], max_tokens=3)
     assert len(completion.token_ids) == 3
+
+
+def test_closed_is_closed(engine):
+    engine.close()
+    with pytest.raises(RuntimeError):
+        generate(engine, [3])
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.wake_up()

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from colocate.policy import operations
+from colocate.policy.low_rank import LowRank
 
 EPS = 1e-6
 exactly = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -100,17 +101,32 @@ def test_rotate_backward(num_tokens, heads, head_dim, has_norms, seed):
 
 
 @few
-@given(shape=st.sampled_from([(5, 8), (1, 1), (0, 3)]), name=st.sampled_from(activations), seed=seeds)
-def test_gate_backward(shape, name, seed):
+@given(
+    shape=st.sampled_from([(5, 8), (1, 1), (0, 3)]),
+    name=st.sampled_from(activations),
+    adapted=st.tuples(st.booleans(), st.booleans()),
+    seed=seeds,
+)
+def test_gate_backward(shape, name, adapted, seed):
     activation = ACT2FN[name].double() if isinstance(ACT2FN[name], nn.Module) else ACT2FN[name]
     gate_up, grad = normal(seed, (shape[0], 2 * shape[1]), shape)
-    leaf = gate_up.clone().requires_grad_()
+    low_rank = grad_low_rank = None
+    whole, whole_grad = gate_up, grad
+    if adapted[0]:
+        t, b_gate, b_up = normal(seed, (shape[0], 3), (shape[1], 2), (shape[1], 1))
+        low_rank = LowRank(t, (b_gate, b_up), (0.5, 3.0))
+        whole = gate_up + torch.cat((0.5 * t[:, :2] @ b_gate.T, 3.0 * t[:, 2:] @ b_up.T), dim=1)
+    if adapted[1]:
+        t, a = normal(seed, (shape[0], 3), (3, shape[1]))
+        grad_low_rank = LowRank(t, (a.T,), (2.0,))
+        whole_grad = grad + 2.0 * t @ a
+    leaf = whole.clone().requires_grad_()
     gates, up = leaf.chunk(2, dim=1)
     output = activation(gates) * up
-    (expected,) = torch.autograd.grad(output, leaf, grad)
-    exactly(operations.gate(activation, gate_up), output.detach())
+    (expected,) = torch.autograd.grad(output, leaf, whole_grad)
+    exactly(operations.gate(activation, gate_up, low_rank), output.detach())
     with torch.no_grad():
-        grad_gate_up, again = operations.gate_backward(grad, activation, gate_up)
+        grad_gate_up, again = operations.gate_backward(grad, activation, gate_up, low_rank, grad_low_rank)
     exactly(grad_gate_up, expected)
     exactly(again, output.detach())
 

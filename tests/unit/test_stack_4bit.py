@@ -75,15 +75,19 @@ def logprobs_of_both(model, device: str) -> tuple[list[Sample], torch.Tensor, to
 
 
 def peft_logprobs(model, samples: list[Sample]) -> torch.Tensor:
-    """The same tokens' log-probs by PEFT's and bitsandbytes' modules in float32 (whose weights stay rounded
-    to the type that they had before quantisation). The model is float32 from then on."""
-    for module in model.float().train().modules():
-        if is_4bit(module):
-            module.compute_dtype = torch.float32
-    states = by_modules(model, samples)
-    logprobs = causal_lm(model).lm_head(states).log_softmax(-1)
+    """The same tokens' log-probs by PEFT's and bitsandbytes' modules, in the model's own type."""
+    states = by_modules(model.train(), samples)
+    logprobs = causal_lm(model).lm_head(states).float().log_softmax(-1)
     tokens = torch.cat([sample.completion_ids for sample in samples])
     return logprobs.gather(1, tokens[:, None])[:, 0].detach()
+
+
+def in_float32(model):
+    """The model, for good, with 4-bit weights that stay rounded to the type they had before."""
+    for module in model.float().modules():
+        if is_4bit(module):
+            module.compute_dtype = torch.float32
+    return model
 
 
 def test_engine_and_trainer_agree():

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from colocate.policy.low_rank import LowRank
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last dimension.
@@ -133,18 +135,31 @@ def rotate_backward(
     return torch.cat([*grads, grad_v], dim=1), weight_grads[0], weight_grads[1]
 
 
-def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-    """activation(gate) * up of [T, 2i], gates first; returns [T, i] (Shazeer 2020, arXiv:2002.05202)."""
-    if _is_silu(activation) and _have_kernels(gate_up):
-        from colocate.policy.kernels import gate as kernels
+def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None) -> Tensor:
+    """activation(gate) * up of [T, 2i], gates first; returns [T, i] (Shazeer 2020, arXiv:2002.05202).
 
+    Args:
+        low_rank: what adapters add to `gate_up`, which stays as it is.
+    """
+    has_kernels = _is_silu(activation) and _have_kernels(gate_up)
+    if has_kernels:
+        from colocate.policy.kernels import gate as kernels
+    if low_rank is not None:
+        if has_kernels:
+            return kernels.silu_mul_low_rank(gate_up, low_rank)
+        gate_up = low_rank.added_to(gate_up)
+    if has_kernels:
         return kernels.silu_mul(gate_up)
     gates, up = gate_up.chunk(2, dim=1)
     return activation(gates) * up
 
 
 def gate_backward(
-    grad: Tensor, activation: Callable[[Tensor], Tensor], gate_up: Tensor
+    grad: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    gate_up: Tensor,
+    low_rank: LowRank | None = None,
+    grad_low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of `gate` with respect to its input, and `gate`'s output once more.
 
@@ -153,13 +168,21 @@ def gate_backward(
 
     Args:
         grad: [T, i]; gate_up: [T, 2i].
+        low_rank, grad_low_rank: what is to be added to `gate_up` and to `grad`; or None.
 
     Returns:
         [T, 2i] and [T, i].
     """
-    if _is_silu(activation) and _have_kernels(gate_up):
+    has_kernels = _is_silu(activation) and _have_kernels(gate_up)
+    if has_kernels:
         from colocate.policy.kernels import gate as kernels
-
+    if has_kernels and low_rank is not None and grad_low_rank is not None:
+        return kernels.silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank)
+    if low_rank is not None:
+        gate_up = low_rank.added_to(gate_up)
+    if grad_low_rank is not None:
+        grad = grad_low_rank.added_to(grad)
+    if has_kernels:
         return kernels.silu_mul_backward(grad, gate_up)
     gates, up = gate_up.chunk(2, dim=1)
     with torch.enable_grad():

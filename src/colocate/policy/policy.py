@@ -91,7 +91,8 @@ class Policy:
             raise ValueError(
                 f"temperature={temperature}: log-probabilities of greedy sampling have no gradient."
             )
-        if runs_packed(model):
+        self._runs_packed = runs_packed(model)
+        if self._runs_packed:
             fuse_parameters(model)  # now, and not in the first step: an engine may capture graphs before it
         else:
             check_output_head(model)  # a layout has a plain head
@@ -144,7 +145,7 @@ class Policy:
         Unlike an update it may be called with no samples.
         """
         metrics, loss = Metrics(), torch.zeros((), device=self._device)
-        for indices in self._microbatches(samples, packed=runs_packed(self.model)):
+        for indices in self._microbatches(samples, packed=self._runs_packed):
             microbatch = [samples[i] for i in indices]
             logprobs, entropies = zip(*self.logprobs(microbatch), strict=True)
             part, part_metrics = objective(
@@ -176,7 +177,7 @@ class Policy:
 
     def shrink_plan(self) -> str | None:
         """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
-        smaller = self.plan.smaller(self._longest, has_layers=runs_packed(self.model))
+        smaller = self.plan.smaller(self._longest, has_layers=self._runs_packed)
         if smaller is None:
             return None
         self.plan = smaller
@@ -260,7 +261,7 @@ class Policy:
 
     def _stack(self, model: nn.Module) -> DecoderStack | None:
         """None: the model runs padded, through transformers' modules."""
-        if not runs_packed(model):
+        if not self._runs_packed:
             return None
         return DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from colocate.policy.low_rank import MAX_RANK, LowRank
 from colocate.policy.products import wide_product
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
 from colocate.weights.quantized import dequantize, is_4bit
@@ -101,6 +102,14 @@ class Projection:
         if others:
             self._groups.append(AdapterGroup(*map(tuple, zip(*others, strict=True)), 0.0))  # type: ignore
 
+        self._is_low_rank = (
+            len(self._groups) == len({linear.out_features for linear in self._linears}) == 1
+            and list(self._groups[0].rows) == self._rows
+            and not self._groups[0].dropout
+            and all(adapter.bias is None and len(adapter.a) <= MAX_RANK for _, adapter in adapters)
+        )
+        """Every layer, of one width, has one small adapter, and nothing else is added."""
+
     @property
     def has_dropout(self) -> bool:
         return any(group.dropout for group in self._groups)
@@ -114,10 +123,7 @@ class Projection:
 
     def __call__(self, x: Tensor, seed: int) -> Tensor:
         """y [T, out] for x [T, in]. `seed` determines the dropout."""
-        bias = (
-            None if self._linears[0].bias is None else fused_view([linear.bias for linear in self._linears])
-        )
-        y = F.linear(x, self._weight(), bias)
+        y = self._base_product(x)
         for number, group in enumerate(self._groups):
             reduced = group.dropped(x, seed + number) @ group.a(x.dtype).T
             for rows, adapter, part in group.parts(reduced):
@@ -125,6 +131,23 @@ class Projection:
                 if adapter.bias is not None:
                     y[:, rows].add_(adapter.bias, alpha=adapter.scaling)
         return y
+
+    def apart(self, x: Tensor, seed: int) -> tuple[Tensor, LowRank | None]:
+        """The same in two terms, for a reader that adds them; or all of it, and None."""
+        if not self._is_low_rank:
+            return self(x, seed), None
+        return self._base_product(x), self.low_rank(x)
+
+    def low_rank(self, x: Tensor) -> LowRank | None:
+        """The second term of `apart` alone."""
+        if not self._is_low_rank:
+            return None
+        (group,) = self._groups
+        return LowRank(
+            x @ group.a(x.dtype).T,
+            tuple(adapter.b.to(x.dtype) for adapter in group.adapters),
+            tuple(adapter.scaling for adapter in group.adapters),
+        )
 
     def reduced_gradients(self, grad: Tensor) -> list[Tensor]:
         """s_i dy B_i of every adapter, [T, sum of ranks] by group, given the gradient of y [T, out].
@@ -147,15 +170,30 @@ class Projection:
                 grad_x.addmm_(grad_reduced, group.a(grad.dtype))
         return grad_x
 
+    def input_gradient_apart(
+        self, grad: Tensor, reduced: list[Tensor], seed: int
+    ) -> tuple[Tensor, LowRank | None]:
+        """`input_gradient` in two terms, for a reader that adds them; or all of it, and None."""
+        if not self._is_low_rank:
+            return self.input_gradient(grad, reduced, seed), None
+        (group,), (grad_reduced,) = self._groups, reduced
+        return grad @ self._weight(), LowRank(grad_reduced, (group.a(grad.dtype).T,), (1.0,))
+
     def add_gradients(
-        self, gradients: Gradients, grad: Tensor, reduced: list[Tensor], x: Tensor, seed: int
+        self,
+        gradients: Gradients,
+        grad: Tensor,
+        reduced: list[Tensor],
+        x: Tensor,
+        seed: int,
+        low_rank: LowRank | None = None,
     ) -> None:
-        """Add the parameters' gradients to `gradients`, given x [T, in]."""
+        """Add the parameters' gradients to `gradients`, given x [T, in], and `low_rank(x)` if it is there."""
         self._add_base_gradients(gradients, grad, x)
         for number, (group, grad_reduced) in enumerate(zip(self._groups, reduced, strict=True)):
             dropped = group.dropped(x, seed + number)
             joint = wide_product(grad_reduced.T, dropped).split(group.ranks)
-            parts = group.parts(dropped @ group.a(x.dtype).T)
+            parts = group.parts(dropped @ group.a(x.dtype).T if low_rank is None else low_rank.reduced)
             for (rows, adapter, part), grad_a in zip(parts, joint, strict=True):
                 gradients.add(adapter.a, grad_a)
                 gradients.add(adapter.b, wide_product(grad[:, rows].T, part).mul_(adapter.scaling))
@@ -174,6 +212,10 @@ class Projection:
         for linear, rows in zip(self._linears, self._rows, strict=True):
             if linear.bias is not None and linear.bias.requires_grad:
                 gradients.add(linear.bias, _column_sum(grad[:, rows]))
+
+    def _base_product(self, x: Tensor) -> Tensor:
+        biases = [linear.bias for linear in self._linears]
+        return F.linear(x, self._weight(), None if biases[0] is None else fused_view(biases))
 
     def _weight(self) -> Tensor:
         """[out, in] in the model's type; of 4-bit weights a copy, which lasts as long as its product."""

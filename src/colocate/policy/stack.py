@@ -155,11 +155,11 @@ class DecoderLayer:
         y = torch.empty_like(x)
         for tile, slot in context.mlp_tiles():
             normed = operations.rms_norm(x_mid[tile], self._mlp_norm, self._eps)
-            gate_up = self._gate_up(normed, context.seed_of(slot))
+            gate_up, low_rank = self._gate_up.apart(normed, context.seed_of(slot))
             if context.policy == "keep":
-                kept += (gate_up,)
-            activated = operations.gate(self._activation, gate_up)
-            del gate_up, normed  # before the next tile's are made
+                kept += (gate_up,)  # without what adapters add to it
+            activated = operations.gate(self._activation, gate_up, low_rank)
+            del gate_up, low_rank, normed  # before the next tile's are made
             torch.add(self._down(activated, context.seed_of(slot + 1)), x_mid[tile], out=y[tile])
             del activated
         return y, kept
@@ -225,17 +225,26 @@ class DecoderLayer:
         grad_x = torch.empty_like(x_mid)
         for tile, slot in context.mlp_tiles():
             normed = operations.rms_norm(x_mid[tile], self._mlp_norm, self._eps)
-            gate_up = kept[0] if kept else self._gate_up(normed, context.seed_of(slot))
+            if kept:
+                gate_up, low_rank = kept[0], self._gate_up.low_rank(normed)
+            else:
+                gate_up, low_rank = self._gate_up.apart(normed, context.seed_of(slot))
             reduced = self._down.reduced_gradients(grad[tile])
-            grad_activated = self._down.input_gradient(grad[tile], reduced, context.seed_of(slot + 1))
-            grad_gate_up, activated = operations.gate_backward(grad_activated, self._activation, gate_up)
+            grad_activated, grad_low_rank = self._down.input_gradient_apart(
+                grad[tile], reduced, context.seed_of(slot + 1)
+            )
+            grad_gate_up, activated = operations.gate_backward(
+                grad_activated, self._activation, gate_up, low_rank, grad_low_rank
+            )
             del gate_up, grad_activated
             self._down.add_gradients(gradients, grad[tile], reduced, activated, context.seed_of(slot + 1))
             del activated
             reduced = self._gate_up.reduced_gradients(grad_gate_up)
-            self._gate_up.add_gradients(gradients, grad_gate_up, reduced, normed, context.seed_of(slot))
+            self._gate_up.add_gradients(
+                gradients, grad_gate_up, reduced, normed, context.seed_of(slot), low_rank
+            )
             grad_normed = self._gate_up.input_gradient(grad_gate_up, reduced, context.seed_of(slot))
-            del grad_gate_up, normed
+            del grad_gate_up, normed, low_rank
             grad_x[tile], grad_norm = operations.rms_norm_backward(
                 grad_normed, x_mid[tile], self._mlp_norm, self._eps, grad[tile]
             )

@@ -36,6 +36,10 @@ class Projection:
         """The product with x [T, in]; [T, out]."""
         return backend.linear(x, self.weight.read(), self.bias, self.adapters)
 
+    def apart(self, backend: TorchBackend, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same as two terms, the second of which may be None."""
+        return backend.linear_apart(x, self.weight.read(), self.bias, self.adapters)
+
     def identity(self) -> Iterator[object]:
         """What a captured graph of this projection depends on."""
         yield from self.weight.identity()
@@ -153,18 +157,20 @@ class ModelRunner:
         layout, backend, eps = self.layout, self.backend, self.layout.rms_norm_eps
         x = F.embedding(token_ids, layout.embed_tokens.weight)
         residual: Tensor | None = None
+        addition: Tensor | None = None
         cos, sin = self.rotary_table
         for index, layer in enumerate(self._layers):
-            x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
+            x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps, addition)
             qkv = layer.qkv(backend, x).view(len(x), -1, layout.head_dim)
             k_cache, v_cache = self.cache.layer(index)
             rotation = Rotation(cos, sin, layer.q_norm, layer.k_norm, eps)
             attended = attend(qkv, rotation, k_cache, v_cache, layer.sliding_window)
-            x = layer.o(backend, attended.flatten(1))
-            x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = layer.down(backend, backend.gate(layer.activation, layer.gate_up(backend, x)))
+            x, addition = layer.o.apart(backend, attended.flatten(1))
+            x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps, addition)
+            activated = backend.gate(layer.activation, *layer.gate_up.apart(backend, x))
+            x, addition = layer.down.apart(backend, activated)
         assert residual is not None, "the model has no layers"
-        return x, residual
+        return x if addition is None else x + addition, residual
 
     def _logits(self, x: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:
         normed, _ = self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)

@@ -61,10 +61,26 @@ class TorchBackend:
             adapter.add_to(output[:, columns], x)
         return output
 
+    def linear_apart(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """`linear` in two terms, [T, out] each, for a reader that adds them up; the second may be None."""
+        return self.linear(x, weight, bias, adapters), None
+
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        addition: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum; both [T, hidden]. Without a residual the sum is x."""
+        """The norm of x (+ addition) + residual, and that sum; both [T, hidden].
+
+        Without a residual, and then without an addition, the sum is x.
+        """
+        if addition is not None:
+            x = x + addition
         if residual is not None:
             x = x + residual
         return rms_norm(x, weight, eps), x
@@ -95,8 +111,12 @@ class TorchBackend:
             heads.copy_(rotate(normed, cos, sin))
         self._attention.write_kv(k, v, k_cache, v_cache, slots.long())
 
-    def gate(self, activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-        """activation(gate) * up of [T, 2 I]; returns [T, I]."""
+    def gate(
+        self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, addition: Tensor | None = None
+    ) -> Tensor:
+        """activation(gate) * up of [T, 2 I] (+ addition); returns [T, I]."""
+        if addition is not None:
+            gate_up = gate_up + addition
         gate, up = gate_up.chunk(2, dim=1)
         return activation(gate) * up
 

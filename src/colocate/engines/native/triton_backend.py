@@ -75,13 +75,10 @@ class TritonBackend(TorchBackend):
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
     ) -> Tensor:
-        slots = lora.slots_for(adapters)
-        if slots is None or not adapters or len(x) > lora.MAX_ROWS:
+        slots = self._adapter_slots(x, adapters)
+        if slots is None:
             return super().linear(x, weight, bias, adapters)
-        if self._counters is None or self._counters.device != x.device:
-            num_counters = lora.num_counters(lora.MAX_ROWS)
-            self._counters = torch.zeros(num_counters, dtype=torch.int32, device=x.device)
-        shrink = lora.Shrink(x, slots, self._counters)
+        shrink = lora.Shrink(x, slots, self._shrink_counters(x.device))
         # Beside the product with the weights, which waits for memory: on its own it would take as long as a
         # small one of those, nearly all of it latency.
         with self._side_stream(x.device):
@@ -91,10 +88,42 @@ class TritonBackend(TorchBackend):
         lora.expand(output, shrink.output, slots)
         return output
 
+    def linear_apart(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
+    ) -> tuple[Tensor, Tensor | None]:
+        slots = self._adapter_slots(x, adapters)
+        if slots is None or slots.num_columns < len(weight):
+            return self.linear(x, weight, bias, adapters), None
+        shrink = lora.Shrink(x, slots, self._shrink_counters(x.device))
+        addition = x.new_empty(len(x), len(weight))
+        with self._side_stream(x.device):  # both halves beside the product with the weights
+            shrink.launch()
+            lora.expand(addition, shrink.output, slots, adds=False)
+        output = F.linear(x, weight, bias)
+        self._join_side_stream()
+        return output, addition
+
+    def _adapter_slots(
+        self, x: Tensor, adapters: Sequence[tuple[slice, Adapter]]
+    ) -> lora.AdapterSlots | None:
+        """The adapters for the kernels; None if there are none, or PyTorch's products are the better ones."""
+        return lora.slots_for(adapters) if adapters and len(x) <= lora.MAX_ROWS else None
+
+    def _shrink_counters(self, device: torch.device) -> Tensor:
+        if self._counters is None or self._counters.device != device:
+            num_counters = lora.num_counters(lora.MAX_ROWS)
+            self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
+        return self._counters
+
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        addition: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return layers.add_rms_norm(x, residual, weight, eps)
+        return layers.add_rms_norm(x, residual, weight, eps, addition)
 
     def rotate_and_store(
         self,
@@ -121,10 +150,12 @@ class TritonBackend(TorchBackend):
             num_kv_heads,
         )
 
-    def gate(self, activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    def gate(
+        self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, addition: Tensor | None = None
+    ) -> Tensor:
         if isinstance(activation, (nn.SiLU, SiLUActivation)):
-            return layers.silu_mul(gate_up)
-        return super().gate(activation, gate_up)
+            return layers.silu_mul(gate_up, addition)
+        return super().gate(activation, gate_up, addition)
 
     def prefill_attention(
         self,

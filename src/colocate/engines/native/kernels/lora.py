@@ -1,7 +1,7 @@
 """LoRA beside a product that reads the weights, as two small Triton kernels:
 
     shrink   t = x A^T, for all adapters of the projection at once
-    expand   y += scaling * t B^T, in each adapter's columns of y
+    expand   y += scaling * t B^T, in each adapter's columns of y, or y = that
 
 Adapters are read where PEFT keeps them, as a rule in float32, and rounded to x's type on the way. Products of
 that type are summed in float32; t is rounded to the type once, and so is y + scaling * (t B^T). That is what
@@ -54,6 +54,11 @@ class AdapterSlots:
     def padded_rank(self) -> int:
         """Columns of t for each adapter."""
         return triton.cdiv(self._largest, self.block_rank) * self.block_rank
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the output that some adapter writes."""
+        return sum(len(adapter.b) for adapter in self.adapters)
 
     @property
     def _largest(self) -> int:
@@ -268,12 +273,13 @@ def _shrink_tile(
             tl.store(counters + tile, 0)
 
 
-def expand(y: Tensor, t: Tensor, slots: AdapterSlots) -> None:
+def expand(y: Tensor, t: Tensor, slots: AdapterSlots, *, adds: bool = True) -> None:
     """y += scaling * t B^T in place, in each adapter's columns.
 
     Args:
         y: [T, out], rows contiguous.
         t: [T, adapters * padded rank], the output of `Shrink`.
+        adds: whether to add to what y holds, or to overwrite it.
     """
     assert y.stride(1) == 1, "a row of y must be contiguous"
     num_rows = len(y)
@@ -295,6 +301,7 @@ def expand(y: Tensor, t: Tensor, slots: AdapterSlots) -> None:
         *_padded(slots.first_columns),
         PADDED_RANK=slots.padded_rank,
         NUM_ADAPTERS=len(slots.adapters),
+        ADDS=adds,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
         num_warps=4,
@@ -324,6 +331,7 @@ def _expand_kernel(
     FIRST2: tl.constexpr,
     PADDED_RANK: tl.constexpr,
     NUM_ADAPTERS: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -334,19 +342,19 @@ def _expand_kernel(
     if block < END0:
         _expand_tile(
             y + FIRST0, t, b0, scaling0, block, num_rows, y_stride, STRIDE, RANK0, WIDTH0,
-            PADDED_RANK, BLOCK_ROWS, BLOCK_COLUMNS,
+            PADDED_RANK, ADDS, BLOCK_ROWS, BLOCK_COLUMNS,
         )  # fmt: skip
     if NUM_ADAPTERS > 1:  # noqa: SIM102
         if (block >= END0) & (block < END1):
             _expand_tile(
                 y + FIRST1, t + PADDED_RANK, b1, scaling1, block - END0, num_rows, y_stride, STRIDE, RANK1,
-                WIDTH1, PADDED_RANK, BLOCK_ROWS, BLOCK_COLUMNS,
+                WIDTH1, PADDED_RANK, ADDS, BLOCK_ROWS, BLOCK_COLUMNS,
             )  # fmt: skip
     if NUM_ADAPTERS > 2:  # noqa: SIM102
         if block >= END1:
             _expand_tile(
                 y + FIRST2, t + 2 * PADDED_RANK, b2, scaling2, block - END1, num_rows, y_stride, STRIDE,
-                RANK2, WIDTH2, PADDED_RANK, BLOCK_ROWS, BLOCK_COLUMNS,
+                RANK2, WIDTH2, PADDED_RANK, ADDS, BLOCK_ROWS, BLOCK_COLUMNS,
             )  # fmt: skip
 
 
@@ -363,6 +371,7 @@ def _expand_tile(
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED_RANK: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -374,11 +383,12 @@ def _expand_tile(
     b_tile = tl.load(
         b + columns[:, None] * RANK + ranks, mask=(columns < WIDTH)[:, None] & (ranks < RANK), other=0.0
     )
-    update = tl.dot(t_tile, tl.trans(b_tile.to(t_tile.dtype)), input_precision="ieee")
+    update = scaling * tl.dot(t_tile, tl.trans(b_tile.to(t_tile.dtype)), input_precision="ieee")
     pointers = y + rows * y_stride + columns[None, :]
     mask = (rows < num_rows) & (columns < WIDTH)[None, :]
-    value = tl.load(pointers, mask=mask, other=0.0)
-    tl.store(pointers, (value.to(tl.float32) + scaling * update).to(value.dtype), mask=mask)
+    if ADDS:
+        update += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    tl.store(pointers, update.to(y.dtype.element_ty), mask=mask)
 
 
 def _ranks(slots: AdapterSlots) -> list[int]:

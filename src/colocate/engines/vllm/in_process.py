@@ -1,0 +1,484 @@
+"""vLLM in the trainer's process, taking turns with the trainer on the same GPU.
+
+Each process of the run has an engine, or `tensor_parallel_size` consecutive ones have one together. vLLM's
+external launcher joins the processes that the run's own launcher (torchrun, `accelerate launch`) has started.
+
+A rollout phase and what vLLM holds in it:
+
+    wake_up()   memory for weights ── publish ── memory for the KV cache
+    generate()  as often as the phase needs: nothing is loaded or published again
+    sleep()     both are the trainer's; of shared weights only the KV cache was vLLM's
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import hashlib
+import itertools
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.engines.vllm import internals
+from colocate.engines.vllm.groups import TensorParallelGroup
+from colocate.engines.vllm.model_config import config_directory
+from colocate.engines.vllm.shared_weights import WeightSource, forget, start_source, why_not_shared
+from colocate.engines.vllm.versions import check_installed
+from colocate.types import Completion, Prompt, SamplingParams
+from colocate.weights.buckets import BUCKET_BYTES, buckets, why_not_publishable
+from colocate.weights.layouts import causal_lm
+
+logger = logging.getLogger(__name__)
+
+MEMORY_SHARE = 0.9
+"""Of what is free on the device when the engine starts, beside `reserve_bytes`."""
+
+MEMORY_SHARE_AWAKE = 0.3
+"""Of the device, for an engine that never sleeps: training needs the rest. TRL's default."""
+
+CPU_KV_CACHE_BYTES = 2**30
+"""KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
+
+SMALLEST_TEMPERATURE = 0.01
+"""vLLM raises a lower one to this, except 0: log-probs would not be those of the temperature asked for."""
+
+OWN_ARGUMENTS = {
+    **dict.fromkeys(("model", "tokenizer", "skip_tokenizer_init"), "tokens go in and out, by the trainer"),
+    **dict.fromkeys(
+        ("load_format", "model_loader_extra_config", "dtype", "quantization"),
+        "the weights are the trainer's, as they are",
+    ),
+    **dict.fromkeys(("runner", "convert", "logprobs_mode", "seed"), "the engine needs one value of it"),
+    **dict.fromkeys(
+        ("distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size"),
+        "the run's launcher has started the processes",
+    ),
+    **dict.fromkeys(("enable_lora", "generation_config"), "the engine generates with the policy alone"),
+    "tensor_parallel_size": "set vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "set vllm_gpu_memory_utilization",
+    "enable_sleep_mode": "set vllm_enable_sleep_mode",
+    "model_impl": "set vllm_model_impl",
+    "max_model_len": "set vllm_max_model_length",
+    "max_num_seqs": "set max_num_seqs",
+    "trust_remote_code": "set trust_remote_code",
+}
+"""Arguments of `vllm.LLM` that are not the user's to give, and why."""
+
+
+class VLLMEngine:
+    """Generates with vLLM in this process, with the weights of `model`.
+
+    With equal (seed, prompt key, member) a completion is drawn with equal noise whatever else is in the
+    batch; the logits themselves depend a little on it. vLLM filters by `min_p` before `top_k` and `top_p`,
+    the other engines after them.
+
+    Weights are shared where they can be (`shared_weights.why_not_shared`), and publishing then moves nothing.
+    Else they are read from `model` when the engine wakes up or, awake, in `update_weights`.
+
+    vLLM's state of the process (random generators, precision, environment) is put back after its start.
+
+    Args:
+        model: a Hugging Face causal language model, or a PEFT model around one, on the device to use. It must
+            not be moved afterwards if weights are shared.
+        max_num_seqs: sequences that decode at the same time; None: vLLM's default.
+        max_model_len: longest prompt + completion in tokens; None: the model's own limit.
+        tensor_parallel_size: consecutive processes that run one engine.
+        gpu_memory_utilization: share of the device's memory that vLLM may use, its copy of the weights
+            included; None: `memory_share`'s, or `MEMORY_SHARE_AWAKE` if it never sleeps.
+        reserve_bytes: memory that the trainer will take later and hold during rollouts; read only for
+            `gpu_memory_utilization=None`.
+        weights: "shared", "buckets" (vLLM has a copy), or "auto": shared where possible.
+        enable_sleep_mode: give memory back while asleep. False keeps it: the device must hold both.
+        model_impl: vLLM's implementation of the model: "auto", "vllm" or "transformers".
+        trust_remote_code: run code that comes with the model.
+        engine_kwargs: further arguments of `vllm.LLM`.
+        bucket_bytes: at most what is computed at a time (merged adapters, dequantised weights).
+
+    Raises:
+        ImportError: vLLM is missing or too old.
+        ValueError: an argument is out of range or not the user's to give, the processes do not divide into
+            groups, or weights="shared" is impossible for this model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_num_seqs: int | None = None,
+        max_model_len: int | None = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float | None = None,
+        reserve_bytes: int = 0,
+        weights: str = "auto",
+        enable_sleep_mode: bool = True,
+        model_impl: str = "vllm",
+        trust_remote_code: bool = False,
+        engine_kwargs: Mapping[str, Any] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        check_installed()
+        user_kwargs = dict(engine_kwargs or {})
+        _check_engine_kwargs(user_kwargs)
+        if (reason := why_not_publishable(model)) is not None:
+            raise ValueError(f"vLLM cannot generate with this policy: {reason}.")
+        self.policy_version = 0
+        self.published_bytes = 0
+        """Moved by the last publication; 0 where weights are shared."""
+        self._model: nn.Module | None = model
+        self._base: Any = causal_lm(model)
+        self._device = next(self._base.parameters()).device
+        self._group = TensorParallelGroup(tensor_parallel_size)
+        self._bucket_bytes = bucket_bytes
+        # vLLM sleeps on GPUs only. Without, asleep is a word that keeps the protocol.
+        self._frees_memory = enable_sleep_mode and self._device.type == "cuda"
+        self._source = self._weight_source(weights, model_impl)
+        kwargs = user_kwargs | {
+            "max_num_seqs": max_num_seqs,
+            "max_model_len": max_model_len,
+            **self._memory_kwargs(gpu_memory_utilization, reserve_bytes, user_kwargs),
+        }
+        self._llm: Any = self._start(
+            {name: value for name, value in kwargs.items() if value is not None},
+            model_impl=model_impl,
+            trust_remote_code=trust_remote_code,
+        )
+        self.shares_weights = bool(self._source.shared)
+        self._say_where_weights_are(weights)
+        self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
+        self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
+        self._is_awake, self._is_stale = True, False
+        atexit.register(_close_at_exit, weakref.ref(self))
+        self.sleep()
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Asleep 0, also where vLLM cannot sleep: there is nothing that it could give back."""
+        return self._kv_cache_bytes if self._is_awake else 0
+
+    @property
+    def rollout_weight_bytes(self) -> int:
+        """Of the engine's copy, 0 if it shares; asleep likewise."""
+        return self._weight_bytes if self._is_awake else 0
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Complete every prompt. See `RolloutEngine.generate`.
+
+        Every process of a tensor-parallel group calls this, with prompts of its own or none.
+
+        Raises:
+            ValueError: also for a temperature that vLLM would change.
+        """
+        if not self._is_awake or self._llm is None:
+            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
+        error = None
+        try:
+            self._check(prompts, sampling)
+        except ValueError as refused:
+            error = refused
+        requests = [] if error else list(_requests(prompts, sampling))
+        return self._group.run(requests, self._generate, error=error)
+
+    def sleep(self, keep_bytes: int = 0) -> None:
+        """Give all memory back, whatever may be kept: vLLM cannot give back a part."""
+        if self._is_awake and self._frees_memory:
+            # Level 1 saves on the host what is no KV cache, level 2 drops it. With shared weights that are a
+            # few buffers. A copy of the weights is faster made anew from the trainer's than saved and read
+            # back, and would be stale as a rule.
+            self._llm.sleep(level=1 if self.shares_weights else 2)
+            self._is_stale = self._is_stale or not self.shares_weights
+        self._is_awake = False
+
+    def wake_up(self) -> None:
+        """Take memory for weights, publish what is missing or older than the trainer's, take the KV cache's.
+
+        Raises:
+            RuntimeError: the engine is closed, or shared parameters have moved.
+        """
+        if self._llm is None:
+            raise RuntimeError("The engine is closed and cannot be used again.")
+        if self._is_awake:
+            return
+        if self._frees_memory:
+            torch.cuda.empty_cache()  # vLLM maps device memory, which PyTorch may hold without using it
+            self._llm.wake_up(tags=["weights"])
+        if self.shares_weights:
+            self._source.check_in_place()
+        if self._is_stale:
+            self._publish()
+        if self._frees_memory:
+            self._llm.wake_up(tags=["kv_cache"])
+        self._is_awake = True
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Publish the weights that `model` has now, or asleep, those that it will have in `wake_up`.
+
+        `named_tensors` are the model's own, which the engine knows already: they are not read, so that a
+        publication needs no memory while the trainer has the device.
+
+        Raises:
+            ValueError: the engine shares the weights, and tensors were passed.
+        """
+        if self.shares_weights:
+            check_no_tensors(named_tensors)
+        self.policy_version = version
+        self._is_stale = True
+        if self._is_awake:
+            self._publish()
+
+    def close(self) -> None:
+        """End vLLM and free its memory."""
+        llm, self._llm, self._model, self._base = self._llm, None, None, None
+        if llm is None:
+            return
+        if self._frees_memory and not self._is_awake:
+            # Freed asleep, its memory would be unmapped a second time.
+            with suppress(RuntimeError):
+                llm.wake_up()
+        self._is_awake = False
+        internals.shut_down(llm, owns_process_group=self._owns_process_group)
+        del llm
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ── Start ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _weight_source(self, weights: str, model_impl: str) -> WeightSource:
+        assert self._model is not None
+        reason = "vllm_weights='buckets'"
+        if weights != "buckets":
+            reason = (
+                why_not_shared(self._model, tensor_parallel_size=self._group.size, model_impl=model_impl)
+                or ""
+            )
+        if weights == "shared" and reason:
+            _refuse_sharing(reason)
+        return WeightSource(self._model, wants_sharing=not reason, reason=reason)
+
+    def _memory_kwargs(
+        self, utilization: float | None, reserve_bytes: int, user_kwargs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """vLLM's arguments for how much memory it takes."""
+        if utilization is not None:
+            return {"gpu_memory_utilization": utilization}
+        if user_kwargs.get("kv_cache_memory_bytes") is not None:
+            return {}
+        if self._device.type != "cuda":
+            is_set = "VLLM_CPU_KVCACHE_SPACE" in os.environ
+            return {} if is_set else {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
+        if not self._frees_memory:
+            return {"gpu_memory_utilization": MEMORY_SHARE_AWAKE}
+        torch.cuda.empty_cache()
+        return {
+            "gpu_memory_utilization": memory_share(
+                *torch.cuda.mem_get_info(self._device), reserve_bytes=reserve_bytes
+            )
+        }
+
+    def _start(self, kwargs: dict[str, Any], *, model_impl: str, trust_remote_code: bool) -> Any:
+        with (
+            internals.random_states_kept(self._device),
+            internals.process_settings_kept(),
+            internals.launched(self._device),
+        ):
+            self._owns_process_group = not dist.is_initialized()
+            import vllm
+
+            load_kwargs, key = start_source(self._source)
+            try:
+                with internals.plain_segments(self._device):
+                    return vllm.LLM(
+                        str(config_directory(self._base)),
+                        **load_kwargs,
+                        runner="generate",
+                        skip_tokenizer_init=True,
+                        generation_config="vllm",
+                        dtype=str(self._base.get_input_embeddings().weight.dtype).removeprefix("torch."),
+                        logprobs_mode="processed_logprobs",
+                        distributed_executor_backend="external_launcher",
+                        tensor_parallel_size=self._group.size,
+                        enable_sleep_mode=self._frees_memory,
+                        model_impl=model_impl,
+                        trust_remote_code=trust_remote_code,
+                        seed=self._group.index,
+                        **kwargs,
+                    )
+            finally:
+                forget(key)
+
+    def _say_where_weights_are(self, asked: str) -> None:
+        if self.shares_weights:
+            logger.info("vLLM reads the trainer's own parameters: publishing moves nothing.")
+            return
+        if asked == "shared":
+            self._is_awake = True
+            self.close()
+            _refuse_sharing(self._source.reason)
+        logger.info(
+            f"vLLM has its own copy of the weights, because {self._source.reason}. They are published in "
+            f"buckets of up to {self._bucket_bytes / 2**20:,.0f} MiB before each rollout."
+        )
+
+    # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+        max_len = internals.max_model_len(self._llm)
+        check_requests(
+            prompts,
+            sampling,
+            max_len=max_len,
+            max_len_reason=f"vLLM's max_model_len = {max_len}",
+            vocab_size=self._base.get_input_embeddings().num_embeddings,
+        )
+        if 0 < sampling.temperature < SMALLEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={sampling.temperature}, and vLLM samples at {SMALLEST_TEMPERATURE} at least. "
+                f"Set it to 0 (greedy), or to {SMALLEST_TEMPERATURE} or more, or set engine='native'."
+            )
+
+    def _generate(self, requests: list[_Request]) -> list[Completion]:
+        with internals.random_states_kept(self._device):
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(request.prompt)} for request in requests],
+                [request.params() for request in requests],
+                use_tqdm=False,
+            )
+        return [
+            _completion(output.outputs[0], request, self.policy_version)
+            for output, request in zip(outputs, requests, strict=True)
+        ]
+
+    def _publish(self) -> None:
+        """Make vLLM generate with the trainer's present weights, and forget what it computed with others."""
+        start = time.perf_counter()
+        self.published_bytes = 0
+        if not self.shares_weights:
+            with torch.no_grad():
+                if self._source.is_plain:
+                    self._llm.apply_model(self._load)
+                else:
+                    internals.reload_weights(self._llm, self._weights(), self._tied_head())
+            logger.debug(
+                f"Published version {self.policy_version}: {self.published_bytes / 2**30:.3f} GiB in "
+                f"{time.perf_counter() - start:.3f} s."
+            )
+        self._llm.reset_prefix_cache()
+        self._is_stale = False
+
+    def _tied_head(self) -> Tensor | None:
+        embedding, head = self._base.get_input_embeddings(), self._base.get_output_embeddings()
+        return embedding.weight.detach() if embedding.weight is head.weight else None
+
+    def _load(self, module: Any) -> None:
+        module.load_weights(self._weights())
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert self._model is not None
+        for name, tensor in itertools.chain.from_iterable(buckets(self._model, self._bucket_bytes)):
+            self.published_bytes += tensor.nbytes
+            yield name, tensor
+
+
+class _Request:
+    """One completion to make. Travels between the processes of a group."""
+
+    def __init__(self, prompt: Prompt, sample: int, max_tokens: int, sampling: SamplingParams) -> None:
+        self.prompt = prompt.token_ids
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.seed = request_seed(sampling.seed, prompt.key, sample)
+
+    def params(self) -> Any:
+        """This request as vLLM's `SamplingParams`."""
+        import vllm
+
+        sampling = self.sampling
+        return vllm.SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=None if sampling.temperature == 0 else self.seed,
+            ignore_eos=True,  # the stop tokens are all that end a completion
+            detokenize=False,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+        )
+
+
+def _requests(prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[_Request]:
+    for prompt in prompts:
+        for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
+            yield _Request(prompt, sample, limit, sampling)
+
+
+def _completion(output: Any, request: _Request, version: int) -> Completion:
+    token_ids = tuple(output.token_ids)
+    # One entry per token: the sampled one's.
+    logprobs = tuple(output.logprobs.logprobs)
+    assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
+    is_stopped = token_ids[-1] in request.sampling.stop_token_ids
+    return Completion(token_ids, logprobs, "stop" if is_stopped else "length", version)
+
+
+def request_seed(seed: int, key: int, sample: int) -> int:
+    """Seed of one completion, 0 to 2^63 - 1: a hash of the rollout's seed, the prompt's key, the member."""
+    digest = hashlib.blake2b(f"{seed},{key},{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> float:
+    """vLLM's `gpu_memory_utilization`: (MEMORY_SHARE * free - reserve) / total.
+
+    vLLM counts what it takes itself from here on, so memory in use already is the trainer's share.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    available = MEMORY_SHARE * free_bytes - reserve_bytes
+    if available <= 0:
+        raise ValueError(
+            f"There is no memory for vLLM: {MEMORY_SHARE} × {free_bytes / 2**30:.2f} GiB free - "
+            f"{reserve_bytes / 2**30:.2f} GiB that training will take = {available / 2**30:.2f} GiB. Set "
+            "vllm_gpu_memory_utilization, offload_optimizer=True or use_peft=True, or take a smaller model."
+        )
+    return available / total_bytes
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
+    for name in kwargs:
+        if name in OWN_ARGUMENTS:
+            raise ValueError(
+                f"vllm_engine_kwargs has {name!r}={kwargs[name]!r}, which is not for it: "
+                f"{OWN_ARGUMENTS[name]}."
+            )
+
+
+def _refuse_sharing(reason: str) -> None:
+    raise ValueError(
+        f"vllm_weights='shared' is not possible: {reason}. Set vllm_weights='auto' or 'buckets', with which "
+        "vLLM has its own copy."
+    )
+
+
+def _close_at_exit(engine: weakref.ref[VLLMEngine]) -> None:
+    """Before the interpreter takes modules apart, in whose absence vLLM's destructors crash."""
+    if (alive := engine()) is not None:
+        alive.close()

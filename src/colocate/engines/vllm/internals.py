@@ -1,0 +1,192 @@
+"""What the in-process engine takes from inside vLLM, in one place. Holds for vLLM 0.25 to 0.33.
+
+Everything else goes through `vllm.LLM`, `vllm.SamplingParams` and `register_model_loader`, which are public.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def max_model_len(llm: Any) -> int:
+    """Tokens of the longest sequence that the engine accepts."""
+    return llm.llm_engine.vllm_config.model_config.max_model_len
+
+
+def kv_cache_bytes(llm: Any) -> int:
+    """Memory of this process's KV cache; 0 if vLLM does not show it."""
+
+    def measure(worker: Any) -> int:
+        storages: dict[int, int] = {}
+        for cache in getattr(worker.model_runner, "kv_caches", ()):
+            for tensor in cache if isinstance(cache, (list, tuple)) else (cache,):
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    return llm.collective_rpc(measure)[0]
+
+
+def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], tied_head: Tensor | None) -> None:
+    """Load weights into a model whose kernels read them in another form than the checkpoint's.
+
+    vLLM unpacks layer by layer, loads, and packs into the tensors that are in use.
+
+    Args:
+        tied_head: the embedding's weight where the model's head is tied to it. On a CPU a head that is a
+            module of its own has packed it a second time, and needs it under its own name.
+    """
+
+    if tied_head is not None and llm.apply_model(_has_packed_head)[0]:
+        weights = itertools.chain(weights, [("lm_head.weight", tied_head)])
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+
+def _has_packed_head(model: Any) -> bool:
+    """Whether the head is a module apart from the embedding that has packed its weight."""
+    head = getattr(model, "lm_head", None)
+    is_embedding = any(head is module for name, module in model.named_modules() if name != "lm_head")
+    return hasattr(head, "cpu_linear") and not is_embedding
+
+
+def shut_down(llm: Any, *, owns_process_group: bool) -> None:
+    """End an engine in this process, so that another can be started.
+
+    Args:
+        owns_process_group: vLLM started `torch.distributed`'s default group, so it ends with it.
+    """
+    from vllm.distributed import parallel_state
+
+    llm.llm_engine.engine_core.shutdown()
+    parallel_state.destroy_model_parallel()
+    if owns_process_group:
+        parallel_state.destroy_distributed_environment()
+
+
+@contextmanager
+def launched(device: torch.device) -> Iterator[None]:
+    """The environment that vLLM's external launcher reads, for as long as it starts.
+
+    A launcher such as torchrun has set it. Of a single process without one nothing may stay behind: what is
+    started later would take it for a run of several processes.
+    """
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if "RANK" not in os.environ:
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        local = device.index if device.index is not None else rank
+        settings |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local)}
+    if "LOCAL_RANK" not in os.environ:
+        settings.setdefault("LOCAL_RANK", str(device.index or 0))
+    if "MASTER_ADDR" not in os.environ:
+        settings["MASTER_ADDR"] = "127.0.0.1"
+    if "MASTER_PORT" not in os.environ:
+        settings["MASTER_PORT"] = str(_free_port())
+    with _environment(settings):
+        yield
+
+
+@contextmanager
+def random_states_kept(device: torch.device) -> Iterator[None]:
+    """Leave the global random states as they were. vLLM seeds them all, and draws from some as it samples."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+
+@contextmanager
+def process_settings_kept() -> Iterator[None]:
+    """Put back what vLLM sets for the whole process while it starts: the trainer had chosen otherwise.
+
+    Those are the precision of float32 products, the number of threads and, on a CPU, `torch.set_num_threads`
+    itself.
+    """
+    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def plain_segments(device: torch.device) -> Iterator[None]:
+    """PyTorch's allocator without expandable segments, on CUDA, while vLLM fills its pools.
+
+    vLLM's sleep maps and unmaps the segments of its pools, which must be allocations of their own. Some
+    versions see to that themselves, others refuse to start. All other settings stay: the allocator takes
+    what a new string leaves out for its default, so the whole string is written, and written back.
+    """
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            before = _allocator_settings()
+            if _expands_segments(before):
+                torch._C._accelerator_setAllocatorSettings(_without_expansion(before))
+                stack.callback(torch._C._accelerator_setAllocatorSettings, before)
+            set_by_user = {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
+            stack.enter_context(
+                _environment({name: _without_expansion(value) for name, value in set_by_user.items()})
+            )
+        yield
+
+
+def _allocator_settings() -> str:
+    get_settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get_settings is not None:
+        return get_settings()
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    return settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def _fields(settings: str) -> list[str]:
+    return [field.strip() for field in settings.split(",") if field.strip()]
+
+
+def _expands_segments(settings: str) -> bool:
+    return any(field.lower().replace(" ", "") == "expandable_segments:true" for field in _fields(settings))
+
+
+def _without_expansion(settings: str) -> str:
+    others = [field for field in _fields(settings) if not field.startswith("expandable_segments")]
+    return ",".join([*others, "expandable_segments:False"])
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,202 @@
+"""vLLM's first weights: the trainer's own tensors where that is possible, else a copy of them.
+
+vLLM stores q, k, v (and gate, up) of a layer as one matrix, row below row, which is how
+`weights.shared_views` has laid out the trainer's. So vLLM's parameters can be views of the trainer's storage,
+and an optimizer step is published when it is done. They must be so before vLLM profiles its memory and
+captures graphs: it is done by the model loader, the public place where weights come from. vLLM allocates its
+own parameters first and frees them there, so that for this moment the weights exist twice.
+
+The trainer's storage lies outside the pool of memory that vLLM's sleep discards.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colocate.weights.adapters import base_linear
+from colocate.weights.buckets import buckets
+from colocate.weights.layouts import causal_lm, has_layout, layout_for
+from colocate.weights.quantized import is_4bit
+from colocate.weights.shared_views import fuse_parameters, fused_view
+
+LOAD_FORMAT = "colocate"
+
+SHARING_DEVICE = "cuda"
+"""On a CPU vLLM packs the weights for its kernels."""
+
+_sources: dict[str, WeightSource] = {}
+
+
+@dataclass
+class WeightSource:
+    """Where an engine's weights come from, and how they got there.
+
+    Attributes:
+        model: the trainer's module.
+        wants_sharing: try to share; the caller has found nothing against it.
+        shared: name -> view of the trainer's storage, which is vLLM's parameter; empty: vLLM has a copy.
+        reason: why it has a copy, once it was tried.
+        is_plain: vLLM's kernels read the parameters as the checkpoint has them, so that new ones can be
+            loaded in place; otherwise vLLM has packed or replaced some.
+    """
+
+    model: nn.Module
+    wants_sharing: bool
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    reason: str = ""
+    is_plain: bool = False
+
+    def check_in_place(self) -> None:
+        """Raises RuntimeError when the trainer's parameters are no longer what vLLM reads."""
+        advice = "Move, convert or wrap the model before the engine is made, or set vllm_weights='buckets'."
+        try:
+            present = vllm_views(self.model)
+        except RuntimeError as error:
+            raise RuntimeError(f"The trainer's parameters were moved after vLLM started. {advice}") from error
+        moved = [name for name, view in self.shared.items() if present[name].data_ptr() != view.data_ptr()]
+        if moved:
+            raise RuntimeError(
+                f"{len(moved)} of the trainer's parameters were moved after vLLM started, {moved[0]} first: "
+                f"vLLM would go on reading the old ones. {advice}"
+            )
+
+
+def why_not_shared(model: nn.Module, *, tensor_parallel_size: int, model_impl: str) -> str | None:
+    """What is known to be against sharing before vLLM has started; None if nothing is."""
+    base = causal_lm(model)
+    device = next(base.parameters()).device
+    if device.type != SHARING_DEVICE:
+        return f"on the device {device.type!r} vLLM packs the weights for its kernels"
+    if tensor_parallel_size > 1:
+        return f"with vllm_tensor_parallel_size={tensor_parallel_size} each GPU holds a part of every matrix"
+    if hasattr(model, "peft_config"):
+        return "the adapters must be merged into a copy of the weights"
+    if not has_layout(model):
+        return f"{type(base).__name__} has no layout that says how its matrices fuse"
+    if any(is_4bit(module) for module in base.modules()):
+        return "the weights are in 4 bits"
+    if model_impl == "transformers":
+        return "vllm_model_impl='transformers' has its own parameters"
+    return None
+
+
+def vllm_views(model: nn.Module) -> dict[str, Tensor]:
+    """vLLM's parameters of a model with a layout, as views of the trainer's fused storage.
+
+    Raises:
+        RuntimeError: the storage is not fused (see `fuse_parameters`).
+    """
+    layout = layout_for(model)
+    norm: Any = layout.norm
+    views: dict[str, Tensor] = {
+        "model.embed_tokens.weight": layout.embed_tokens.weight.detach(),
+        "model.norm.weight": norm.weight.detach(),
+        # Tied, vLLM has one parameter under the first name.
+        "lm_head.weight": layout.lm_head.weight.detach(),
+    }
+    groups = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    for index, layer in enumerate(layout.layers):
+        prefix = f"model.layers.{index}"
+        for name, modules in zip(groups, layer.projection_groups(), strict=True):
+            linears = [base_linear(module) for module in modules]
+            views[f"{prefix}.{name}.weight"] = fused_view([linear.weight for linear in linears])
+            if linears[0].bias is not None:
+                views[f"{prefix}.{name}.bias"] = fused_view([linear.bias for linear in linears])
+        norms: dict[str, Any] = {
+            "input_layernorm": layer.input_norm,
+            "post_attention_layernorm": layer.post_attention_norm,
+            "self_attn.q_norm": layer.q_norm,
+            "self_attn.k_norm": layer.k_norm,
+        }
+        views |= {
+            f"{prefix}.{name}.weight": norm.weight.detach()
+            for name, norm in norms.items()
+            if norm is not None
+        }
+    return views
+
+
+def start_source(source: WeightSource) -> tuple[dict[str, Any], str]:
+    """vLLM's arguments that make it load from `source`, and the key to `forget` it by."""
+    _register()
+    key = str(id(source))
+    _sources[key] = source
+    return {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"source": key}}, key
+
+
+def forget(key: str) -> None:
+    """Let go of a source after the engine has started: vLLM keeps the key, not the model."""
+    _sources.pop(key, None)
+
+
+def _mismatch(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> str | None:
+    for name, parameter in parameters.items():
+        if name not in views:
+            return f"vLLM has a parameter {name} that the layout does not know"
+        view = views[name]
+        for what in ("shape", "dtype", "device"):
+            theirs, ours = getattr(parameter, what), getattr(view, what)
+            if theirs != ours:
+                theirs, ours = (tuple(theirs), tuple(ours)) if what == "shape" else (theirs, ours)
+                return f"{name} has {what} {theirs} in vLLM and {ours} in the trainer"
+        if not view.is_contiguous():
+            return f"{name} is not contiguous in the trainer"
+    return None
+
+
+@functools.cache
+def _register() -> None:
+    """Make the loader known to vLLM, once in a process."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader(LOAD_FORMAT)
+    class TrainerLoader(BaseModelLoader):
+        """Loads from the trainer's module in this process."""
+
+        loaded: frozenset[tuple[str, int]]  # name and address of each parameter, before vLLM packs any
+
+        def download_model(self, model_config: Any) -> None:
+            """Nothing to download."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            source = _sources[self.load_config.model_loader_extra_config["source"]]
+            if not (source.wants_sharing and _share(source, model)):
+                with torch.no_grad():
+                    model.load_weights(itertools.chain.from_iterable(buckets(source.model)))
+            self.loaded = _addresses(model)
+
+        def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+            model = super().load_model(*args, **kwargs)
+            source = _sources[self.load_config.model_loader_extra_config["source"]]
+            moved = sorted(self.loaded ^ _addresses(model))
+            # Tensors derived from parameters would go stale. Models with a layout have none.
+            source.is_plain = not moved and has_layout(source.model)
+            if source.shared and moved:
+                source.reason = f"vLLM has replaced {moved[0][0]} after loading it"
+                source.shared = {}
+            return model
+
+
+def _addresses(model: nn.Module) -> frozenset[tuple[str, int]]:
+    return frozenset((name, parameter.data_ptr()) for name, parameter in model.named_parameters())
+
+
+def _share(source: WeightSource, model: Any) -> bool:
+    """Point vLLM's parameters at the trainer's storage; False and a reason noted if they do not match."""
+    fuse_parameters(source.model)
+    views = vllm_views(source.model)
+    parameters = dict(model.named_parameters())
+    if (reason := _mismatch(parameters, views)) is not None:
+        source.reason = reason
+        return False
+    for name, parameter in parameters.items():
+        parameter.data = views[name]
+    source.shared = {name: views[name] for name in parameters}
+    return True

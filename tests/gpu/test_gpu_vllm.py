@@ -1,0 +1,189 @@
+"""vLLM in the trainer's process on a GPU: shared weights, copies, sleep, and the memory of each.
+
+Needs vLLM beside CUDA. One engine at a time, all in one process; the one with two GPUs starts its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_models import make_lora, make_model, make_prompts, plain_logits, token_logprobs
+
+from colocate.types import SamplingParams
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not HAS_VLLM, reason="no vLLM here")]
+
+WORKER = Path(__file__).parents[1] / "integration" / "vllm_worker.py"
+NUM_TOKENS = 9
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
+# Whole blocks of vocabulary and heads of a size that every attention backend has.
+SIZES = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+def sized(name: str, **overrides: Any) -> Any:
+    sizes = {**SIZES, **overrides}
+    if name in ("qwen2", "llama3"):  # their heads divide the hidden size
+        del sizes["head_dim"]
+    return make_model(name, **sizes).cuda()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Any]]:
+    from colocate.engines.vllm.in_process import VLLMEngine
+
+    engines: list[Any] = []
+
+    def make(model: Any, **options: Any) -> Any:
+        defaults = {"gpu_memory_utilization": 0.2, "max_num_seqs": 16}
+        engines.append(VLLMEngine(model, **{**defaults, **options}))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def renew(model: Any, seed: int) -> None:
+    """Weights that have nothing to do with those before, in place; logits of order one."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else 0.1 * noise)
+
+
+def check_greedy(engine: Any, model: Any) -> None:
+    """Greedy completions and their log-probs are the trainer's up to the rounding of bfloat16."""
+    prompts = make_prompts([1, 7, 30])
+    for prompt, completion in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
+        logprobs = token_logprobs(logits, completion.token_ids)
+        assert (logits.log_softmax(-1).max(dim=-1).values - logprobs).max() < 0.15
+        assert (torch.tensor(completion.logprobs) - logprobs).abs().max() < 0.15
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3"])
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
+def test_shared_weights_publish_nothing_over_many_updates(start, name, is_eager):
+    model = sized(name).bfloat16()
+    engine = start(model, weights="shared", engine_kwargs={"enforce_eager": is_eager})
+    assert engine.shares_weights and engine.rollout_weight_bytes == 0
+    trainers = {parameter.data_ptr() for parameter in model.parameters()}
+    inside = engine._llm.apply_model(lambda module: [p.data_ptr() for p in module.parameters()])[0]
+    assert set(inside) <= trainers
+    for version in range(1, 8):
+        renew(model, version)
+        engine.update_weights((), version)
+        engine.wake_up()
+        check_greedy(engine, model)
+        engine.sleep()
+        assert engine.published_bytes == 0
+
+
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
+def test_copies_are_dropped_asleep_and_renewed_over_50_steps(start, with_adapter):
+    model = (
+        make_lora("qwen2", **{k: v for k, v in SIZES.items() if k != "head_dim"}).cuda()
+        if with_adapter
+        else sized("qwen3")
+    )
+    model = model.bfloat16()
+    engine = start(model, weights="buckets", engine_kwargs={"enforce_eager": True})
+    assert not engine.shares_weights
+    for version in range(1, 51):
+        renew(model, version)
+        engine.update_weights((), version)
+        engine.wake_up()
+        if version % 10 == 0 or version < 3:
+            check_greedy(engine, model)
+        engine.wake_up()
+        engine.sleep()
+        # A second phase without a new version: the weights were dropped, and must come back.
+        if version % 25 == 0:
+            engine.wake_up()
+            check_greedy(engine, model)
+            engine.sleep()
+        assert engine.published_bytes > 0
+
+
+@pytest.mark.parametrize("weights", ["shared", "buckets"])
+def test_asleep_the_memory_is_the_trainers(start, weights):
+    model = sized("qwen3", num_hidden_layers=8, hidden_size=1024, intermediate_size=4096).bfloat16()
+    engine = start(model, weights=weights, engine_kwargs={"enforce_eager": True})
+    torch.cuda.empty_cache()
+    asleep, total = torch.cuda.mem_get_info()
+    engine.wake_up()
+    torch.cuda.empty_cache()
+    awake = torch.cuda.mem_get_info()[0]
+    assert engine.kv_cache_bytes > 0.1 * total
+    own = engine.kv_cache_bytes + engine.rollout_weight_bytes
+    assert asleep - awake == pytest.approx(own, rel=0.05)
+    engine.sleep()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] == pytest.approx(asleep, abs=256 * 2**20)
+
+
+def test_expandable_segments_stay_on_for_the_trainer(start):
+    from colocate.engines.vllm import internals
+
+    before = internals._allocator_settings()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        model = sized("qwen3").bfloat16()
+        engine = start(model, engine_kwargs={"enforce_eager": True})
+        assert internals._expands_segments(internals._allocator_settings())
+        for _ in range(3):
+            engine.wake_up()
+            check_greedy(engine, model)
+            engine.sleep()
+            assert torch.ones(2**30, dtype=torch.uint8, device="cuda").all()  # segments still come and go
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+
+
+def test_without_sleep_mode_everything_stays(start):
+    model = sized("qwen3").bfloat16()
+    engine = start(model, enable_sleep_mode=False, weights="buckets", engine_kwargs={"enforce_eager": True})
+    for version in (1, 2):
+        renew(model, version)
+        engine.update_weights((), version)
+        engine.wake_up()
+        check_greedy(engine, model)
+        engine.sleep()
+
+
+def test_a_fault_of_the_reserve_is_told_with_its_arithmetic(start):
+    with pytest.raises(ValueError, match=r"There is no memory for vLLM: 0\.9 × "):
+        start(sized("qwen3"), gpu_memory_utilization=None, reserve_bytes=2**50)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_run_one_engine(tmp_path):
+    source = str(Path(__file__).parents[2] / "src")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, str(WORKER), "tensor_parallel", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-8000:]
+    for rank in range(2):
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert found["group"] == 0 and found["published_bytes"] > 0
+        assert found["num_alone"] == (6 if rank == 0 else 0)
+        assert found["equal"] == [True] * 3

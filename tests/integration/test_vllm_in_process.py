@@ -1,0 +1,83 @@
+"""Real vLLM in the trainer's process: sharing, tensor parallelism, whole runs, and a clean end.
+
+Each in a process of its own, for what vLLM sets for its process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiny import make_model, make_trainer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+HERE = Path(__file__).parent
+
+
+def run(case: str, directory: Path, num_processes: int = 1) -> list[dict]:
+    """What each process found; they must also end without an error, though nothing was closed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    command = [
+        *(launcher if num_processes > 1 else []),
+        str(HERE / "vllm_worker.py"),
+        case,
+        str(directory),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def test_shared_weights_need_no_publication(tmp_path):
+    (found,) = run("shared", tmp_path)
+    assert found == {"equal": [True] * 4, "shares": True, "published_bytes": 0, "outside": 0}
+
+
+def test_copies_are_renewed_in_place(tmp_path):
+    (found,) = run("in_place", tmp_path)
+    assert found["equal"] == [True] * 3 and found["lora_equal"] == [True] * 2
+    assert found["is_plain"] and found["lora_plain"]
+    assert not found["shares"]
+    assert "(128, 32) in vLLM and (97, 32) in the trainer" in found["reason"]
+    assert "adapters must be merged" in found["lora_reason"]
+    assert found["published_bytes"] == found["model_bytes"]
+
+
+def test_two_processes_run_one_engine(tmp_path):
+    first, second = run("tensor_parallel", tmp_path, num_processes=2)
+    assert first["equal"] == second["equal"] == [True] * 3
+    assert first["group"] == second["group"] == 0
+    assert first["num_alone"] == first["num_asked"] == 6
+    assert second["num_alone"] == 0
+    assert first["published_bytes"] > 0
+
+
+def test_a_run_with_vllm_trains_on_policy(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        model=make_model(head_dim=32),  # a size for which vLLM has attention on a CPU
+        engine="vllm",
+        vllm_engine_kwargs={"enforce_eager": True},
+        max_steps=3,
+    )
+    trainer.train()
+    trainer.engine.close()
+    logs = [entry for entry in trainer.state.log_history if "sampling/sampling_logp_difference/max" in entry]
+    assert len(logs) == 3
+    # Weights one step old would be off by more than this: the learning rate is large.
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
+    assert all(math.isfinite(entry["loss"]) for entry in logs)

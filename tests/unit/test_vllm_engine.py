@@ -1,0 +1,171 @@
+"""What the in-process vLLM engine decides before vLLM starts; none of this needs vLLM."""
+
+import json
+import logging
+import os
+
+import pytest
+import torch
+from engine_models import make_lora, make_model
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
+from quantized_models import make_4bit_model
+
+from colocate.engines.vllm import in_process, internals, model_config, shared_weights, versions
+from colocate.engines.vllm.groups import check_group_size
+from colocate.weights.shared_views import fuse_parameters
+
+# ── Versions ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.25.1", "0.32.0", "0.33.4", "0.33.0+cpu"])
+def test_supported_versions_say_nothing(version):
+    assert versions.check_version(Version(version)) is None
+
+
+def test_newer_ones_are_untested_and_older_ones_refused(monkeypatch, caplog):
+    monkeypatch.setattr(versions, "installed_version", lambda: Version("0.34.0"))
+    with caplog.at_level(logging.WARNING, "colocate"):
+        assert versions.check_installed() == Version("0.34.0")
+    assert "vLLM 0.34.0 is untested here: 0.25 to 0.33" in caplog.text
+    monkeypatch.setattr(versions, "installed_version", lambda: Version("0.24.9"))
+    with pytest.raises(ImportError, match=r"vLLM 0\.24\.9 is too old: 0\.25 to 0\.33.*pip install"):
+        versions.check_installed()
+
+
+def test_a_missing_vllm_is_an_error_with_remedies(monkeypatch):
+    monkeypatch.setattr(versions, "installed_version", lambda: None)
+    with pytest.raises(ImportError, match=r"pip install 'colocate\[vllm\]'.*engine='native'"):
+        in_process.VLLMEngine(make_model("qwen3"))
+
+
+# ── Arguments ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def with_vllm(monkeypatch):
+    monkeypatch.setattr(in_process, "check_installed", lambda: Version("0.32.0"))
+
+
+@pytest.mark.parametrize("name", sorted(in_process.OWN_ARGUMENTS))
+def test_arguments_that_are_ours_are_refused_by_name(name, with_vllm):
+    with pytest.raises(ValueError, match=f"vllm_engine_kwargs has '{name}'=1"):
+        in_process.VLLMEngine(make_model("qwen3"), engine_kwargs={name: 1})
+
+
+def test_groups_must_divide_the_processes(with_vllm):
+    with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 .*: 1 processes = 0 × 2 \+ 1"):
+        in_process.VLLMEngine(make_model("qwen3"), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"8 processes = 2 × 3 \+ 2\. Set it to one of \[1, 2, 4, 8\]"):
+        check_group_size(3, 8)
+    check_group_size(4, 8)
+
+
+def test_memory_is_a_share_of_what_is_free_less_what_training_will_take():
+    gib = 2**30
+    assert in_process.memory_share(100 * gib, 140 * gib, reserve_bytes=20 * gib) == pytest.approx(70 / 140)
+    with pytest.raises(ValueError, match=r"0\.9 × 10\.00 GiB free - 12\.00 GiB .* = -3\.00 GiB"):
+        in_process.memory_share(10 * gib, 140 * gib, reserve_bytes=12 * gib)
+
+
+@given(seed=st.integers(), key=st.integers(), sample=st.integers(0, 1000))
+def test_each_completion_has_a_seed_of_its_own(seed, key, sample):
+    own = in_process.request_seed(seed, key, sample)
+    assert 0 <= own < 2**63
+    others = ((seed + 1, key, sample), (seed, key + 1, sample), (seed, key, sample + 1))
+    assert own not in [in_process.request_seed(*other) for other in others]
+
+
+def test_the_configuration_has_the_same_place_in_every_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_config.tempfile, "tempdir", str(tmp_path))
+    first = model_config.config_directory(make_model("qwen3"))
+    assert model_config.config_directory(make_model("qwen3", seed=1)) == first
+    assert model_config.config_directory(make_model("qwen3", num_hidden_layers=3)) != first
+    assert [path.name for path in first.iterdir()] == ["config.json"]
+    # Weights come dequantised, so vLLM must not hear of their quantisation.
+    config = json.loads((model_config.config_directory(make_4bit_model("qwen3")) / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+# ── Process ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nothing_of_the_launch_stays_in_the_environment(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(os.environ)
+    with internals.launched(torch.device("cuda", 1)):
+        assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]) == ("0", "1", "1")
+        assert int(os.environ["MASTER_PORT"]) > 0
+    assert dict(os.environ) == before
+
+
+def test_a_launchers_environment_is_kept(monkeypatch):
+    launcher = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with internals.launched(torch.device("cuda", 1)):
+        assert {name: os.environ[name] for name in launcher} == launcher
+
+
+@pytest.mark.parametrize(
+    ("before", "without"),
+    [
+        ("expandable_segments:True", "expandable_segments:False"),
+        (
+            "max_split_size_mb:512, expandable_segments:True",
+            "max_split_size_mb:512,expandable_segments:False",
+        ),
+        ("max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:False"),
+    ],
+)
+def test_only_expandable_segments_are_turned_off(before, without):
+    assert internals._without_expansion(before) == without
+
+
+# ── Sharing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (lambda: make_model("qwen3"), {}, "on the device 'cpu'"),
+        (lambda: make_model("qwen3").to("meta"), {"tensor_parallel_size": 2}, "a part of every matrix"),
+        (lambda: make_lora("qwen3").to("meta"), {}, "adapters must be merged"),
+        (lambda: make_model("qwen3").to("meta"), {"model_impl": "transformers"}, "its own parameters"),
+        (lambda: make_model("qwen3").to("meta"), {}, None),
+    ],
+)
+def test_why_weights_cannot_be_shared(make, options, reason, monkeypatch):
+    if "cpu" not in str(reason):  # no CUDA here: a device without memory stands in for it
+        monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "meta")
+    why = shared_weights.why_not_shared(
+        make(), **{"tensor_parallel_size": 1, "model_impl": "vllm", **options}
+    )
+    assert (why is None) if reason is None else (reason in why)
+
+
+def test_sharing_asked_for_and_impossible_is_an_error(with_vllm):
+    with pytest.raises(
+        ValueError, match=r"vllm_weights='shared' is not possible: on the device 'cpu'.*'auto'"
+    ):
+        in_process.VLLMEngine(make_model("qwen3"), weights="shared")
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama-biases"])
+def test_parameters_that_moved_are_noticed(name):
+    model = make_model(name)
+    fuse_parameters(model)
+    source = shared_weights.WeightSource(model, wants_sharing=True, shared=shared_weights.vllm_views(model))
+    source.check_in_place()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.add_(1)
+    source.check_in_place()
+    model.model.layers[0].mlp.down_proj.weight.data = model.model.layers[0].mlp.down_proj.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"1 of .*model\.layers\.0\.mlp\.down_proj\.weight.*'buckets'"):
+        source.check_in_place()
+    model.double().float()
+    with pytest.raises(RuntimeError, match="moved after vLLM started"):
+        source.check_in_place()
