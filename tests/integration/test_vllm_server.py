@@ -53,9 +53,14 @@ def engine(model) -> Iterator[VLLMServerEngine]:
 
 
 @pytest.fixture
-def mortal(model, tmp_path) -> Iterator[ServerProcess]:
+def tied_model():
+    return make_model("qwen3-tied", hidden_size=64, head_dim=32)
+
+
+@pytest.fixture
+def mortal(tied_model, tmp_path) -> Iterator[ServerProcess]:
     """A server of its own for a test that kills it: a configuration without weights is all it has."""
-    save_for_server(model, tmp_path)
+    save_for_server(tied_model, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     server = ServerProcess(tmp_path, options=("--load-format", "dummy"))
     server.wait_until_ready()
@@ -178,7 +183,8 @@ def kill_and_start_again(server: ServerProcess) -> threading.Thread:
     return thread
 
 
-def test_killed_within_a_rollout_and_within_a_publish(model, mortal, monkeypatch):
+def test_killed_within_a_rollout_and_within_a_publish(tied_model, mortal, monkeypatch):
+    model = tied_model
     engine = make_engine(model, mortal, on_server_loss="wait", bucket_bytes=40_000)
     prompts = make_prompts([5, 9, 3, 7], 8)
     sampling = SamplingParams(max_tokens=100, temperature=0)
@@ -214,7 +220,8 @@ def test_killed_within_a_rollout_and_within_a_publish(model, mortal, monkeypatch
         engine.close()
 
 
-def test_killed_without_waiting_is_an_error_with_a_remedy(model, mortal):
+def test_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal):
+    model = tied_model
     engine = make_engine(model, mortal)
     try:
         assert_greedy_is_the_trainers(engine, model)

@@ -121,6 +121,9 @@ class FakeModel:
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.weights.items()
 
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        yield "", self
+
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = {name: tensor.clone() for name, tensor in tensors}
         self.weights |= loaded

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from colocate.engines.vllm.http import HttpClient, MalformedResponse, ServerUnreachable
+from colocate.engines.vllm.internals import plain_segments
 from colocate.engines.vllm.weight_wire import NcclGroup, ipc_handle, layout_of, pack, visible_gpus
 from colocate.engines.vllm.workers import WorkerError, Workers
 from colocate.weights.buckets import buckets
+from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
 
@@ -103,14 +105,8 @@ class IpcTransport:
         if self._flat is None or len(self._flat) < size_bytes:
             self._flat = None
             # Memory of an expandable segment cannot be opened by another process without more rights.
-            is_expandable = "expandable_segments:True" in _allocator_settings()
-            if is_expandable:
-                torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-            try:
+            with plain_segments(self._device):
                 self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-            finally:
-                if is_expandable:
-                    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
             self._handle = ipc_handle(self._flat)
         return self._flat[:size_bytes]
 
@@ -245,7 +241,7 @@ class WeightPusher:
             self._transport = None
 
     def _push(self, model: nn.Module, token: str, replaces: str | None, deadline: float) -> int:
-        if not self._begin(token, replaces, deadline):
+        if not self._begin(token, replaces, _tied_head(model), deadline):
             return 0
         if self._transport is None:
             device = next(model.parameters()).device
@@ -279,7 +275,7 @@ class WeightPusher:
         _check(finished, "finished")
         return sent_bytes
 
-    def _begin(self, token: str, replaces: str | None, deadline: float) -> bool:
+    def _begin(self, token: str, replaces: str | None, tied_head: str | None, deadline: float) -> bool:
         """Stop generation and open the push; False if the server turns out to have these weights."""
         unless: str | None = token
         while True:
@@ -289,6 +285,7 @@ class WeightPusher:
                 push_id=self._push_id,
                 unless=unless,
                 replaces=replaces,
+                tied_head=tied_head,
                 deadline_s=_remaining_s(deadline),
             )
             kinds = {answer["is"] for answer in answers}
@@ -398,5 +395,10 @@ def _free_port(host: str) -> int:
         return probe.getsockname()[1]
 
 
-def _allocator_settings() -> str:
-    return str(torch._C._accelerator_getAllocatorSettings())
+def _tied_head(model: nn.Module) -> str | None:
+    """Name of the weight that is also the head's; None if the head has its own."""
+    base = causal_lm(model)
+    embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+    if embedding is not head:
+        return None
+    return next(name for name, parameter in base.named_parameters() if parameter is embedding)

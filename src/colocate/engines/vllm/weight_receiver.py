@@ -3,9 +3,8 @@
     vllm serve MODEL --worker-extension-cls colocate.engines.vllm.weight_receiver.WeightReceiver ...
 
 `--worker-extension-cls` and `/collective_rpc` are vLLM's public interface. What is not, and holds for vLLM
-0.25 to 0.33: the worker's attributes `device`, `rank`, `vllm_config`, `get_model()`, and layerwise reloading
-(`vllm.model_executor.model_loader.reload`), through which vLLM's own weight-transfer engines load as well:
-unlike plain `load_weights` it repeats what vLLM does to weights after loading (repacking, quantisation).
+0.25 to 0.33: the worker's attributes `device`, `rank`, `vllm_config` and `get_model()`, and what stands in
+`internals`.
 
 A push is begun, sent in numbered chunks, and finished. Every message may come twice: what was done already is
 not done again. From the beginning to the end of a push the weights are a mixture, and the token that names
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colocate.engines.vllm.internals import end_reload, has_packed_head, load_weights, start_reload
 from colocate.engines.vllm.weight_wire import (
     SHAPE,
     NcclGroup,
@@ -80,6 +80,7 @@ class _Receiver:
         self._num_chunks = 0
         self._last_message_s = 0.0
         self._is_reloading = False
+        self._copy_as_head: str | None = None
         self._parameter_names: set[str] = set()
         self._loaded_names: set[str] | None = set()
         self._group: NcclGroup | None = None
@@ -129,13 +130,16 @@ class _Receiver:
         self._group = NcclGroup(host, port, rank=rank, size=size, device=self._device, timeout_s=timeout_s)
         return {}
 
-    def begin(self, push_id: str, unless: str | None, replaces: str | None) -> dict[str, Any]:
+    def begin(
+        self, push_id: str, unless: str | None, replaces: str | None, tied_head: str | None
+    ) -> dict[str, Any]:
         """Get ready for the first chunk.
 
         Args:
             push_id: names the attempt.
             unless: the name of weights with which nothing need be sent.
             replaces: an earlier attempt of the same trainer process, which has failed.
+            tied_head: the weight that is the head's as well, where the two are tied.
 
         Returns:
             {"is": "ready"}, or "current" if these weights are loaded already, or "busy" with another push.
@@ -146,16 +150,15 @@ class _Receiver:
             return {"is": "current"}
         if self._push_id not in (None, replaces) and time.monotonic() - self._last_message_s < _LEASE_S:
             return {"is": "busy"}
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         self._end_reload()  # of a push that was left off
         model = self._worker.get_model()
         self._token, self._push_id, self._num_chunks = None, push_id, 0
         self._parameter_names = {name for name, _ in model.named_parameters()}
         self._loaded_names = set()
         self._last_message_s = time.monotonic()
-        with self._vllm_context():
-            initialize_layerwise_reload(model)
+        # Before the layers are unpacked: afterwards their heads look like any other.
+        self._copy_as_head = tied_head if has_packed_head(model) else None
+        start_reload(self._worker)
         self._is_reloading = True
         return {"is": "ready"}
 
@@ -181,9 +184,9 @@ class _Receiver:
         if chunk > self._num_chunks:
             raise ValueError(f"chunk {chunk} came where chunk {self._num_chunks} was due")
         tensors = tensors_in(self._bytes_of(offer, size_bytes), places)
+        tensors += [("lm_head.weight", tensor) for name, tensor in tensors if name == self._copy_as_head]
         try:
-            with self._vllm_context():
-                loaded = self._worker.get_model().load_weights(iter(tensors))
+            loaded = load_weights(self._worker, iter(tensors))
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except BaseException:
@@ -219,18 +222,9 @@ class _Receiver:
 
     # ── How ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _vllm_context(self) -> Any:
-        from vllm.config import set_current_vllm_config
-
-        return set_current_vllm_config(self._worker.vllm_config)
-
     def _end_reload(self) -> None:
-        if not self._is_reloading:
-            return
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        with torch.no_grad(), self._vllm_context():
-            finalize_layerwise_reload(self._worker.get_model(), self._worker.vllm_config.model_config)
+        if self._is_reloading:
+            end_reload(self._worker)
         self._is_reloading = False
 
     def _missing_names(self) -> list[str]:
