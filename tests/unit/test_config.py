@@ -70,6 +70,7 @@ OTHER_VALUES = {
     "vllm_gpu_memory_utilization": 0.5,
     "vllm_model_impl": "auto",
     "vllm_weights": "buckets",
+    "vllm_on_server_loss": "wait",
 }
 
 
