@@ -349,18 +349,23 @@ class WeightPusher:
         if parent is None and _SHARED_MEMORY.is_dir():
             parent = str(_SHARED_MEMORY)
         directory = Path(tempfile.mkdtemp(prefix="colocate-weights-", dir=parent))
+        transport = FileTransport(directory)
         secret = uuid.uuid4().hex
         probe = directory / "probe"
         probe.write_text(secret)
-        answers = self._workers.call("read_file", path=str(probe), deadline_s=_remaining_s(deadline))
+        try:
+            answers = self._workers.call("read_file", path=str(probe), deadline_s=_remaining_s(deadline))
+        except BaseException:
+            transport.close()
+            raise
         probe.unlink()
         if any(answer["text"] != secret for answer in answers):
-            shutil.rmtree(directory)
+            transport.close()
             raise ValueError(
                 f"Weights cannot go to the server by file: it does not see {directory.parent} of this "
                 "machine. Set a directory that both share, or use GPUs on both sides (nccl)."
             )
-        return FileTransport(directory)
+        return transport
 
     def _own_address(self) -> str:
         """This machine's address on the way to the server."""
