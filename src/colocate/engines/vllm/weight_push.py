@@ -367,8 +367,8 @@ class WeightPusher:
         if any(answer["text"] != secret for answer in answers):
             transport.close()
             raise ValueError(
-                f"Weights cannot go to the server by file: it does not see {transport.directory.parent} of this "
-                "machine. Set a directory that both share, or use GPUs on both sides (nccl)."
+                f"Weights cannot go to the server by file: it does not see {transport.directory.parent} "
+                "of this machine. Set a directory that both share, or use GPUs on both sides (nccl)."
             )
         return transport
 
