@@ -5,8 +5,8 @@
 The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, and the
 norms and activations that read them, in one CUDA graph; without adapters, and with them on every projection
 in four ways: as the engine does it, the same with every product and its adapters added up at once, the
-kernels one after the other, and PyTorch's matrix products. Then the kernels one by one, where what fits into the L2 cache is read from there. Medians. Tables go to the
-terminal, and to $OUT/decode_lora.json if OUT is set.
+kernels one after the other, and PyTorch's matrix products. Then the kernels one by one, where what fits into
+the L2 cache is read from there. Medians. Tables go to the terminal; to $OUT/decode_lora.json if OUT is set.
 """
 
 from __future__ import annotations
