@@ -25,7 +25,7 @@ test: $(VENV)/.installed-test
 
 # Real vLLM on a CPU.
 vllm-test: $(VLLM_VENV)/.installed
-	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -m "vllm and not gpu" \
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu" \
 		tests/unit/test_engine_contract.py tests/integration/test_vllm_*.py
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
@@ -74,5 +74,5 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-cpu.txt .ci/vllm_requirement
 	$(VLLM_BIN)/python -m pip install --quiet packaging
 	$(VLLM_BIN)/python .ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --requirement $(VLLM_VENV)/requirements.txt \
-		--editable ".[peft,bitsandbytes]" torch pytest hypothesis
+		--editable ".[peft,bitsandbytes]" torch pytest pytest-xdist hypothesis
 	touch $@
