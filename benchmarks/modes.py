@@ -1,6 +1,7 @@
 """Native, colocated vLLM and a vLLM server, on the same GPUs: writes `results/modes-<hardware>.json`.
 
-    python benchmarks/modes.py --gpus 2 --hardware h200x2 [--parts 1p5b-server 1p5b-colocate ...] [--limit-s 540]
+    python benchmarks/modes.py --gpus 2 --hardware h200x2 [--parts 1p5b-server 1p5b-colocate ...]
+        [--limit-s 540]
     python benchmarks/modes.py --gpus 2 --hardware h200x2 --merge
 
 The experiments 1 to 4 of "No GPU left behind" (Hugging Face, 2025): 1.5B and 7B, several batch sizes and
@@ -40,7 +41,7 @@ from runner import Record, Runner, read_records
 
 NUM_WARM_UP, NUM_TIMED = 1, 3
 CASE_S = 420.0
-"""A case that takes longer has failed. The first of a model includes vLLM's compilation, two minutes of it."""
+"""A case that takes longer has failed. In the first of a model vLLM compiles, for two minutes."""
 SERVER_START_S = 420.0
 SERVER_STOP_S = 60.0
 
@@ -233,8 +234,8 @@ def compute_claims(records: list[Record], num_gpus: int) -> dict[str, float | No
     """Every claim, at the largest batch and with an engine on each GPU; None where the records do not suffice.
 
     A bucketed publication is `VLLMEngine._publish`, the device synchronised around it: adapters merged, all
-    weights written into vLLM's copy, prefix cache forgotten. Sleep and wake-up are of the model where they
-    take more of a step.
+    weights written into vLLM's copy, prefix cache forgotten. Sleep and wake-up are of the model with which
+    they take more of a step.
     """
     colocate, server, native = (
         {model: largest(model, mode, num_gpus) for model in ("1p5b", "7b")}
@@ -304,7 +305,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for row in sorted(rows, key=lambda row: (row["model"], row["num_completions"])):
         server = servers.get((row["model"], row["num_completions"]))
         ratios = [
-            "–" if server is None else f"{row['completions_per_s'] / server[name]:.2f}"
+            "–" if server is None else f"{row[name] / server[name]:.2f}"
             for name in ("completions_per_s", "normalised_completions_per_s")
         ]
         cells = [

@@ -19,7 +19,7 @@ class Model:
     work: Work
     """Of the largest batch."""
     num_prompts: dict[int, tuple[int, ...]]
-    """By the number of GPUs, the largest first. Each completion has one process, also where one GPU serves."""
+    """By the number of GPUs, the largest first; the completions divide among all and all but one of them."""
 
     def at(self, num_prompts: int) -> Work:
         return dataclasses.replace(self.work, num_prompts=num_prompts)

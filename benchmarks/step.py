@@ -9,7 +9,7 @@ a reward that costs nothing. Completions have the given length: TRL passes `igno
 trainer's `sampling` is given no stop tokens. A step is what lies between the ends of two steps, the device
 synchronised at both.
 
-Under torchrun or `accelerate launch` each process takes its share of the work; the first one writes the record.
+Under torchrun or `accelerate launch` each process takes its share of the work; the first writes the record.
 
 `--standby` runs steps in turns with the hand-over of memory and without: the engine keeps its whole KV cache.
 `--option name=value` sets any other option of the configuration, its value in JSON.
