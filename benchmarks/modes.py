@@ -231,7 +231,7 @@ def sleep_share(records: list[Record], case: ModeCase) -> float | None:
 
 
 def compute_claims(records: list[Record], num_gpus: int) -> dict[str, float | None]:
-    """Every claim, at the largest batch and with an engine on each GPU; None where the records do not suffice.
+    """Every claim, at the largest batch, with an engine on each GPU; None where the records do not suffice.
 
     A bucketed publication is `VLLMEngine._publish`, the device synchronised around it: adapters merged, all
     weights written into vLLM's copy, prefix cache forgotten. Sleep and wake-up are of the model with which
