@@ -22,15 +22,10 @@ import argparse
 import json
 import os
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +33,11 @@ from modes_cases import PARTS, ModeCase, all_cases, cases, largest
 from results_file import all_measured, committed, write_result
 from rollout_cases import model_directory
 from runner import Record, Runner, read_records
+from vllm_server import vllm_server
 
 NUM_WARM_UP, NUM_TIMED = 1, 3
 CASE_S = 420.0
 """A case that takes longer has failed. In the first of a model vLLM compiles, for two minutes."""
-SERVER_START_S = 420.0
-SERVER_STOP_S = 60.0
 
 
 class Suite(Runner):
@@ -70,7 +64,14 @@ class Suite(Runner):
             self._run_all(missing, {})
             return
         try:
-            with self._server(directory, missing[0]) as url:
+            with vllm_server(
+                directory,
+                *("--load-format", "dummy", "--max-model-len", str(max_model_len(missing[0]))),
+                *(["--enforce-eager"] if self._options.tiny else []),
+                gpu=self._gpus[-1],
+                log=self.records / f"{time.time_ns()}-server.log",
+                environment=self.environment,
+            ) as url:
                 self._run_all(missing, {"vllm_server_base_url": url})
         except RuntimeError as error:
             self.failures.append(f"{part}: {error}")
@@ -100,70 +101,6 @@ class Suite(Runner):
             timeout_s=CASE_S,
             CUDA_VISIBLE_DEVICES=",".join(self._gpus[: case.num_trainers]),
         )  # fmt: skip
-
-    @contextmanager
-    def _server(self, directory: Path, case: ModeCase) -> Iterator[str]:
-        """The address of a server of the case's model on the last GPU.
-
-        Raises:
-            RuntimeError: it did not come up.
-        """
-        port = free_port()
-        words = [
-            "-m", "colocate", "serve", str(directory), "--host", "127.0.0.1", "--port", str(port),
-            "--", "--load-format", "dummy", "--max-model-len", str(max_model_len(case)),
-            *(["--enforce-eager"] if self._options.tiny else []),
-        ]  # fmt: skip
-        environment = self.environment | {"CUDA_VISIBLE_DEVICES": self._gpus[-1]}
-        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # read on a CPU only, for --tiny
-        log = self.records / f"{time.time_ns()}-server.log"
-        print(" ".join(words), flush=True)
-        start_s = time.perf_counter()
-        with (
-            log.open("w") as output,
-            subprocess.Popen(
-                [sys.executable, *words], env=environment, stdout=output, stderr=subprocess.STDOUT
-            ) as process,
-        ):
-            try:
-                url = f"http://127.0.0.1:{port}"
-                await_server(process, url, log)
-                print(f"  the server is up after {time.perf_counter() - start_s:.1f} s", flush=True)
-                yield url
-            finally:
-                stop(process)
-
-
-def await_server(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Return when the server answers.
-
-    Raises:
-        RuntimeError: it ended, or does not answer in time.
-    """
-    deadline_s = time.perf_counter() + SERVER_START_S
-    while process.poll() is None and time.perf_counter() < deadline_s:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    state = "does not answer" if process.poll() is None else f"ended ({process.returncode})"
-    raise RuntimeError(f"the server {state}, see {log}\n{log.read_text()[-3000:]}")
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End `colocate serve`, which ends vLLM."""
-    process.terminate()
-    try:
-        process.wait(SERVER_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def max_model_len(case: ModeCase) -> int:
