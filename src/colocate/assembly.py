@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+import uuid
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -29,6 +31,7 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.engines.vllm.in_process import VLLMEngine
+from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.versions import installed_version
 from colocate.memory.train_plan import TrainPlan
 from colocate.planning.planner import Planner, choose_fixed_plan
@@ -225,6 +228,20 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
             model_impl=args.vllm_model_impl,
             trust_remote_code=args.trust_remote_code,
             engine_kwargs=args.vllm_engine_kwargs,
+        )
+    if name == "vllm_server":
+        # One server for all processes: what it is sent bears the same name from each.
+        (run_id,) = broadcast_object_list([uuid.uuid4().hex])
+        return VLLMServerEngine(
+            model,
+            base_url=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+            is_main=accelerator.is_main_process,
+            barrier=accelerator.wait_for_everyone,
+            run_id=run_id,
+            on_server_loss=args.vllm_on_server_loss,  # type: ignore[arg-type]  # checked by the configuration
+            server_timeout_s=args.vllm_server_timeout,
+            group_host=args.vllm_group_host,
+            group_port=args.vllm_group_port,
         )
     pad_token_id = causal_lm(model).generation_config.pad_token_id
     return TransformersEngine(model, pad_token_id=pad_token_id, max_num_seqs=args.max_num_seqs or 64)

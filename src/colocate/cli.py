@@ -1,4 +1,4 @@
-"""The command line: `colocate train | plan | report`.
+"""The command line: `colocate train | plan | report | serve`.
 
 torch and transformers take seconds to load, so each command imports what it needs and `--help` nothing.
 """
@@ -31,20 +31,34 @@ use_peft, lora_r, ...). An option without a value is switched on; several values
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for an error of the user's, 2 for a wrong command line."""
     parser = _build_parser()
-    known, rest = parser.parse_known_args(arguments)
+    # What stands behind "--" is vLLM's, whatever it looks like.
+    own, vllm_options = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
+    known, rest = parser.parse_known_args(own)
     if known.command is None:
         parser.print_help()
         return 2
-    if rest and known.command not in ("train", "plan"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if known.command == "serve":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)} (options of vLLM's go behind --)")
+        rest = vllm_options
+    elif vllm_options or (rest and known.command == "report"):
+        parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}")
     try:
-        return {"train": _train, "plan": _plan, "report": _report}[known.command](known, rest)
+        return {"train": _train, "plan": _plan, "report": _report, "serve": _serve}[known.command](
+            known, rest
+        )
     except (ValueError, OSError, ImportError) as error:
         if known.debug:
             traceback.print_exc()
         else:
             print(f"colocate {known.command}: {error}\n(--debug shows where)", file=sys.stderr)
         return 1
+
+
+def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first "--", and what behind it."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return list(arguments[:end]), list(arguments[end + 1 :])
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -76,7 +90,24 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--device_name", help="the GPU to plan for, such as H100 (default: the one here)"
             )
+    _add_serve(commands)
     return parser
+
+
+def _add_serve(commands: Any) -> None:
+    summary = "run a vLLM server for trainers elsewhere (engine=vllm_server)"
+    command = commands.add_parser(
+        "serve",
+        help=summary,
+        description=summary,
+        usage="colocate serve MODEL [--host HOST] [--port PORT] [--tensor-parallel-size N] [-- VLLM_OPTIONS]",
+        allow_abbrev=False,
+    )
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command.add_argument("model", help="the model that is trained: its name, or a directory")
+    command.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s, any)")
+    command.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    command.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
 
 
 def _read_run(rest: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
@@ -358,6 +389,21 @@ def _report(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
     print(write_report(known.run_dir))
     return 0
+
+
+# ── serve ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _serve(known: argparse.Namespace, vllm_options: Sequence[str]) -> int:
+    from colocate.engines.vllm.serve import serve
+
+    return serve(
+        known.model,
+        host=known.host,
+        port=known.port,
+        tensor_parallel_size=known.tensor_parallel_size,
+        vllm_options=vllm_options,
+    )
 
 
 if __name__ == "__main__":

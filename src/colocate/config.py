@@ -111,9 +111,10 @@ class GRPOConfig(TrainingArguments):
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
     engine: str = "auto"
-    """"native" decodes on the trainer's parameters; "vllm" runs vLLM in the trainer's process; "transformers"
-    calls `model.generate`, slow but for any architecture; "auto" takes native where it knows the
-    architecture, else vLLM where `use_vllm` asks for it, else transformers."""
+    """"native" decodes on the trainer's parameters; "vllm" runs vLLM in the trainer's process; "vllm_server"
+    asks a vLLM server on other GPUs (`colocate serve`); "transformers" calls `model.generate`, slow but for
+    any architecture. "auto" takes the server with use_vllm=True and vllm_mode="server"; else native where it
+    knows the architecture, vLLM where `use_vllm` asks for it, and transformers."""
     max_num_seqs: int | None = None
     """Sequences decoded side by side. None: 512 on a GPU, 64 on a CPU."""
     page_size: int | None = None
@@ -153,6 +154,21 @@ class GRPOConfig(TrainingArguments):
     "auto": shared where possible (full fine-tuning on one GPU each, of Llama, Mistral and Qwen models)."""
     vllm_engine_kwargs: dict[str, Any] | None = None
     """Further arguments of `vllm.LLM`."""
+
+    # ── Rollout by a vLLM server (engine="vllm_server") ──────────────────────────────────────────────────
+
+    vllm_server_base_url: str | None = None
+    """Its address, such as "http://node7:8000". None: `vllm_server_host` and `vllm_server_port`."""
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: int = 8000
+    vllm_server_timeout: float = 240.0
+    """Seconds to wait for the server at the start, and for one that is to come back."""
+    vllm_on_server_loss: str = "error"
+    """When the server dies or hangs: stop with an "error", or "wait" until it is back and repeat what was
+    lost."""
+    vllm_group_host: str | None = None
+    """Where the server's workers reach this process for NCCL. None: this machine's address towards it."""
+    vllm_group_port: int = 51216
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -232,11 +248,6 @@ class GRPOConfig(TrainingArguments):
     use_vllm: bool = False
     vllm_mode: str = "colocate"
     vllm_structured_outputs_regex: str | None = None
-    vllm_server_base_url: str | None = None
-    vllm_server_host: str = "0.0.0.0"
-    vllm_server_port: int = 8000
-    vllm_server_timeout: float = 240.0
-    vllm_group_port: int = 51216
     ds3_gather_for_generation: bool = True
     pad_to_multiple_of: int | str | None = "auto"
     cache_implementation: str | None = None
@@ -259,6 +270,8 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         notices = self._resolve_renamed()
+        if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
+            self.engine = "vllm_server"
         notices += check_support(self)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"

@@ -9,7 +9,7 @@ ignored costs its user days, so every one of them is in exactly one row here:
 - REFUSED: any value but the default is a `ValueError` with the reason and what to do instead.
 
 Some of UNNECESSARY and REFUSED are so for engines that share the trainer's weights and memory; vLLM does what
-they ask for (`HONOURED_WITH_VLLM`).
+they ask for (`HONOURED_BY`).
 
 A field in none of them comes from a newer transformers and is refused unless it has its default.
 """
@@ -74,7 +74,7 @@ RENAMED: dict[str, str] = {
 
 _SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
 _ONLY_VLLM = "only vLLM reads it; set engine='vllm' for that"
-_NO_SERVER = "only read with vllm_mode='server', which colocate does not use"
+_ONLY_SERVER = "only a server needs it; set engine='vllm_server' for that"
 _NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
 _NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
 _NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
@@ -90,11 +90,13 @@ UNNECESSARY: dict[str, str] = {
     "vllm_device": _SHARED,
     "vllm_dtype": _SHARED,
     "vllm_enable_prefix_caching": "a prompt is always stored and read once for its whole group",
-    "vllm_server_base_url": _NO_SERVER,
-    "vllm_server_host": _NO_SERVER,
-    "vllm_server_port": _NO_SERVER,
-    "vllm_server_timeout": _NO_SERVER,
-    "vllm_group_port": _NO_SERVER,
+    "vllm_server_base_url": _ONLY_SERVER,
+    "vllm_server_host": _ONLY_SERVER,
+    "vllm_server_port": _ONLY_SERVER,
+    "vllm_server_timeout": _ONLY_SERVER,
+    "vllm_on_server_loss": _ONLY_SERVER,
+    "vllm_group_host": _ONLY_SERVER,
+    "vllm_group_port": _ONLY_SERVER,
     "ds3_gather_for_generation": "only read under DeepSpeed ZeRO-3",
     "pad_to_multiple_of": "sequences are packed, never padded",
     "use_liger_loss": "log-probabilities are always computed in chunks, never from full logits",
@@ -148,7 +150,8 @@ _NO_BEST = (
 )
 
 REFUSED: dict[str, str] = {
-    "vllm_mode": "rollout shares the trainer's devices and there is no server; use vllm_mode='colocate'",
+    "vllm_mode": "with this engine, or without use_vllm=True, no server is asked. Set engine='vllm_server', "
+    "or vllm_mode='colocate'",
     "vllm_tensor_parallel_size": "the engine reads the trainer's parameters, which are whole on each device; "
     "use 1: each device generates its own share of the completions, or set engine='vllm'",
     "vllm_structured_outputs_regex": "sampling outside the policy's own distribution is not supported; score "
@@ -193,22 +196,45 @@ REFUSED: dict[str, str] = {
     "enable_jit_checkpoint": "not supported yet; set save_steps to what you can afford to lose",
 }
 
-HONOURED_WITH_VLLM: frozenset[str] = _names(
-    """
-    use_vllm vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_model_impl
-    vllm_engine_kwargs vllm_weights
-    """
-)
-"""Honoured with engine='vllm'."""
-
-NOT_WITH_VLLM: dict[str, str] = {
-    "page_size": "vllm_engine_kwargs={'block_size': ...}",
-    "kv_cache_tokens": "vllm_gpu_memory_utilization, or vllm_engine_kwargs={'kv_cache_memory_bytes': ...}",
+HONOURED_BY: dict[str, frozenset[str]] = {
+    "vllm": _names(
+        """
+        use_vllm vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_model_impl
+        vllm_engine_kwargs vllm_weights
+        """
+    ),
+    "vllm_server": _names(
+        """
+        use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
+        vllm_on_server_loss vllm_group_host vllm_group_port
+        """
+    ),
 }
-"""Options of the native engine's KV cache, and vLLM's for the same."""
+"""By engine, what it honours beyond `HONOURED`."""
+
+_BEHIND_SERVE = "{} on the server's own command line (`colocate serve MODEL -- {} ...`)"
+
+REPLACED_BY: dict[str, dict[str, str]] = {
+    "vllm": {
+        "page_size": "vllm_engine_kwargs={'block_size': ...}",
+        "kv_cache_tokens": "vllm_gpu_memory_utilization, or "
+        "vllm_engine_kwargs={'kv_cache_memory_bytes': ...}",
+    },
+    "vllm_server": {
+        name: _BEHIND_SERVE.format(option, option)
+        for name, option in (
+            ("page_size", "--block-size"),
+            ("kv_cache_tokens", "--kv-cache-memory-bytes"),
+            ("max_num_seqs", "--max-num-seqs"),
+        )
+    },
+}
+"""By engine, options of the native engine that it does not take, and what sets the same there."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "engine": ("auto", "native", "vllm", "transformers"),
+    "engine": ("auto", "native", "vllm", "vllm_server", "transformers"),
+    "vllm_mode": ("colocate", "server"),
+    "vllm_on_server_loss": ("error", "wait"),
     "vllm_model_impl": ("auto", "vllm", "transformers"),
     "vllm_weights": ("auto", "shared", "buckets"),
     "activation_policy": ("auto", *ACTIVATION_POLICIES),
@@ -246,7 +272,7 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("must be at least 1", lambda v: v >= 1),
     ),
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
-    **dict.fromkeys(_names("temperature repetition_penalty"), _POSITIVE),
+    **dict.fromkeys(_names("temperature repetition_penalty vllm_server_timeout"), _POSITIVE),
     **dict.fromkeys(
         _names("top_p vllm_gpu_memory_utilization"),
         ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1),
@@ -280,22 +306,20 @@ def check_support(config: Any) -> list[str]:
     Must see the values as given, before `TrainingArguments` replaces them with derived ones.
 
     Raises:
-        ValueError: an option in `REFUSED`, or unknown here, does not have its default; likewise one in
-            `NOT_WITH_VLLM` with that engine.
+        ValueError: an option in `REFUSED`, or unknown here, does not have its default; likewise one that is
+            `REPLACED_BY` another with this engine.
     """
     notices = []
-    if config.engine == "vllm":
-        for name, remedy in NOT_WITH_VLLM.items():
-            if getattr(config, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(config, name)!r} is not vLLM's: the native engine reads it. "
-                    f"Set {remedy}."
-                )
+    for name, remedy in REPLACED_BY.get(config.engine, {}).items():
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} is not read with engine={config.engine!r}. Set {remedy}."
+            )
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
         if name in HONOURED or value == default_of(field):
             continue
-        if name in HONOURED_WITH_VLLM and config.engine == "vllm":
+        if name in HONOURED_BY.get(config.engine, ()):
             continue
         if name in UNNECESSARY:
             notices.append(f"{name}={value!r} is not needed: {UNNECESSARY[name]}.")

@@ -20,6 +20,10 @@ OWN = {
         ("vllm_weights", "vllm_engine_kwargs"), "how vLLM gets its weights, and the rest of its options"
     ),
     **dict.fromkeys(
+        ("vllm_on_server_loss", "vllm_group_host"),
+        "what to do without the server, and how it finds the trainer",
+    ),
+    **dict.fromkeys(
         ("max_tokens_per_microbatch", "activation_policy", "share_prompts", "logprob_chunk_size"),
         "packing and what of a step is in memory at a time",
     ),

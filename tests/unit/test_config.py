@@ -9,7 +9,7 @@ from packaging.version import Version
 from transformers import TrainingArguments
 
 from colocate.config import GRPOConfig
-from colocate.options import CHOICES, HONOURED, HONOURED_WITH_VLLM, RANGES, REFUSED, RENAMED, UNNECESSARY
+from colocate.options import CHOICES, HONOURED, HONOURED_BY, RANGES, REFUSED, RENAMED, UNNECESSARY
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 CLASSES = (HONOURED, set(RENAMED), set(UNNECESSARY), set(REFUSED))
@@ -70,6 +70,7 @@ OTHER_VALUES = {
     "vllm_gpu_memory_utilization": 0.5,
     "vllm_model_impl": "auto",
     "vllm_weights": "buckets",
+    "vllm_on_server_loss": "wait",
 }
 
 
@@ -141,15 +142,45 @@ VLLM_OPTIONS = {
 
 
 def test_vllm_honours_its_options_without_a_word(make, caplog):
-    assert set(VLLM_OPTIONS) == HONOURED_WITH_VLLM
+    assert set(VLLM_OPTIONS) == HONOURED_BY["vllm"]
     with caplog.at_level(logging.WARNING, "colocate"):
         config = make(engine="vllm", **VLLM_OPTIONS)
     assert caplog.messages == []
     assert {name: getattr(config, name) for name in VLLM_OPTIONS} == VLLM_OPTIONS
 
 
+SERVER_OPTIONS = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_server_base_url": "http://node7:9000",
+    "vllm_server_host": "node7",
+    "vllm_server_port": 9000,
+    "vllm_server_timeout": 10.0,
+    "vllm_on_server_loss": "wait",
+    "vllm_group_host": "node6",
+    "vllm_group_port": 9001,
+}
+
+
+@pytest.mark.parametrize("engine", ["vllm_server", "auto"])
+def test_a_server_is_asked_for_by_engine_or_as_trl_does(make, caplog, engine):
+    assert set(SERVER_OPTIONS) == HONOURED_BY["vllm_server"]
+    with caplog.at_level(logging.WARNING, "colocate"):
+        config = make(engine=engine, **SERVER_OPTIONS)
+    assert caplog.messages == []
+    assert config.engine == "vllm_server"
+
+
+def test_a_server_that_nobody_would_ask_is_refused(make):
+    for options in ({}, {"use_vllm": True, "engine": "native"}, {"use_vllm": True, "engine": "vllm"}):
+        with pytest.raises(ValueError, match=r"vllm_mode='server' is not supported.*engine='vllm_server'"):
+            make(vllm_mode="server", **options)
+    with pytest.raises(ValueError, match=r"max_num_seqs=8 is not read.*serve MODEL -- --max-num-seqs"):
+        make(engine="vllm_server", max_num_seqs=8)
+
+
 def test_the_native_cache_options_are_not_vllms(make):
-    with pytest.raises(ValueError, match=r"page_size=16 is not vLLM's: .*'block_size'"):
+    with pytest.raises(ValueError, match=r"page_size=16 is not read with engine='vllm'.*'block_size'"):
         make(engine="vllm", page_size=16)
     with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported: .* engine='vllm'"):
         make(vllm_tensor_parallel_size=2)

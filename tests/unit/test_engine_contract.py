@@ -24,6 +24,7 @@ from engine_models import (
     token_logprobs,
 )
 from quantized_models import make_4bit_model
+from vllm_server_case import make_server_engine, make_server_model
 
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
@@ -98,6 +99,9 @@ ENGINES_WITH_VLLM = {
     "vllm": vllm_case(lambda: make_model("qwen3", head_dim=32), shares_weights=False),
     "vllm-gpt2": vllm_case(lambda: make_gpt2(n_embd=64, n_head=2), shares_weights=False),
     "vllm-lora": vllm_case(lambda: make_lora("qwen2", hidden_size=128), shares_weights=False),
+    "vllm_server": dataclasses.replace(
+        vllm_case(make_server_model, shares_weights=False), make_engine=make_server_engine
+    ),
 }
 ENGINES_WITH_VLLM_ON_GPU = {
     # In float32, for which vLLM picks an attention of its own. 97 tokens, which it pads: not shareable.

@@ -801,6 +801,14 @@ def test_progress_prints_one_plain_line_per_step_without_a_terminal():
     assert plain_output(is_main_process=False) == []
 
 
+def test_phases_that_not_every_step_has_count_in_the_step_time():
+    console = Console(file=io.StringIO())
+    progress = Progress(console=console)
+    progress.update(1, 9, {"wall_s": 3.0, "phases": {"rollout": 2.0, "train": 1.0}})
+    progress.update(2, 9, {"wall_s": 1.0, "phases": {"train": 1.0}})
+    assert "step time 2 s (rollout 50%, train 50%)" in console.file.getvalue().splitlines()[-1]
+
+
 def test_progress_with_missing_metrics_says_what_it_knows():
     console = Console(file=io.StringIO())
     Progress(console=console).update(7, 9, {"reward": None, "num_tokens": 5, "phases": None})

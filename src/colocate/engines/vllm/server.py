@@ -1,0 +1,369 @@
+"""Rollouts by a vLLM server on other GPUs or another machine: token ids go there, token ids come back.
+
+A completion is a function of the weights, the prompt and the seeds alone, and so any part of a rollout may be
+asked for again. What must not happen is a rollout from weights that are not the policy's: the server's
+workers name the weights they have (see `weight_receiver`), and that name is looked at before and after.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+from packaging.version import Version
+from torch import Tensor, nn
+
+from colocate.engines.requests import check_requests
+from colocate.engines.vllm.completions import parser_for, requests_of
+from colocate.engines.vllm.http import HttpClient, MalformedResponse, RequestRefused, ServerUnreachable
+from colocate.engines.vllm.versions import check_version
+from colocate.engines.vllm.weight_push import PushInterrupted, TransportName, WeightPusher
+from colocate.engines.vllm.weight_wire import SHAPE
+from colocate.engines.vllm.workers import HOW_TO_START, Workers
+from colocate.types import Completion, Prompt, SamplingParams
+from colocate.weights.buckets import BUCKET_BYTES
+from colocate.weights.layouts import causal_lm
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CALL_S = 60.0
+"""Deadline of a question that takes no work to answer; a server silent for longer counts as lost."""
+_MAX_LOSSES = 5
+"""Losses survived within one rollout or one push; a server that falls more often has a reason to."""
+
+
+class ServerRestarted(RuntimeError):
+    """The server is there, but not with the weights that the rollout began with."""
+
+
+_LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted)
+
+
+class VLLMServerEngine:
+    """Generates on a vLLM server, whose weights it keeps equal to the model's.
+
+    The server has memory of its own, so `sleep` gives nothing back and `wake_up` takes nothing.
+
+    Args:
+        model: the policy, possibly inside a PEFT wrapper. Its weights are read when they are pushed.
+        base_url: such as "http://localhost:8000".
+        is_main: this process pushes after an update; exactly one of a data-parallel run.
+        barrier: waits for all processes of the run.
+        run_id: names the run's weights on the server; equal in all its processes. Needed with more than one.
+        on_server_loss: "error", or "wait" until the server is back, push again, and repeat what was lost.
+        server_timeout_s: how long to wait for a server to start or to come back.
+        request_timeout_s: for one prompt's completions, queueing in the server and retries included.
+        push_timeout_s: for sending all weights.
+        transport, group_host, group_port, bucket_bytes, directory: see `WeightPusher`.
+        max_in_flight: requests under way at once, a request being one prompt's completions as a rule.
+
+    Raises:
+        ServerUnreachable: there is no server within `server_timeout_s`.
+        ValueError: it serves another model, or with settings with which this cannot work.
+        RuntimeError: its vLLM is too old, or it cannot take weights.
+    """
+
+    shares_weights = False
+    kv_cache_bytes = 0  # the server's is not on the trainer's device
+    rollout_weight_bytes = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        base_url: str,
+        is_main: bool = True,
+        barrier: Callable[[], object] = lambda: None,
+        run_id: str | None = None,
+        on_server_loss: Literal["error", "wait"] = "error",
+        server_timeout_s: float = 240.0,
+        request_timeout_s: float = 3600.0,
+        push_timeout_s: float = 600.0,
+        transport: TransportName = "auto",
+        group_host: str | None = None,
+        group_port: int = 0,
+        bucket_bytes: int = BUCKET_BYTES,
+        directory: str | None = None,
+        max_in_flight: int = 256,
+    ) -> None:
+        self.policy_version = 0
+        self._model: nn.Module | None = model
+        self._is_main = is_main
+        self._barrier = barrier
+        self._run_id = run_id or uuid.uuid4().hex
+        self._num_updates = 0
+        self._on_server_loss = on_server_loss
+        self._server_timeout_s = server_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._is_awake = False
+        self._pushed_to: str | None = None
+        self._client = HttpClient(base_url, max_in_flight=max_in_flight)
+        self._workers = Workers(self._client)
+        self._pusher = WeightPusher(
+            self._client,
+            self._workers,
+            transport=transport,
+            group_host=group_host,
+            group_port=group_port,
+            bucket_bytes=bucket_bytes,
+            directory=directory,
+            timeout_s=push_timeout_s,
+        )
+        try:
+            self._await_server()
+            self._served_name, self._max_len = self._check_server()
+        except BaseException:
+            self._client.close()
+            raise
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Complete every prompt. See `RolloutEngine.generate`.
+
+        Raises:
+            RuntimeError: the server was lost and `on_server_loss` is "error", or it did not come back.
+        """
+        if not self._is_awake or self._model is None:
+            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
+        check_requests(
+            prompts,
+            sampling,
+            max_len=self._max_len,
+            max_len_reason=f"the server's --max-model-len = {self._max_len}",
+            vocab_size=causal_lm(self._model).get_input_embeddings().num_embeddings,
+        )
+        return self._surviving("generate", lambda: self._generate(prompts, sampling))
+
+    def sleep(self, keep_bytes: int = 0) -> None:
+        """Nothing to give back: the server's memory is its own."""
+        self._is_awake = False
+
+    def wake_up(self) -> None:
+        """Allow `generate`.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        if self._model is None:
+            raise RuntimeError("The engine is closed and cannot be used again.")
+        self._is_awake = True
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Send the model's present weights, with adapters merged, and forget what older ones computed.
+
+        All processes of the run call this; one sends.
+
+        Args:
+            named_tensors: parameters of the model that the engine was made with. It reads them there, as an
+                adapter's are of no use to the server alone.
+
+        Raises:
+            ValueError: a tensor is not the model's.
+            RuntimeError: see `generate`.
+        """
+        if self._model is None:
+            raise RuntimeError("The engine is closed and cannot be used again.")
+        own = {id(parameter) for parameter in self._model.parameters()}
+        foreign = [name for name, tensor in named_tensors if id(tensor) not in own]
+        if foreign:
+            raise ValueError(
+                f"{foreign[0]!r} is no parameter of the model that this engine was made with, and only those "
+                "are sent. Update the model's parameters in place."
+            )
+        self._num_updates += 1
+        if self._is_main:
+            self._surviving("take weights", self._bring_up_to_date)
+        self.policy_version = version
+        self._barrier()
+
+    def close(self) -> None:
+        """Let go of the server, which keeps running."""
+        self.sleep()
+        self._model = None
+        self._pusher.reset()
+        self._client.close()
+
+    # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        start_id = self._bring_up_to_date()
+        requests = list(requests_of(prompts, sampling, self._served_name))
+        futures = [
+            self._client.submit(
+                "POST",
+                "/v1/completions",
+                request.body,
+                deadline_s=self._request_timeout_s,
+                parse=parser_for(request, sampling, self.policy_version),
+            )
+            for request in requests
+        ]
+        try:
+            self._await_all(futures)
+            state = self._state()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            self._client.cancel_all()
+            raise
+        if state != (start_id, self._token):
+            raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted during a rollout.")
+        return [completion for future in futures for completion in future.result()]
+
+    def _await_all(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
+        """Return when all are done; raise as soon as one fails, or as the server falls silent."""
+        pending: set[concurrent.futures.Future[Any]] = set(futures)
+        while pending:
+            done, pending = concurrent.futures.wait(
+                pending, timeout=_CALL_S / 4, return_when=concurrent.futures.FIRST_EXCEPTION
+            )
+            for future in done:
+                future.result()
+            if pending and not done:
+                self._ask("/health")
+
+    # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _token(self) -> str:
+        return f"{self._run_id}:{self._num_updates}"
+
+    def _bring_up_to_date(self) -> str:
+        """Push unless the server has the present weights; returns its start's identity."""
+        assert self._model is not None
+        start_id, token = self._state()
+        if token == self._token:
+            return start_id
+        if token is not None and not token.startswith(self._run_id) and start_id == self._pushed_to:
+            raise RuntimeError(
+                f"Another run has sent its weights to the vLLM server at {self._client.base_url} since this "
+                "one did. Give every run a server of its own."
+            )
+        started_s = time.monotonic()
+        sent_bytes = self._pusher.push(self._model, self._token)
+        start_id, token = self._state()
+        if token != self._token:
+            raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted after a push.")
+        self._pushed_to = start_id
+        logger.info(f"Sent {sent_bytes / 2**20:.1f} MiB of weights in {time.monotonic() - started_s:.2f} s.")
+        return start_id
+
+    def _state(self) -> tuple[str, str | None]:
+        """Identities of the server's start and of its weights, None where its workers do not agree."""
+        states = self._workers.call("state", deadline_s=_CALL_S)
+        tokens = {state["token"] for state in states}
+        return "+".join(state["start_id"] for state in states), tokens.pop() if len(tokens) == 1 else None
+
+    # ── The server ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _surviving(self, what: str, action: Callable[[], T]) -> T:
+        """Do it; if the server is lost meanwhile, fail with a remedy or wait for it and do it again."""
+        for _ in range(_MAX_LOSSES):
+            try:
+                return action()
+            except _LOSSES as error:
+                url = self._client.base_url
+                if self._on_server_loss == "error":
+                    raise RuntimeError(
+                        f"The vLLM server at {url} was lost when it should {what}: {error} Look into its "
+                        "log, start it again (`colocate serve`) and resume from the last checkpoint; or set "
+                        "vllm_on_server_loss='wait', with which a run goes on as soon as the server is back."
+                    ) from error
+                logger.warning(
+                    f"The vLLM server at {url} was lost when it should {what}: {error} Waiting for it for up "
+                    f"to {self._server_timeout_s:g} s."
+                )
+                last = error
+                self._pusher.reset()
+                self._await_server()
+                self._served_name, self._max_len = self._check_server()
+        raise RuntimeError(
+            f"The vLLM server at {self._client.base_url} was lost {_MAX_LOSSES} times in a row; the last "
+            f"time: {last} Look into its log."
+        ) from last
+
+    def _await_server(self) -> None:
+        """Return when the server is ready.
+
+        Raises:
+            ServerUnreachable: it is not within `server_timeout_s`.
+        """
+        deadline = time.monotonic() + self._server_timeout_s
+        while True:
+            remaining_s = deadline - time.monotonic()
+            try:
+                return self._ask("/health", deadline_s=max(0.1, min(remaining_s, _CALL_S)), max_attempts=1)
+            except (ServerUnreachable, RequestRefused) as error:
+                if time.monotonic() + 0.5 > deadline:
+                    raise ServerUnreachable(
+                        f"No vLLM server answered at {self._client.base_url} within vllm_server_timeout="
+                        f"{self._server_timeout_s:g} s. {error} {HOW_TO_START}; if it is only slow to load, "
+                        "raise vllm_server_timeout."
+                    ) from error
+            time.sleep(0.5)
+
+    def _check_server(self) -> tuple[str, int]:
+        """The served model's name and context length, once it is known to be the one that is trained."""
+        assert self._model is not None
+        url = self._client.base_url
+        version = self._ask("/version", lambda answer: Version(_field(answer, "version")))
+        try:
+            warning = check_version(version)
+        except ImportError as error:
+            raise RuntimeError(f"The server at {url} is of no use: {error}") from error
+        if warning is not None and self._is_main:
+            logger.warning(f"The server at {url}: {warning}")
+        offered = self._ask("/v1/models", lambda answer: _field(answer, "data")[0])
+        workers = self._workers.describe(deadline_s=_CALL_S)
+        self._check_model(self._model, workers[0]["shape"], str(offered["id"]))
+        if workers[0]["num_replicas"] > 1:
+            raise ValueError(
+                f"The server at {url} runs {workers[0]['num_replicas']} replicas, of which weights would "
+                "reach one for sure. Start it without --data-parallel-size; for more GPUs there is "
+                "--tensor-parallel-size."
+            )
+        for setting, needed in (("logprobs_mode", "processed_logprobs"), ("generation_config", "vllm")):
+            if workers[0][setting] != needed:
+                raise ValueError(
+                    f"The server at {url} runs with {setting}={workers[0][setting]!r}, and training needs "
+                    f"{needed!r}. {HOW_TO_START}."
+                )
+        return str(offered["id"]), int(offered["max_model_len"])
+
+    def _check_model(self, model: nn.Module, served: dict[str, Any], served_name: str) -> None:
+        config: Any = causal_lm(model).config.get_text_config()
+        differences = [
+            f"{name} {served[name]} instead of {getattr(config, name)}"
+            for name in SHAPE
+            if None not in (served[name], getattr(config, name, None))
+            and served[name] != getattr(config, name)
+        ]
+        if differences:
+            raise ValueError(
+                f"The server at {self._client.base_url} serves another model, {served_name!r}: it has "
+                f"{', '.join(differences)}. Start it with the model that is trained: `colocate serve "
+                f"{config.name_or_path or 'MODEL'}`."
+            )
+
+    def _ask(
+        self,
+        path: str,
+        parse: Callable[[Any], Any] = lambda answer: answer,
+        *,
+        deadline_s: float | None = None,
+        max_attempts: int | None = None,
+    ) -> Any:
+        return self._client.call(
+            "GET", path, deadline_s=deadline_s or _CALL_S, parse=parse, max_attempts=max_attempts
+        )
+
+
+def _field(answer: Any, name: str) -> Any:
+    if not isinstance(answer, dict) or not answer.get(name):
+        raise MalformedResponse(f"it has no {name}")
+    return answer[name]

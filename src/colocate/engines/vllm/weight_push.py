@@ -1,0 +1,404 @@
+"""The trainer's side of a weight push: the policy in chunks to a vLLM server on other GPUs.
+
+Three ways for the bytes, of which "auto" takes the fastest that works here:
+
+    ipc     the server's workers read a buffer on the trainer's GPU, which must be visible to them
+    nccl    a broadcast from the trainer to all workers, on one host or between hosts
+    file    a file in a directory that both see, shared memory as a rule; the only way without GPUs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from colocate.engines.vllm.http import HttpClient, MalformedResponse, ServerUnreachable
+from colocate.engines.vllm.internals import plain_segments
+from colocate.engines.vllm.weight_wire import NcclGroup, ipc_handle, layout_of, pack, visible_gpus
+from colocate.engines.vllm.workers import WorkerError, Workers
+from colocate.weights.buckets import buckets
+from colocate.weights.layouts import causal_lm
+
+logger = logging.getLogger(__name__)
+
+TransportName = Literal["auto", "ipc", "nccl", "file"]
+
+_POLL_S = 0.2
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class PushInterrupted(RuntimeError):
+    """The server lost what it had received: it restarted, or another process pushed. Push again, whole."""
+
+
+class Transport(Protocol):
+    """A way for a chunk's bytes. One chunk is under way at a time."""
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        """[size_bytes] uint8 to pack the next chunk into."""
+        ...
+
+    def offer(self, flat: Tensor) -> dict[str, Any]:
+        """What the workers are told, so that they find the packed chunk."""
+        ...
+
+    def transmit(self, flat: Tensor) -> None:
+        """Send it, after the workers have been told."""
+        ...
+
+    def settle(self) -> None:
+        """The workers have it; the buffer may be used again."""
+        ...
+
+    def close(self) -> None:
+        """Give up what this way holds, even in the middle of a chunk."""
+        ...
+
+
+class FileTransport:
+    """Chunks as files in a directory that trainer and server share."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._num_files = 0
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def offer(self, flat: Tensor) -> dict[str, Any]:
+        from safetensors.torch import save_file
+
+        self._path = self._directory / f"{self._num_files}.safetensors"
+        self._num_files += 1
+        save_file({"chunk": flat}, self._path)
+        return {"path": str(self._path)}
+
+    def transmit(self, flat: Tensor) -> None:
+        """Nothing: the file is there."""
+
+    def settle(self) -> None:
+        self._path.unlink()
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class IpcTransport:
+    """One buffer on the trainer's GPU that the workers map into their own address space."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._flat: Tensor | None = None
+        self._handle: dict[str, Any] = {}
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        if self._flat is None or len(self._flat) < size_bytes:
+            self._flat = None
+            # Memory of an expandable segment cannot be opened by another process without more rights.
+            with plain_segments(self._device):
+                self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            self._handle = ipc_handle(self._flat)
+        return self._flat[:size_bytes]
+
+    def offer(self, flat: Tensor) -> dict[str, Any]:
+        torch.cuda.synchronize(self._device)  # another process's stream knows nothing of ours
+        return {"ipc": self._handle}
+
+    def transmit(self, flat: Tensor) -> None:
+        """Nothing: the workers read it."""
+
+    def settle(self) -> None:
+        """Nothing: a worker answers only after it has copied the chunk."""
+
+    def close(self) -> None:
+        self._flat = None
+
+
+class NcclTransport:
+    """Broadcasts in a group of the trainer and every worker.
+
+    Raises:
+        RuntimeError: the group did not come about.
+    """
+
+    def __init__(
+        self, workers: Workers, num_workers: int, device: torch.device, host: str, port: int, timeout_s: float
+    ) -> None:
+        self._device = device
+        joining = workers.start(
+            "join_group",
+            host=host,
+            port=port,
+            size=1 + num_workers,
+            timeout_s=timeout_s,
+            deadline_s=timeout_s,
+        )
+        try:
+            self._group = NcclGroup(
+                host, port, rank=0, size=1 + num_workers, device=device, timeout_s=timeout_s
+            )
+        except RuntimeError as error:
+            reason = joining.exception() if joining.done() else None
+            if isinstance(reason, ServerUnreachable):
+                raise reason from error
+            raise RuntimeError(
+                f"Trainer and server did not meet for NCCL at {host}:{port} within {timeout_s:g} s: "
+                f"{reason or error}. The server must reach that address: set vllm_group_host to one of this "
+                "machine's that it can, and vllm_group_port to a port that is open."
+            ) from error
+        joining.result()
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def offer(self, flat: Tensor) -> dict[str, Any]:
+        return {"nccl": True}
+
+    def transmit(self, flat: Tensor) -> None:
+        self._group.start_broadcast(flat)
+
+    def settle(self) -> None:
+        self._group.wait()
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+class WeightPusher:
+    """Sends a policy's weights to a server; a failed push leaves no trace on this side.
+
+    Args:
+        client, workers: the server.
+        transport: which way, "auto" for the fastest there is.
+        group_host, group_port: where the server's workers meet the trainer for NCCL. None: this machine's
+            address on the way to the server; 0: any free port.
+        bucket_bytes: of a chunk at most; a larger tensor is a chunk of its own.
+        directory: for files; None takes shared memory, or where there is none the temporary directory.
+        timeout_s: for a whole push, and for waiting until another process's push is over.
+    """
+
+    def __init__(
+        self,
+        client: HttpClient,
+        workers: Workers,
+        *,
+        transport: TransportName,
+        group_host: str | None,
+        group_port: int,
+        bucket_bytes: int,
+        directory: str | None,
+        timeout_s: float,
+    ) -> None:
+        self._client = client
+        self._workers = workers
+        self._wanted: TransportName = transport
+        self._group_host = group_host
+        self._group_port = group_port
+        self._bucket_bytes = bucket_bytes
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._transport: Transport | None = None
+        self._push_id: str | None = None
+
+    def push(self, model: nn.Module, token: str) -> int:
+        """Load the model's present weights into the server under the name `token`, unless it has them.
+
+        Meanwhile the server generates nothing: what is under way there is aborted, new requests wait. After a
+        failure it stays like that until the next push, as its weights are a mixture.
+
+        Returns:
+            Bytes sent.
+
+        Raises:
+            PushInterrupted, ServerUnreachable: the server went away or restarted; push again when it is back.
+            WorkerError, RequestRefused: it said why not.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        replaces, self._push_id = self._push_id, uuid.uuid4().hex
+        try:
+            sent_bytes = self._push(model, token, replaces, deadline)
+        except BaseException:
+            self.reset()
+            raise
+        self._tell("/reset_prefix_cache", deadline)
+        self._tell("/resume", deadline)
+        return sent_bytes
+
+    def reset(self) -> None:
+        """Forget the way to the server; the next push finds one anew."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    def _push(self, model: nn.Module, token: str, replaces: str | None, deadline: float) -> int:
+        if not self._begin(token, replaces, _tied_head(model), deadline):
+            return 0
+        if self._transport is None:
+            device = next(model.parameters()).device
+            self._transport = self._choose(device, deadline)
+        sent_bytes = num_chunks = 0
+        for bucket in buckets(model, self._bucket_bytes):
+            places, size_bytes = layout_of(bucket)
+            flat = self._transport.buffer(size_bytes)
+            pack(bucket, places, flat)
+            received = self._workers.start(
+                "receive_chunk",
+                push_id=self._push_id,
+                chunk=num_chunks,
+                places=places,
+                size_bytes=size_bytes,
+                offer=self._transport.offer(flat),
+                deadline_s=_remaining_s(deadline),
+            )
+            self._transport.transmit(flat)
+            _check(received.result(), "loaded")
+            self._transport.settle()
+            sent_bytes += size_bytes
+            num_chunks += 1
+        finished = self._workers.call(
+            "finish",
+            push_id=self._push_id,
+            token=token,
+            num_chunks=num_chunks,
+            deadline_s=_remaining_s(deadline),
+        )
+        _check(finished, "finished")
+        return sent_bytes
+
+    def _begin(self, token: str, replaces: str | None, tied_head: str | None, deadline: float) -> bool:
+        """Stop generation and open the push; False if the server turns out to have these weights."""
+        unless: str | None = token
+        while True:
+            self._tell("/pause?mode=abort", deadline)
+            answers = self._workers.call(
+                "begin",
+                push_id=self._push_id,
+                unless=unless,
+                replaces=replaces,
+                tied_head=tied_head,
+                deadline_s=_remaining_s(deadline),
+            )
+            kinds = {answer["is"] for answer in answers}
+            if kinds == {"ready"}:
+                return True
+            if kinds == {"current"}:
+                return False
+            if "busy" not in kinds:
+                unless = None  # an earlier push was finished on some workers only
+                continue
+            # Another process is pushing, as a rule these very weights to a server that has restarted.
+            if time.monotonic() + _POLL_S > deadline:
+                raise WorkerError(
+                    f"Another process has been pushing weights to {self._client.base_url} for "
+                    f"{self._timeout_s:g} s. Give every run a server of its own."
+                )
+            time.sleep(_POLL_S)
+
+    def _tell(self, path: str, deadline: float) -> None:
+        self._client.call("POST", path, deadline_s=_remaining_s(deadline), parse=_check_done)
+
+    # ── Which way ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _choose(self, device: torch.device, deadline: float) -> Transport:
+        workers = self._workers.describe(deadline_s=_remaining_s(deadline))
+        are_on_gpus = device.type == "cuda" and all(w["device_type"] == "cuda" for w in workers)
+        gpu = visible_gpus()[device.index or 0] if device.type == "cuda" else None
+        name = self._wanted
+        if name == "auto":
+            if are_on_gpus:
+                name = "ipc" if all(gpu in worker["visible_gpus"] for worker in workers) else "nccl"
+            else:
+                name = "file"
+        logger.info(f"Weights go to the vLLM server at {self._client.base_url} by {name}.")
+        if name == "file":
+            return self._file_transport(deadline)
+        if not are_on_gpus:
+            raise ValueError(
+                f"Weights cannot go to the server by {name}: the trainer is on {device.type}, the server "
+                f"on {workers[0]['device_type']}, and {name} needs GPUs on both sides. Leave the transport "
+                "at 'auto'."
+            )
+        if name == "ipc":
+            if any(gpu not in worker["visible_gpus"] for worker in workers):
+                raise ValueError(
+                    f"Weights cannot go to the server by ipc: its workers do not see the trainer's GPU "
+                    f"{gpu}. Add it behind the server's own in its CUDA_VISIBLE_DEVICES, or use nccl."
+                )
+            return IpcTransport(device)
+        if any(gpu == worker["gpu"] for worker in workers):
+            raise ValueError(
+                f"Weights cannot go to the server by nccl: it runs on the trainer's own GPU {gpu}, and NCCL "
+                "needs a GPU for each side. Use ipc, or move the server with CUDA_VISIBLE_DEVICES."
+            )
+        host = self._group_host or self._own_address()
+        port = self._group_port or _free_port(host)
+        return NcclTransport(self._workers, len(workers), device, host, port, _remaining_s(deadline))
+
+    def _file_transport(self, deadline: float) -> FileTransport:
+        parent = self._directory
+        if parent is None and _SHARED_MEMORY.is_dir():
+            parent = str(_SHARED_MEMORY)
+        directory = Path(tempfile.mkdtemp(prefix="colocate-weights-", dir=parent))
+        secret = uuid.uuid4().hex
+        probe = directory / "probe"
+        probe.write_text(secret)
+        answers = self._workers.call("read_file", path=str(probe), deadline_s=_remaining_s(deadline))
+        probe.unlink()
+        if any(answer["text"] != secret for answer in answers):
+            shutil.rmtree(directory)
+            raise ValueError(
+                f"Weights cannot go to the server by file: it does not see {directory.parent} of this "
+                "machine. Set a directory that both share, or use GPUs on both sides (nccl)."
+            )
+        return FileTransport(directory)
+
+    def _own_address(self) -> str:
+        """This machine's address on the way to the server."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self._client.host, self._client.port))  # sends nothing
+            return probe.getsockname()[0]
+
+
+def _check_done(answer: Any) -> None:
+    if isinstance(answer, dict) and answer.get("success") is False:
+        raise MalformedResponse(
+            "the server could not"
+        )  # blocks are still in use; a moment later they are not
+
+
+def _check(answers: list[dict[str, Any]], expected: str) -> None:
+    kinds = {answer["is"] for answer in answers}
+    if kinds != {expected}:
+        raise PushInterrupted(
+            "The server does not know this push any more: it restarted, or another took over."
+        )
+
+
+def _remaining_s(deadline: float) -> float:
+    """Seconds left; a little where none is, for a call that then says what it had no time for."""
+    return max(deadline - time.monotonic(), 0.01)
+
+
+def _free_port(host: str) -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def _tied_head(model: nn.Module) -> str | None:
+    """Name of the weight that is also the head's; None if the head has its own."""
+    base = causal_lm(model)
+    embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+    if embedding is not head:
+        return None
+    return next(name for name, parameter in base.named_parameters() if parameter is embedding)

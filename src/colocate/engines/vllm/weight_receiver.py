@@ -1,0 +1,260 @@
+"""The server's side of a weight push: a worker extension that vLLM mixes into each of its workers.
+
+    vllm serve MODEL --worker-extension-cls colocate.engines.vllm.weight_receiver.WeightReceiver ...
+
+`--worker-extension-cls` and `/collective_rpc` are vLLM's public interface. What is not, and holds for vLLM
+0.25 to 0.33: the worker's attributes `device`, `rank`, `vllm_config` and `get_model()`, and what stands in
+`internals`.
+
+A push is begun, sent in numbered chunks, and finished. Every message may come twice: what was done already is
+not done again. From the beginning to the end of a push the weights are a mixture, and the token that names
+them is None.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colocate.engines.vllm.internals import end_reload, has_packed_head, load_weights, start_reload
+from colocate.engines.vllm.weight_wire import (
+    SHAPE,
+    NcclGroup,
+    open_ipc_handle,
+    tensors_in,
+    visible_gpus,
+)
+
+logger = logging.getLogger(__name__)
+
+_LEASE_S = 60.0
+"""A push that has been silent for this long may be taken over by another trainer process."""
+
+
+class WeightReceiver:
+    """Mixed into vLLM's worker; `colocate_receive` is called through `/collective_rpc`."""
+
+    def colocate_receive(self, message: str) -> dict[str, Any]:
+        """Do what a JSON message asks; never raises, as vLLM would answer an exception with a bare error 500.
+
+        Args:
+            message: {"do": one of `_Receiver.ACTIONS`, ...arguments of that method}.
+
+        Returns:
+            What the method returns, or {"error": message}.
+        """
+        receiver = self.__dict__.get("_colocate_receiver")
+        if receiver is None:
+            receiver = self.__dict__["_colocate_receiver"] = _Receiver(self)
+        try:
+            arguments = json.loads(message)
+            action = arguments.pop("do")
+            if action not in _Receiver.ACTIONS:
+                raise ValueError(
+                    f"unknown message {action!r}: trainer and server have other versions of colocate"
+                )
+            return getattr(receiver, action)(**arguments)
+        except Exception as error:
+            logger.exception("A message of the trainer failed")
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+class _Receiver:
+    """The state of one worker's weights."""
+
+    ACTIONS = ("describe", "state", "read_file", "join_group", "begin", "receive_chunk", "finish")
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._device: torch.device = worker.device
+        self._start_id = uuid.uuid4().hex
+        self._token: str | None = None
+        self._push_id: str | None = None
+        self._finished_push_id: str | None = None
+        self._num_chunks = 0
+        self._last_message_s = 0.0
+        self._is_reloading = False
+        self._copy_as_head: str | None = None
+        self._parameter_names: set[str] = set()
+        self._loaded_names: set[str] | None = set()
+        self._group: NcclGroup | None = None
+        self._mapped: tuple[dict[str, Any], Tensor] | None = None
+
+    # ── What the trainer asks ────────────────────────────────────────────────────────────────────────────
+
+    def describe(self) -> dict[str, Any]:
+        """What the trainer must know to check that this is its model, and to choose a way for the weights."""
+        config = self._worker.vllm_config
+        model_config, parallel_config = config.model_config, config.parallel_config
+        text_config = model_config.hf_text_config
+        uuids = visible_gpus()
+        return {
+            "rank": self._worker.rank,
+            "num_workers": parallel_config.world_size,
+            "num_replicas": parallel_config.data_parallel_size,
+            "logprobs_mode": str(getattr(model_config.logprobs_mode, "value", model_config.logprobs_mode)),
+            "generation_config": model_config.generation_config,
+            "shape": {name: getattr(text_config, name, None) for name in SHAPE},
+            "device_type": self._device.type,
+            "gpu": uuids[self._device.index or 0] if self._device.type == "cuda" else None,
+            "visible_gpus": uuids,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Which weights are loaded: `token` is the last finished push's; None before one and within one.
+
+        `start_id` differs after every start of the server.
+        """
+        return {"start_id": self._start_id, "token": self._token}
+
+    def read_file(self, path: str) -> dict[str, Any]:
+        """The first bytes of a file, to find out whether trainer and server share a directory."""
+        try:
+            with open(path) as file:
+                return {"text": file.read(100)}
+        except OSError:
+            return {"text": None}
+
+    def join_group(self, host: str, port: int, size: int, timeout_s: float) -> dict[str, Any]:
+        """Meet the trainer in a new NCCL group."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        rank = 1 + self._worker.rank
+        self._group = NcclGroup(host, port, rank=rank, size=size, device=self._device, timeout_s=timeout_s)
+        return {}
+
+    def begin(
+        self, push_id: str, unless: str | None, replaces: str | None, tied_head: str | None
+    ) -> dict[str, Any]:
+        """Get ready for the first chunk.
+
+        Args:
+            push_id: names the attempt.
+            unless: the name of weights with which nothing need be sent.
+            replaces: an earlier attempt of the same trainer process, which has failed.
+            tied_head: the weight that is the head's as well, where the two are tied.
+
+        Returns:
+            {"is": "ready"}, or "current" if these weights are loaded already, or "busy" with another push.
+        """
+        if self._push_id == push_id:
+            return {"is": "ready"}
+        if self._token is not None and self._token == unless:
+            return {"is": "current"}
+        if self._push_id not in (None, replaces) and time.monotonic() - self._last_message_s < _LEASE_S:
+            return {"is": "busy"}
+        self._end_reload()  # of a push that was left off
+        model = self._worker.get_model()
+        self._token, self._push_id, self._num_chunks = None, push_id, 0
+        self._parameter_names = {name for name, _ in model.named_parameters()}
+        self._loaded_names = set()
+        self._last_message_s = time.monotonic()
+        # Before the layers are unpacked: afterwards their heads look like any other.
+        self._copy_as_head = tied_head if has_packed_head(model) else None
+        start_reload(self._worker)
+        self._is_reloading = True
+        return {"is": "ready"}
+
+    def receive_chunk(
+        self,
+        push_id: str,
+        chunk: int,
+        places: list[dict[str, Any]],
+        size_bytes: int,
+        offer: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Load chunk number `chunk`; once, however often it is asked for.
+
+        Args:
+            places: see `weight_wire.layout_of`.
+            offer: where the bytes are: {"path"}, {"ipc"}, or {"nccl": True}.
+        """
+        if push_id != self._push_id:
+            return {"is": "unknown"}
+        self._last_message_s = time.monotonic()
+        if chunk < self._num_chunks:
+            return {"is": "loaded"}
+        if chunk > self._num_chunks:
+            raise ValueError(f"chunk {chunk} came where chunk {self._num_chunks} was due")
+        tensors = tensors_in(self._bytes_of(offer, size_bytes), places)
+        tensors += [("lm_head.weight", tensor) for name, tensor in tensors if name == self._copy_as_head]
+        try:
+            loaded = load_weights(self._worker, iter(tensors))
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        except BaseException:
+            self._push_id = None  # half a chunk is loaded: only a new push can mend that
+            raise
+        if loaded is None or self._loaded_names is None:
+            self._loaded_names = None  # this model does not tell
+        else:
+            self._loaded_names |= loaded
+        self._num_chunks += 1
+        self._last_message_s = time.monotonic()
+        return {"is": "loaded"}
+
+    def finish(self, push_id: str, token: str, num_chunks: int) -> dict[str, Any]:
+        """Make the weights ready for use and give them their token."""
+        if push_id == self._finished_push_id:
+            return {"is": "finished"}
+        if push_id != self._push_id:
+            return {"is": "unknown"}
+        if num_chunks != self._num_chunks:
+            raise ValueError(f"{self._num_chunks} chunks came and {num_chunks} were sent")
+        missing = self._missing_names()
+        self._push_id = None
+        self._end_reload()
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of the server's {len(self._parameter_names)} weights were not sent, such as "
+                f"{missing[0]!r}: the trainer's model is another one"
+            )
+        self._mapped = None
+        self._token, self._finished_push_id = token, push_id
+        return {"is": "finished"}
+
+    # ── How ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _end_reload(self) -> None:
+        if self._is_reloading:
+            end_reload(self._worker)
+        self._is_reloading = False
+
+    def _missing_names(self) -> list[str]:
+        model_config = self._worker.vllm_config.model_config
+        # Quantised weights have scales besides that no trainer sends.
+        if self._loaded_names is None or model_config.quantization is not None:
+            return []
+        missing = self._parameter_names - self._loaded_names
+        if getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+            missing = {name for name in missing if not name.endswith("lm_head.weight")}
+        return sorted(missing)
+
+    def _bytes_of(self, offer: dict[str, Any], size_bytes: int) -> Tensor:
+        """[size_bytes] uint8, nobody else's: vLLM keeps loaded tensors until their layer is complete."""
+        if "path" in offer:
+            from safetensors.torch import load_file
+
+            return load_file(offer["path"])["chunk"]
+        if "ipc" in offer:
+            return self._map(offer["ipc"])[:size_bytes].to(self._device, copy=True)
+        if self._group is None:
+            raise RuntimeError("a broadcast was announced before this worker joined the NCCL group")
+        flat = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        self._group.start_broadcast(flat)
+        self._group.wait()
+        return flat
+
+    def _map(self, handle: dict[str, Any]) -> Tensor:
+        """The trainer's buffer in this process; mapped once per buffer, as each mapping is counted there."""
+        if self._mapped is None or self._mapped[0] != handle:
+            self._mapped = None
+            self._mapped = (handle, open_ipc_handle(handle, visible_gpus().index(handle["gpu"])))
+        return self._mapped[1]

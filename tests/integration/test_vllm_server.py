@@ -1,0 +1,236 @@
+"""The server engine against vLLM's real server, on the CPU: numbers, publishing, and being killed.
+
+With vLLM installed: `pytest -m vllm tests/integration/test_vllm_server.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+
+from engine_models import greedy_reference, make_model, make_prompts, plain_logits, token_logprobs
+from vllm_server_case import (
+    ServerProcess,
+    make_server_engine,
+    make_server_model,
+    save_for_server,
+    shared_server,
+)
+
+from colocate.engines.vllm.http import ServerUnreachable
+from colocate.engines.vllm.server import VLLMServerEngine
+from colocate.engines.vllm.workers import Workers
+from colocate.types import SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+GREEDY = SamplingParams(max_tokens=9, temperature=0)
+
+
+@pytest.fixture
+def model():
+    return make_server_model()
+
+
+@pytest.fixture
+def engine(model) -> Iterator[VLLMServerEngine]:
+    engine = make_server_engine(model)
+    engine.wake_up()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def tied_model():
+    return make_model("qwen3-tied", hidden_size=64, head_dim=32)
+
+
+@pytest.fixture
+def mortal(tied_model, tmp_path) -> Iterator[ServerProcess]:
+    """A server of its own for a test that kills it: a configuration without weights is all it has."""
+    save_for_server(tied_model, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    server = ServerProcess(tmp_path, options=("--load-format", "dummy"))
+    server.wait_until_ready()
+    yield server
+    server.kill()
+
+
+def perturb(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+
+
+def assert_greedy_is_the_trainers(engine: VLLMServerEngine, model: Any) -> None:
+    prompts = make_prompts([1, 7, 3, 12], 2)
+    completions = engine.generate(prompts, GREEDY)
+    expected = [greedy_reference(model, p.token_ids, 9) for p in prompts for _ in p.samples]
+    assert [list(c.token_ids) for c in completions] == expected
+
+
+def test_greedy_after_each_of_two_publishes(engine, model):
+    assert_greedy_is_the_trainers(engine, model)
+    for version in (1, 2):
+        perturb(model, version)
+        engine.update_weights(model.named_parameters(), version)
+        assert_greedy_is_the_trainers(engine, model)
+        assert engine.policy_version == version
+
+
+def test_logprobs_are_the_trainers(engine, model):
+    prompts = make_prompts([1, 6, 11], 4)
+    completions = engine.generate(prompts, SamplingParams(max_tokens=20, seed=1))
+    owners = [prompt for prompt in prompts for _ in prompt.samples]
+    for prompt, completion in zip(owners, completions, strict=True):
+        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs),
+            token_logprobs(logits, completion.token_ids),
+            atol=1e-4,
+            rtol=1e-4,
+        )
+
+
+def test_an_adapter_is_published_merged(model):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        model,
+        peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+    )
+    engine = make_server_engine(adapted)
+    engine.wake_up()
+    try:
+        for version in (1, 2):
+            perturb_adapter = [p for p in adapted.parameters() if p.requires_grad]
+            with torch.no_grad():
+                for parameter in perturb_adapter:
+                    parameter.mul_(1.3)
+            engine.update_weights(adapted.named_parameters(), version)
+            assert_greedy_is_the_trainers(engine, adapted)
+    finally:
+        engine.close()
+
+
+def test_another_model_is_refused():
+    other = make_model("qwen3", hidden_size=64, head_dim=32, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="num_hidden_layers 2 instead of 3"):
+        make_server_engine(other)
+
+
+def test_port_taken():
+    server = shared_server()
+    command = [
+        sys.executable,
+        "-m",
+        "colocate",
+        "serve",
+        "any",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(server.port),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert f"Port {server.port} of 127.0.0.1 cannot be had" in result.stderr
+
+
+def test_ready_is_said_once_and_ctrl_c_ends_everything(mortal):
+    lines = [line for line in mortal.log.read_text().splitlines() if line.startswith("colocate serve:")]
+    deadline = time.monotonic() + 10
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.1)
+        lines = [line for line in mortal.log.read_text().splitlines() if line.startswith("colocate serve:")]
+    assert len(lines) == 1 and mortal.base_url in lines[0]
+    descendants = mortal.descendants()
+    assert descendants
+    mortal.process.send_signal(signal.SIGINT)
+    mortal.process.wait(60)
+    _, running = psutil.wait_procs(descendants, timeout=20)
+    assert not running
+
+
+def make_engine(model: Any, server: ServerProcess, **options: Any) -> VLLMServerEngine:
+    engine = VLLMServerEngine(model, base_url=server.base_url, **{"server_timeout_s": 300, **options})
+    engine.wake_up()
+    return engine
+
+
+def kill_and_start_again(server: ServerProcess) -> threading.Thread:
+    """Kills at once; the new one comes up on the same port in the background."""
+    server.kill()
+
+    def start() -> None:
+        new = ServerProcess(server.log.parent, server.port, ("--load-format", "dummy"))
+        server.process, server.log = new.process, new.log
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    return thread
+
+
+def test_killed_within_a_rollout_and_within_a_publish(tied_model, mortal, monkeypatch):
+    model = tied_model
+    engine = make_engine(model, mortal, on_server_loss="wait", bucket_bytes=40_000)
+    prompts = make_prompts([5, 9, 3, 7], 8)
+    sampling = SamplingParams(max_tokens=100, temperature=0)
+    starting = []
+    try:
+        expected = [greedy_reference(model, p.token_ids, 100) for p in prompts for _ in p.samples]
+        engine.generate(prompts[:1], GREEDY)
+
+        killer = threading.Timer(0.3, lambda: starting.append(kill_and_start_again(mortal)))
+        killer.start()
+        completions = engine.generate(prompts, sampling)
+        killer.join()
+        assert starting, "the rollout was over before the server was killed"
+        assert [list(c.token_ids) for c in completions] == expected
+        assert "restarted" not in mortal.log.read_text()
+
+        real, num_sent = Workers.start, []
+
+        def start(self: Workers, do: str, **arguments: Any) -> Any:
+            if do == "receive_chunk" and arguments["chunk"] == 2 and not num_sent:
+                num_sent.append(arguments["chunk"])
+                starting.append(kill_and_start_again(mortal))
+            return real(self, do, **arguments)
+
+        monkeypatch.setattr(Workers, "start", start)
+        perturb(model, 5)
+        engine.update_weights(model.named_parameters(), version=1)
+        assert num_sent, "the push had fewer than three chunks"
+        assert_greedy_is_the_trainers(engine, model)
+    finally:
+        for thread in starting:
+            thread.join()
+        engine.close()
+
+
+def test_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal):
+    model = tied_model
+    engine = make_engine(model, mortal)
+    try:
+        assert_greedy_is_the_trainers(engine, model)
+        threading.Timer(0.3, mortal.kill).start()
+        with pytest.raises(RuntimeError, match=r"(?s)was lost.*colocate serve.*vllm_on_server_loss='wait'"):
+            engine.generate(make_prompts([5] * 8, 4), SamplingParams(max_tokens=120))
+        with pytest.raises(RuntimeError, match="was lost when it should take weights"):
+            engine.update_weights(model.named_parameters(), version=1)
+    finally:
+        engine.close()
+    with pytest.raises(ServerUnreachable, match="colocate serve"):
+        make_engine(model, mortal, server_timeout_s=0.5)

@@ -1,0 +1,331 @@
+"""Servers that fail on purpose: a scripted one on a raw socket, and one that is like vLLM's otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import sys
+import threading
+import time
+import types
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+# ── One answer after another, byte by byte ───────────────────────────────────────────────────────────────
+
+
+def http_response(status: int, content: bytes, *, length: int | None = None) -> bytes:
+    """An answer; `length` is what its header claims."""
+    claimed = len(content) if length is None else length
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {claimed}\r\n\r\n".encode() + content
+
+
+class ScriptedServer:
+    """Answers the i-th request with the i-th of `answers`: bytes, or a function of the connection.
+
+    Afterwards, or after an answer of None, the connection is closed; else it is kept for the next request.
+    """
+
+    def __init__(self, answers: Iterable[bytes | Callable[[socket.socket], None] | None]) -> None:
+        self._answers = list(answers)
+        self.num_requests = self.num_connections = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.received: list[bytes] = []
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        for connection in [self._listener, *self._open]:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self.num_connections += 1
+                self._open.append(connection)
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            while self._read_request(connection):
+                with self._lock:
+                    answer = self._answers[min(self.num_requests, len(self._answers) - 1)]
+                    self.num_requests += 1
+                if answer is None:
+                    return
+                if callable(answer):
+                    answer(connection)
+                    return
+                connection.sendall(answer)
+                if _claimed_length(answer) != len(answer.split(b"\r\n\r\n", 1)[1]):
+                    return
+
+    def _read_request(self, connection: socket.socket) -> bool:
+        received = b""
+        while b"\r\n\r\n" not in received:
+            part = connection.recv(65536)
+            if not part:
+                return False
+            received += part
+        head, content = received.split(b"\r\n\r\n", 1)
+        while len(content) < _claimed_length(head + b"\r\n\r\n"):
+            content += connection.recv(65536)
+        self.received.append(head + b"\r\n\r\n" + content)
+        return True
+
+
+def _claimed_length(message: bytes) -> int:
+    head = message.split(b"\r\n\r\n", 1)[0].lower()
+    _, _, rest = head.partition(b"content-length:")
+    return int(rest.split(b"\r\n")[0]) if rest else 0
+
+
+def trickle(head: bytes) -> Callable[[socket.socket], None]:
+    """Sends `head`, then a byte every 50 ms without end."""
+
+    def send(connection: socket.socket) -> None:
+        connection.sendall(head)
+        while True:
+            connection.sendall(b"x")
+            time.sleep(0.05)
+
+    return send
+
+
+def say_nothing(connection: socket.socket) -> None:
+    connection.recv(1)
+
+
+# ── Like vLLM ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FakeModel:
+    """Loads weights as vLLM's models do and remembers what it loaded how often."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.weights: dict[str, torch.Tensor] = {name: torch.zeros(1) for name in names}
+        self.num_loads: dict[str, int] = {}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.weights.items()
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        yield "", self
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        loaded = {name: tensor.clone() for name, tensor in tensors}
+        self.weights |= loaded
+        for name in loaded:
+            self.num_loads[name] = self.num_loads.get(name, 0) + 1
+        return set(loaded)
+
+    def checksum(self) -> int:
+        return zlib.crc32(b"".join(self.weights[name].numpy().tobytes() for name in sorted(self.weights)))
+
+
+def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the worker extension imports of vLLM."""
+    reload = types.ModuleType("vllm.model_executor.model_loader.reload")
+    reload.initialize_layerwise_reload = lambda model: None  # type: ignore[attr-defined]
+    reload.finalize_layerwise_reload = lambda model, config: None  # type: ignore[attr-defined]
+    config = types.ModuleType("vllm.config")
+    config.set_current_vllm_config = lambda config: contextlib.nullcontext()  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, reload.__name__, reload)
+    monkeypatch.setitem(sys.modules, config.__name__, config)
+
+
+class FakeVLLM:
+    """vLLM's routes around our real worker extension.
+
+    Completions are a function of prompt, seed and loaded weights. A test puts faults into `faults`: for a
+    path (for `/collective_rpc` with the message's name behind it) a list of functions (server, handler,
+    status, answer) that send something else than the answer, one per request; None lets one pass.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config
+        self.names = [name for name, _ in model.named_parameters()]
+        self.faults: dict[str, list[Callable[..., None] | None]] = {}
+        self.settings: dict[str, Any] = {}
+        self.version = "0.32.0"
+        self.requests: list[str] = []
+        self.is_paused = False
+        self.num_prefix_cache_resets = 0
+        self._lock = threading.RLock()
+        self.restart()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                fake.answer(self, None)
+
+            def do_POST(self) -> None:
+                content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                fake.answer(self, json.loads(content) if content else None)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *args: Any) -> None: ...
+
+        self.http = Server(("127.0.0.1", 0), Handler)
+        self.base_url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def restart(self) -> None:
+        """Forget everything, as a new process would."""
+        from colocate.engines.vllm.weight_receiver import WeightReceiver
+
+        worker = WeightReceiver()
+        self.loaded = FakeModel(self.names)
+        config = self.config.get_text_config()
+        model_config = types.SimpleNamespace(
+            **{
+                "hf_text_config": config,
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",
+                "quantization": None,
+                **self.settings,
+            }
+        )
+        parallel_config = types.SimpleNamespace(
+            world_size=1, data_parallel_size=self.settings.get("data_parallel_size", 1)
+        )
+        worker.device = torch.device("cpu")  # type: ignore[attr-defined]
+        worker.rank = 0  # type: ignore[attr-defined]
+        worker.vllm_config = types.SimpleNamespace(  # type: ignore[attr-defined]
+            model_config=model_config, parallel_config=parallel_config
+        )
+        worker.get_model = lambda: self.loaded  # type: ignore[attr-defined]
+        self.worker = worker
+        self.is_paused = False
+
+    def close(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        path = handler.path.partition("?")[0]
+        name = path
+        if path == "/collective_rpc":
+            name = f"{path} {json.loads(body['args'][0])['do']}"
+        self.requests.append(name)
+        faults = self.faults.get(name)
+        fault = faults.pop(0) if faults else None
+        if fault is not None and getattr(fault, "is_instead", False):
+            fault(self, handler, 0, None)
+            return
+        with self._lock:
+            status, answer = self._do(path, body)
+        if fault is None:
+            send_json(handler, status, answer)
+        else:
+            fault(self, handler, status, answer)
+
+    def _do(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/health":
+            return 200, None
+        if path == "/version":
+            return 200, {"version": self.version}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "served", "max_model_len": self.config.max_position_embeddings}]}
+        if path == "/pause":
+            self.is_paused = True
+            return 200, {"status": "paused"}
+        if path == "/resume":
+            self.is_paused = False
+            return 200, {"status": "resumed"}
+        if path == "/reset_prefix_cache":
+            self.num_prefix_cache_resets += 1
+            return 200, {"success": True}
+        if path == "/collective_rpc":
+            return 200, {"results": [self.worker.colocate_receive(*body["args"])]}
+        if path == "/v1/completions":
+            if self.is_paused:
+                return 503, {"error": {"message": "paused"}}
+            return 200, {"choices": [self._choice(body, i) for i in range(body["n"])]}
+        return 404, {"detail": "Not Found"}
+
+    def _choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
+        # Greedy completions do not depend on the seed.
+        seed = body["seed"] + index if body["temperature"] else 0
+        rng = random.Random(f"{body['prompt']},{seed},{self.loaded.checksum()}")
+        token_ids: list[int] = []
+        while len(token_ids) < body["max_tokens"] and not set(token_ids) & set(body["stop_token_ids"]):
+            token_ids.append(rng.randrange(self.config.vocab_size))
+        stopped = bool(set(token_ids) & set(body["stop_token_ids"]))
+        return {
+            "index": index,
+            "text": "",
+            "finish_reason": "stop" if stopped else "length",
+            "token_ids": token_ids,
+            "logprobs": {"token_logprobs": [-rng.random() for _ in token_ids]},
+        }
+
+
+def send_json(handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    content = b"" if answer is None else json.dumps(answer).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+def half_of_it(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    content = json.dumps(answer).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content[: len(content) // 2])
+    handler.close_connection = True
+
+
+def nothing(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    handler.close_connection = True
+
+
+def error_500(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    send_json(handler, 500, {"error": {"message": "out of luck"}})
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Callable[..., None]:
+    """A fault that spoils an answer."""
+
+    def fault(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+        change(answer)
+        send_json(handler, status, answer)
+
+    return fault
+
+
+def restart(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    """The server is gone before it has answered, and back at once with the weights it started with."""
+    with fake._lock:
+        fake.restart()
+    handler.close_connection = True
+
+
+def restart_before(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    restart(fake, handler, status, answer)
+
+
+restart_before.is_instead = True  # type: ignore[attr-defined]

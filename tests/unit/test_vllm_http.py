@@ -1,0 +1,176 @@
+"""The HTTP client against servers that fail: what is sent again, what is not, and that deadlines hold."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+from fake_server import ScriptedServer, http_response, say_nothing, trickle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate.engines.vllm.http import HttpClient, MalformedResponse, RequestRefused, ServerUnreachable
+
+GOOD = http_response(200, b'{"value": 7}')
+FAILURES = {
+    "server error": http_response(500, b'{"error": {"message": "out of luck"}}'),
+    "half-written": http_response(200, b'{"value"', length=12),
+    "truncated JSON": http_response(200, b'{"value": '),
+    "not JSON": http_response(200, b"<html>"),
+    "not text": http_response(200, b"\xff\xfe"),
+    "parse rejects": http_response(200, b'{"value": -1}'),
+    "closed": None,
+    "not HTTP": lambda connection: connection.sendall(b"hello\r\n\r\n"),
+}
+
+
+def parse(answer: Any) -> int:
+    if answer["value"] < 0:
+        raise MalformedResponse("value is negative")
+    return answer["value"]
+
+
+@pytest.fixture
+def serve():
+    opened: list[Any] = []
+
+    def make(*answers: Any, **options: Any) -> tuple[ScriptedServer, HttpClient]:
+        server = ScriptedServer(answers)
+        client = HttpClient(server.base_url, **{"first_delay_s": 0.001, **options})
+        opened.extend((server, client))
+        return server, client
+
+    yield make
+    for thing in reversed(opened):
+        thing.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(kinds=st.lists(st.sampled_from(sorted(FAILURES)), max_size=6))
+def test_any_failures_then_an_answer(kinds):
+    server = ScriptedServer([*(FAILURES[kind] for kind in kinds), GOOD])
+    client = HttpClient(server.base_url, first_delay_s=0.001, max_attempts=5)
+    try:
+        if len(kinds) < 5:
+            assert client.call("POST", "/x", {}, deadline_s=20, parse=parse) == 7
+            assert server.num_requests == len(kinds) + 1
+        else:
+            with pytest.raises(ServerUnreachable, match="within 5 attempts"):
+                client.call("POST", "/x", {}, deadline_s=20, parse=parse)
+            assert server.num_requests == 5
+    finally:
+        client.close()
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("server error", "HTTP 500: out of luck"),
+        ("half-written", "IncompleteRead"),
+        ("parse rejects", "value is negative"),
+        ("closed", "RemoteDisconnected"),
+    ],
+)
+def test_the_error_says_what_was_asked_and_what_came(serve, kind, message):
+    server, client = serve(FAILURES[kind], max_attempts=2)
+    with pytest.raises(ServerUnreachable) as caught:
+        client.call("POST", "/v1/things", {}, deadline_s=20, parse=parse)
+    assert f"POST {server.base_url}/v1/things" in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"error": {"message": "too long: 9 > 8"}}', b'{"detail": "too long: 9 > 8"}', b"too long: 9 > 8"],
+)
+def test_a_refusal_is_shown_and_not_repeated(serve, content):
+    server, client = serve(http_response(400, content), GOOD)
+    with pytest.raises(RequestRefused, match="HTTP 400: too long: 9 > 8"):
+        client.call("POST", "/x", {}, deadline_s=20, parse=parse)
+    assert server.num_requests == 1
+
+
+def test_nobody_listens(serve):
+    server, client = serve(GOOD, max_attempts=3)
+    server.close()
+    with pytest.raises(ServerUnreachable, match=r"3 attempts.*Connection"):
+        client.call("GET", "/x", deadline_s=20, parse=parse)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        trickle(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"),
+        trickle(b"HTTP/1.1 200 OK\r\nX-Endless: "),
+        trickle(b""),
+        say_nothing,
+        FAILURES["server error"],
+    ],
+    ids=["body trickles", "header trickles", "status trickles", "silence", "errors only"],
+)
+def test_the_deadline_holds(serve, answer: bytes | Callable):
+    _, client = serve(answer, max_attempts=10**6)
+    started_s = time.monotonic()
+    with pytest.raises(ServerUnreachable, match=r"deadline of 0\.5 s"):
+        client.call("POST", "/x", {}, deadline_s=0.5, parse=parse)
+    assert 0.4 < time.monotonic() - started_s < 1.0
+
+
+def test_connections_are_used_again_and_closed_ones_are_noticed(serve):
+    server, client = serve(*[GOOD] * 4, None, GOOD)
+    for _ in range(4):
+        assert client.call("GET", "/x", deadline_s=20, parse=parse) == 7
+    assert server.num_connections == 1
+    # The fifth request finds its connection closed at once, and goes out again on a new one.
+    assert client.call("GET", "/x", deadline_s=20, parse=parse) == 7
+    assert (server.num_connections, server.num_requests) == (2, 6)
+
+
+def test_many_requests_are_in_flight_and_no_more_than_allowed(serve):
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def slow(connection: Any) -> None:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        time.sleep(0.1)
+        with lock:
+            now[0] -= 1
+        connection.sendall(GOOD)
+
+    _, client = serve(slow, max_in_flight=4)
+    futures = [client.submit("GET", "/x", deadline_s=20, parse=parse) for _ in range(12)]
+    assert [future.result() for future in futures] == [7] * 12
+    assert most[0] == 4
+
+
+def test_cancelling_wakes_whoever_waits(serve):
+    _, client = serve(say_nothing)
+    waiting = [client.submit("GET", "/x", deadline_s=60, parse=parse) for _ in range(3)]
+    time.sleep(0.2)
+    started_s = time.monotonic()
+    client.cancel_all()
+    for future in waiting:
+        with pytest.raises(CancelledError):
+            future.result(10)
+    assert time.monotonic() - started_s < 5
+
+
+def test_what_is_sent_is_what_was_given(serve):
+    server, client = serve(GOOD)
+    client.call("POST", "/path", {"prompt": [1, 2], "top_p": 0.5}, deadline_s=20, parse=parse)
+    head, content = server.received[0].split(b"\r\n\r\n", 1)
+    assert head.startswith(b"POST /path HTTP/1.1")
+    assert json.loads(content) == {"prompt": [1, 2], "top_p": 0.5}
+
+
+@pytest.mark.parametrize("url", ["https://host:8000", "host:8000", "localhost"])
+def test_only_plain_http(url):
+    with pytest.raises(ValueError, match="http://HOST:PORT"):
+        HttpClient(url)

@@ -1,0 +1,132 @@
+"""`colocate serve` without vLLM: what it refuses, what it starts, and what it passes on."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from colocate.cli import main
+from colocate.engines.vllm import serve as serve_module
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch) -> Path:
+    """A vLLM that records how it was called, answers /health, and ends with code 7 on SIGTERM."""
+    (tmp_path / "stand_in.py").write_text(
+        textwrap.dedent(
+            f"""
+            import http.server, json, os, signal, sys, time
+            arguments = sys.argv[1:]
+            with open({str(tmp_path / "called.json")!r}, "w") as file:
+                json.dump([arguments, os.environ.get("VLLM_SERVER_DEV_MODE")], file)
+            if "--fail" in arguments:
+                sys.exit(3)
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+            class Handler(http.server.BaseHTTPRequestHandler):
+                def do_GET(self):
+                    self.send_response(200)
+                    self.end_headers()
+                def log_message(self, *_): ...
+            port = int(arguments[arguments.index("--port") + 1])
+            http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+            """
+        )
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(serve_module, "_entry_point", lambda model: ("stand_in", model))
+    monkeypatch.setattr(serve_module, "installed_version", lambda: Version("0.30.1"))
+    return tmp_path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(*options: str, port: int) -> int:
+    return main(["serve", "some/model", "--host", "127.0.0.1", "--port", str(port), *options])
+
+
+def test_ready_line_and_signal(stand_in, capfd):
+    port = free_port()
+    # Ended from a thread: signal handlers, and hence `serve`, belong into the main one.
+    timer = threading.Timer(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.start()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert serve("--tensor-parallel-size", "2", "--", "--load-format", "dummy", port=port) == 7
+    finally:
+        timer.cancel()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capfd.readouterr().out == (
+        f"colocate serve: some/model is ready at http://127.0.0.1:{port} "
+        "(vLLM 0.30.1, tensor parallel over 2)\n"
+    )
+    arguments, dev_mode = json.loads((stand_in / "called.json").read_text())
+    assert dev_mode == "1"
+    assert arguments[0] == "some/model"
+    assert arguments[-2:] == ["--load-format", "dummy"], "the user's come last and win"
+    options = dict(zip(arguments[1:-2:2], arguments[2:-2:2], strict=True))
+    assert options["--host"] == "127.0.0.1" and options["--port"] == str(port)
+    assert options["--tensor-parallel-size"] == "2"
+    assert options["--logprobs-mode"] == "processed_logprobs"
+    assert options["--generation-config"] == "vllm"
+    module, _, name = options["--worker-extension-cls"].rpartition(".")
+    assert hasattr(__import__(module, fromlist=[name]), name)
+
+
+def test_a_server_that_fails_to_start(stand_in, capfd):
+    assert serve("--", "--fail", port=free_port()) == 3
+    assert "ready" not in capfd.readouterr().out
+
+
+def test_port_taken(stand_in, capsys):
+    with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        assert serve(port=other.server_port) == 1
+        assert f"Port {other.server_port} of 127.0.0.1 cannot be had" in (said := capsys.readouterr().err)
+        assert "--port" in said and "vllm_server_port" in said
+    assert not (stand_in / "called.json").exists()
+
+
+def test_no_vllm(monkeypatch, capsys):
+    monkeypatch.setattr(serve_module, "installed_version", lambda: None)
+    assert serve(port=free_port()) == 1
+    assert "vLLM is not installed in this environment" in capsys.readouterr().err
+
+
+def test_vllm_too_old(monkeypatch, capsys):
+    monkeypatch.setattr(serve_module, "installed_version", lambda: Version("0.20"))
+    assert serve(port=free_port()) == 1
+    assert "vLLM 0.20 is too old" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "model", "--dtype", "auto"], "go behind --"),
+        (["serve"], "model"),
+        (["report", "somewhere", "--", "--dtype"], "unrecognized arguments: --dtype"),
+    ],
+)
+def test_wrong_command_lines(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_mentions_it():
+    said = subprocess.run([sys.executable, "-m", "colocate", "--help"], capture_output=True, text=True).stdout
+    assert "serve" in said

@@ -1,0 +1,406 @@
+"""Server engine and worker extension against a server that fails on purpose: nothing is lost or mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import fake_server
+import pytest
+import torch
+from engine_models import make_model, make_prompts
+from fake_server import FakeVLLM, changed, error_500, half_of_it, nothing, restart, restart_before
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from colocate.engines.vllm import server as server_module
+from colocate.engines.vllm.http import ServerUnreachable
+from colocate.engines.vllm.server import VLLMServerEngine
+from colocate.types import SamplingParams
+from colocate.weights.buckets import buckets
+
+COMPLETIONS = "/v1/completions"
+BUCKET_BYTES = 20_000  # several chunks for the tiny model
+SAMPLING = SamplingParams(max_tokens=6, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("qwen3")
+
+
+@pytest.fixture
+def fake(model, monkeypatch):
+    fake_server.install_fake_vllm(monkeypatch)
+    server = FakeVLLM(model)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def make_engine(model, fake, tmp_path):
+    engines = []
+
+    def make(**options: Any) -> VLLMServerEngine:
+        defaults: dict[str, Any] = dict(
+            base_url=fake.base_url,
+            server_timeout_s=2,
+            push_timeout_s=10,
+            request_timeout_s=10,
+            bucket_bytes=BUCKET_BYTES,
+            directory=str(tmp_path),
+        )
+        engine = VLLMServerEngine(model, **{**defaults, **options})
+        engine._client._first_delay_s = 0.001
+        engine.wake_up()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+    assert list(tmp_path.iterdir()) == [], "pushed files must not stay behind"
+
+
+def loaded_exactly(fake: FakeVLLM, model: Any) -> bool:
+    return all(torch.equal(fake.loaded.weights[name], p) for name, p in model.named_parameters())
+
+
+def num_chunks(model: Any) -> int:
+    return len(list(buckets(model, BUCKET_BYTES)))
+
+
+# ── Without faults ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_weights_arrive_whole_before_the_first_rollout(make_engine, fake, model):
+    engine = make_engine()
+    engine.generate(make_prompts([3]), SAMPLING)
+    assert loaded_exactly(fake, model)
+    assert set(fake.loaded.num_loads.values()) == {1}
+    assert fake.requests.count("/collective_rpc receive_chunk") == num_chunks(model) > 3
+    assert not fake.is_paused and fake.num_prefix_cache_resets == 1
+    engine.generate(make_prompts([3]), SAMPLING)
+    assert set(fake.loaded.num_loads.values()) == {1}, "pushed again without need"
+
+
+def test_every_update_is_pushed(make_engine, fake, model):
+    engine = make_engine()
+    before = engine.generate(make_prompts([3]), SAMPLING)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.5)
+    engine.update_weights(model.named_parameters(), version=4)
+    assert loaded_exactly(fake, model)
+    (after,) = engine.generate(make_prompts([3]), SAMPLING)
+    assert after.policy_version == 4
+    assert after.token_ids != before[0].token_ids
+
+
+def test_one_process_pushes_and_all_wait(make_engine, fake, model):
+    arrived = []
+    others = [make_engine(is_main=False, run_id="run", barrier=lambda: arrived.append(1)) for _ in range(2)]
+    for engine in others:
+        engine.update_weights(model.named_parameters(), version=1)
+    assert "/collective_rpc begin" not in fake.requests
+    main = make_engine(run_id="run", barrier=lambda: arrived.append(1))
+    main.update_weights(model.named_parameters(), version=1)
+    assert len(arrived) == 3
+    results = [engine.generate(make_prompts([4]), SAMPLING) for engine in [main, *others]]
+    assert results[0] == results[1] == results[2]
+    assert set(fake.loaded.num_loads.values()) == {1}
+
+
+def test_processes_that_start_together_push_once(make_engine, fake, model):
+    engines = [make_engine(run_id="run") for _ in range(4)]
+    results: list[Any] = [None] * 4
+    threads = [
+        threading.Thread(
+            target=lambda i=i: results.__setitem__(i, engines[i].generate(make_prompts([4]), SAMPLING))
+        )
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] is not None and all(result == results[0] for result in results)
+    assert set(fake.loaded.num_loads.values()) == {1}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    limits=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    first=st.integers(0, 3),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+def test_a_member_draws_the_same_in_whatever_request(make_engine, limits, first, temperature):
+    engine = make_engine()
+    (prompt,) = make_prompts([5])
+    samples = range(first, first + len(limits))
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature)
+    together = engine.generate(
+        [dataclasses.replace(prompt, samples=samples, max_tokens=tuple(limits))], sampling
+    )
+    for sample, limit, completion in zip(samples, limits, together, strict=True):
+        (alone,) = engine.generate([dataclasses.replace(prompt, samples=range(sample, sample + 1))], sampling)
+        assert completion.token_ids == alone.token_ids[:limit]
+        assert len(completion.token_ids) == limit
+
+
+def test_tensors_of_another_model_are_refused(make_engine):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="'other' is no parameter of the model"):
+        engine.update_weights([("other", torch.zeros(2))], version=1)
+
+
+# ── Answers that are wrong once, or always ───────────────────────────────────────────────────────────────
+
+WRONG_ANSWERS = {
+    "half-written": (half_of_it, "IncompleteRead"),
+    "no answer": (nothing, "RemoteDisconnected"),
+    "500": (error_500, "HTTP 500: out of luck"),
+    "one completion too few": (
+        changed(lambda answer: answer["choices"].pop()),
+        "2 completions were asked for and 1 came",
+    ),
+    "one too many": (
+        changed(lambda answer: answer["choices"].append({**answer["choices"][0], "index": 2})),
+        "2 completions were asked for and 3 came",
+    ),
+    "the same twice": (
+        changed(lambda answer: answer["choices"][1].update(index=0)),
+        r"2 completions .* indices \[0, 0\]",
+    ),
+    "no token ids": (changed(lambda answer: answer["choices"][0].pop("token_ids")), "without token_ids"),
+    "log-probs missing": (
+        changed(lambda answer: answer["choices"][0]["logprobs"]["token_logprobs"].pop()),
+        "5 log-probs came with 6 tokens",
+    ),
+    "aborted": (changed(lambda answer: answer["choices"][0].update(finish_reason="abort")), "reason 'abort'"),
+    "cut short": (changed(lambda answer: _cut(answer["choices"][0])), "a completion of 5 tokens .at most 6"),
+    "not a dict": (changed(lambda answer: answer.update(choices="none")), "no list of choices"),
+}
+
+
+def _cut(choice: dict[str, Any]) -> None:
+    choice["token_ids"].pop()
+    choice["logprobs"]["token_logprobs"].pop()
+
+
+@pytest.mark.parametrize("name", WRONG_ANSWERS)
+def test_a_wrong_answer_is_asked_for_again(make_engine, fake, name):
+    engine = make_engine()
+    prompts = make_prompts([3, 5, 2], 2)
+    expected = engine.generate(prompts, SAMPLING)
+    num_before = fake.requests.count(COMPLETIONS)
+    fake.faults[COMPLETIONS] = [None, WRONG_ANSWERS[name][0], WRONG_ANSWERS[name][0]]
+    assert engine.generate(prompts, SAMPLING) == expected
+    assert fake.requests.count(COMPLETIONS) - num_before == 3 + 2
+
+
+@pytest.mark.parametrize("name", WRONG_ANSWERS)
+def test_what_is_always_wrong_ends_in_a_message(make_engine, fake, name):
+    engine = make_engine()
+    fault, message = WRONG_ANSWERS[name]
+    fake.faults[COMPLETIONS] = [fault] * 5
+    with pytest.raises(RuntimeError, match=rf"(?s){message}.*vllm_on_server_loss='wait'"):
+        engine.generate(make_prompts([3], 2), SAMPLING)
+
+
+# ── A server that dies ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("fault", [restart, restart_before])
+@pytest.mark.parametrize("num_answered", [0, 2])
+def test_a_restart_within_a_rollout_is_survived(make_engine, fake, model, fault, num_answered):
+    engine = make_engine(on_server_loss="wait", max_in_flight=1)
+    prompts = make_prompts([3, 5, 2], 2)
+    expected = engine.generate(prompts, SAMPLING)
+    fake.faults[COMPLETIONS] = [None] * num_answered + [fault]
+    # The restarted server would complete the rest with the weights it started with, had it not been noticed.
+    assert engine.generate(prompts, SAMPLING) == expected
+    assert loaded_exactly(fake, model) and set(fake.loaded.num_loads.values()) == {1}
+
+
+def test_a_restart_within_a_rollout_is_an_error_by_default(make_engine, fake):
+    engine = make_engine()
+    engine.generate(make_prompts([3]), SAMPLING)
+    fake.faults[COMPLETIONS] = [restart]
+    with pytest.raises(RuntimeError, match=r"(?s)restarted during a rollout.*vllm_on_server_loss='wait'"):
+        engine.generate(make_prompts([3]), SAMPLING)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_restart_anywhere_within_a_push_is_survived(make_engine, fake, model, data):
+    message = data.draw(st.sampled_from(["begin", "receive_chunk", "finish", "state"]), label="message")
+    num_answered = data.draw(st.integers(0, 3), label="number answered before") if message != "finish" else 0
+    fault = data.draw(st.sampled_from([restart, restart_before]), label="after or before it was done")
+    engine = make_engine(on_server_loss="wait")
+    expected = engine.generate(make_prompts([3, 5]), SAMPLING)
+    fake.loaded.num_loads.clear()
+    fake.faults[f"/collective_rpc {message}"] = [None] * num_answered + [fault]
+    engine.update_weights(model.named_parameters(), version=1)
+    completions = engine.generate(make_prompts([3, 5]), SAMPLING)
+    fake.faults.clear()
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    assert loaded_exactly(fake, model)
+    assert not fake.is_paused
+    assert set(fake.loaded.num_loads.values()) == {1}, "the present server loaded a weight twice"
+
+
+def test_a_broken_push_is_an_error_by_default_and_can_be_repeated(make_engine, fake, model):
+    engine = make_engine()
+    fake.faults["/collective_rpc receive_chunk"] = [None, restart]
+    with pytest.raises(RuntimeError, match=r"(?s)take weights.*restarted.*vllm_on_server_loss='wait'"):
+        engine.update_weights(model.named_parameters(), version=1)
+    engine.update_weights(model.named_parameters(), version=1)
+    assert loaded_exactly(fake, model)
+
+
+@pytest.mark.parametrize("fault", [half_of_it, nothing, error_500])
+@pytest.mark.parametrize("message", ["begin", "receive_chunk", "finish"])
+def test_a_lost_reply_does_not_load_anything_twice(make_engine, fake, model, message, fault):
+    engine = make_engine()
+    fake.faults[f"/collective_rpc {message}"] = [fault, None, fault]
+    engine.update_weights(model.named_parameters(), version=1)
+    assert loaded_exactly(fake, model)
+    assert set(fake.loaded.num_loads.values()) == {1}
+
+
+def test_between_begin_and_finish_nothing_is_generated(make_engine, fake, model):
+    engine = make_engine()
+    engine.generate(make_prompts([3]), SAMPLING)
+    fake.faults["/collective_rpc receive_chunk"] = [None, *[error_500] * 5]
+    with pytest.raises(RuntimeError, match="HTTP 500"):
+        engine.update_weights(model.named_parameters(), version=1)
+    assert fake.is_paused
+    assert fake.worker.colocate_receive('{"do": "state"}')["token"] is None
+    # The next rollout mends it first.
+    engine.generate(make_prompts([3]), SAMPLING)
+    assert loaded_exactly(fake, model) and not fake.is_paused
+
+
+def test_a_server_that_stays_away_is_waited_for_no_longer_than_said(make_engine, fake):
+    engine = make_engine(on_server_loss="wait", server_timeout_s=1.0)
+    engine.generate(make_prompts([3]), SAMPLING)
+    fake.faults["/health"] = [error_500] * 1000
+    fake.faults[COMPLETIONS] = [nothing] * 1000
+    with pytest.raises(ServerUnreachable, match="vllm_server_timeout=1 s"):
+        engine.generate(make_prompts([3]), SAMPLING)
+
+
+def test_a_server_that_hangs_is_noticed(make_engine, fake, monkeypatch):
+    monkeypatch.setattr(server_module, "_CALL_S", 0.4)
+    engine = make_engine()
+    engine.generate(make_prompts([3]), SAMPLING)
+    release = threading.Event()
+
+    def hang(fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
+        release.wait(20)
+        handler.close_connection = True
+
+    fake.faults[COMPLETIONS] = [hang] * 10
+    fake.faults["/health"] = [hang] * 10
+    try:
+        with pytest.raises(RuntimeError, match=r"(?s)/health had no usable answer.*vllm_on_server_loss"):
+            engine.generate(make_prompts([3]), SAMPLING)
+    finally:
+        release.set()
+
+
+def test_a_server_that_always_falls_is_given_up(make_engine, fake):
+    engine = make_engine(on_server_loss="wait")
+    engine.generate(make_prompts([3]), SAMPLING)
+    fake.faults[COMPLETIONS] = [restart] * 100
+    with pytest.raises(RuntimeError, match="lost 5 times in a row"):
+        engine.generate(make_prompts([3]), SAMPLING)
+
+
+# ── A server that is not the right one ───────────────────────────────────────────────────────────────────
+
+
+def test_no_server(model):
+    with pytest.raises(ServerUnreachable, match=r"vllm_server_timeout=0\.3 s.*colocate serve"):
+        VLLMServerEngine(model, base_url="http://127.0.0.1:9", server_timeout_s=0.3)
+
+
+def test_another_model_is_served(make_engine, fake):
+    fake.config = make_model("qwen3", num_hidden_layers=3, vocab_size=50).config
+    fake.restart()
+    with pytest.raises(
+        ValueError,
+        match=r"another model, 'served'.*vocab_size 50 instead of 97, num_hidden_layers 3 instead of 2",
+    ):
+        make_engine()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, r"'raw_logprobs'.*needs 'processed_logprobs'.*--logprobs-mode"),
+        ({"generation_config": "auto"}, r"generation_config='auto'.*--generation-config vllm"),
+        ({"data_parallel_size": 2}, "2 replicas.*--data-parallel-size"),
+    ],
+)
+def test_unsuitable_settings(make_engine, fake, settings, message):
+    fake.settings = settings
+    fake.restart()
+    with pytest.raises(ValueError, match=message):
+        make_engine()
+
+
+def test_too_old(make_engine, fake):
+    fake.version = "0.11.2"
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.11\.2 is too old: 0\.25 to 0\.33"):
+        make_engine()
+
+
+def test_plain_vllm_serve_is_told_what_it_lacks(make_engine, fake, monkeypatch):
+    real = fake._do
+    monkeypatch.setattr(
+        fake, "_do", lambda path, body: (404, None) if path == "/collective_rpc" else real(path, body)
+    )
+    with pytest.raises(RuntimeError, match=r"(?s)takes no weights.*VLLM_SERVER_DEV_MODE=1.*WeightReceiver"):
+        make_engine()
+
+
+def test_two_runs_on_one_server(make_engine, model):
+    first, second = make_engine(run_id="first"), make_engine(run_id="second")
+    first.generate(make_prompts([3]), SAMPLING)
+    second.generate(make_prompts([3]), SAMPLING)
+    with pytest.raises(RuntimeError, match="Give every run a server of its own"):
+        first.generate(make_prompts([3]), SAMPLING)
+
+
+def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
+    monkeypatch.setattr(
+        "colocate.engines.vllm.weight_receiver._Receiver.read_file", lambda self, path: {"text": None}
+    )
+    engine = make_engine()
+    with pytest.raises(ValueError, match="it does not see"):
+        engine.generate(make_prompts([3]), SAMPLING)
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_gpu_transports_need_gpus(make_engine, transport):
+    engine = make_engine(transport=transport)
+    with pytest.raises(ValueError, match=f"by {transport}: the trainer is on cpu"):
+        engine.generate(make_prompts([3]), SAMPLING)
+
+
+def test_a_worker_says_what_went_wrong(make_engine, fake, monkeypatch):
+    def refuse(tensors: Any) -> set[str]:
+        raise KeyError("no such weight: x")
+
+    monkeypatch.setattr(fake.loaded, "load_weights", refuse)
+    with pytest.raises(RuntimeError, match=r"worker 0: KeyError.*no such weight: x"):
+        make_engine().generate(make_prompts([3]), SAMPLING)
+
+
+def test_a_push_that_leaves_weights_out_is_an_error(make_engine, fake):
+    fake.names.append("model.extra.weight")
+    fake.restart()
+    with pytest.raises(RuntimeError, match=r"1 of the server's \d+ weights were not sent.*extra"):
+        make_engine().generate(make_prompts([3]), SAMPLING)

@@ -1,0 +1,146 @@
+"""A real vLLM server for tests: the tiny model of `engine_models`, on the CPU or a GPU, started once."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+from engine_models import MAX_POSITION, make_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+START_S = 300.0
+"""Within which a server of a tiny model is up, even where two cores are shared."""
+
+
+def make_server_model() -> Any:
+    """The model that `ServerProcess` serves by default; its head size is one that vLLM's attention takes."""
+    return make_model("qwen3", hidden_size=64, head_dim=32)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def save_for_server(model: Any, directory: Path) -> None:
+    """Weights, configuration, and a tokenizer, without which vLLM does not start."""
+    model.save_pretrained(directory)
+    words = {f"w{i}": i for i in range(model.config.vocab_size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
+
+
+class ServerProcess:
+    """`colocate serve` in a process group of its own.
+
+    Args:
+        options: vLLM's, beside those for a tiny model; they win.
+        environment: variables beside this process's.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        port: int | None = None,
+        options: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.port = port or free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / f"server-{self.port}-{time.monotonic_ns()}.log"
+        command = [
+            *(sys.executable, "-m", "colocate", "serve", str(directory)),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--"),
+            *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_POSITION)),
+            *("--max-num-seqs", "8", "--max-num-batched-tokens", "1024", "--disable-log-stats"),
+            *("--gpu-memory-utilization", "0.2", *options),
+        ]
+        variables = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            # Two test processes' threads would wait for each other on few cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+        }
+        variables.pop("TRITON_INTERPRET", None)
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-6000:]}"
+            try:
+                with urllib.request.urlopen(f"{self.base_url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.3)
+        raise AssertionError(f"the server did not start:\n{self.log.read_text()[-6000:]}")
+
+    def descendants(self) -> list[psutil.Process]:
+        """vLLM's own processes."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self) -> None:
+        """End everything at once, as a machine that goes down does."""
+        descendants = self.descendants()
+        kill_all(descendants)
+        self.process.kill()
+        self.process.wait()
+        psutil.wait_procs(descendants, timeout=30)  # the port is free only then
+
+    def stop(self) -> int:
+        """End it as Ctrl-C does; returns the exit code."""
+        descendants = self.descendants()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            return self.process.wait(60)
+        finally:
+            kill_all(descendants)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+@functools.cache
+def shared_server() -> ServerProcess:
+    """One server for a whole test session, of weights that nobody trains: each engine sends its own."""
+    directory = Path(tempfile.mkdtemp(prefix="vllm-server-"))
+    save_for_server(make_server_model(), directory)
+    server = ServerProcess(directory)
+    atexit.register(server.stop)
+    server.wait_until_ready()
+    return server
+
+
+def make_server_engine(model: Any) -> Any:
+    """For the contract suite: an engine of the shared server, to which it sends `model`'s weights."""
+    from colocate.engines.vllm.server import VLLMServerEngine
+
+    return VLLMServerEngine(model, base_url=shared_server().base_url)
