@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from modes_cases import PARTS, ModeCase, all_cases, cases, largest
+from pages import modes_table
 from results_file import all_measured, committed, write_result
 from rollout_cases import model_directory
 from runner import Record, Runner, read_records
@@ -224,43 +225,11 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
     return rows
 
 
-MODE_NAMES = {"server": "vLLM server", "colocate": "vLLM colocated", "native": "native"}
-
-
-def mode_name(row: dict[str, Any]) -> str:
-    size = row["tensor_parallel_size"]
-    return MODE_NAMES[row["mode"]] + (f", TP {size}" if size > 1 else "")
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The Markdown table of docs/benchmarks.md."""
-    lines = [
-        "| model, completions per step | mode | step, s | completions/s | × server | × server, normalised |",
-        "|---|---|---|---|---|---|",
-    ]
-    servers = {(row["model"], row["num_completions"]): row for row in rows if row["mode"] == "server"}
-    for row in sorted(rows, key=lambda row: (row["model"], row["num_completions"])):
-        server = servers.get((row["model"], row["num_completions"]))
-        ratios = [
-            "–" if server is None else f"{row[name] / server[name]:.2f}"
-            for name in ("completions_per_s", "normalised_completions_per_s")
-        ]
-        cells = [
-            f"{row['model'].replace('p', '.').upper()}, {row['num_completions']:,}",
-            mode_name(row),
-            f"{row['step_s']:.1f}",
-            f"{row['completions_per_s']:.1f}",
-            *ratios,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
 def merge(options: argparse.Namespace) -> None:
     """Print claims and table, and write the result if all claims are there."""
     records = read_records(options.records)
     claims, rows = compute_claims(records, options.gpus), summary(records, options.gpus)
-    print(json.dumps(claims, indent=1), *table(rows), sep="\n")
+    print(json.dumps(claims, indent=1), *modes_table(rows), sep="\n")
     measured = all_measured(claims)
     if measured is None:
         return

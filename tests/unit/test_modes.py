@@ -12,6 +12,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/modes.py` does
 modes = importlib.import_module("modes")
+pages = importlib.import_module("pages")
 modes_cases = importlib.import_module("modes_cases")
 step_cases = importlib.import_module("step_cases")
 sys.path.remove(str(SCRIPTS))
@@ -123,7 +124,7 @@ def test_the_normalisation_gives_the_server_its_gpu_back(num_gpus: int, factor: 
     assert by_mode["server"]["completions_per_s"] == size / 8
     assert by_mode["server"]["normalised_completions_per_s"] == pytest.approx(factor * size / 8)
     assert by_mode["native"]["normalised_completions_per_s"] == size / 2
-    lines = modes.table(rows)
+    lines = pages.modes_table(rows)
     assert f"| 1.5B, {size:,} | native | 2.0 | {size / 2:.1f} | 4.00 | {4 / factor:.2f} |" in lines
     assert f"| 1.5B, {size:,} | vLLM server | 8.0 | {size / 8:.1f} | 1.00 | 1.00 |" in lines
 
