@@ -61,7 +61,8 @@ class Suite(Runner):
         server = vllm_server(
             self._start / "model",
             *("--gpu-memory-utilization", str(VLLM_MEMORY)),
-            *([] if torch.cuda.is_available() else ["--enforce-eager"]),
+            # vLLM would round a float32 model, which the trainer keeps on a CPU, to bfloat16.
+            *([] if torch.cuda.is_available() else ["--dtype", "float32", "--enforce-eager"]),
             gpu=str(max(0, torch.cuda.device_count() - 1)),
             log=self.records / f"{time.time_ns()}-server.log",
             environment=self.environment,

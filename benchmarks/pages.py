@@ -54,20 +54,20 @@ def modes_section(result: dict[str, Any]) -> list[str]:
         f"## Modes of rollout on {NUMBERS[num_gpus]} H200s",
         "",
         f"`benchmarks/modes.py`, [{name}.json](../benchmarks/results/{name}.json). GRPO steps of the same "
-        "global batch on the same GPUs: random weights of the Qwen2.5 shapes, bfloat16, groups of 8; 1.5B full "
-        "fine-tuning with 256 + 512 tokens, 7B LoRA of rank 32 with 512 + 512. With a server one GPU serves "
-        f"and {others}; otherwise all GPUs generate, then all train. vLLM {result['versions'].get('vllm')}. "
-        f"Medians of {num_timed} steps after a first one. *Normalised* is how the comparison was first "
-        "published: the server's rate times GPUs / training GPUs.",
+        "global batch on the same GPUs: random weights of the Qwen2.5 shapes, bfloat16, groups of 8; 1.5B "
+        "full fine-tuning with 256 + 512 tokens, 7B LoRA of rank 32 with 512 + 512. With a server one GPU "
+        f"serves and {others}; otherwise all GPUs generate, then all train. vLLM "
+        f"{result['versions'].get('vllm')}. Medians of {num_timed} steps after a first one. *Normalised* is "
+        "how the comparison was first published: the server's rate times GPUs / training GPUs.",
         "",
         *modes_table(result["setup"]["summary"]),
         "",
         "With the largest batch colocated vLLM completes "
         f"{claims['colocate_vs_server_1p5b']:.2f} times as much per second as the server with 1.5B, "
         f"{claims['colocate_vs_server_7b']:.2f} times with 7B; the native engine "
-        f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. In full fine-tuning vLLM reads the trainer's "
-        f"parameters: a publication moves {claims['publish_shared_bytes']:,.0f} bytes. With LoRA on 7B it "
-        "merges the adapters and writes all weights into vLLM's copy, in "
+        f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. In full fine-tuning vLLM reads the "
+        f"trainer's parameters: a publication moves {claims['publish_shared_bytes']:,.0f} bytes. With LoRA "
+        "on 7B it merges the adapters and writes all weights into vLLM's copy, in "
         f"{claims['publish_bucketed_7b_s']:.2f} s. Falling asleep and waking up take "
         f"{claims['sleep_wake_overhead']:.1%} of a step.",
         "",
@@ -85,14 +85,15 @@ def curves_section(result: dict[str, Any]) -> list[str]:
     return [
         "## Reward curves of the modes",
         "",
-        f"`benchmarks/curves.py`, [{name}.json](../benchmarks/results/{name}.json). The quickstart's task from "
-        f"one warm start, {result['repetitions'][0]['num_steps']} steps, {NUMBERS[len(seeds)]} seeds for each "
-        "mode, the same prompts in the same order. Mean reward of the last "
+        f"`benchmarks/curves.py`, [{name}.json](../benchmarks/results/{name}.json). The quickstart's "
+        f"task from one warm start, {result['repetitions'][0]['num_steps']} steps, {NUMBERS[len(seeds)]} "
+        "seeds for each mode, the same prompts in the same order. Mean reward of the last "
         f"{result['setup']['num_final_rollouts']} rollouts: {rewards}. Two modes differ by "
         f"{claims['final_reward_difference']:.3f} at most. One run's final reward varies over seeds with a "
-        f"standard deviation of {claims['final_reward_seed_std']:.3f}, from which the difference of two modes' "
-        f"means has one of {claims['final_reward_difference_std']:.3f}. The engine's log-probs are off from the "
-        f"trainer's by, mean over a rollout's tokens, median over rollouts, nothing clipped: {gaps}.",
+        f"standard deviation of {claims['final_reward_seed_std']:.3f}, from which the difference of two "
+        f"modes' means has one of {claims['final_reward_difference_std']:.3f}. The engine's log-probs are "
+        "off from the trainer's by, mean over a rollout's tokens, median over rollouts, nothing clipped: "
+        f"{gaps}.",
         "",
         f"![Reward by step, and the difference of log-probs]({name}.svg)",
     ]
