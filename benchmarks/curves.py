@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from curves_run import MODES, ROOT, VLLM_MEMORY
 from results_file import all_measured, committed, write_result
-from runner import Record, Runner, read_records
+from runner import Record, Runner, read_records, visible_gpus
 from vllm_server import vllm_server
 
 NUM_FINAL = 10
@@ -46,6 +46,7 @@ class Suite(Runner):
         self._options = options
         self._start_s = time.perf_counter()
         self._start = options.records / "start"
+        self._gpus = visible_gpus(max(1, torch.cuda.device_count()))
 
     def warm_start(self) -> None:
         """The model and the data that every run starts from."""
@@ -63,7 +64,7 @@ class Suite(Runner):
             *("--gpu-memory-utilization", str(VLLM_MEMORY)),
             # vLLM would round a float32 model, which the trainer keeps on a CPU, to bfloat16.
             *([] if torch.cuda.is_available() else ["--dtype", "float32", "--enforce-eager"]),
-            gpu=str(max(0, torch.cuda.device_count() - 1)),
+            gpu=self._gpus[-1],
             log=self.records / f"{time.time_ns()}-server.log",
             environment=self.environment,
         )
@@ -82,7 +83,7 @@ class Suite(Runner):
             "--start", self._start, "--out", self.out(f"{mode}-{seed}"),
             *(["--server-url", url] if url else []),
             timeout_s=RUN_S,
-            CUDA_VISIBLE_DEVICES="0",
+            CUDA_VISIBLE_DEVICES=self._gpus[0],
         )  # fmt: skip
 
     def _time_is_up(self) -> bool:
@@ -167,7 +168,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200, help="optimizer steps, four to a rollout")
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps, four to a rollout")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument(
         "--records", type=Path, default=Path(tempfile.gettempdir()) / "colocate-curves-records"

@@ -1,6 +1,6 @@
 """One training run of the quickstart's task in one mode of rollout, and its curves as a record.
 
-    python benchmarks/curves_run.py --mode colocate --seed 0 --steps 200 --start DIRECTORY --out record.json
+    python benchmarks/curves_run.py --mode colocate --seed 0 --steps 120 --start DIRECTORY --out record.json
 
 `--start` is what examples/quickstart/warm_start.py has written. `curves.py` runs it.
 """

@@ -12,7 +12,7 @@ GPUs / training GPUs, as if serving took none.
 
 Every case is a run of step.py of its own that leaves a record in --records; one whose record is there is not
 measured again, so a command that was cut short is simply given again. With --limit-s no case begins after so
-many seconds. A server is started once for all batch sizes of its model. The result is written as soon as the
+many seconds; with --largest the claims come first and the other batch sizes in a later command. A server is started once for all batch sizes of its model. The result is written as soon as the
 records suffice for every claim; then --merge also prints the table of docs/benchmarks.md.
 """
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import sys
@@ -33,7 +32,7 @@ from modes_cases import PARTS, ModeCase, all_cases, cases, largest
 from pages import modes_table
 from results_file import all_measured, committed, write_result
 from rollout_cases import model_directory
-from runner import Record, Runner, read_records
+from runner import Record, Runner, read_records, visible_gpus
 from vllm_server import vllm_server
 
 NUM_WARM_UP, NUM_TIMED = 1, 3
@@ -47,14 +46,14 @@ class Suite(Runner):
     def __init__(self, options: argparse.Namespace, commit: str) -> None:
         super().__init__(options.records, commit, extra_words=["--tiny"] if options.tiny else [])
         self._options = options
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._gpus = visible.split(",") if visible else [str(i) for i in range(options.gpus)]
+        self._gpus = visible_gpus(options.gpus)
         self._start_s = time.perf_counter()
 
     def measure(self, part: str) -> None:
         """Run what is missing of a part, as far as the time goes."""
         measured = {record["label"] for record in read_records(self.records)}
-        missing = [case for case in cases(part, self._options.gpus) if case.label not in measured]
+        wanted = cases(part, self._options.gpus)[: 1 if self._options.largest else None]
+        missing = [case for case in wanted if case.label not in measured]
         if not missing or self._time_is_up():
             return
         # Not within a measurement.
@@ -252,6 +251,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--largest", action="store_true", help="only the largest batch, for the claims")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after so long")
     parser.add_argument("--records", type=Path, default=temporary / "colocate-modes-records")
     parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")

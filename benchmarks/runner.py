@@ -105,6 +105,12 @@ def _run(
     return process.returncode, output
 
 
+def visible_gpus(num_gpus: int) -> list[str]:
+    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; without it the first ones."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(num_gpus)]
+
+
 def read_records(directory: Path) -> list[Record]:
     """All records, oldest first.
 
