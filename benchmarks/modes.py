@@ -12,8 +12,9 @@ GPUs / training GPUs, as if serving took none.
 
 Every case is a run of step.py of its own that leaves a record in --records; one whose record is there is not
 measured again, so a command that was cut short is simply given again. With --limit-s no case begins after so
-many seconds; with --largest the claims come first and the other batch sizes in a later command. A server is started once for all batch sizes of its model. The result is written as soon as the
-records suffice for every claim; then --merge also prints the table of docs/benchmarks.md.
+many seconds; with --largest the claims come first, the other batch sizes in a later command. A server is
+started once for all batch sizes of its model. The result is written as soon as the records suffice for every
+claim. `pages.py` makes the section of docs/benchmarks.md from it, `pictures.py` its picture.
 """
 
 from __future__ import annotations
