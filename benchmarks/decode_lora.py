@@ -2,11 +2,10 @@
 
     python benchmarks/decode_lora.py [--rank 32]
 
-The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, and
-the norms and activations that read them, in one CUDA graph; without adapters, and with them on every
-projection in four ways: both kernels beside the product with the weights where who reads it adds up, only the
-shrink beside it, kernels one after the other, and PyTorch's matrix products. Then
-the kernels one by one, where what fits into the L2 cache is read from there. Medians. Tables go to the
+The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, and the
+norms and activations that read them, in one CUDA graph; without adapters, and with them on every projection
+in four ways: as the engine does it, the same with every product and its adapters added up at once, the
+kernels one after the other, and PyTorch's matrix products. Then the kernels one by one, where what fits into the L2 cache is read from there. Medians. Tables go to the
 terminal, and to $OUT/decode_lora.json if OUT is set.
 """
 
@@ -53,8 +52,8 @@ class OneAfterTheOther(InPlace):
 
 
 WAYS = {
-    "apart": TritonBackend,
-    "beside": InPlace,
+    "engine": TritonBackend,
+    "in place": InPlace,
     "one after the other": OneAfterTheOther,
     "matrix products": TorchBackend,
 }

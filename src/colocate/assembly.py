@@ -242,6 +242,7 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
             server_timeout_s=args.vllm_server_timeout,
             group_host=args.vllm_group_host,
             group_port=args.vllm_group_port,
+            max_in_flight=args.max_num_seqs or 256,
         )
     pad_token_id = causal_lm(model).generation_config.pad_token_id
     return TransformersEngine(model, pad_token_id=pad_token_id, max_num_seqs=args.max_num_seqs or 64)

@@ -225,7 +225,6 @@ REPLACED_BY: dict[str, dict[str, str]] = {
         for name, option in (
             ("page_size", "--block-size"),
             ("kv_cache_tokens", "--kv-cache-memory-bytes"),
-            ("max_num_seqs", "--max-num-seqs"),
         )
     },
 }

@@ -175,8 +175,8 @@ def test_a_server_that_nobody_would_ask_is_refused(make):
     for options in ({}, {"use_vllm": True, "engine": "native"}, {"use_vllm": True, "engine": "vllm"}):
         with pytest.raises(ValueError, match=r"vllm_mode='server' is not supported.*engine='vllm_server'"):
             make(vllm_mode="server", **options)
-    with pytest.raises(ValueError, match=r"max_num_seqs=8 is not read.*serve MODEL -- --max-num-seqs"):
-        make(engine="vllm_server", max_num_seqs=8)
+    with pytest.raises(ValueError, match=r"page_size=16 is not read.*serve MODEL -- --block-size"):
+        make(engine="vllm_server", page_size=16)
 
 
 def test_the_native_cache_options_are_not_vllms(make):

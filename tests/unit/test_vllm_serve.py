@@ -78,6 +78,7 @@ def test_ready_line_and_signal(stand_in, capfd):
     assert dev_mode == "1"
     assert arguments[0] == "some/model"
     assert arguments[-2:] == ["--load-format", "dummy"], "the user's come last and win"
+    arguments.remove("--disable-uvicorn-access-log")
     options = dict(zip(arguments[1:-2:2], arguments[2:-2:2], strict=True))
     assert options["--host"] == "127.0.0.1" and options["--port"] == str(port)
     assert options["--tensor-parallel-size"] == "2"

@@ -383,6 +383,13 @@ def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
         engine.generate(make_prompts([3]), SAMPLING)
 
 
+def test_a_server_lost_while_files_are_tried_leaves_none(make_engine, fake):
+    engine = make_engine()
+    fake.faults["/collective_rpc read_file"] = [error_500] * 5
+    with pytest.raises(RuntimeError, match="was lost"):
+        engine.generate(make_prompts([3]), SAMPLING)  # `make_engine` looks at the directory in the end
+
+
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])
 def test_gpu_transports_need_gpus(make_engine, transport):
     engine = make_engine(transport=transport)

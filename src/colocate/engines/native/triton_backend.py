@@ -79,12 +79,13 @@ class TritonBackend(TorchBackend):
         if slots is None:
             return super().linear(x, weight, bias, adapters)
         shrink = lora.Shrink(x, slots, self._shrink_counters(x.device))
-        # Beside the product with the weights, which waits for memory: on its own it would take as long as a
-        # small one of those, nearly all of it latency.
-        with self._side_stream(x.device):
+        # On its own it would take as long as a small product with weights, nearly all of it latency.
+        is_beside = len(x) <= lora.MAX_ROWS_BESIDE
+        with self._side_stream(x.device) if is_beside else nullcontext():
             shrink.launch()
         output = F.linear(x, weight, bias)
-        self._join_side_stream()
+        if is_beside:
+            self._join_side_stream()
         lora.expand(output, shrink.output, slots)
         return output
 
@@ -92,7 +93,7 @@ class TritonBackend(TorchBackend):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
     ) -> tuple[Tensor, Tensor | None]:
         slots = self._adapter_slots(x, adapters)
-        if slots is None or slots.num_columns < len(weight):
+        if slots is None or slots.num_columns < len(weight) or len(x) > lora.MAX_ROWS_BESIDE:
             return self.linear(x, weight, bias, adapters), None
         shrink = lora.Shrink(x, slots, self._shrink_counters(x.device))
         addition = x.new_empty(len(x), len(weight))

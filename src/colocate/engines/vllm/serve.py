@@ -52,6 +52,7 @@ def serve(
         *("--logprobs-mode", "processed_logprobs"),
         # No defaults, nor a cap on max_tokens, from the model's own generation_config.
         *("--generation-config", "vllm"),
+        "--disable-uvicorn-access-log",  # a line for each of a rollout's hundreds of requests
         *("--worker-extension-cls", "colocate.engines.vllm.weight_receiver.WeightReceiver"),
         *vllm_options,
     ]

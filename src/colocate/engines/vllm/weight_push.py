@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import socket
 import tempfile
 import time
@@ -66,10 +65,17 @@ class Transport(Protocol):
 
 
 class FileTransport:
-    """Chunks as files in a directory that trainer and server share."""
+    """Chunks as files in a directory that trainer and server share.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Args:
+        parent: where to make it; it goes with this object, or with the process at the latest.
+    """
+
+    def __init__(self, parent: str | None) -> None:
+        self._owner = tempfile.TemporaryDirectory(
+            prefix="colocate-weights-", dir=parent, ignore_cleanup_errors=True
+        )
+        self.directory = Path(self._owner.name)
         self._num_files = 0
 
     def buffer(self, size_bytes: int) -> Tensor:
@@ -78,7 +84,7 @@ class FileTransport:
     def offer(self, flat: Tensor) -> dict[str, Any]:
         from safetensors.torch import save_file
 
-        self._path = self._directory / f"{self._num_files}.safetensors"
+        self._path = self.directory / f"{self._num_files}.safetensors"
         self._num_files += 1
         save_file({"chunk": flat}, self._path)
         return {"path": str(self._path)}
@@ -90,7 +96,7 @@ class FileTransport:
         self._path.unlink()
 
     def close(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._owner.cleanup()
 
 
 class IpcTransport:
@@ -348,19 +354,23 @@ class WeightPusher:
         parent = self._directory
         if parent is None and _SHARED_MEMORY.is_dir():
             parent = str(_SHARED_MEMORY)
-        directory = Path(tempfile.mkdtemp(prefix="colocate-weights-", dir=parent))
+        transport = FileTransport(parent)
         secret = uuid.uuid4().hex
-        probe = directory / "probe"
+        probe = transport.directory / "probe"
         probe.write_text(secret)
-        answers = self._workers.call("read_file", path=str(probe), deadline_s=_remaining_s(deadline))
+        try:
+            answers = self._workers.call("read_file", path=str(probe), deadline_s=_remaining_s(deadline))
+        except BaseException:
+            transport.close()
+            raise
         probe.unlink()
         if any(answer["text"] != secret for answer in answers):
-            shutil.rmtree(directory)
+            transport.close()
             raise ValueError(
-                f"Weights cannot go to the server by file: it does not see {directory.parent} of this "
-                "machine. Set a directory that both share, or use GPUs on both sides (nccl)."
+                f"Weights cannot go to the server by file: it does not see {transport.directory.parent} "
+                "of this machine. Set a directory that both share, or use GPUs on both sides (nccl)."
             )
-        return FileTransport(directory)
+        return transport
 
     def _own_address(self) -> str:
         """This machine's address on the way to the server."""
