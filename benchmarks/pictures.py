@@ -28,7 +28,8 @@ def modes_panels(result: dict[str, Any]) -> list[str]:
     for model in dict.fromkeys(row["model"] for row in rows):
         of_model = [row for row in rows if row["model"] == model]
         sizes = sorted({row["num_completions"] for row in of_model})
-        legend = [(NAMES[mode], COLORS[mode], "line") for mode in NAMES]
+        measured = {row["mode"] for row in of_model}
+        legend = [(NAMES[mode], COLORS[mode], "line") for mode in NAMES if mode in measured]
         parallel = [row for row in of_model if row["tensor_parallel_size"] > 1]
         legend += [
             (f"vLLM colocated, TP {size}", COLORS["colocate"], "dot")
