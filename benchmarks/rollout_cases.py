@@ -84,10 +84,10 @@ SHAPES = {
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, tie_word_embeddings=False, vocab_size=VOCAB_SIZE,
     ),
-    # To try the scripts themselves.
+    # To try the scripts themselves. Heads of 32: vLLM has no attention for smaller ones on a CPU.
     "tiny": dict(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, vocab_size=512,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=True, vocab_size=512,
     ),
 }  # fmt: skip
 """Configurations of Qwen2.5 models, by size."""
@@ -112,10 +112,15 @@ def model_directory(parent: Path, size: str) -> Path:
     In a process of its own: vLLM's has to be free of CUDA until vLLM itself starts it.
     """
     directory = parent / f"qwen2.5-{size}-random"
-    if not (directory / "config.json").exists():
+    if not model_on_disk(parent, size):
         script = Path(__file__).with_name("rollout_models.py")
         subprocess.run([sys.executable, str(script), size, str(directory)], check=True)
     return directory
+
+
+def model_on_disk(parent: Path, size: str) -> bool:
+    """Whether `model_directory` has nothing to make."""
+    return (parent / f"qwen2.5-{size}-random" / "config.json").exists()
 
 
 def machine() -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).parent
 
@@ -35,8 +37,20 @@ class Runner:
         self._extra_words = extra_words
         self._peer_site = peer_site
 
-    def run(self, *command: str | Path | int, is_peer: bool = False, **environment: str) -> str | None:
-        """Standard output of `python benchmarks/<command>`; None if it failed, which stops nothing else."""
+    def run(
+        self,
+        *command: str | Path | int,
+        is_peer: bool = False,
+        num_processes: int = 1,
+        timeout_s: float | None = None,
+        **environment: str,
+    ) -> str | None:
+        """Standard output of `python benchmarks/<command>`; None if it failed, which stops nothing else.
+
+        Args:
+            num_processes: more than one are started by torchrun.
+            timeout_s: a command that takes longer has failed, and ends with all that it started.
+        """
         environment = self.environment | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"} | environment
         if is_peer and self._peer_site:
             paths = [self._peer_site, environment.get("PYTHONPATH")]
@@ -44,16 +58,24 @@ class Runner:
         words = [*map(str, command), *self._extra_words]
         log, start_s = self.records / f"{time.time_ns()}-{Path(words[0]).stem}.log", time.perf_counter()
         print(" ".join(words), flush=True)
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
         with log.open("w") as stderr:
-            done = subprocess.run(
-                [sys.executable, str(HERE / words[0]), *words[1:]],
-                env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
-            )  # fmt: skip
-        print(done.stdout + f"  {time.perf_counter() - start_s:.1f} s", flush=True)
-        if done.returncode == 0:
-            return done.stdout
+            code, output = _run(
+                [
+                    sys.executable,
+                    *(launcher if num_processes > 1 else []),
+                    str(HERE / words[0]),
+                    *words[1:],
+                ],
+                environment,
+                stderr,
+                timeout_s,
+            )
+        print(output + f"  {time.perf_counter() - start_s:.1f} s", flush=True)
+        if code == 0:
+            return output
         self.failures.append(" ".join(words))
-        print(f"  FAILED ({done.returncode}), see {log}\n{log.read_text()[-3000:]}", flush=True)
+        print(f"  FAILED ({code}), see {log}\n{log.read_text()[-3000:]}", flush=True)
         return None
 
     def out(self, name: str) -> Path:
@@ -63,6 +85,30 @@ class Runner:
     def exit_if_failed(self) -> None:
         if self.failures:
             raise SystemExit("\n".join(f"FAILED: {command}" for command in self.failures))
+
+
+def _run(
+    command: list[str], environment: dict[str, str], stderr: IO[str], timeout_s: float | None
+) -> tuple[int, str]:
+    """Exit code and standard output."""
+    # In a session of its own, whose processes can be ended together.
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL, f"  ended after {timeout_s:.0f} s\n"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+def visible_gpus(num_gpus: int) -> list[str]:
+    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them; without it the first ones."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(num_gpus)]
 
 
 def read_records(directory: Path) -> list[Record]:

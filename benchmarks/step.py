@@ -9,6 +9,8 @@ a reward that costs nothing. Completions have the given length: TRL passes `igno
 trainer's `sampling` is given no stop tokens. A step is what lies between the ends of two steps, the device
 synchronised at both.
 
+Under torchrun or `accelerate launch` each process takes its share of the work; the first writes the record.
+
 `--standby` runs steps in turns with the hand-over of memory and without: the engine keeps its whole KV cache.
 `--option name=value` sets any other option of the configuration, its value in JSON.
 """
@@ -17,8 +19,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
+import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +33,7 @@ import torch
 from datasets import Dataset
 from device_watch import DeviceWatch
 from results_file import committed
-from rollout_cases import SHAPES, TOKEN_RANGE, Case, machine, model_directory
+from rollout_cases import SHAPES, TOKEN_RANGE, Case, machine, model_directory, model_on_disk
 from step_cases import LORA_TARGETS, Work, tiny, training_flop
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -42,6 +45,27 @@ STANDBY_BLOCK = 4
 VLLM_MEMORY = 0.6
 """Share of the GPU for vLLM while it is awake: its KV cache then holds every sequence of every case at once,
 so more would not be used, and asleep it gives all of it back."""
+
+
+ENGINE_METHODS = ("wake_up", "sleep", "_publish")
+"""What `--watch-engine` measures. vLLM in process publishes while it wakes up, and that counts apart."""
+
+
+def num_processes() -> int:
+    """Processes that torchrun or `accelerate launch` has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def await_model(parent: Path, size: str) -> None:
+    """Return when the model is on disk; one process makes it."""
+    if is_main_process():
+        model_directory(parent, size)
+    while not model_on_disk(parent, size):
+        time.sleep(0.5)
 
 
 def synchronize() -> None:
@@ -145,7 +169,7 @@ def settings(options: argparse.Namespace, work: Work, directory: str) -> dict[st
         output_dir=directory,
         max_steps=options.warm_up + options.steps,
         per_device_train_batch_size=options.micro_batch,
-        gradient_accumulation_steps=work.num_completions // options.micro_batch,
+        gradient_accumulation_steps=work.num_completions // (options.micro_batch * num_processes()),
         num_generations=work.num_generations,
         max_completion_length=work.new_tokens,
         gradient_checkpointing=options.gradient_checkpointing,
@@ -187,6 +211,18 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
         peft_config=peft_config(work),
     )
     trainer.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=())
+    stopwatch, engine_s, published_bytes = Stopwatch(), [], []
+    if options.watch_engine:
+        for method in ENGINE_METHODS:
+            if hasattr(trainer.engine, method):
+                stopwatch.watch(trainer.engine, method)
+
+        def note_engine() -> None:
+            engine_s.append(dict(stopwatch.seconds))
+            stopwatch.seconds.clear()
+            published_bytes.append(getattr(trainer.engine, "published_bytes", None))
+
+        clock.after_step = note_engine
     keeps_all = [False] * args.max_steps
     if options.standby:
         handover = trainer.handover = SwitchedHandover()
@@ -200,23 +236,31 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
 
         clock.after_step = switch
     trainer.train()
+    if not trainer.is_world_process_zero():
+        return {}
     lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if not record.get("eval")]
     shares_prompts = bool(getattr(args, "share_prompts", False))
+    steps: list[dict[str, Any]] = [
+        {
+            "step_s": step_s,
+            "phases_s": record["phases"],
+            "mean_length": record["completions/mean_length"],
+            "keeps_kv_cache": keeps,
+            "peak_bytes": max(span["peak_bytes"] for span in record["memory"]["spans"]),
+            "train_peak_bytes": max(
+                span["peak_bytes"] for span in record["memory"]["spans"] if span["phase"] == "train"
+            ),
+        }
+        for step_s, record, keeps in zip(clock.step_s(), records, keeps_all, strict=True)
+    ]
+    if options.watch_engine:
+        for step, seconds, num_bytes in zip(steps, engine_s, published_bytes, strict=True):
+            step |= {"engine_s": seconds, "published_bytes": num_bytes}
     return {
-        "steps": [
-            {
-                "step_s": step_s,
-                "phases_s": record["phases"],
-                "mean_length": record["completions/mean_length"],
-                "keeps_kv_cache": keeps,
-                "peak_bytes": max(span["peak_bytes"] for span in record["memory"]["spans"]),
-                "train_peak_bytes": max(
-                    span["peak_bytes"] for span in record["memory"]["spans"] if span["phase"] == "train"
-                ),
-            }
-            for step_s, record, keeps in zip(clock.step_s(), records, keeps_all, strict=True)
-        ],
+        "steps": steps,
+        "engine": type(trainer.engine).__name__,
+        "shares_weights": trainer.engine.shares_weights,
         "shares_prompts": shares_prompts,
         "flop": training_flop(work, shares_prompts=shares_prompts),
         "flop_unshared": training_flop(work, shares_prompts=False),
@@ -320,6 +364,16 @@ def chosen_work(options: argparse.Namespace) -> Work:
     return tiny(work) if options.tiny else work
 
 
+def check_division(options: argparse.Namespace, work: Work) -> None:
+    """Raises SystemExit if the processes' micro-batches do not make up the work."""
+    micro_step = options.micro_batch * num_processes()
+    if micro_step == 0 or work.num_completions % micro_step:
+        raise SystemExit(
+            f"--micro-batch {options.micro_batch} × {num_processes()} processes = {micro_step} does not "
+            f"divide {work.num_completions} completions."
+        )
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--framework", choices=("colocate", "trl"), required=True)
@@ -331,6 +385,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--standby", action="store_true", help="every other block without the hand-over")
+    parser.add_argument("--watch-engine", action="store_true", help="seconds of its sleep and wake-up")
     parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--label", default="", help="tells records of one case apart")
     options = parser.parse_args()
@@ -342,10 +397,9 @@ def main() -> None:
     options = parse()
     work = chosen_work(options)
     if options.tiny:
-        options.micro_batch = work.num_completions // 2
-    if work.num_completions % options.micro_batch:
-        raise SystemExit(f"--micro-batch {options.micro_batch} does not divide {work.num_completions}.")
-    model_directory(options.model_dir, work.model)  # not within the measurement
+        options.micro_batch = work.num_completions // 2 // num_processes()
+    check_division(options, work)
+    await_model(options.model_dir, work.model)  # not within the measurement
     record: dict[str, Any] = {
         "kind": "step",
         "framework": options.framework,
@@ -354,15 +408,18 @@ def main() -> None:
         "machine": machine(),
         "work": dataclasses.asdict(work),
         "num_warm_up": options.warm_up,
+        "world_size": num_processes(),
         "micro_batch": options.micro_batch,
         "gradient_checkpointing": options.gradient_checkpointing,
         "options": options.option,
     }
-    watch = DeviceWatch() if torch.cuda.is_available() else None
+    watch = DeviceWatch() if torch.cuda.is_available() and is_main_process() else None
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         run = run_colocate if options.framework == "colocate" else run_trl
         record |= run(options, work, directory)
+    if not is_main_process():
+        return
     record["total_s"] = time.perf_counter() - start_s
     record |= torch_peaks()
     if watch is not None:
@@ -371,9 +428,10 @@ def main() -> None:
     lengths = {step["mean_length"] for step in record["steps"]}
     if lengths != {work.new_tokens}:
         raise RuntimeError(f"Completions of {work.new_tokens} tokens were asked for; mean lengths {lengths}.")
-    names = ("torch", "transformers", *(["trl", "vllm"] if options.framework == "trl" else []))
     record["versions"] = {
-        name: importlib.import_module(name).__version__ for name in names if importlib.util.find_spec(name)
+        name: sys.modules[name].__version__
+        for name in ("torch", "transformers", "trl", "vllm")
+        if name in sys.modules
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     for step in record["steps"]:

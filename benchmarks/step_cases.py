@@ -101,9 +101,9 @@ TUNING_SHARE = 4
 
 
 def tiny(work: Work) -> Work:
-    """The work made small enough for any machine."""
+    """The work made small enough for any machine, in parts for up to four processes."""
     return dataclasses.replace(
-        work, model="tiny", num_prompts=2, num_generations=4, prompt_tokens=16, new_tokens=8
+        work, model="tiny", num_prompts=2, num_generations=6, prompt_tokens=16, new_tokens=8
     )
 
 

@@ -1,15 +1,20 @@
-"""The colocation script of TRL's announcement runs, with nothing changed but the import."""
+"""The colocation script of TRL's announcement runs with each engine; only its import is another one."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from colocate.engines.native.engine import NativeEngine
 from tiny import make_model, make_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_grpo_colocate.py"
 
 SCRIPT = """
 from datasets import load_dataset
@@ -47,6 +52,7 @@ trainer = GRPOTrainer(
     args=training_args,
     train_dataset=dataset,
 )
+
 trainer.train()
 """
 
@@ -55,7 +61,8 @@ trainer.train()
 def no_hub(tmp_path, monkeypatch):
     """The script's two names, found on the disk: a tiny model and a few rows of the data set's form."""
     model_dir = tmp_path / "hub" / "Qwen2-0.5B-Instruct"
-    make_model(max_position_embeddings=2048).save_pretrained(model_dir)
+    # Heads of a size for which vLLM has attention on a CPU.
+    make_model(max_position_embeddings=2048, head_dim=32).save_pretrained(model_dir)
     make_tokenizer().save_pretrained(model_dir)
     posts = ["SUBREDDIT: r/sums\nTITLE: 3 + 4\nPOST: what is it?\nTL;DR:" * n for n in (1, 2, 30)]
     rows = Dataset.from_dict({"prompt": posts, "completion": [" seven"] * 3})
@@ -76,10 +83,27 @@ def no_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_script_of_the_announcement(tmp_path, no_hub):
+def run_script(engine: str | None = None, **options: Any) -> Any:
+    """The example's trainer after training, with `engine` and what this machine needs among its options."""
+    code = EXAMPLE.read_text()
+    if engine is not None:
+        added = "".join(f"    {name}={value!r},\n" for name, value in {"engine": engine, **options}.items())
+        code = code.replace("    report_to=None\n", f"{added}    report_to=None\n")
+        assert repr(engine) in code.partition('"""')[2].partition('"""')[2]
     namespace: dict = {}
-    exec(compile(SCRIPT, "train_grpo_colocate.py", "exec"), namespace)
-    trainer = namespace["trainer"]
+    exec(compile(code, "train_grpo_colocate.py", "exec"), namespace)
+    return namespace["trainer"]
+
+
+def test_the_example_is_the_script_of_the_announcement():
+    _, docstring, code = EXAMPLE.read_text().split('"""', 2)
+    assert code.strip() == SCRIPT.strip()
+    assert all(f'engine="{engine}"' in docstring for engine in ("native", "vllm", "vllm_server"))
+
+
+def test_script_of_the_announcement(tmp_path, no_hub):
+    trainer = run_script()
+    assert isinstance(trainer.engine, NativeEngine)
     assert trainer.state.global_step == 2
     run = tmp_path / "Qwen2-0.5B-GRPO"
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -91,3 +115,37 @@ def test_script_of_the_announcement(tmp_path, no_hub):
         assert [s["rewards"]["reward_len"] for s in samples if s["step"] == step] == rewards
         assert logs[step - 1]["reward"] == pytest.approx(sum(rewards) / 4)
     assert (run / "checkpoint-2" / "model.safetensors").is_file()  # transformers' save_strategy="steps"
+
+
+def check_ran(trainer: Any) -> None:
+    assert trainer.state.global_step == 2
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(logs) == 2
+    # Completions from weights one step old, or of another model, would be off by more.
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
+
+
+def test_the_script_with_the_native_engine_by_name(no_hub):
+    check_ran(run_script("native"))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_script_with_vllm_in_process(no_hub):
+    trainer = run_script("vllm", vllm_engine_kwargs={"enforce_eager": True})
+    check_ran(trainer)
+    trainer.engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_script_with_a_vllm_server(no_hub, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "unit"))
+    from vllm_server_case import ServerProcess
+
+    server = ServerProcess(tmp_path / "hub/Qwen2-0.5B-Instruct", options=("--max-model-len", "2048"))
+    try:
+        server.wait_until_ready()
+        check_ran(run_script("vllm_server", vllm_server_base_url=server.base_url))
+    finally:
+        server.kill()

@@ -1,0 +1,109 @@
+"""The sections of docs/benchmarks.md on modes of rollout, as Markdown from their results.
+
+python benchmarks/pages.py benchmarks/results/modes-h200x2.json
+python benchmarks/pages.py benchmarks/results/curves-h200.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+NAMES = {"native": "native", "colocate": "vLLM colocated", "server": "vLLM server"}
+NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
+
+
+def mode_name(row: dict[str, Any]) -> str:
+    size = row["tensor_parallel_size"]
+    return NAMES[row["mode"]] + (f", TP {size}" if size > 1 else "")
+
+
+def modes_table(rows: list[dict[str, Any]]) -> list[str]:
+    """The Markdown table of docs/benchmarks.md."""
+    lines = [
+        "| model, completions per step | mode | step, s | completions/s | × server | × server, normalised |",
+        "|---|---|---|---|---|---|",
+    ]
+    servers = {(row["model"], row["num_completions"]): row for row in rows if row["mode"] == "server"}
+    for row in sorted(rows, key=lambda row: (row["model"], row["num_completions"])):
+        server = servers.get((row["model"], row["num_completions"]))
+        ratios = [
+            "–" if server is None else f"{row[name] / server[name]:.2f}"
+            for name in ("completions_per_s", "normalised_completions_per_s")
+        ]
+        cells = [
+            f"{row['model'].replace('p', '.').upper()}, {row['num_completions']:,}",
+            mode_name(row),
+            f"{row['step_s']:.1f}",
+            f"{row['completions_per_s']:.1f}",
+            *ratios,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def modes_section(result: dict[str, Any]) -> list[str]:
+    """Of `modes.py`'s result."""
+    claims, num_gpus = result["claims"], result["setup"]["num_gpus"]
+    name = f"modes-{result['hardware']['name']}"
+    others = "the other trains" if num_gpus == 2 else f"the other {NUMBERS[num_gpus - 1]} train"
+    num_timed = len(result["repetitions"][0]["steps"]) - result["setup"]["num_warm_up"]
+    return [
+        f"## Modes of rollout on {NUMBERS[num_gpus]} H200s",
+        "",
+        f"`benchmarks/modes.py`, [{name}.json](../benchmarks/results/{name}.json). GRPO steps of the same "
+        "global batch on the same GPUs: random weights of the Qwen2.5 shapes, bfloat16, groups of 8; 1.5B "
+        "full fine-tuning with 256 + 512 tokens, 7B LoRA of rank 32 with 512 + 512. With a server one GPU "
+        f"serves and {others}; otherwise all GPUs generate, then all train. vLLM "
+        f"{result['versions'].get('vllm')}. Medians of {num_timed} steps after a first one. *Normalised* is "
+        "how the comparison was first published: the server's rate times GPUs / training GPUs.",
+        "",
+        *modes_table(result["setup"]["summary"]),
+        "",
+        "With the largest batch colocated vLLM completes "
+        f"{claims['colocate_vs_server_1p5b']:.2f} times as much per second as the server with 1.5B, "
+        f"{claims['colocate_vs_server_7b']:.2f} times with 7B; the native engine "
+        f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. In full fine-tuning vLLM reads the "
+        f"trainer's parameters: a publication moves {claims['publish_shared_bytes']:,.0f} bytes. With LoRA "
+        "on 7B it merges the adapters and writes all weights into vLLM's copy, in "
+        f"{claims['publish_bucketed_7b_s']:.2f} s. Falling asleep and waking up take "
+        f"{claims['sleep_wake_overhead']:.1%} of a step.",
+        "",
+        f"![Completions per second by mode and batch size]({name}.svg)",
+    ]
+
+
+def curves_section(result: dict[str, Any]) -> list[str]:
+    """Of `curves.py`'s result."""
+    claims, summary = result["claims"], result["setup"]["summary"]
+    name = f"curves-{result['hardware']['name']}"
+    seeds = {record["seed"] for record in result["repetitions"]}
+    rewards = ", ".join(f"{NAMES[mode]} {row['final_reward']:.3f}" for mode, row in summary.items())
+    gaps = ", ".join(f"{NAMES[mode]} {claims[f'logprob_gap_{mode}']:.1e}" for mode in summary)
+    return [
+        "## Reward curves of the modes",
+        "",
+        f"`benchmarks/curves.py`, [{name}.json](../benchmarks/results/{name}.json). The quickstart's "
+        f"task from one warm start, {result['repetitions'][0]['num_steps']} steps, {NUMBERS[len(seeds)]} "
+        "seeds for each mode, the same prompts in the same order. Mean reward of the last "
+        f"{result['setup']['num_final_rollouts']} rollouts: {rewards}. Two modes differ by "
+        f"{claims['final_reward_difference']:.3f} at most. One run's final reward varies over seeds with a "
+        f"standard deviation of {claims['final_reward_seed_std']:.3f}, from which the difference of two "
+        f"modes' means has one of {claims['final_reward_difference_std']:.3f}. The engine's log-probs are "
+        "off from the trainer's by, mean over a rollout's tokens, median over rollouts, nothing clipped: "
+        f"{gaps}.",
+        "",
+        f"![Reward by step, and the difference of log-probs]({name}.svg)",
+    ]
+
+
+def main() -> None:
+    result = json.loads(Path(sys.argv[1]).read_text())
+    section = {"modes": modes_section, "curves": curves_section}[result["name"]]
+    print(*section(result), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

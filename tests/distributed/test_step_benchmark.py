@@ -1,0 +1,67 @@
+"""The step benchmark under torchrun: each process a share of the work, one record of it all."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.slow
+def test_two_processes_leave_one_record(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    words = ["--framework", "colocate", "--tiny", "--warm-up", "1", "--steps", "2", "--watch-engine"]
+    places = ["--model-dir", str(tmp_path / "models"), "--out", str(tmp_path / "record.json")]
+    done = subprocess.run(
+        [
+            sys.executable,
+            *launcher,
+            str(BENCHMARKS / "step.py"),
+            *words,
+            *places,
+            "--option",
+            "engine=native",
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "COLOCATE_COMMIT": "none"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["world_size"] == 2 and record["engine"] == "NativeEngine"
+    assert record["options"] == {"engine": "native"}
+    num_completions = record["work"]["num_prompts"] * record["work"]["num_generations"]
+    assert num_completions % (2 * record["micro_batch"]) == 0
+    assert len(record["steps"]) == 3
+    for step in record["steps"]:
+        assert 0 < sum(step["engine_s"].values()) < step["step_s"]
+        assert set(step["engine_s"]) == {"wake_up", "sleep"}
+    # Printed by one of them: a line for each step, in the form that only the benchmark has.
+    assert len(re.findall(r" s \(rollout \d+\.\d\d,", done.stdout)) == 3
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch", "is_fine"), [("1", 16, True), ("2", 8, True), ("3", 4, False)]
+)
+def test_shares_that_do_not_make_up_the_work_are_refused(
+    monkeypatch: pytest.MonkeyPatch, world_size: str, micro_batch: int, is_fine: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    step, step_cases = importlib.import_module("step"), importlib.import_module("step_cases")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    work = step_cases.Work("1.5b", 4, 8, 16, 8)
+    if is_fine:
+        step.check_division(Namespace(micro_batch=micro_batch), work)
+    else:
+        with pytest.raises(SystemExit, match="4 × 3 processes = 12 does not divide 32 completions"):
+            step.check_division(Namespace(micro_batch=micro_batch), work)

@@ -1,0 +1,147 @@
+"""What docs/benchmarks.md says of modes of rollout is what their results say; without, it is silent."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+pages = importlib.import_module("pages")
+sys.path.remove(str(ROOT / "benchmarks"))
+
+NAMES = {"native": "native", "colocate": "vLLM colocated", "server": "vLLM server"}
+MODELS = {"1p5b": "1.5B", "7b": "7B"}
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def section_of(name: str) -> str | None:
+    """The part of the page that links to a result, in one line; None if there is no such result."""
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    if not (RESULTS / f"{name}.json").exists():
+        assert name not in page, f"the page names {name}, which nobody has measured"
+        return None
+    (section,) = [part for part in re.split(r"^## ", page, flags=re.MULTILINE) if f"[{name}.json]" in part]
+    assert (ROOT / "docs" / f"{name}.svg").exists() and f"({name}.svg)" in section
+    return flat(section)
+
+
+def check_modes(section: str, result: dict[str, Any]) -> None:
+    rows, claims = result["setup"]["summary"], result["claims"]
+    servers = {(r["model"], r["num_completions"]): r for r in rows if r["mode"] == "server"}
+    for row in rows:
+        size = row["tensor_parallel_size"]
+        cells = [
+            f"{MODELS[row['model']]}, {row['num_completions']:,}",
+            NAMES[row["mode"]] + (f", TP {size}" if size > 1 else ""),
+            f"{row['step_s']:.1f}",
+            f"{row['num_completions'] / row['step_s']:.1f}",
+        ]
+        if server := servers.get((row["model"], row["num_completions"])):
+            num_gpus = result["setup"]["num_gpus"]
+            plain = server["step_s"] / row["step_s"]
+            cells.append(f"{plain:.2f}")
+            cells.append(f"{1.0 if row is server else plain * (num_gpus - 1) / num_gpus:.2f}")
+        assert f"| {' | '.join(cells)} |" in section, cells
+    for text in (
+        f"colocated vLLM completes {claims['colocate_vs_server_1p5b']:.2f} times",
+        f"{claims['colocate_vs_server_7b']:.2f} times with 7B",
+        f"native engine {claims['native_vs_server_1p5b']:.2f} times with 1.5B",
+        f"a publication moves {claims['publish_shared_bytes']:,.0f} bytes",
+        f"in {claims['publish_bucketed_7b_s']:.2f} s.",
+        f"take {100 * claims['sleep_wake_overhead']:.1f}% of a step",
+    ):
+        assert text in section, text
+
+
+def check_curves(section: str, result: dict[str, Any]) -> None:
+    claims = result["claims"]
+    for mode, name in NAMES.items():
+        runs = [record for record in result["repetitions"] if record["mode"] == mode]
+        last = [sum(r["reward"][-10:]) / len(r["reward"][-10:]) for r in runs]
+        assert f"{name} {sum(last) / len(last):.3f}" in section
+        assert f"{name} {claims[f'logprob_gap_{mode}']:.1e}" in section
+    assert f"differ by {claims['final_reward_difference']:.3f} at most" in section
+    assert f"deviation of {claims['final_reward_seed_std']:.3f}" in section
+    assert f"one of {claims['final_reward_difference_std']:.3f}" in section
+
+
+@pytest.mark.parametrize("hardware", ["h200x2", "h200x4"])
+def test_figures_of_modes_are_those_of_the_benchmark(hardware: str) -> None:
+    if section := section_of(f"modes-{hardware}"):
+        check_modes(section, json.loads((RESULTS / f"modes-{hardware}.json").read_text()))
+
+
+def test_figures_of_curves_are_those_of_the_benchmark() -> None:
+    if section := section_of("curves-h200"):
+        check_curves(section, json.loads((RESULTS / "curves-h200.json").read_text()))
+
+
+def made_up_modes() -> dict[str, Any]:
+    rows = [
+        {
+            "model": model,
+            "mode": mode,
+            "tensor_parallel_size": size,
+            "num_completions": 1024,
+            "step_s": step_s,
+            "completions_per_s": 1024 / step_s,
+            "normalised_completions_per_s": 1024 / step_s * (4 / 3 if mode == "server" else 1),
+        }
+        for model in MODELS
+        for mode, size, step_s in (
+            ("server", 1, 24.68),
+            ("colocate", 1, 13.57),
+            ("native", 1, 6.54),
+            ("colocate", 2, 15.1),
+        )
+    ]
+    return {
+        "claims": {
+            "colocate_vs_server_1p5b": 1.819,
+            "colocate_vs_server_7b": 1.62,
+            "native_vs_server_1p5b": 3.77,
+            "publish_shared_bytes": 0,
+            "publish_bucketed_7b_s": 0.084,
+            "sleep_wake_overhead": 0.0512,
+        },
+        "hardware": {"name": "h200x4"},
+        "versions": {"vllm": "0.25.1"},
+        "setup": {"num_gpus": 4, "num_warm_up": 1, "summary": rows},
+        "repetitions": [{"steps": [{}] * 4}],
+    }
+
+
+def test_the_generated_sections_say_what_the_page_must() -> None:
+    check_modes(flat("\n".join(pages.modes_section(made_up_modes()))), made_up_modes())
+    claims = {f"logprob_gap_{mode}": gap for mode, gap in zip(NAMES, (1.2e-3, 3.4e-3, 3.5e-3), strict=True)}
+    claims |= {
+        "final_reward_difference": 0.0123,
+        "final_reward_seed_std": 0.0345,
+        "final_reward_difference_std": 0.0282,
+    }
+    rewards = {"native": [0.1] * 5 + [0.85] * 10, "colocate": [0.86] * 15, "server": [0.845] * 15}
+    result = {
+        "claims": claims,
+        "hardware": {"name": "h200"},
+        "setup": {
+            "num_final_rollouts": 10,
+            "summary": {mode: {"final_reward": rewards[mode][-1]} for mode in NAMES},
+        },
+        "repetitions": [
+            {"mode": mode, "seed": seed, "num_steps": 200, "reward": rewards[mode]}
+            for mode in NAMES
+            for seed in range(3)
+        ],
+    }
+    check_curves(flat("\n".join(pages.curves_section(result))), result)

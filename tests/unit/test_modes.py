@@ -1,0 +1,142 @@
+"""The modes benchmark: cases that divide among their processes, claims from records with known ratios."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/modes.py` does
+modes = importlib.import_module("modes")
+pages = importlib.import_module("pages")
+modes_cases = importlib.import_module("modes_cases")
+step_cases = importlib.import_module("step_cases")
+sys.path.remove(str(SCRIPTS))
+
+CLAIMS = {  # as the project's table names them
+    "colocate_vs_server_1p5b",
+    "colocate_vs_server_7b",
+    "native_vs_server_1p5b",
+    "publish_shared_bytes",
+    "publish_bucketed_7b_s",
+    "sleep_wake_overhead",
+}
+
+
+def record(
+    label: str, num_completions: int, *steps: float | dict[str, Any], warm_up: int = 0
+) -> dict[str, Any]:
+    plain: dict[str, Any] = {"phases_s": {"train": 1.0}, "engine_s": {}, "published_bytes": None}
+    return {
+        "label": label,
+        "num_warm_up": warm_up,
+        "work": {"num_prompts": num_completions // 8, "num_generations": 8},
+        "steps": [plain | (step if isinstance(step, dict) else {"step_s": step}) for step in steps],
+    }
+
+
+def engine_step(
+    step_s: float, sleep_s: float, wake_up_s: float, publish_s: float, num_bytes: int = 0
+) -> dict[str, Any]:
+    seconds = {"sleep": sleep_s, "wake_up": wake_up_s, "_publish": publish_s}
+    return {"step_s": step_s, "engine_s": seconds, "published_bytes": num_bytes}
+
+
+def awake(step_s: float) -> dict[str, Any]:
+    return engine_step(step_s, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("num_gpus", [2, 4])
+def test_every_batch_divides_among_those_that_train(num_gpus: int) -> None:
+    cases = modes_cases.all_cases(num_gpus)
+    assert len({case.label for case in cases}) == len(cases)
+    for case in cases:
+        assert case.num_trainers == (num_gpus - 1 if case.mode == "server" else num_gpus)
+        assert case.num_trainers % case.tensor_parallel_size == 0
+        assert case.work.num_completions % case.num_trainers == 0
+        assert step_cases.tiny(case.work).num_completions // 2 // case.num_trainers > 0
+        assert step_cases.tiny(case.work).num_completions % case.num_trainers == 0
+    for model in modes_cases.MODELS:
+        sizes = [case.work.num_completions for case in cases if case.model == model]
+        assert modes_cases.largest(model, "native", num_gpus).work.num_completions == max(sizes)
+
+
+def test_without_records_there_is_no_claim() -> None:
+    claims = modes.compute_claims([], 2)
+    assert set(claims) == CLAIMS and set(claims.values()) == {None}
+    assert modes.summary([], 2) == []
+
+
+def test_ratios_are_of_median_steps_at_the_largest_batch() -> None:
+    records = [
+        record("1p5b-server-1024", 1024, 99.0, 24.0, 25.0, 50.0, warm_up=1),
+        record("1p5b-colocate-1024", 1024, *map(awake, (99.0, 10.0, 12.5, 13.0)), warm_up=1),
+        record("1p5b-native-1024", 1024, 99.0, 4.0, 5.0, 6.0, warm_up=1),
+        # Other batches and groups would make other ratios.
+        record("1p5b-colocate-64", 64, *map(awake, (1.0, 1.0, 1.0))),
+        record("1p5b-colocate-tp2-1024", 1024, *map(awake, (1.0, 1.0, 1.0))),
+        record("7b-server-512", 512, 30.0, 30.0, 30.0),
+        record("7b-colocate-512", 512, *map(awake, (20.0, 20.0))),
+    ]
+    claims = modes.compute_claims(records, 2)
+    assert claims["colocate_vs_server_1p5b"] == pytest.approx(25.0 / 12.5)
+    assert claims["native_vs_server_1p5b"] == pytest.approx(25.0 / 5.0)
+    assert claims["colocate_vs_server_7b"] is None  # two steps of three
+
+
+def test_what_the_engine_spends_and_moves() -> None:
+    records = [
+        record(
+            "1p5b-colocate-1024",
+            1024,
+            engine_step(90.0, 9.0, 9.0, 0.0, num_bytes=77),  # the warm-up
+            engine_step(10.0, 0.2, 0.1, 0.0),
+            engine_step(10.0, 0.3, 0.1, 0.0),
+            engine_step(20.0, 0.3, 0.1, 0.0),
+            warm_up=1,
+        ),
+        record("7b-colocate-512", 512, *[engine_step(10.0, 0.5, 0.25, s) for s in (0.3, 0.2, 0.9)]),
+    ]
+    claims = modes.compute_claims(records, 2)
+    assert claims["publish_shared_bytes"] == 0
+    assert claims["publish_bucketed_7b_s"] == 0.3
+    assert claims["sleep_wake_overhead"] == pytest.approx(0.075)  # 7B's; 1.5B's is 0.03
+    assert modes.compute_claims(records[:1], 2)["sleep_wake_overhead"] is None
+
+
+def test_a_copy_where_weights_should_be_shared_is_not_hidden() -> None:
+    steps = [engine_step(10.0, 0.2, 0.1, 0.1, num_bytes=num_bytes) for num_bytes in (3, 3, 3)]
+    assert modes.compute_claims([record("1p5b-colocate-1024", 1024, *steps)], 2)["publish_shared_bytes"] == 3
+
+
+@pytest.mark.parametrize(("num_gpus", "factor"), [(2, 2.0), (4, 4 / 3)])
+def test_the_normalisation_gives_the_server_its_gpu_back(num_gpus: int, factor: float) -> None:
+    server = modes_cases.largest("1p5b", "server", num_gpus)
+    native = modes_cases.largest("1p5b", "native", num_gpus)
+    size = server.work.num_completions
+    records = [record(server.label, size, 8.0, 8.0, 8.0), record(native.label, size, 2.0, 2.0, 2.0)]
+    rows = modes.summary(records, num_gpus)
+    by_mode = {row["mode"]: row for row in rows}
+    assert by_mode["server"]["completions_per_s"] == size / 8
+    assert by_mode["server"]["normalised_completions_per_s"] == pytest.approx(factor * size / 8)
+    assert by_mode["native"]["normalised_completions_per_s"] == size / 2
+    lines = pages.modes_table(rows)
+    assert f"| 1.5B, {size:,} | native | 2.0 | {size / 2:.1f} | 4.00 | {4 / factor:.2f} |" in lines
+    assert f"| 1.5B, {size:,} | vLLM server | 8.0 | {size / 8:.1f} | 1.00 | 1.00 |" in lines
+
+
+@pytest.mark.parametrize("model", ["1p5b", "7b"])
+def test_modes_differ_in_the_engine_alone(model: str) -> None:
+    options = {
+        mode: modes.trainer_options(modes_cases.largest(model, mode, 2), tiny=False)
+        for mode in ("native", "colocate", "server")
+    }
+    assert options["native"] == {"engine": "native"} and options["server"] == {"engine": "vllm_server"}
+    assert options["colocate"].pop("engine") == "vllm"
+    work = modes_cases.largest(model, "colocate", 2).work
+    assert options["colocate"].pop("vllm_max_model_length") > work.prompt_tokens + work.new_tokens
+    assert options["colocate"] == {"vllm_tensor_parallel_size": 1}
