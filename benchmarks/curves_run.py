@@ -32,9 +32,7 @@ def engine_words(mode: str, server_url: str | None) -> list[str]:
     if mode == "native":
         return ["--engine", "native"]
     if mode == "server":
-        # How many sequences decode at a time is the server's option.
-        words = ["--engine", "vllm_server", "--vllm_server_base_url", str(server_url)]
-        return [*words, "--max_num_seqs", "none"]
+        return ["--engine", "vllm_server", "--vllm_server_base_url", str(server_url)]
     words = ["--engine", "vllm", "--vllm_gpu_memory_utilization", str(VLLM_MEMORY)]
     # On a CPU vLLM would compile C++ for minutes.
     return words if torch.cuda.is_available() else [*words, "--vllm_engine_kwargs", '{"enforce_eager": true}']

@@ -202,6 +202,7 @@ class FakeVLLM:
             **{
                 "hf_text_config": config,
                 "logprobs_mode": "processed_logprobs",
+                "dtype": torch.float32,
                 "generation_config": "vllm",
                 "quantization": None,
                 **self.settings,

@@ -351,6 +351,17 @@ def test_unsuitable_settings(make_engine, fake, settings, message):
         make_engine()
 
 
+def test_another_precision_is_said(make_engine, fake, caplog):
+    make_engine()
+    assert caplog.messages == []
+    fake.settings = {"dtype": torch.bfloat16}
+    fake.restart()
+    make_engine()
+    assert (
+        "computes in bfloat16 and the policy is float32" in caplog.text and "--dtype float32" in caplog.text
+    )
+
+
 def test_too_old(make_engine, fake):
     fake.version = "0.11.2"
     with pytest.raises(RuntimeError, match=r"vLLM 0\.11\.2 is too old: 0\.25 to 0\.33"):

@@ -333,6 +333,13 @@ class VLLMServerEngine:
                     f"The server at {url} runs with {setting}={workers[0][setting]!r}, and training needs "
                     f"{needed!r}. {HOW_TO_START}."
                 )
+        dtype = str(causal_lm(self._model).get_input_embeddings().weight.dtype).removeprefix("torch.")
+        if self._is_main and workers[0]["dtype"] != dtype:
+            logger.warning(
+                f"The server at {url} computes in {workers[0]['dtype']} and the policy is {dtype}: it samples "
+                "from a policy that is rounded. Start it with `colocate serve MODEL -- --dtype "
+                f"{dtype}` to have one policy."
+            )
         return str(offered["id"]), int(offered["max_model_len"])
 
     def _check_model(self, model: nn.Module, served: dict[str, Any], served_name: str) -> None:

@@ -100,6 +100,7 @@ class _Receiver:
             "num_replicas": parallel_config.data_parallel_size,
             "logprobs_mode": str(getattr(model_config.logprobs_mode, "value", model_config.logprobs_mode)),
             "generation_config": model_config.generation_config,
+            "dtype": str(model_config.dtype).removeprefix("torch."),
             "shape": {name: getattr(text_config, name, None) for name in SHAPE},
             "device_type": self._device.type,
             "gpu": uuids[self._device.index or 0] if self._device.type == "cuda" else None,
