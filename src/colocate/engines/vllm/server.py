@@ -336,9 +336,9 @@ class VLLMServerEngine:
         dtype = str(causal_lm(self._model).get_input_embeddings().weight.dtype).removeprefix("torch.")
         if self._is_main and workers[0]["dtype"] != dtype:
             logger.warning(
-                f"The server at {url} computes in {workers[0]['dtype']} and the policy is {dtype}: it draws from "
-                "a policy that is rounded. Start it with `colocate serve MODEL -- --dtype "
-                f"{dtype}` to have one policy."
+                f"The server at {url} computes in {workers[0]['dtype']} and the policy is {dtype}: it draws "
+                f"from a policy that is rounded. Start it with `colocate serve MODEL -- --dtype {dtype}` to "
+                "have one policy."
             )
         return str(offered["id"]), int(offered["max_model_len"])
 
