@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 
 import datasets
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import nn
@@ -77,6 +79,8 @@ def set_up_process(args: GRPOConfig) -> None:
     On CUDA PyTorch's allocator gets expandable segments, unless the environment configures it: what one phase
     frees, another can then use in pieces of any size, and gigabytes less are lost between the pieces.
     """
+    atexit.unregister(leave_process_group)
+    atexit.register(leave_process_group)
     is_configured = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if args.device.type == "cuda" and not is_configured:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
@@ -87,6 +91,15 @@ def set_up_process(args: GRPOConfig) -> None:
     level = args.get_process_log_level()
     transformers_logging.set_verbosity(level)
     logging.getLogger("colocate").setLevel(level)
+
+
+def leave_process_group() -> None:
+    """When the interpreter ends: the threads of a gloo group that is still there may abort the process.
+
+    NCCL's is left alone: to destroy it can wait for a rank that has died.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 def load_tokenizer(model: nn.Module, processing_class: Any, args: GRPOConfig) -> PreTrainedTokenizerBase:
