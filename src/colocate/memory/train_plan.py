@@ -54,6 +54,6 @@ class TrainPlan:
         if half < budget:
             return replace(self, tokens_per_microbatch=half)
         chunk = min(self.logprob_chunk_size, budget)
-        if chunk > 64:
+        if chunk >= 128:  # fewer logits than those of 64 tokens are not what takes the memory
             return replace(self, logprob_chunk_size=chunk // 2)
         return None
