@@ -46,8 +46,13 @@ def _silu_mul_kernel(gate_up, output, stride, width, num_blocks, BLOCK: tl.const
     dtype = output.dtype.element_ty
     gates = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + columns, mask=mask, other=0.0).to(tl.float32)
-    activated = (gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32)
-    tl.store(output + row * width + columns, (activated * up).to(dtype), mask=mask)
+    tl.store(output + row * width + columns, (_silu(gates, dtype) * up).to(dtype), mask=mask)
+
+
+@triton.jit
+def _silu(gates, DTYPE: tl.constexpr):
+    """silu of float32 gates, rounded to the type; float32."""
+    return (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
 
 
 def silu_mul_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,13 +107,20 @@ def _silu_mul_backward_kernel(
     gates = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
     wide_grad = tl.load(grad + row * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gates))
-    activated = (gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32)
-    grad_gates = wide_grad * up * sigmoid * (1.0 + gates * (1.0 - sigmoid))
+    grad_gates, grad_up, activated = _gradients(wide_grad, gates, up, dtype)
     grad_pointers = grad_gate_up + row * (2 * width) + columns
-    tl.store(grad_pointers, grad_gates.to(dtype), mask=mask)
-    tl.store(grad_pointers + width, (wide_grad * activated).to(dtype), mask=mask)
-    tl.store(output + row * width + columns, (activated * up).to(dtype), mask=mask)
+    tl.store(grad_pointers, grad_gates, mask=mask)
+    tl.store(grad_pointers + width, grad_up, mask=mask)
+    tl.store(output + row * width + columns, activated, mask=mask)
+
+
+@triton.jit
+def _gradients(grad, gates, up, DTYPE: tl.constexpr):
+    """Gradients of gates and up, and silu(gates) * up once more, in the type; given all in float32."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gates))
+    activated = _silu(gates, DTYPE)
+    grad_gates = grad * up * sigmoid * (1.0 + gates * (1.0 - sigmoid))
+    return grad_gates.to(DTYPE), (grad * activated).to(DTYPE), (activated * up).to(DTYPE)
 
 
 _ROWS, _COLUMNS, _BACKWARD_COLUMNS = 64, 128, 64
@@ -267,8 +279,7 @@ def _silu_mul_low_rank_kernel(
         up_scaling, rows, num_rows, columns, width, PADDED_RANK,
     )  # fmt: skip
     gates, up = gates.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    activated = (gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32)
-    tl.store(output + rows * width + columns[None, :], (activated * up).to(dtype), mask=mask)
+    tl.store(output + rows * width + columns[None, :], (_silu(gates, dtype) * up).to(dtype), mask=mask)
 
 
 @triton.jit
@@ -327,9 +338,7 @@ def _silu_mul_low_rank_backward_kernel(
     )  # fmt: skip
     gates, up = gates.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     wide_grad = wide_grad.to(dtype).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gates))
-    activated = (gates / (1.0 + tl.exp(-gates))).to(dtype).to(tl.float32)
-    grad_gates = wide_grad * up * sigmoid * (1.0 + gates * (1.0 - sigmoid))
-    tl.store(grad_gate_up + in_both, grad_gates.to(dtype), mask=mask)
-    tl.store(grad_gate_up + in_both + width, (wide_grad * activated).to(dtype), mask=mask)
-    tl.store(output + in_one, (activated * up).to(dtype), mask=mask)
+    grad_gates, grad_up, activated = _gradients(wide_grad, gates, up, dtype)
+    tl.store(grad_gate_up + in_both, grad_gates, mask=mask)
+    tl.store(grad_gate_up + in_both + width, grad_up, mask=mask)
+    tl.store(output + in_one, activated, mask=mask)
