@@ -5,8 +5,9 @@ log-sum-exps. The backward pass needs no merging: with P = exp(S - lse) and the 
 log-sum-exp, each part's gradients are those of its own keys (FlashAttention-2, arXiv:2307.08691, algorithm 2,
 in which keys are visited block by block: a part is a block).
 
-On CUDA in half precision the parts run through the FlashAttention kernels that PyTorch brings, which take
-runs of different lengths as they are; elsewhere through matrix products on padded batches of runs.
+On CUDA in half precision the parts run through cuDNN where it can be called (`cudnn_attention`), else
+through the FlashAttention kernels that PyTorch brings; both take runs of different lengths as they are.
+Elsewhere they run through matrix products on padded batches of runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from colocate.policy import cudnn_attention
 from colocate.policy.operations import merge_attention
 from colocate.policy.pack import Pack, Runs
 
@@ -92,6 +94,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if not _runs_flash(q):
         return _plain_forward(q, k, v, runs, scale, window)
+    if window is None and cudnn_attention.runs_cudnn(q):
+        return cudnn_attention.forward(q, k, v, runs, scale)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, runs.cu_queries, runs.cu_keys, max(runs.query_lengths), max(runs.key_lengths),
         0.0, runs.is_causal, False, scale=scale, window_size_left=-1 if window is None else window - 1,
@@ -113,6 +117,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _runs_flash(q):
         return _plain_backward(grad, q, k, v, out, lse, runs, scale, window)
+    if window is None and cudnn_attention.runs_cudnn(q):
+        return cudnn_attention.backward(grad, q, k, v, out, lse, runs, scale)
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of its random numbers
     return torch.ops.aten._flash_attention_backward(
         grad.contiguous(), q, k, v, out, lse.contiguous(), runs.cu_queries, runs.cu_keys,

@@ -21,7 +21,7 @@ from torch import Tensor
 from colocate.types import Sample
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Runs:
     """Run n of the queries attends to run n of the keys."""
 

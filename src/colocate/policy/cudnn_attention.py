@@ -1,0 +1,293 @@
+"""Attention over runs of different lengths by cuDNN, on Hopper GPUs where its Python interface is installed.
+
+The tensors stay packed: cuDNN is told where each run begins. A graph of its operations is compiled for the
+*largest* number of runs, of their tokens and of all tokens, and serves every pack below. These are rounded
+up, so that a training run needs few graphs, each of which takes a twentieth of a second to make; a block of
+threads that finds itself beyond its run's end leaves at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from colocate.policy.pack import Runs
+
+_OLDEST_VERSION = 91300
+"""Of cuDNN, in its own counting: with packed grouped-query attention, backward, in bounded workspaces."""
+
+_TILE_TOKENS = 128
+
+
+def runs_cudnn(q: Tensor) -> bool:
+    """Whether queries like these, [T, H, D], can be given to `forward` and `backward`."""
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[2] in (64, 128)
+        and _has_cudnn(q.device)
+    )
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of each run of queries over its run of keys.
+
+    Args:
+        q: [T, H, D]; k, v: [S, K, D] with K dividing H.
+
+    Returns:
+        [T, H, D] and the log-sum-exp of the scores, [H, T] float32.
+    """
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    case = _Case.of(q, k, runs, scale)
+    tensors = {_Uid.Q: q, _Uid.K: k, _Uid.V: v, _Uid.OUT: out, _Uid.LSE: lse}
+    _execute(_forward_graph(case), case, runs, tensors)
+    return out, lse.T
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. `out` and `lse` may be those over more keys than these: then the gradients are
+    what these keys contribute.
+
+    Args:
+        grad, q, out: [T, H, D]; k, v: [S, K, D]; lse: [H, T] float32.
+    """
+    grad, q, k, v, out = (tensor.contiguous() for tensor in (grad, q, k, v, out))
+    lse = lse.T.contiguous()
+    # Nothing is written for keys that no query sees.
+    new = torch.zeros_like if 0 in runs.query_lengths else torch.empty_like
+    grad_q, grad_k, grad_v = torch.empty_like(q), new(k), new(v)
+    case = _Case.of(q, k, runs, scale)
+    tensors = {_Uid.Q: q, _Uid.K: k, _Uid.V: v, _Uid.OUT: out, _Uid.LSE: lse, _Uid.GRAD: grad}
+    tensors |= {_Uid.GRAD_Q: grad_q, _Uid.GRAD_K: grad_k, _Uid.GRAD_V: grad_v}
+    _execute(_backward_graph(case), case, runs, tensors)
+    return grad_q, grad_k, grad_v
+
+
+@functools.cache
+def _has_cudnn(device: torch.device) -> bool:
+    if torch.cuda.get_device_capability(device)[0] != 9 or importlib.util.find_spec("cudnn") is None:
+        return False
+    return torch.backends.cudnn.version() >= _OLDEST_VERSION
+
+
+# ── Graphs ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Uid(IntEnum):
+    """Tensors of a graph."""
+
+    Q = 1
+    K = 2
+    V = 3
+    OUT = 4
+    LSE = 5
+    GRAD = 6
+    GRAD_Q = 7
+    GRAD_K = 8
+    GRAD_V = 9
+    QUERY_LENGTHS = 10
+    KEY_LENGTHS = 11
+    QUERY_STARTS = 12
+    """Of runs in q, out and their gradients, in values; the next two, in k and v, and in the log-sum-exps."""
+    KEY_STARTS = 13
+    LSE_STARTS = 14
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a graph is compiled for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    is_causal: bool
+    max_runs: int
+    max_queries: int  # of a run
+    max_keys: int
+    max_total_queries: int
+    max_total_keys: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, runs: Runs, scale: float) -> _Case:
+        return cls(
+            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], scale, runs.is_causal,
+            max_runs=_rounded_up(len(runs.query_lengths), 1),
+            max_queries=_rounded_up(max(runs.query_lengths), _TILE_TOKENS),
+            max_keys=_rounded_up(max(runs.key_lengths), _TILE_TOKENS),
+            max_total_queries=_rounded_up(len(q), _TILE_TOKENS),
+            max_total_keys=_rounded_up(len(k), _TILE_TOKENS),
+        )  # fmt: skip
+
+
+def _rounded_up(number: int, smallest: int) -> int:
+    """By at most a quarter, or to `smallest`: four values between one power of two and the next."""
+    step = max(smallest, 1 << max(0, number.bit_length() - 3))
+    return max(smallest, -(-number // step) * step)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    compiled: Any
+    workspace_bytes: int
+
+
+class _Nodes:
+    """The tensors of a graph in the making."""
+
+    def __init__(self, case: _Case) -> None:
+        import cudnn
+
+        self._cudnn, self._case = cudnn, case
+        types = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
+        self._dtype = types[case.dtype]
+        self.graph = cudnn.pygraph(
+            handle=_handle(case.device),
+            io_data_type=self._dtype,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+        )
+        starts = [case.max_runs + 1, 1, 1, 1], cudnn.data_type.INT64
+        lengths = [case.max_runs, 1, 1, 1], cudnn.data_type.INT32
+        self._integers = {
+            uid: self.graph.tensor(dim=dim, stride=[1, 1, 1, 1], data_type=dtype, uid=uid, name=uid.name)
+            for uid, (dim, dtype) in {
+                _Uid.QUERY_STARTS: starts,
+                _Uid.KEY_STARTS: starts,
+                _Uid.LSE_STARTS: starts,
+                _Uid.QUERY_LENGTHS: lengths,
+                _Uid.KEY_LENGTHS: lengths,
+            }.items()
+        }
+
+    def options(self) -> dict[str, Any]:
+        """What forward and backward have in common."""
+        bounds = {}
+        if self._case.is_causal:
+            alignment = self._cudnn.diagonal_alignment.TOP_LEFT
+            bounds = {"diagonal_alignment": alignment, "diagonal_band_right_bound": 0}
+        return {
+            "attn_scale": self._case.scale,
+            "use_padding_mask": True,
+            "seq_len_q": self._integers[_Uid.QUERY_LENGTHS],
+            "seq_len_kv": self._integers[_Uid.KEY_LENGTHS],
+            **bounds,
+        }
+
+    def input(self, uid: _Uid) -> Any:
+        dim, stride, starts, dtype = self._layout(uid)
+        return self.graph.tensor(
+            dim=dim, stride=stride, data_type=dtype, ragged_offset=starts, uid=uid, name=uid.name
+        )
+
+    def output(self, node: Any, uid: _Uid) -> None:
+        dim, stride, starts, dtype = self._layout(uid)
+        node.set_uid(uid).set_output(True).set_dim(dim).set_stride(stride).set_data_type(dtype)
+        node.set_ragged_offset(starts)
+
+    def compiled(self) -> _Graph:
+        self.graph.validate()
+        self.graph.build_operation_graph()
+        self.graph.create_execution_plans([self._cudnn.heur_mode.A, self._cudnn.heur_mode.FALLBACK])
+        self.graph.check_support()
+        self.graph.build_plans()
+        return _Graph(self.graph, self.graph.get_workspace_size())
+
+    def _layout(self, uid: _Uid) -> tuple[list[int], list[int], Any, Any]:
+        """Sizes and strides as [runs, heads, tokens, values]: packed, token by token."""
+        case = self._case
+        tokens, heads, width, starts = {
+            _Uid.K: (case.max_keys, case.num_kv_heads, case.head_size, _Uid.KEY_STARTS),
+            _Uid.LSE: (case.max_queries, case.num_heads, 1, _Uid.LSE_STARTS),
+        }.get(
+            _LAID_OUT_LIKE.get(uid, uid),
+            (case.max_queries, case.num_heads, case.head_size, _Uid.QUERY_STARTS),
+        )
+        dtype = self._cudnn.data_type.FLOAT if uid is _Uid.LSE else self._dtype
+        dim, stride = [case.max_runs, heads, tokens, width], [tokens * heads * width, width, heads * width, 1]
+        return dim, stride, self._integers[starts], dtype
+
+
+_LAID_OUT_LIKE = {_Uid.V: _Uid.K, _Uid.GRAD_K: _Uid.K, _Uid.GRAD_V: _Uid.K}
+
+
+@functools.lru_cache(maxsize=256)
+def _forward_graph(case: _Case) -> _Graph:
+    nodes = _Nodes(case)
+    out, lse = nodes.graph.sdpa(
+        q=nodes.input(_Uid.Q), k=nodes.input(_Uid.K), v=nodes.input(_Uid.V), generate_stats=True,
+        **nodes.options(),
+    )  # fmt: skip
+    nodes.output(out, _Uid.OUT)
+    nodes.output(lse, _Uid.LSE)
+    return nodes.compiled()
+
+
+@functools.lru_cache(maxsize=256)
+def _backward_graph(case: _Case) -> _Graph:
+    nodes = _Nodes(case)
+    gradients = nodes.graph.sdpa_backward(
+        q=nodes.input(_Uid.Q), k=nodes.input(_Uid.K), v=nodes.input(_Uid.V), o=nodes.input(_Uid.OUT),
+        dO=nodes.input(_Uid.GRAD), stats=nodes.input(_Uid.LSE), max_total_seq_len_q=case.max_total_queries,
+        max_total_seq_len_kv=case.max_total_keys, **nodes.options(),
+    )  # fmt: skip
+    for node, uid in zip(gradients, (_Uid.GRAD_Q, _Uid.GRAD_K, _Uid.GRAD_V), strict=True):
+        nodes.output(node, uid)
+    return nodes.compiled()
+
+
+# ── Running ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _execute(graph: _Graph, case: _Case, runs: Runs, tensors: dict[_Uid, Tensor]) -> None:
+    import cudnn
+
+    handle = _handle(case.device)
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(case.device).cuda_stream)
+    workspace = torch.empty(max(graph.workspace_bytes, 1), dtype=torch.uint8, device=case.device)
+    pointers = {int(uid): tensor.data_ptr() for uid, tensor in (tensors | _integers(runs, case)).items()}
+    graph.compiled.execute(pointers, workspace.data_ptr(), handle=handle)
+
+
+@functools.cache
+def _handle(device: torch.device) -> Any:
+    import cudnn
+
+    with torch.cuda.device(device):
+        return cudnn.create_handle()
+
+
+_integers_of: WeakKeyDictionary[Runs, dict[_Case, dict[_Uid, Tensor]]] = WeakKeyDictionary()
+"""All layers of a pack ask for the same ones."""
+
+
+def _integers(runs: Runs, case: _Case) -> dict[_Uid, Tensor]:
+    """Where runs begin and how long they are. Those that `max_runs` has and the pack has not are empty."""
+    of_case = _integers_of.setdefault(runs, {})
+    if case not in of_case:
+        num_empty = case.max_runs - len(runs.query_lengths)
+        queries = F.pad(runs.cu_queries.long(), (0, num_empty), value=sum(runs.query_lengths))
+        keys = F.pad(runs.cu_keys.long(), (0, num_empty), value=sum(runs.key_lengths))
+        of_case[case] = {
+            _Uid.QUERY_LENGTHS: queries.diff().int(),
+            _Uid.KEY_LENGTHS: keys.diff().int(),
+            _Uid.QUERY_STARTS: queries * (case.num_heads * case.head_size),
+            _Uid.KEY_STARTS: keys * (case.num_kv_heads * case.head_size),
+            _Uid.LSE_STARTS: queries * case.num_heads,
+        }
+    return of_case[case]
