@@ -239,6 +239,7 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     from colocate.planning.planner import plan
     from colocate.planning.run_options import wishes_of, workload_of
     from colocate.planning.shapes import FourBit, Lora, ModelShapes
+    from colocate.policy.cudnn_attention import hopper_has_cudnn
 
     config = _config_to_plan_for(known, _with_model_options(run, options))
     _quantization_config(run, config)
@@ -251,7 +252,9 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
         four_bit=FourBit(double_quantized=run.use_bnb_nested_quant) if run.load_in_4bit else None,
     )
     gpu, device_bytes = _device_to_plan_for(known, config)
-    workload = workload_of(config, shapes, _dtype(run, config, model_config), is_gpu=device_bytes is not None)
+    dtype = _dtype(run, config, model_config)
+    has_cudnn = gpu is not None and gpu.is_hopper and hopper_has_cudnn(dtype, shapes.head_size)
+    workload = workload_of(config, shapes, dtype, is_gpu=device_bytes is not None, has_cudnn=has_cudnn)
     result = plan(shapes, workload, device_memory_bytes=device_bytes, wishes=wishes_of(config))
     speed = None if gpu is None else expected_speed(shapes, workload, result, gpu)
     _say_unnecessary(options)

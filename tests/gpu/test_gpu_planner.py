@@ -14,6 +14,7 @@ from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
 from colocate.planning.accounting import Moment, Workload
 from colocate.planning.shapes import ModelShapes
 from colocate.planning.train_accounting import train_rows
+from colocate.policy.cudnn_attention import has_cudnn
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.reporting.metrics import Metrics
@@ -84,14 +85,16 @@ def test_a_steps_peak_is_as_planned(name, lora, lengths, num_prompts, tmp_path):
         temperature=1.0,
         max_grad_norm=1.0,
     )
+    shapes = ModelShapes.of(model)
     workload = Workload(
         torch.bfloat16, *lengths, num_generations=4, num_step_sequences=len(samples),
         num_rollout_sequences=len(samples),
+        has_cudnn=has_cudnn(torch.device("cuda"), torch.bfloat16, shapes.head_size),
     )  # fmt: skip
     errors = {}
     for activation_policy in ACTIVATION_POLICIES:
         policy.plan = TrainPlan(activation_policy, lengths[0] + 4 * lengths[1], logprob_chunk_size=512)
-        rows = train_rows(ModelShapes.of(model), workload, policy.plan)
+        rows = train_rows(shapes, workload, policy.plan)
         moments = {
             moment: sum(row.size_bytes for row in rows if row.moment in (None, moment))
             for moment in get_args(Moment)

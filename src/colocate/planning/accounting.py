@@ -85,6 +85,8 @@ class Workload:
     has_reference: bool = False
     entropy_gradient: bool = False
     """Whether the loss has an entropy bonus."""
+    has_cudnn: bool = False
+    """Whether attention runs through cuDNN (`policy.cudnn_attention`)."""
 
     @property
     def max_sequence_length(self) -> int:

@@ -32,13 +32,14 @@ class Gpu:
     """10^9 bytes a second."""
     memory_gib: float
     """As the driver shows it."""
+    is_hopper: bool = False
 
 
 # More particular names before those that they contain.
 GPUS = (
-    Gpu("H200", 989, 4800, 139.8),
-    Gpu("H100 PCIe", 756, 2000, 79.1),
-    Gpu("H100", 989, 3350, 79.1),
+    Gpu("H200", 989, 4800, 139.8, is_hopper=True),
+    Gpu("H100 PCIe", 756, 2000, 79.1, is_hopper=True),
+    Gpu("H100", 989, 3350, 79.1, is_hopper=True),
     Gpu("A100-SXM4-80GB", 312, 2039, 79.2),
     Gpu("A100 80GB PCIe", 312, 1935, 79.2),
     Gpu("A100", 312, 1555, 39.4),

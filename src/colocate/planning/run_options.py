@@ -16,6 +16,7 @@ from colocate.engines.native.torch_backend import TorchBackend
 from colocate.planning.accounting import CONTEXT_BYTES, MOMENTS_BYTES, Workload
 from colocate.planning.planner import Planner, Wishes
 from colocate.planning.shapes import ModelShapes
+from colocate.policy import cudnn_attention
 from colocate.weights.layouts import has_layout
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ ASSUMED_PROMPT_TOKENS = 512
 
 
 def workload_of(
-    args: GRPOConfig, shapes: ModelShapes, parameter_dtype: torch.dtype, *, is_gpu: bool
+    args: GRPOConfig,
+    shapes: ModelShapes,
+    parameter_dtype: torch.dtype,
+    *,
+    is_gpu: bool,
+    has_cudnn: bool = False,
 ) -> Workload:
     """What one rank of a run asks for."""
     assert args.generation_batch_size and args.steps_per_generation, "GRPOConfig derives them"
@@ -52,6 +58,7 @@ def workload_of(
         optim=OptimizerNames(args.optim).value,
         has_reference=args.beta != 0.0,
         entropy_gradient=args.objective_params().has_entropy_bonus,
+        has_cudnn=has_cudnn,
     )
 
 
@@ -80,7 +87,8 @@ def planner_for(model: nn.Module, args: GRPOConfig) -> Planner | None:
         return None
     shapes = ModelShapes.of(model)
     dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
-    workload = workload_of(args, shapes, dtype, is_gpu=True)
+    has_cudnn = cudnn_attention.has_cudnn(parameter.device, dtype, shapes.head_size)
+    workload = workload_of(args, shapes, dtype, is_gpu=True, has_cudnn=has_cudnn)
     return Planner(shapes, workload, _device_bytes(parameter.device), wishes_of(args))
 
 

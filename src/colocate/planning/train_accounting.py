@@ -23,6 +23,7 @@ import torch
 from colocate.memory.train_plan import ActivationPolicy, TrainPlan
 from colocate.planning.accounting import Moment, Row, Workload, optimizer_rows
 from colocate.planning.shapes import ModelShapes
+from colocate.policy.cudnn_attention import workspace_bytes
 from colocate.policy.logprobs import logprob_bytes
 from colocate.policy.stack import MLP_TILE_TOKENS
 
@@ -189,7 +190,7 @@ def _widest_of_layer(
     tiles = [tokens]
     if policy != "keep":  # the first is the fullest, the second finds gradients of the first
         tiles = [min(tokens, MLP_TILE_TOKENS), min(max(0, tokens - MLP_TILE_TOKENS), MLP_TILE_TOKENS)]
-    stages = _attention_stages(shapes, b, policy, microbatch)
+    stages = _attention_stages(shapes, workload, policy, microbatch)
     for number, tile in enumerate(tiles):
         for stage, size_bytes in _mlp_stages(shapes, b, policy, tile, is_later=number > 0).items():
             stages[stage] = max(size_bytes if tile else 0, stages.get(stage, 0))
@@ -228,11 +229,10 @@ def _mlp_stages(
 
 
 def _attention_stages(
-    shapes: ModelShapes, b: int, policy: ActivationPolicy, microbatch: Microbatch
+    shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, microbatch: Microbatch
 ) -> dict[str, int]:
-    """Attention's backward pass, with what `_flash_attention_backward` takes for itself: the gradient of q in
-    float32, a float32 per head and token, and with grouped queries gradients of k and v per query head."""
-    h, q, kv, heads = shapes.hidden_size, shapes.q_size, shapes.kv_size, shapes.num_heads
+    """Attention's backward pass."""
+    b, h, q, kv = workload.parameter_dtype.itemsize, shapes.hidden_size, shapes.q_size, shapes.kv_size
     tokens, shared = microbatch.num_tokens, microbatch.num_shared
     weights_qkv, weights_o, *weights_mlp = shapes.group_sizes
     gradients = all_gradients = 0
@@ -242,17 +242,35 @@ def _attention_stages(
         # In the end the sums of tiles are rounded to the parameters' type, all at once.
         all_gradients = gradients + weights_qkv * b + (sum(weights_mlp) * b if is_tiled else 0)
     # q and k after rotation, the output's gradient, and the gradients of q, k and v.
-    inputs = b * (3 * q + 3 * kv)
-    accumulator = 4 * shapes.num_heads * (-(-shapes.head_size // 32) * 32) + 4 * heads
-    expanded = 2 * b * q if shapes.num_kv_heads < heads else 0
-    stages = {"attention": gradients + tokens * (inputs + accumulator + expanded)}
+    base = gradients + tokens * b * (3 * q + 3 * kv)
+    stages = {"attention": base + _attention_workspace_bytes(shapes, workload, tokens, tokens)}
     if shared:
-        of_completions = (tokens - shared) * (b * q + accumulator + 4 * heads)
-        of_prompts = shared * (2 * b * kv + expanded)
-        stages["attention to prompts"] = gradients + tokens * inputs + of_completions + of_prompts
+        # What the prompts have in the gradients of q, k and v.
+        parts = b * ((tokens - shared) * q + shared * 2 * kv)
+        if not workload.has_cudnn:
+            parts += (tokens - shared) * 4 * shapes.num_heads  # the log-sum-exps of the completions
+        workspace = _attention_workspace_bytes(shapes, workload, tokens - shared, shared)
+        stages["attention to prompts"] = base + parts + workspace
     unpacked = b * max(2 * weights_qkv, weights_o) if shapes.four_bit is not None else 0
     stages["q, k and v"] = tokens * b * (shapes.qkv_size + 2 * h) + all_gradients + unpacked
     return stages
+
+
+def _attention_workspace_bytes(
+    shapes: ModelShapes, workload: Workload, num_queries: int, num_keys: int
+) -> int:
+    """What attention's backward pass takes for itself."""
+    b, heads, kv_heads, size = (
+        workload.parameter_dtype.itemsize, shapes.num_heads, shapes.num_kv_heads, shapes.head_size
+    )  # fmt: skip
+    if workload.has_cudnn:
+        # It wants v apart from q and k, beside which it lies.
+        return num_keys * b * shapes.kv_size + workspace_bytes(heads, kv_heads, size, num_queries, num_keys)
+    # FlashAttention: the gradient of q in float32, a float32 per head and token, and with grouped queries the
+    # gradients of k and v per query head.
+    accumulator = 4 * heads * (-(-size // 32) * 32) + 4 * heads
+    expanded = 2 * b * shapes.q_size if kv_heads < heads else 0
+    return num_queries * accumulator + num_keys * expanded
 
 
 def _embedding_rows(shapes: ModelShapes, workload: Workload, microbatch: Microbatch) -> list[Row]:

@@ -94,7 +94,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if not _runs_flash(q):
         return _plain_forward(q, k, v, runs, scale, window)
-    if window is None and cudnn_attention.runs_cudnn(q):
+    if window is None and cudnn_attention.has_cudnn(q.device, q.dtype, q.shape[2]):
         return cudnn_attention.forward(q, k, v, runs, scale)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, runs.cu_queries, runs.cu_keys, max(runs.query_lengths), max(runs.key_lengths),
@@ -117,7 +117,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not _runs_flash(q):
         return _plain_backward(grad, q, k, v, out, lse, runs, scale, window)
-    if window is None and cudnn_attention.runs_cudnn(q):
+    if window is None and cudnn_attention.has_cudnn(q.device, q.dtype, q.shape[2]):
         return cudnn_attention.backward(grad, q, k, v, out, lse, runs, scale)
     no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of its random numbers
     return torch.ops.aten._flash_attention_backward(

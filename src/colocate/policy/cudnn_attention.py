@@ -27,14 +27,31 @@ _OLDEST_VERSION = 91300
 _TILE_TOKENS = 128
 
 
-def runs_cudnn(q: Tensor) -> bool:
-    """Whether queries like these, [T, H, D], can be given to `forward` and `backward`."""
-    return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[2] in (64, 128)
-        and _has_cudnn(q.device)
-    )
+def has_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether `forward` and `backward` take tensors like these."""
+    return device.type == "cuda" and hopper_has_cudnn(dtype, head_size) and _is_hopper(device)
+
+
+def hopper_has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
+    """`has_cudnn` of a Hopper GPU, whether one is here or not."""
+    return dtype in (torch.bfloat16, torch.float16) and head_size in (64, 128) and _is_installed()
+
+
+@functools.cache
+def _is_installed() -> bool:
+    if importlib.util.find_spec("cudnn") is None:
+        return False
+    version = torch.backends.cudnn.version()
+    return version is None or version >= _OLDEST_VERSION  # PyTorch for CPUs has none
+
+
+def workspace_bytes(
+    num_heads: int, num_kv_heads: int, head_size: int, num_queries: int, num_keys: int
+) -> int:
+    """What `backward` takes beside its results, for so many tokens in all: the gradient of q in float32, with
+    grouped queries those of k and v per query head, and a number per query head."""
+    values = _bound(num_queries) + (2 * _bound(num_keys) if num_kv_heads < num_heads else 0)
+    return 4 * num_heads * (head_size * values + _bound(num_queries))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[Tensor, Tensor]:
@@ -77,10 +94,8 @@ def backward(
 
 
 @functools.cache
-def _has_cudnn(device: torch.device) -> bool:
-    if torch.cuda.get_device_capability(device)[0] != 9 or importlib.util.find_spec("cudnn") is None:
-        return False
-    return torch.backends.cudnn.version() >= _OLDEST_VERSION
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 # ── Graphs ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -127,18 +142,23 @@ class _Case:
     def of(cls, q: Tensor, k: Tensor, runs: Runs, scale: float) -> _Case:
         return cls(
             q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], scale, runs.is_causal,
-            max_runs=_rounded_up(len(runs.query_lengths), 1),
-            max_queries=_rounded_up(max(runs.query_lengths), _TILE_TOKENS),
-            max_keys=_rounded_up(max(runs.key_lengths), _TILE_TOKENS),
-            max_total_queries=_rounded_up(len(q), _TILE_TOKENS),
-            max_total_keys=_rounded_up(len(k), _TILE_TOKENS),
+            max_runs=_rounded_up(len(runs.query_lengths), 4),
+            max_queries=_rounded_up(max(runs.query_lengths), 4, _TILE_TOKENS),
+            max_keys=_rounded_up(max(runs.key_lengths), 4, _TILE_TOKENS),
+            max_total_queries=_bound(len(q)),
+            max_total_keys=_bound(len(k)),
         )  # fmt: skip
 
 
-def _rounded_up(number: int, smallest: int) -> int:
-    """By at most a quarter, or to `smallest`: four values between one power of two and the next."""
-    step = max(smallest, 1 << max(0, number.bit_length() - 3))
-    return max(smallest, -(-number // step) * step)
+def _bound(num_tokens: int) -> int:
+    """Of the tokens in all. Fine steps: workspaces are as large as this."""
+    return _rounded_up(num_tokens, 16, _TILE_TOKENS)
+
+
+def _rounded_up(number: int, parts: int, step: int = 1) -> int:
+    """To a multiple of `step`, and of one of `parts` between one power of two and the next."""
+    step = max(step, (1 << number.bit_length() - 1) // parts)
+    return -(-number // step) * step
 
 
 @dataclass(frozen=True)

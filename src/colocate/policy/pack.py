@@ -112,11 +112,11 @@ class Pack:
         positions = [torch.arange(o, o + n) for o, n in zip(offsets, lengths, strict=True)]
         return cls(
             token_ids=torch.cat(pieces),
-            position_ids=torch.cat(positions).to(device),
+            position_ids=to_device(torch.cat(positions), device),
             # A completion of one token is read nowhere: its run is empty.
             own=Runs.of([length for length in lengths if length], None, device),
             to_prompts=to_prompts,
-            predicting=torch.cat(predicting).to(device),
+            predicting=to_device(torch.cat(predicting), device),
         )
 
     @property
@@ -130,6 +130,15 @@ class Pack:
         return longest + (max(self.to_prompts.key_lengths) if self.to_prompts is not None else 0)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Host tensor `x` on the device, without waiting for what the device is still computing.
+
+    From pageable memory a copy is waited for: the device would have nothing to do while the host prepares
+    the next micro-batch.
+    """
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def groups_of(samples: Sequence[Sample], *, share_prompts: bool) -> list[list[int]]:
     """Indices of the samples that share a prompt, by first occurrence; of each alone, if none may share."""
     groups: dict[object, list[int]] = {}
@@ -141,4 +150,4 @@ def groups_of(samples: Sequence[Sample], *, share_prompts: bool) -> list[list[in
 
 
 def _cumulative(lengths: Iterable[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device)
+    return to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), device)

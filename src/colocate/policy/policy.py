@@ -18,7 +18,7 @@ from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.pack import groups_of
+from colocate.policy.pack import groups_of, to_device
 from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
@@ -322,7 +322,8 @@ def _loss_batch(samples: Sequence[Sample]) -> LossBatch:
     device = samples[0].completion_ids.device
 
     def scalars(name: str) -> Tensor:
-        return torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float32, device=device)
+        values = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float32)
+        return to_device(values, device)
 
     def padded(name: str) -> Tensor | None:
         values = [getattr(sample, name) for sample in samples]

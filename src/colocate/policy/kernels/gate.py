@@ -123,8 +123,11 @@ def _gradients(grad, gates, up, DTYPE: tl.constexpr):
     return grad_gates.to(DTYPE), (grad * activated).to(DTYPE), (activated * up).to(DTYPE)
 
 
-_ROWS, _COLUMNS, _BACKWARD_COLUMNS = 64, 128, 64
-"""Tiles of tokens and columns. A tile of an adapter is read once for each tile of tokens, from L2."""
+_ROWS, _COLUMNS, _NUM_TILES = 16, 128, 16
+"""A program goes down 16 tiles of tokens, its columns' part of the adapters in registers, and fetches the
+next tiles while it computes one. With one tile per program it would wait for memory first, then for the
+products, twice as long in all."""
+_TILES = dict(ROWS=_ROWS, COLUMNS=_COLUMNS, NUM_TILES=_NUM_TILES, NUM_STAGES=3, num_warps=4)
 
 
 def silu_mul_low_rank(gate_up: Tensor, low_rank: LowRank) -> Tensor:
@@ -140,18 +143,14 @@ def silu_mul_low_rank(gate_up: Tensor, low_rank: LowRank) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous(), "gate_up must be contiguous"
     output = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    num_row_blocks = triton.cdiv(num_rows, _ROWS)
-    _silu_mul_low_rank_kernel[(num_row_blocks * triton.cdiv(width, _COLUMNS),)](
+    _silu_mul_low_rank_kernel[_grid(num_rows, width)](
         gate_up,
         *_two_blocks(low_rank),
         output,
         num_rows,
         width,
-        num_row_blocks,
         PADDED_RANK=_padded_rank(low_rank),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        num_warps=8,
+        **_TILES,
     )
     return output
 
@@ -173,8 +172,7 @@ def silu_mul_low_rank_backward(
     assert grad.is_contiguous() and gate_up.is_contiguous(), "grad and gate_up must be contiguous"
     grad_gate_up = torch.empty_like(gate_up)
     output = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    num_row_blocks = triton.cdiv(num_rows, _ROWS)
-    _silu_mul_low_rank_backward_kernel[(num_row_blocks * triton.cdiv(width, _BACKWARD_COLUMNS),)](
+    _silu_mul_low_rank_backward_kernel[_grid(num_rows, width)](
         grad,
         *_block(*grad_low_rank.parts()[0]),
         gate_up,
@@ -183,13 +181,14 @@ def silu_mul_low_rank_backward(
         output,
         num_rows,
         width,
-        num_row_blocks,
         PADDED_RANK=_padded_rank(low_rank, grad_low_rank),
-        ROWS=_ROWS,
-        COLUMNS=_BACKWARD_COLUMNS,
-        num_warps=8,
+        **_TILES,
     )
     return grad_gate_up, output
+
+
+def _grid(num_rows: int, width: int) -> tuple[int, int]:
+    return triton.cdiv(num_rows, _NUM_TILES * _ROWS), triton.cdiv(width, _COLUMNS)
 
 
 def _padded_rank(*terms: LowRank) -> int:
@@ -203,39 +202,29 @@ def _two_blocks(low_rank: LowRank) -> tuple:
 
 
 def _block(reduced: Tensor, factor: Tensor, scaling: float) -> tuple:
-    """As `_low_rank_tile` takes one."""
+    """As the kernels take one."""
     assert reduced.stride(1) == 1, "a token's part must be contiguous"
     return reduced, reduced.stride(0), factor, *factor.stride(), factor.shape[1], scaling
 
 
 @triton.jit
-def _low_rank_tile(
-    reduced,
-    reduced_stride,
-    factor,
-    column_stride,
-    rank_stride,
-    rank,
-    scaling,
-    rows,
-    num_rows,
-    columns,
-    width,
-    PADDED_RANK: tl.constexpr,
-):
-    """scaling * reduced factor^T at rows [R, 1] and columns [C]; float32."""
-    ranks = tl.arange(0, PADDED_RANK)
-    left = tl.load(
-        reduced + rows * reduced_stride + ranks[None, :],
-        mask=(rows < num_rows) & (ranks < rank)[None, :],
+def _factor_tile(factor, column_stride, rank_stride, rank, columns, width, PADDED_RANK: tl.constexpr):
+    """[PADDED_RANK, C]: an adapter's factor [width, rank], transposed, at these columns."""
+    ranks = tl.arange(0, PADDED_RANK)[:, None]
+    return tl.load(
+        factor + ranks * rank_stride + columns[None, :] * column_stride,
+        mask=(ranks < rank) & (columns < width)[None, :],
         other=0.0,
     )
-    right = tl.load(
-        factor + ranks[:, None] * rank_stride + columns[None, :] * column_stride,
-        mask=(ranks < rank)[:, None] & (columns < width)[None, :],
-        other=0.0,
-    )
-    return scaling * tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def _sum(product, reduced, stride, rank, scaling, factor, rows, num_rows, PADDED_RANK: tl.constexpr):
+    """product [R, C] + scaling * reduced [R, rank] factor [PADDED_RANK, C], rounded to its type; float32."""
+    ranks = tl.arange(0, PADDED_RANK)[None, :]
+    left = tl.load(reduced + rows * stride + ranks, mask=(rows < num_rows) & (ranks < rank), other=0.0)
+    total = product.to(tl.float32) + scaling * tl.dot(left, factor, input_precision="ieee")
+    return total.to(product.dtype).to(tl.float32)
 
 
 @triton.jit
@@ -258,28 +247,34 @@ def _silu_mul_low_rank_kernel(
     output,
     num_rows,
     width,
-    num_row_blocks,
     PADDED_RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    rows = (tl.program_id(0) % num_row_blocks * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    columns = tl.program_id(0) // num_row_blocks * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (rows < num_rows) & (columns < width)[None, :]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    gate_tile = _factor_tile(
+        gate_factor, gate_column_stride, gate_rank_stride, gate_rank, columns, width, PADDED_RANK
+    )
+    up_tile = _factor_tile(up_factor, up_column_stride, up_rank_stride, up_rank, columns, width, PADDED_RANK)
     dtype = output.dtype.element_ty
-    pointers = gate_up + rows * (2 * width) + columns[None, :]
-    gates = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
-    gates += _low_rank_tile(
-        gate_reduced, gate_reduced_stride, gate_factor, gate_column_stride, gate_rank_stride, gate_rank,
-        gate_scaling, rows, num_rows, columns, width, PADDED_RANK,
-    )  # fmt: skip
-    up += _low_rank_tile(
-        up_reduced, up_reduced_stride, up_factor, up_column_stride, up_rank_stride, up_rank,
-        up_scaling, rows, num_rows, columns, width, PADDED_RANK,
-    )  # fmt: skip
-    gates, up = gates.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    tl.store(output + rows * width + columns[None, :], (_silu(gates, dtype) * up).to(dtype), mask=mask)
+    for tile in tl.range(NUM_TILES, num_stages=NUM_STAGES):
+        first = (tl.program_id(0) * NUM_TILES + tile) * ROWS
+        rows = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        mask = (rows < num_rows) & (columns < width)[None, :]
+        in_both = rows * (2 * width) + columns[None, :]
+        gates = tl.load(gate_up + in_both, mask=mask, other=0.0)
+        up = tl.load(gate_up + in_both + width, mask=mask, other=0.0)
+        gates = _sum(
+            gates, gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_tile, rows, num_rows,
+            PADDED_RANK,
+        )  # fmt: skip
+        up = _sum(
+            up, up_reduced, up_reduced_stride, up_rank, up_scaling, up_tile, rows, num_rows, PADDED_RANK
+        )
+        activated = (_silu(gates, dtype) * up).to(dtype)
+        tl.store(output + rows * width + columns[None, :], activated, mask=mask)
 
 
 @triton.jit
@@ -311,34 +306,41 @@ def _silu_mul_low_rank_backward_kernel(
     output,
     num_rows,
     width,
-    num_row_blocks,
     PADDED_RANK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    rows = (tl.program_id(0) % num_row_blocks * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    columns = tl.program_id(0) // num_row_blocks * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (rows < num_rows) & (columns < width)[None, :]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    grad_tile = _factor_tile(
+        grad_factor, grad_column_stride, grad_rank_stride, grad_rank, columns, width, PADDED_RANK
+    )
+    gate_tile = _factor_tile(
+        gate_factor, gate_column_stride, gate_rank_stride, gate_rank, columns, width, PADDED_RANK
+    )
+    up_tile = _factor_tile(up_factor, up_column_stride, up_rank_stride, up_rank, columns, width, PADDED_RANK)
     dtype = output.dtype.element_ty
-    in_one, in_both = rows * width + columns[None, :], rows * (2 * width) + columns[None, :]
-    gates = tl.load(gate_up + in_both, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + in_both + width, mask=mask, other=0.0).to(tl.float32)
-    wide_grad = tl.load(grad + in_one, mask=mask, other=0.0).to(tl.float32)
-    gates += _low_rank_tile(
-        gate_reduced, gate_reduced_stride, gate_factor, gate_column_stride, gate_rank_stride, gate_rank,
-        gate_scaling, rows, num_rows, columns, width, PADDED_RANK,
-    )  # fmt: skip
-    up += _low_rank_tile(
-        up_reduced, up_reduced_stride, up_factor, up_column_stride, up_rank_stride, up_rank,
-        up_scaling, rows, num_rows, columns, width, PADDED_RANK,
-    )  # fmt: skip
-    wide_grad += _low_rank_tile(
-        grad_reduced, grad_reduced_stride, grad_factor, grad_column_stride, grad_rank_stride, grad_rank,
-        grad_scaling, rows, num_rows, columns, width, PADDED_RANK,
-    )  # fmt: skip
-    gates, up = gates.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    wide_grad = wide_grad.to(dtype).to(tl.float32)
-    grad_gates, grad_up, activated = _gradients(wide_grad, gates, up, dtype)
-    tl.store(grad_gate_up + in_both, grad_gates, mask=mask)
-    tl.store(grad_gate_up + in_both + width, grad_up, mask=mask)
-    tl.store(output + in_one, activated, mask=mask)
+    for tile in tl.range(NUM_TILES, num_stages=NUM_STAGES):
+        first = (tl.program_id(0) * NUM_TILES + tile) * ROWS
+        rows = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        mask = (rows < num_rows) & (columns < width)[None, :]
+        in_one, in_both = rows * width + columns[None, :], rows * (2 * width) + columns[None, :]
+        gates = tl.load(gate_up + in_both, mask=mask, other=0.0)
+        up = tl.load(gate_up + in_both + width, mask=mask, other=0.0)
+        wide_grad = tl.load(grad + in_one, mask=mask, other=0.0)
+        gates = _sum(
+            gates, gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_tile, rows, num_rows,
+            PADDED_RANK,
+        )  # fmt: skip
+        up = _sum(
+            up, up_reduced, up_reduced_stride, up_rank, up_scaling, up_tile, rows, num_rows, PADDED_RANK
+        )
+        wide_grad = _sum(
+            wide_grad, grad_reduced, grad_reduced_stride, grad_rank, grad_scaling, grad_tile, rows, num_rows,
+            PADDED_RANK,
+        )  # fmt: skip
+        grad_gates, grad_up, activated = _gradients(wide_grad, gates, up, dtype)
+        tl.store(grad_gate_up + in_both, grad_gates, mask=mask)
+        tl.store(grad_gate_up + in_both + width, grad_up, mask=mask)
+        tl.store(output + in_one, activated, mask=mask)
