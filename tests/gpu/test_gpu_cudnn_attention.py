@@ -18,8 +18,9 @@ LENGTHS = st.integers(1, 300)
 ULP = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
+def distance(got: torch.Tensor, want: torch.Tensor, grad: torch.Tensor) -> float:
+    """Relative; where all is near 0, as with a single key, to the gradient that came in."""
+    return float((got.double() - want).norm() / max(want.norm(), 0.05 * grad.norm()))
 
 
 @settings(max_examples=25, deadline=None)
@@ -56,11 +57,12 @@ def test_runs(heads, head_size, dtype, query_lengths, key_lengths, first_is_empt
     exact = [tensor.double() for tensor in (q, k, v)]
     want_out, want_lse = attention._plain_forward(*exact, runs, scale, None)
     out, lse = cudnn_attention.forward(q, k, v, runs, scale)
-    assert distance(out, want_out) < ULP[dtype] and (lse - want_lse).abs().max() < 1e-4
+    assert distance(out, want_out, grad) < ULP[dtype]
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
     wants = attention._plain_backward(grad.double(), *exact, want_out, want_lse, runs, scale, None)
     gradients = cudnn_attention.backward(grad, q, k, v, out, lse, runs, scale)
     for got, want in zip(gradients, wants, strict=True):
-        assert distance(got, want) < 3 * ULP[dtype]
+        assert distance(got, want, grad) < 3 * ULP[dtype]
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
