@@ -19,7 +19,8 @@ import triton
 from decode_floor import copy_bytes_per_s
 from triton.testing import do_bench_cudagraph
 
-from colocate.engines.native.kernels.layers import add_rms_norm, rotate_and_store, silu_mul
+from colocate.engines.native.kernels.gate import silu_mul
+from colocate.engines.native.kernels.layers import add_rms_norm, rotate_and_store
 from colocate.engines.native.kernels.sampling import sample
 from colocate.engines.native.kernels.steps import begin_step, end_step
 

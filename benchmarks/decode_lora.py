@@ -4,9 +4,9 @@
 
 The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, and the
 norms and activations that read them, in one CUDA graph; without adapters, and with them on every projection
-in four ways: as the engine does it, the same with every product and its adapters added up at once, the
-kernels one after the other, and PyTorch's matrix products. Then the kernels one by one, where what fits into
-the L2 cache is read from there. Medians. Tables go to the terminal; to $OUT/decode_lora.json if OUT is set.
+in three ways: as the engine does it, the same with gate and up's adapters added before they are read, and
+PyTorch's matrix products. Then the kernels one by one, where what fits into the L2 cache is read from there.
+Medians. Tables go to the terminal; to $OUT/decode_lora.json if OUT is set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -24,11 +23,11 @@ import triton
 from decode_floor import captured, median_s
 from triton.testing import do_bench_cudagraph
 
-from colocate.engines.native.kernels.layers import add_rms_norm, silu_mul
-from colocate.engines.native.kernels.lora import Shrink, expand, num_counters, slots_for
+from colocate.engines.native.kernels.layers import add_rms_norm
+from colocate.engines.native.kernels.lora import expand
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.weights.adapters import Adapter
+from colocate.weights.adapters import Adapter, AdapterStack
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, KV_WIDTH = 28, 3584, 18944, 512
 PROJECTIONS = {  # inputs, outputs of the layers that read them
@@ -38,25 +37,19 @@ PROJECTIONS = {  # inputs, outputs of the layers that read them
     "down": (INTERMEDIATE, (HIDDEN,)),
 }
 NUM_ROWS = (8, 32, 128, 512)
+SILU = torch.nn.SiLU()
 
-Weights = tuple[torch.Tensor, list[tuple[slice, Adapter]]]
+Weights = tuple[torch.Tensor, AdapterStack]
 
 
 class InPlace(TritonBackend):
-    linear_apart = TorchBackend.linear_apart
+    """Activations read gate and up with their adapters already added."""
+
+    def linear_apart(self, x, weight, bias, adapters, stack):
+        return self.linear(x, weight, bias, adapters, stack), None
 
 
-class OneAfterTheOther(InPlace):
-    def _side_stream(self, device):
-        return nullcontext()
-
-
-WAYS = {
-    "engine": TritonBackend,
-    "in place": InPlace,
-    "one after the other": OneAfterTheOther,
-    "matrix products": TorchBackend,
-}
+WAYS = {"engine": TritonBackend, "in place": InPlace, "matrix products": TorchBackend}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -70,7 +63,14 @@ def make(name: str, rank: int) -> Weights:
         a, b = normal(rank, num_in, dtype=torch.float32), normal(width, rank, dtype=torch.float32)
         adapters.append((slice(first, first + width), Adapter(a=a, b=b, bias=None, scaling=2.0, dropout=0.0)))
         first += width
-    return normal(first, num_in), adapters
+    stack = AdapterStack.of(adapters)
+    assert stack is not None, f"the adapters of {name} cannot be stacked"
+    return normal(first + stack.num_rows, num_in), stack
+
+
+def call(linear: Callable, x: torch.Tensor, weights: Weights):
+    weight, stack = weights
+    return linear(x, weight, None, list(zip(stack.columns, stack.adapters, strict=True)), stack)
 
 
 def step(
@@ -80,32 +80,31 @@ def step(
 
     def body() -> None:
         for layer in layers:
-            for name, (weight, adapters) in layer.items():
-                linear = backend.linear if name == "qkv" else backend.linear_apart
-                terms = linear(inputs[name], weight, None, adapters if adapted else [])
+            for name, weights in layer.items():
+                if not adapted:
+                    output, low_rank = F.linear(inputs[name], weights[0][: -weights[1].num_rows]), None
+                elif name == "gate_up":
+                    output, low_rank = call(backend.linear_apart, inputs[name], weights)
+                else:
+                    output = call(backend.linear, inputs[name], weights)
                 if name == "gate_up":
-                    silu_mul(*terms)
+                    backend.gate(SILU, output, low_rank)
                 elif name != "qkv":
-                    add_rms_norm(terms[0], residual, norm, 1e-6, terms[1])
+                    add_rms_norm(output, residual, norm, 1e-6)
 
     return body
 
 
-def kernels(name: str, weights: Weights, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    weight, adapters = weights
-    slots = slots_for(adapters)
-    assert slots is not None, f"the kernels do not take the adapters of {name}"
-    counters = torch.zeros(num_counters(len(x)), device="cuda", dtype=torch.int32)
-    y, t = F.linear(x, weight), Shrink(x, slots, counters).output.zero_()
-    ways = {way: backend() for way, backend in WAYS.items()}
+def kernels(weights: Weights, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    weight, stack = weights
+    product = F.linear(x, weight)
+    y, t = product[:, : -stack.num_rows], product[:, -stack.num_rows :]
+    alone = weight[: -stack.num_rows]
     return {
-        "weights": lambda: F.linear(x, weight),
-        "shrink": lambda: Shrink(x, slots, counters).launch(),
-        "expand": lambda: expand(y, t, slots),
-        **{
-            way: lambda backend=backend: backend.linear_apart(x, weight, None, adapters)
-            for way, backend in ways.items()
-        },
+        "weights": lambda: F.linear(x, alone),
+        "with A": lambda: F.linear(x, weight),
+        "expand": lambda: expand(y, t, stack),
+        **{way: lambda make=make: call(make().linear, x, weights) for way, make in WAYS.items()},
     }
 
 
@@ -134,7 +133,7 @@ def main() -> None:
     print("\nmicroseconds of one")
     for num_rows in NUM_ROWS:
         for name, (num_in, _) in PROJECTIONS.items():
-            calls = kernels(name, layers[0][name], normal(num_rows, num_in))
+            calls = kernels(layers[0][name], normal(num_rows, num_in))
             times = {
                 call: do_bench_cudagraph(body, return_mode="median") / 1e3 for call, body in calls.items()
             }

@@ -20,7 +20,8 @@ from decode_floor import copy_bytes_per_s
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from colocate.policy.kernels.gate import silu_mul, silu_mul_backward
+from colocate.engines.native.kernels.gate import silu_mul
+from colocate.policy.kernels.gate import silu_mul_backward
 from colocate.policy.kernels.merge import merge_attention
 from colocate.policy.kernels.norms import rms_norm, rms_norm_backward
 from colocate.policy.kernels.rotary import rotate, rotate_backward

@@ -9,7 +9,6 @@ from quantized_models import PROJECTIONS, linear_4bit, make_4bit_model
 
 from colocate.engines.native import capacity
 from colocate.engines.native import engine as native_engine
-from colocate.engines.native.rollout_weights import needed_bytes
 from colocate.types import SamplingParams
 from colocate.weights.layouts import layout_for
 from colocate.weights.quantized import dequantize
@@ -81,7 +80,7 @@ def test_graphs_captured_before_sleep_read_the_weights_made_after_it(start_engin
     graphs = dict(engine._decoder._graphs)
     assert graphs
     held = engine.rollout_weight_bytes
-    assert held >= needed_bytes(layout_for(model), is_copy=is_copy) > 0
+    assert held >= engine._weights.needed_bytes(layout_for(model), is_copy=is_copy) > 0
     for keep_bytes in (0, held, held // 2):
         engine.sleep(keep_bytes)
         assert engine.rollout_weight_bytes + engine.kv_cache_bytes <= keep_bytes
@@ -116,7 +115,9 @@ def test_a_change_of_way_captures_graphs_anew(start_engine, monkeypatch):
         # Room for the pages that are needed, and for nothing beside them.
         page_bytes = engine._cache.page_bytes(torch.float32)
         patch.setattr(capacity, "_usable_bytes", lambda held, device: 5 * 2**28 + page_bytes)
-        patch.setattr(capacity, "needed_bytes", lambda layout, is_copy: 5 * 2**28 if is_copy else 2**20)
+        patch.setattr(
+            engine._weights, "needed_bytes", lambda layout, is_copy: 5 * 2**28 if is_copy else 2**20
+        )
         engine.sleep()
         engine.wake_up()
         # A copy of five handles would leave none for the cache.

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from rounding import draw
 from transformers.activations import ACT2FN
 
+from colocate.engines.native.kernels import gate as forward_gate
 from colocate.policy import operations
 from colocate.policy.kernels import gate, merge, norms, rotary
-from colocate.policy.low_rank import LowRank
+from colocate.weights.low_rank import LowRank
 
 EPS = 1e-6
 
@@ -31,8 +32,10 @@ def inputs(dtype: torch.dtype) -> dict[str, tuple[Callable[..., object], list[ob
     angles = list(normal(2, num_tokens, head_dim))
     lse, other_lse = normal(2, num_heads, num_tokens).to(torch.promote_types(dtype, torch.float32))
     silu = ACT2FN["silu"]
-    low_rank = LowRank(normal(num_tokens, 7), (normal(width, 4), normal(width, 3)), (0.5, 2.0))
-    grad_low_rank = LowRank(normal(num_tokens, 3), (normal(3, width).T,), (1.0,))
+    low_rank = LowRank(
+        (normal(num_tokens, 4), normal(num_tokens, 3)), (normal(width, 4), normal(width, 3)), (0.5, 2.0)
+    )
+    grad_low_rank = LowRank((normal(num_tokens, 3),), (normal(3, width).T,), (1.0,))
     return {
         "rms_norm": (operations.rms_norm, [x, weight, EPS]),
         "rms_norm_backward": (operations.rms_norm_backward, [grad, x, weight, EPS, residual]),
@@ -72,7 +75,8 @@ def launches(monkeypatch) -> list[str]:
     for module, names in (
         (norms, ("rms_norm", "rms_norm_backward")),
         (rotary, ("rotate", "rotate_backward")),
-        (gate, ("silu_mul", "silu_mul_backward", "silu_mul_low_rank", "silu_mul_low_rank_backward")),
+        (forward_gate, ("silu_mul", "silu_mul_low_rank")),
+        (gate, ("silu_mul_backward", "silu_mul_low_rank_backward")),
         (merge, ("merge_attention",)),
     ):
         for name in names:
@@ -83,7 +87,7 @@ def launches(monkeypatch) -> list[str]:
 def moved(argument: object, device: torch.device) -> object:
     if isinstance(argument, LowRank):
         factors = tuple(factor.to(device) for factor in argument.factors)
-        return LowRank(argument.reduced.to(device), factors, argument.scalings)
+        return LowRank(tuple(part.to(device) for part in argument.reduced), factors, argument.scalings)
     return argument.to(device) if isinstance(argument, torch.Tensor) else argument
 
 

@@ -9,13 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import ULP, assert_rounded_once, assert_rounds_like, draw, dtypes, few, strided
 
-from colocate.policy.kernels.gate import (
-    silu_mul,
-    silu_mul_backward,
-    silu_mul_low_rank,
-    silu_mul_low_rank_backward,
-)
-from colocate.policy.low_rank import MAX_RANK, LowRank
+from colocate.engines.native.kernels.gate import silu_mul, silu_mul_low_rank
+from colocate.policy.kernels.gate import silu_mul_backward, silu_mul_low_rank_backward
+from colocate.weights.low_rank import MAX_RANK, LowRank
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -72,7 +68,7 @@ def make_low_rank(
 ) -> LowRank:
     factors = [draw(generator, width, rank, dtype=dtype) for rank in ranks]
     return LowRank(
-        draw(generator, num_tokens, sum(ranks), dtype=dtype),
+        draw(generator, num_tokens, sum(ranks), dtype=dtype).split(ranks, dim=1),
         tuple(factor.T.contiguous().T if turned else factor for factor in factors),
         tuple(0.5 + number for number in range(len(ranks))),
     )
@@ -81,7 +77,9 @@ def make_low_rank(
 def assert_near_sum(got, base, low_rank: LowRank) -> None:
     """`got` is base + low_rank in its type, but for the last bit where the sum lies between two values."""
     # float32's own roundings are of the largest terms.
-    atol = 16 * ULP[torch.float32] * float(base.abs().max() + low_rank.reduced.abs().max())
+    atol = (
+        16 * ULP[torch.float32] * float(base.abs().max() + max(part.abs().max() for part in low_rank.reduced))
+    )
     exact = base.double()
     for block, (reduced, factor, scaling) in zip(
         exact.chunk(len(low_rank.factors), dim=1), low_rank.parts(), strict=True

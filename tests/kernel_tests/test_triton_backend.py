@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_models import make_model, make_prompts
+from engine_models import greedy_reference, make_model, make_prompts, plain_logits, token_logprobs
 from peft import LoraConfig, get_peft_model
+from quantized_models import make_4bit_model
 
+from colocate.engines.native import engine as native_engine
 from colocate.engines.native import prefixes
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.torch_backend import TorchBackend
@@ -20,11 +22,11 @@ class Uncaptured(TritonBackend):
     captures_graphs = False
 
 
-def adapted(name: str, **ranks: int):
+def adapted(base, **ranks: int):
     """With random adapters of these ranks on some projections."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=list(ranks), rank_pattern=ranks)
-    model = get_peft_model(make_model(name), config)
+    model = get_peft_model(base, config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
@@ -32,12 +34,16 @@ def adapted(name: str, **ranks: int):
     return model
 
 
-def rollout(model, backend: TorchBackend, device, sampling: SamplingParams) -> list[Completion]:
-    model = model.to(device)
-    engine = NativeEngine(model, max_num_seqs=3, page_size=16)
-    engine._backend = backend
-    engine._cache.scratch_bytes = backend.scratch_bytes(engine._layout, 3)
+def start(model, backend: TorchBackend) -> NativeEngine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_engine, "backend_for", lambda device: backend)
+        engine = NativeEngine(model, max_num_seqs=3, page_size=16)
     engine.wake_up()
+    return engine
+
+
+def rollout(model, backend: TorchBackend, device, sampling: SamplingParams) -> list[Completion]:
+    engine = start(model.to(device), backend)
     completions = engine.generate(make_prompts([19, 3], 2), sampling)
     engine.close()
     return completions
@@ -48,9 +54,10 @@ def rollout(model, backend: TorchBackend, device, sampling: SamplingParams) -> l
     [
         lambda: make_model("qwen3"),
         lambda: make_model("mistral-window"),
-        lambda: adapted("qwen2", q_proj=3, v_proj=20, o_proj=8, up_proj=2, down_proj=5),
+        lambda: adapted(make_model("qwen2"), q_proj=3, v_proj=20, o_proj=8, up_proj=2, down_proj=5),
+        lambda: adapted(make_model("qwen3"), q_proj=3, k_proj=3, v_proj=3, gate_proj=5, up_proj=17),
     ],
-    ids=["qwen3", "mistral-window", "adapters"],
+    ids=["qwen3", "mistral-window", "adapters", "adapters of gate and up"],
 )
 def test_kernels_and_operations_generate_the_same(make, device, monkeypatch):
     monkeypatch.setattr(prefixes, "MIN_SHARED_TOKENS", 4)
@@ -62,3 +69,58 @@ def test_kernels_and_operations_generate_the_same(make, device, monkeypatch):
         torch.testing.assert_close(
             torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=2e-5, rtol=1e-5
         )
+
+
+PROMPTS = make_prompts([3], 2)
+GREEDY = SamplingParams(max_tokens=2, temperature=0)
+
+
+def logprobs_of(completions: list[Completion]) -> torch.Tensor:
+    return torch.tensor([completion.logprobs for completion in completions])
+
+
+def stacks(engine: NativeEngine) -> list:
+    layers = engine._decoder.runner._layers
+    return [p.weight.stack for layer in layers for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+
+
+@pytest.mark.parametrize("kind", ["biases", "4 bits, copy", "4 bits, one by one"])
+def test_adapters_below_the_weights_are_those_of_the_moment(kind, device, monkeypatch):
+    """Before and after an update in place, and without adapters, against transformers and PEFT."""
+    if kind.startswith("4 bits"):
+        is_copy = kind.endswith("copy")
+        monkeypatch.setattr(
+            native_engine,
+            "take_weights",
+            lambda weights, cache, layout, **_: weights.allocate(layout, is_copy=is_copy),
+        )
+        base = make_4bit_model("qwen2", device=str(device))
+    else:
+        base = make_model("llama-biases")
+    ranks = dict(q_proj=3, k_proj=2, v_proj=20, o_proj=8, gate_proj=4, up_proj=2, down_proj=5)
+    model = adapted(base, **ranks).to(device)
+    engine = start(model, Uncaptured())
+    addresses = [p.data_ptr() for p in model.parameters()]
+    for _ in range(2):
+        completions = engine.generate(PROMPTS, GREEDY)
+        assert all(stack is not None for stack in stacks(engine))
+        for number, completion in enumerate(completions):
+            prompt = PROMPTS[number // 2]
+            logits = plain_logits(model, prompt.token_ids, completion.token_ids)
+            expected = token_logprobs(logits, completion.token_ids)
+            got = torch.tensor(completion.logprobs)
+            torch.testing.assert_close(got, expected.cpu(), atol=2e-4, rtol=1e-4)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.15)
+    assert [p.data_ptr() for p in model.parameters()] == addresses, "rollouts move nothing"
+    before = logprobs_of(engine.generate(PROMPTS, GREEDY))
+    with model.disable_adapter():
+        completions = engine.generate(PROMPTS, GREEDY)
+        assert all(stack is None for stack in stacks(engine))
+        assert [list(c.token_ids) for c in completions] == [
+            greedy_reference(model, prompt.token_ids, 2) for prompt in PROMPTS for _ in prompt.samples
+        ]
+    torch.testing.assert_close(logprobs_of(engine.generate(PROMPTS, GREEDY)), before)
+    engine.close()

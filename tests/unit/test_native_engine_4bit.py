@@ -13,7 +13,6 @@ from quantized_models import PROJECTIONS, make_4bit_model, quantized
 
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.native.rollout_weights import needed_bytes
 from colocate.types import SamplingParams
 from colocate.weights.layouts import has_layout, layout_for
 from colocate.weights.quantized import dequantize
@@ -127,7 +126,9 @@ def test_sleep_frees_the_dequantised_weights_and_changes_none(make_engine):
     engine = make_engine(model)
     before = engine.generate(PROMPTS, LONG)
     layout = layout_for(model)
-    assert engine.rollout_weight_bytes == needed_bytes(layout, is_copy=bool(engine._weights.is_copy))
+    assert engine.rollout_weight_bytes == engine._weights.needed_bytes(
+        layout, is_copy=bool(engine._weights.is_copy)
+    )
     engine.sleep()
     assert engine.rollout_weight_bytes == engine.kv_cache_bytes == 0
     engine.wake_up()
@@ -150,7 +151,7 @@ def test_the_copy_is_made_if_it_pays(monkeypatch, caplog, pages_beside_the_copy,
     engine = NativeEngine(model, max_num_seqs=4, page_size=4)
     layout = layout_for(model)
     page_bytes = engine._cache.page_bytes(torch.float32)
-    copy_bytes = needed_bytes(layout, is_copy=True)
+    copy_bytes = engine._weights.needed_bytes(layout, is_copy=True)
     assert 7 * page_bytes < 0.8 * copy_bytes
     budget = copy_bytes + pages_beside_the_copy * page_bytes
     monkeypatch.setattr("colocate.engines.native.capacity._usable_bytes", lambda held, device: budget)
@@ -165,7 +166,7 @@ def test_the_copy_is_made_if_it_pays(monkeypatch, caplog, pages_beside_the_copy,
 def test_a_cache_as_large_as_the_copy_is_beside_it_even_if_it_is_less_than_of_use(monkeypatch):
     model = make_4bit_model("qwen2")
     engine = NativeEngine(model, max_num_seqs=64, page_size=4)
-    copy_bytes = needed_bytes(layout_for(model), is_copy=True)
+    copy_bytes = engine._weights.needed_bytes(layout_for(model), is_copy=True)
     monkeypatch.setattr(
         "colocate.engines.native.capacity._usable_bytes", lambda held, device: 1.85 * copy_bytes
     )

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from colocate.policy import operations
-from colocate.policy.low_rank import LowRank
+from colocate.weights.low_rank import LowRank
 
 EPS = 1e-6
 exactly = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -114,11 +114,13 @@ def test_gate_backward(shape, name, adapted, seed):
     whole, whole_grad = gate_up, grad
     if adapted[0]:
         t, b_gate, b_up = normal(seed, (shape[0], 3), (shape[1], 2), (shape[1], 1))
-        low_rank = LowRank(t, (b_gate, b_up), (0.5, 3.0))
+        low_rank = LowRank(
+            tuple(t.split([b_gate.shape[1], b_up.shape[1]], dim=1)), (b_gate, b_up), (0.5, 3.0)
+        )
         whole = gate_up + torch.cat((0.5 * t[:, :2] @ b_gate.T, 3.0 * t[:, 2:] @ b_up.T), dim=1)
     if adapted[1]:
         t, a = normal(seed, (shape[0], 3), (3, shape[1]))
-        grad_low_rank = LowRank(t, (a.T,), (2.0,))
+        grad_low_rank = LowRank((t,), (a.T,), (2.0,))
         whole_grad = grad + 2.0 * t @ a
     leaf = whole.clone().requires_grad_()
     gates, up = leaf.chunk(2, dim=1)

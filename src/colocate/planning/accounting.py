@@ -139,6 +139,9 @@ def resident_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
         # PEFT keeps adapters in float32 whatever the base model's type is, so they need no masters.
         adapters = sum(shapes.adapter_sizes)
         rows.append(Row("LoRA adapters", "resident", adapters * 4, f"{adapters:,} parameters × 4 B"))
+        if workload.is_gpu and shapes.four_bit is None:
+            how = f"A once more, for rollouts: {shapes.num_stacked:,} × {b} B"
+            rows.append(Row("adapters below weights", "resident", shapes.num_stacked * b, how))
     elif workload.has_reference:
         # With LoRA the reference is the base model with its adapters off.
         rows.append(Row("reference", "resident", weights, how))
@@ -279,7 +282,8 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
 def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row:
     """The copy that the engine decodes from, or one matrix; its rule is `capacity.take_weights`'s."""
     b = workload.parameter_dtype.itemsize
-    copy, per_token = shapes.num_projection_weights * b, shapes.kv_bytes_per_token(workload.parameter_dtype)
+    count = shapes.num_projection_weights + shapes.num_stacked
+    copy, per_token = count * b, shapes.kv_bytes_per_token(workload.parameter_dtype)
     one = max(shapes.group_sizes) * b
     is_copy = True
     if usable_bytes is not None:
@@ -288,6 +292,5 @@ def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: 
         pays = left >= COPY_BREAK_EVEN * copy and left >= least_kv_tokens(workload) * per_token
         is_copy = left >= wanted * per_token or pays
     if is_copy:
-        count = shapes.num_projection_weights
         return Row("dequantised weights", "rollout", copy, f"a copy: {count:,} × {b} B")
     return Row("dequantised weights", "rollout", one, f"one at a time: {max(shapes.group_sizes):,} × {b} B")

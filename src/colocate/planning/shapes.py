@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colocate.weights.adapters import active_adapters, base_linear
+from colocate.weights.adapters import active_adapters, base_linear, padded_rank
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.quantized import is_4bit
 
@@ -68,6 +68,8 @@ class ModelShapes:
     """Elements of each trained tensor."""
     adapter_sizes: tuple[int, ...] = field(repr=False)
     """Elements of each adapter's tensors; none: no adapter."""
+    num_stacked: int
+    """Elements of the adapters' A as the engine keeps them below the weights."""
     four_bit: FourBit | None
     """How the projections are stored; None: in the model's type."""
 
@@ -86,14 +88,20 @@ class ModelShapes:
         layout = layout_for(model)
         first = layout.layers[0]
         hidden_size = layout.embed_tokens.embedding_dim
-        projections = [base_linear(p) for layer in layout.layers for p in chain(*layer.projection_groups())]
+        projections = [base_linear(p) for p in _projections(layout)]
         if four_bit is None and is_4bit(projections[0]):
             four_bit = FourBit(double_quantized=projections[0].weight.quant_state.nested)
-        adapters = _adapter_tensors(layout)
-        adapter_sizes = tuple(tensor.numel() for tensor in adapters)
+        adapters = [adapter for p in _projections(layout) for adapter in active_adapters(p)]
+        adapter_tensors = [x for adapter in adapters for x in (adapter.a, adapter.b, adapter.bias)]
+        adapter_sizes = tuple(x.numel() for x in adapter_tensors if x is not None)
+        num_stacked = sum(padded_rank(len(adapter.a)) * adapter.a.shape[1] for adapter in adapters)
         if lora is not None:
-            adapter_sizes = _planned_adapter_sizes(first, len(layout.layers), lora)
-        not_counted = {id(tensor) for tensor in (*adapters, *(p.weight for p in projections))}
+            adapted = _planned_targets(first, lora)
+            # LoRA adds A [r, in] and B [out, r] to each targeted matrix (arXiv:2106.09685, eq. 3).
+            sizes = (lora.rank * size for m in adapted for size in (m.in_features, m.out_features))
+            adapter_sizes = tuple(sizes) * len(layout.layers)
+            num_stacked = padded_rank(lora.rank) * sum(m.in_features for m in adapted) * len(layout.layers)
+        not_counted = {id(tensor) for tensor in (*adapter_tensors, *(p.weight for p in projections))}
         trained = (p for p in model.parameters() if p.requires_grad)
         # `parameters` yields a tied head once, as memory does.
         others = sum(p.numel() for p in model.parameters() if id(p) not in not_counted)
@@ -110,6 +118,7 @@ class ModelShapes:
             num_parameters=others + sum(p.in_features * p.out_features for p in projections),
             trained_sizes=adapter_sizes if lora is not None else tuple(p.numel() for p in trained),
             adapter_sizes=adapter_sizes,
+            num_stacked=num_stacked,
             four_bit=four_bit,
         )
 
@@ -172,14 +181,12 @@ class ModelShapes:
         return 2 * self.num_layers * self.kv_size * dtype.itemsize
 
 
-def _adapter_tensors(layout: Layout) -> list[Any]:
-    modules: Iterable[nn.Module] = (p for layer in layout.layers for p in chain(*layer.projection_groups()))
-    adapters = [adapter for module in modules for adapter in active_adapters(module)]
-    return [x for adapter in adapters for x in (adapter.a, adapter.b, adapter.bias) if x is not None]
+def _projections(layout: Layout) -> Iterable[nn.Module]:
+    return (p for layer in layout.layers for p in chain(*layer.projection_groups()))
 
 
-def _planned_adapter_sizes(layer: Any, num_layers: int, lora: Lora) -> tuple[int, ...]:
-    """LoRA adds A [r, in] and B [out, r] to each targeted matrix (arXiv:2106.09685, eq. 3)."""
+def _planned_targets(layer: Any, lora: Lora) -> list[nn.Linear]:
+    """The matrices of a layer that LoRA will be added to."""
     targets = lora.target_modules or _DEFAULT_LORA_TARGETS
     projections = dict(zip(_PROJECTION_NAMES, chain(*layer.projection_groups()), strict=True))
     adapted = [
@@ -192,5 +199,4 @@ def _planned_adapter_sizes(layer: Any, num_layers: int, lora: Lora) -> tuple[int
             f"lora_target_modules={targets!r} names no matrix of the model's layers; they are "
             f"{sorted(projections)}."
         )
-    sizes = (lora.rank * size for m in adapted for size in (m.in_features, m.out_features))
-    return tuple(sizes) * num_layers
+    return adapted

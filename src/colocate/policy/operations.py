@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from colocate.policy.low_rank import LowRank
+from colocate.weights.low_rank import LowRank
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -143,7 +143,7 @@ def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowR
     """
     has_kernels = _is_silu(activation) and _have_kernels(gate_up)
     if has_kernels:
-        from colocate.policy.kernels import gate as kernels
+        from colocate.engines.native.kernels import gate as kernels
     if low_rank is not None:
         if has_kernels:
             return kernels.silu_mul_low_rank(gate_up, low_rank)

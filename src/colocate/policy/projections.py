@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colocate.policy.low_rank import MAX_RANK, LowRank
 from colocate.policy.products import wide_product
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
+from colocate.weights.low_rank import MAX_RANK, LowRank
 from colocate.weights.quantized import dequantize, is_4bit
 from colocate.weights.shared_views import fused_view
 
@@ -144,8 +144,8 @@ class Projection:
             return None
         (group,) = self._groups
         return LowRank(
-            x @ group.a(x.dtype).T,
-            tuple(adapter.b.to(x.dtype) for adapter in group.adapters),
+            (x @ group.a(x.dtype).T).split(group.ranks, dim=1),
+            tuple(adapter.b for adapter in group.adapters),
             tuple(adapter.scaling for adapter in group.adapters),
         )
 
@@ -177,7 +177,7 @@ class Projection:
         if not self._is_low_rank:
             return self.input_gradient(grad, reduced, seed), None
         (group,), (grad_reduced,) = self._groups, reduced
-        return grad @ self._weight(), LowRank(grad_reduced, (group.a(grad.dtype).T,), (1.0,))
+        return grad @ self._weight(), LowRank((grad_reduced,), (group.a(grad.dtype).T,), (1.0,))
 
     def add_gradients(
         self,
@@ -193,8 +193,11 @@ class Projection:
         for number, (group, grad_reduced) in enumerate(zip(self._groups, reduced, strict=True)):
             dropped = group.dropped(x, seed + number)
             joint = wide_product(grad_reduced.T, dropped).split(group.ranks)
-            parts = group.parts(dropped @ group.a(x.dtype).T if low_rank is None else low_rank.reduced)
-            for (rows, adapter, part), grad_a in zip(parts, joint, strict=True):
+            if low_rank is None:
+                parts = (dropped @ group.a(x.dtype).T).split(group.ranks, dim=1)
+            else:
+                parts = low_rank.reduced
+            for rows, adapter, part, grad_a in zip(group.rows, group.adapters, parts, joint, strict=True):
                 gradients.add(adapter.a, grad_a)
                 gradients.add(adapter.b, wide_product(grad[:, rows].T, part).mul_(adapter.scaling))
                 if adapter.bias is not None:

@@ -7,6 +7,7 @@ https://arxiv.org/abs/2106.09685, with the A_i and B_i that PEFT's own forward w
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,65 @@ class Adapter:
         output.addmm_(t, self.b.to(x.dtype).t(), alpha=self.scaling)
         if self.bias is not None:
             output.add_(self.bias.to(x.dtype), alpha=self.scaling)
+
+
+MAX_STACKED = 3
+"""Adapters of one projection: q, k and v."""
+MAX_STACKED_RANK = 256
+
+
+def padded_rank(rank: int) -> int:
+    """Rows that the engine's kernels compute with."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class AdapterStack:
+    """A projection's adapters, whose A can lie below its weights: one product computes W x and every A x.
+
+    Each adapter has `padded_rank` rows; those that it does not fill are zeros.
+    """
+
+    adapters: tuple[Adapter, ...]
+    columns: tuple[slice, ...]
+    """Of the output, by adapter."""
+
+    @classmethod
+    def of(cls, adapters: Sequence[tuple[slice, Adapter]]) -> AdapterStack | None:
+        """None: there are none, or they cannot be stacked. At most three can, one in a column, of ranks up to
+        256, without bias."""
+        starts = [columns.start for columns, _ in adapters]
+        fits = 0 < len(starts) == len(set(starts)) <= MAX_STACKED and all(
+            adapter.bias is None
+            and len(adapter.a) <= MAX_STACKED_RANK
+            and adapter.a.is_contiguous()
+            and adapter.b.is_contiguous()
+            for _, adapter in adapters
+        )
+        if not fits:
+            return None
+        return cls(tuple(adapter for _, adapter in adapters), tuple(columns for columns, _ in adapters))
+
+    @property
+    def padded_rank(self) -> int:
+        """A power of two; a matrix product has at least 16 of everything."""
+        return max(padded_rank(len(adapter.a)) for adapter in self.adapters)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.adapters) * self.padded_rank
+
+    def covers(self, num_columns: int) -> bool:
+        """Whether each of these columns of the output has an adapter."""
+        return sum(len(adapter.b) for adapter in self.adapters) == num_columns
+
+    def rows(self, below: Tensor) -> list[Tensor]:
+        """Where each adapter's A goes in `below` [num_rows, in]."""
+        starts = range(0, self.num_rows, self.padded_rank)
+        return [
+            below[start : start + len(adapter.a)]
+            for start, adapter in zip(starts, self.adapters, strict=True)
+        ]
 
 
 def base_linear(module: nn.Module) -> Any:
@@ -66,6 +126,17 @@ def active_adapters(module: nn.Module) -> list[Adapter]:
         for name in names
         if name in lora.lora_A
     ]
+
+
+def projection_adapters(modules: Sequence[nn.Module]) -> list[tuple[slice, Adapter]]:
+    """The active adapters of layers that read the same input, with their columns of the joint output."""
+    adapters: list[tuple[slice, Adapter]] = []
+    first = 0
+    for module in modules:
+        columns = slice(first, first + base_linear(module).out_features)
+        adapters += [(columns, adapter) for adapter in active_adapters(module)]
+        first = columns.stop
+    return adapters
 
 
 def prompt_learning_adapter(model: nn.Module) -> str | None:

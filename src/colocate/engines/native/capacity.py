@@ -10,7 +10,7 @@ import torch
 
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.pages import pages_for
-from colocate.engines.native.rollout_weights import RolloutWeights, needed_bytes
+from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.memory.arena import HANDLE_BYTES, ArenaExhausted
 from colocate.types import Prompt
 from colocate.weights.layouts import Layout
@@ -71,7 +71,7 @@ def take_weights(
     Raises:
         ArenaExhausted: the device has not even the memory for one weight.
     """
-    copy_bytes = needed_bytes(layout, is_copy=True)
+    copy_bytes = weights.needed_bytes(layout, is_copy=True)
     if not copy_bytes:
         return
     dtype, device = layout.dtype, layout.device
@@ -80,7 +80,7 @@ def take_weights(
     pays = num_pages * cache.page_bytes(dtype) >= COPY_BREAK_EVEN * copy_bytes
     is_copy = num_pages >= wanted_pages or (num_pages >= needed_pages and pays)
     was_copy = weights.is_copy
-    if needed_bytes(layout, is_copy=is_copy) > weights.num_bytes:
+    if weights.needed_bytes(layout, is_copy=is_copy) > weights.num_bytes:
         cache.free()
     try:
         weights.allocate(layout, is_copy=is_copy)

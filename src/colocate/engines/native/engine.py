@@ -104,13 +104,13 @@ class NativeEngine:
             page_size=page_size,
             scratch_bytes=self._backend.scratch_bytes(layout, capacity_for(max_num_seqs, self._backend)),
         )
-        self._weights = RolloutWeights()
+        self._weights = RolloutWeights(stacks_adapters=self._backend.stacks_adapters)
         self._decoder: Decoder | None = None
         self._is_awake = False
         self._max_pages: int | None = None
         """Of the KV cache, since memory once ran out beside more."""
         self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
-        fuse_parameters(layout)
+        fuse_parameters(layout, room_for_adapters=self._backend.stacks_adapters)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -140,7 +140,7 @@ class NativeEngine:
             return []
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
-        fuse_parameters(self._layout)
+        fuse_parameters(self._layout, room_for_adapters=self._backend.stacks_adapters)
         return self._recovery.run(lambda: self._generate(prompts, sampling))
 
     @torch.inference_mode()

@@ -14,8 +14,10 @@ from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout_weights import RolloutWeights, joined
 from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.weights.adapters import Adapter, active_adapters, base_linear
+from colocate.weights.adapters import base_linear, projection_adapters
 from colocate.weights.layouts import LayerLayout, Layout
+from colocate.weights.low_rank import LowRank
+from colocate.weights.shared_views import stacked_view
 
 
 class Projection:
@@ -23,22 +25,25 @@ class Projection:
 
     def __init__(self, weights: RolloutWeights, modules: Sequence[nn.Module]) -> None:
         linears = [base_linear(module) for module in modules]
-        self.weight = weights.of(linears)
-        self.bias = None if linears[0].bias is None else joined([linear.bias for linear in linears])
-        self.adapters: list[tuple[slice, Adapter]] = []
-        first = 0
-        for module, linear in zip(modules, linears, strict=True):
-            columns = slice(first, first + linear.out_features)
-            self.adapters += [(columns, adapter) for adapter in active_adapters(module)]
-            first = columns.stop
+        self.weight = weights.of(modules)
+        self.bias = None if linears[0].bias is None else self._bias([linear.bias for linear in linears])
+        self.adapters = projection_adapters(modules)
 
     def __call__(self, backend: TorchBackend, x: Tensor) -> Tensor:
         """The product with x [T, in]; [T, out]."""
-        return backend.linear(x, self.weight.read(), self.bias, self.adapters)
+        return backend.linear(x, self.weight.read(), self.bias, self.adapters, self.weight.stack)
 
-    def apart(self, backend: TorchBackend, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same as two terms, the second of which may be None."""
-        return backend.linear_apart(x, self.weight.read(), self.bias, self.adapters)
+    def apart(self, backend: TorchBackend, x: Tensor) -> tuple[Tensor, LowRank | None]:
+        """The same in two terms, for a reader that adds them; or all of it, and None."""
+        return backend.linear_apart(x, self.weight.read(), self.bias, self.adapters, self.weight.stack)
+
+    def _bias(self, biases: Sequence[Tensor]) -> Tensor:
+        """As long as the weights have rows, the adapters' included."""
+        if self.weight.stack is None:
+            return joined(biases)
+        stacked = stacked_view(biases, self.weight.stack.num_rows)
+        assert stacked is not None, "biases were fused without the room that their weights have"
+        return stacked
 
     def identity(self) -> Iterator[object]:
         """What a captured graph of this projection depends on."""
@@ -157,20 +162,18 @@ class ModelRunner:
         layout, backend, eps = self.layout, self.backend, self.layout.rms_norm_eps
         x = F.embedding(token_ids, layout.embed_tokens.weight)
         residual: Tensor | None = None
-        addition: Tensor | None = None
         cos, sin = self.rotary_table
         for index, layer in enumerate(self._layers):
-            x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps, addition)
+            x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
             qkv = layer.qkv(backend, x).view(len(x), -1, layout.head_dim)
             k_cache, v_cache = self.cache.layer(index)
             rotation = Rotation(cos, sin, layer.q_norm, layer.k_norm, eps)
             attended = attend(qkv, rotation, k_cache, v_cache, layer.sliding_window)
-            x, addition = layer.o.apart(backend, attended.flatten(1))
-            x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps, addition)
-            activated = backend.gate(layer.activation, *layer.gate_up.apart(backend, x))
-            x, addition = layer.down.apart(backend, activated)
+            x = layer.o(backend, attended.flatten(1))
+            x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
+            x = layer.down(backend, backend.gate(layer.activation, *layer.gate_up.apart(backend, x)))
         assert residual is not None, "the model has no layers"
-        return x if addition is None else x + addition, residual
+        return x, residual
 
     def _logits(self, x: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:
         normed, _ = self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)

@@ -1,5 +1,9 @@
 """What a rollout's matrix products read: the trainer's own parameters, but for weights in 4 bits.
 
+Where kernels take adapters, their A lie below the weights, rounded to the weights' type at the beginning of
+every rollout: some hundredths of the weights' bytes. One product then computes W x and every A x, which on
+its own takes a decode step's row block as long as a small product with weights.
+
 A product that unpacks 4-bit codes on the way is slower than one that reads 16 bits from some tens of rows on.
 So a rollout multiplies with dequantised weights, in one of two ways:
 
@@ -13,7 +17,6 @@ cache's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,10 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from colocate.memory.arena import Arena
-from colocate.weights.adapters import base_linear
+from colocate.weights.adapters import AdapterStack, base_linear, projection_adapters
 from colocate.weights.layouts import Layout
 from colocate.weights.quantized import dequantize, is_4bit
-from colocate.weights.shared_views import fused_view
+from colocate.weights.shared_views import fused_view, stacked_view
 
 ALIGNMENT_BYTES = 512
 
@@ -33,35 +36,48 @@ ALIGNMENT_BYTES = 512
 class ProjectionWeight:
     """The weights of linear layers that read the same input, one below the other."""
 
-    storage: Tensor  # [sum of out, in]
+    storage: Tensor  # [sum of out + the stack's rows, in]
+    stack: AdapterStack | None
+    """The adapters whose A lie below the weights."""
     linears: tuple[nn.Linear, ...] = ()
     """What `storage` has to be filled from before it is read; nothing: it always holds them."""
 
     def read(self) -> Tensor:
-        """[sum of out, in], valid until another weight is read."""
-        self.fill()
+        """[sum of out + the stack's rows, in], valid until another weight is read."""
+        if self.linears:
+            self.fill()
         return self.storage
 
     def fill(self) -> None:
-        rows = self.storage.split([linear.out_features for linear in self.linears]) if self.linears else ()
-        for part, linear in zip(rows, self.linears, strict=True):
+        widths = [linear.out_features for linear in self.linears]
+        for part, linear in zip(self.storage[: sum(widths)].split(widths), self.linears, strict=True):
             if is_4bit(linear):
                 dequantize(linear, out=part)
             else:
                 part.copy_(linear.weight)
+        if self.stack is not None:
+            fill_stacks([(self.stack, self.storage)])
 
     def identity(self) -> Iterator[object]:
         """What a captured graph that reads it depends on."""
-        yield self.storage.data_ptr()
+        yield self.storage.data_ptr(), None if self.stack is None else self.stack.num_rows
         for linear in self.linears:
             state = getattr(linear.weight, "quant_state", None)
             yield linear.weight.data_ptr(), None if state is None else state.absmax.data_ptr()
 
 
+def fill_stacks(stacks: Sequence[tuple[AdapterStack, Tensor]]) -> None:
+    """Round the adapters' A into the rows below the weights of each storage, all at once."""
+    rows = [row for stack, storage in stacks for row in stack.rows(storage[-stack.num_rows :])]
+    if rows:
+        torch._foreach_copy_(rows, [adapter.a.detach() for stack, _ in stacks for adapter in stack.adapters])
+
+
 class RolloutWeights:
     """Memory for the dequantised weights of a model; for a model without 4-bit weights, none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stacks_adapters: bool) -> None:
+        self._stacks_adapters = stacks_adapters
         self.is_copy: bool | None = None
         """Whether there is room for all weights, not for one at a time; None: nothing was taken yet."""
         self._arena: Arena | None = None
@@ -82,7 +98,7 @@ class RolloutWeights:
         Raises:
             ArenaExhausted: the device has too little free memory; what was taken before still is.
         """
-        num_bytes, device = needed_bytes(layout, is_copy=is_copy), layout.device
+        num_bytes, device = self.needed_bytes(layout, is_copy=is_copy), layout.device
         if device.type != "cuda":
             if self._arena is not None or self.num_bytes != num_bytes:
                 self.close()
@@ -105,20 +121,51 @@ class RolloutWeights:
         """
         self._places.clear()
         offset = 0
-        for linears in _quantized_groups(layout):
+        stacks: list[tuple[AdapterStack, Tensor]] = []
+        for modules in _groups(layout):
+            linears = tuple(base_linear(module) for module in modules)
+            if not any(map(is_4bit, linears)):
+                weight = self.of(modules)
+                stacks += [] if weight.stack is None else [(weight.stack, weight.storage)]
+                continue
             assert self._storage is not None, "there is no memory for dequantised weights"
-            num_bytes = _num_bytes(linears, layout.dtype)
-            place = self._storage[offset : offset + num_bytes].view(layout.dtype).view(_shape(linears))
-            self._places[linears[0]] = place
+            num_bytes = self._num_bytes(modules, layout.dtype)
+            place = self._storage[offset : offset + num_bytes].view(layout.dtype)
+            self._places[linears[0]] = place.view(-1, linears[0].in_features)
             if self.is_copy:
-                ProjectionWeight(place, linears).fill()
+                ProjectionWeight(self._places[linears[0]], self._stack(modules), linears).fill()
                 offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        fill_stacks(stacks)
 
-    def of(self, linears: Sequence[nn.Linear]) -> ProjectionWeight:
+    def of(self, modules: Sequence[nn.Module]) -> ProjectionWeight:
         """Where products with these layers find their weights; `prepare` was called with their layout."""
-        if not any(map(is_4bit, linears)):
-            return ProjectionWeight(joined([linear.weight for linear in linears]))
-        return ProjectionWeight(self._places[linears[0]], () if self.is_copy else tuple(linears))
+        linears, stack = tuple(base_linear(module) for module in modules), self._stack(modules)
+        if any(map(is_4bit, linears)):
+            return ProjectionWeight(self._places[linears[0]], stack, () if self.is_copy else linears)
+        weights = [linear.weight for linear in linears]
+        stacked = None if stack is None else stacked_view(weights, stack.num_rows)
+        if stacked is None:
+            return ProjectionWeight(joined(weights), None)
+        return ProjectionWeight(stacked, stack)
+
+    def needed_bytes(self, layout: Layout, *, is_copy: bool) -> int:
+        """Memory for a copy of the projections with 4-bit weights, or for the largest; 0: there is none."""
+        sizes = [
+            self._num_bytes(modules, layout.dtype)
+            for modules in _groups(layout)
+            if any(is_4bit(base_linear(module)) for module in modules)
+        ]
+        if is_copy:
+            return sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
+        return max(sizes, default=0)
+
+    def _stack(self, modules: Sequence[nn.Module]) -> AdapterStack | None:
+        return AdapterStack.of(projection_adapters(modules)) if self._stacks_adapters else None
+
+    def _num_bytes(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
+        linears, stack = [base_linear(module) for module in modules], self._stack(modules)
+        rows = sum(linear.out_features for linear in linears) + (0 if stack is None else stack.num_rows)
+        return rows * linears[0].in_features * dtype.itemsize
 
     def free(self, keep_bytes: int = 0) -> None:
         """Give the memory back, on a GPU all but `keep_bytes` of it (rounded down to whole handles)."""
@@ -137,31 +184,12 @@ class RolloutWeights:
         self._places.clear()
 
 
-def needed_bytes(layout: Layout, *, is_copy: bool) -> int:
-    """Memory for a copy of the projections with 4-bit weights, or for the largest; 0: there is none."""
-    sizes = [_num_bytes(linears, layout.dtype) for linears in _quantized_groups(layout)]
-    if is_copy:
-        return sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
-    return max(sizes, default=0)
-
-
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Weights or biases of layers that read the same input, one below the other; never a copy."""
     return parts[0] if len(parts) == 1 else fused_view(parts)
 
 
-def _quantized_groups(layout: Layout) -> Iterator[tuple[nn.Linear, ...]]:
-    """Layers that read the same input, where any of them is in 4 bits."""
+def _groups(layout: Layout) -> Iterator[Sequence[nn.Module]]:
+    """Layers that read the same input."""
     for layer in layout.layers:
-        for modules in layer.projection_groups():
-            linears = tuple(base_linear(module) for module in modules)
-            if any(map(is_4bit, linears)):
-                yield linears
-
-
-def _shape(linears: Sequence[nn.Linear]) -> tuple[int, int]:
-    return sum(linear.out_features for linear in linears), linears[0].in_features
-
-
-def _num_bytes(linears: Sequence[nn.Linear], dtype: torch.dtype) -> int:
-    return math.prod(_shape(linears)) * dtype.itemsize
+        yield from layer.projection_groups()

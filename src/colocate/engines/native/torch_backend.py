@@ -16,8 +16,9 @@ from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
 from colocate.engines.native.sampler import Sampler
-from colocate.weights.adapters import Adapter
+from colocate.weights.adapters import Adapter, AdapterStack
 from colocate.weights.layouts import Layout
+from colocate.weights.low_rank import LowRank
 
 
 class TorchBackend:
@@ -31,6 +32,8 @@ class TorchBackend:
     windows_in_flight = 0
     """Windows of steps whose tokens the host has not read while it prepares the next one."""
     captures_graphs = False
+    stacks_adapters = False
+    """Whether `linear` gains by adapters whose A lie below the weights."""
     shares_prefixes = False
     """Whether attention now reads the pages that rows have in common once for all of them."""
     max_prefill_tokens = 8192
@@ -53,34 +56,41 @@ class TorchBackend:
         """Take note of the rows of each prompt and how many leading pages they have in common."""
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: Sequence[tuple[slice, Adapter]],
+        stack: AdapterStack | None,
     ) -> Tensor:
-        """The product of x [T, in] with weight [out, in] and its adapters, each in its columns; [T, out]."""
+        """The product of x [T, in] with weights and their adapters, each in its columns; [T, out].
+
+        Args:
+            weight: [out, in], and below it the rows of `stack`, if there is one; bias: [as many].
+        """
+        if stack is not None:
+            weight = weight[: -stack.num_rows]
+            bias = None if bias is None else bias[: -stack.num_rows]
         output = F.linear(x, weight, bias)
         for columns, adapter in adapters:
             adapter.add_to(output[:, columns], x)
         return output
 
     def linear_apart(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
-    ) -> tuple[Tensor, Tensor | None]:
-        """`linear` in two terms, [T, out] each, for a reader that adds them up; the second may be None."""
-        return self.linear(x, weight, bias, adapters), None
-
-    def add_rms_norm(
         self,
         x: Tensor,
-        residual: Tensor | None,
         weight: Tensor,
-        eps: float,
-        addition: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of x (+ addition) + residual, and that sum; both [T, hidden].
+        bias: Tensor | None,
+        adapters: Sequence[tuple[slice, Adapter]],
+        stack: AdapterStack | None,
+    ) -> tuple[Tensor, LowRank | None]:
+        """`linear` in two terms, for a reader that adds them up; or all of it, and None."""
+        return self.linear(x, weight, bias, adapters, stack), None
 
-        Without a residual, and then without an addition, the sum is x.
-        """
-        if addition is not None:
-            x = x + addition
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum; both [T, hidden]. Without a residual the sum is x."""
         if residual is not None:
             x = x + residual
         return rms_norm(x, weight, eps), x
@@ -112,11 +122,11 @@ class TorchBackend:
         self._attention.write_kv(k, v, k_cache, v_cache, slots.long())
 
     def gate(
-        self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, addition: Tensor | None = None
+        self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None
     ) -> Tensor:
-        """activation(gate) * up of [T, 2 I] (+ addition); returns [T, I]."""
-        if addition is not None:
-            gate_up = gate_up + addition
+        """activation(gate) * up of [T, 2 I] (+ low_rank, two blocks); returns [T, I]."""
+        if low_rank is not None:
+            gate_up = low_rank.added_to(gate_up)
         gate, up = gate_up.chunk(2, dim=1)
         return activation(gate) * up
 

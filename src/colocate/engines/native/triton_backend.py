@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,13 +14,14 @@ from transformers.activations import SiLUActivation
 
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
-from colocate.engines.native.kernels import layers, lora, sampling, steps
+from colocate.engines.native.kernels import gate, layers, lora, sampling, steps
 from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.engines.native.prefixes import SharedPrefixes
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.weights.adapters import Adapter
+from colocate.weights.adapters import Adapter, AdapterStack
 from colocate.weights.layouts import Layout
+from colocate.weights.low_rank import MAX_RANK, LowRank
 
 _GROUPED_QUERIES: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 does it unasked
@@ -35,14 +35,13 @@ class TritonBackend(TorchBackend):
     """The host's work for a look hides behind the steps; in return finished rows idle for 8 to 15 of them."""
     windows_in_flight = 1
     captures_graphs = True
+    stacks_adapters = True
 
     def __init__(self) -> None:
         super().__init__()
         self.shares_prefixes = False
         self._prefixes: SharedPrefixes | None = None
         self._scratch: DecodeScratch | None = None
-        self._counters: Tensor | None = None
-        self._side: torch.cuda.Stream | None = None
 
     def check_page_size(self, page_size: int) -> None:
         if page_size < 16 or page_size & (page_size - 1):
@@ -73,58 +72,47 @@ class TritonBackend(TorchBackend):
         self.shares_prefixes = self._prefixes.update(rows_by_group) > 0
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: Sequence[tuple[slice, Adapter]],
+        stack: AdapterStack | None,
     ) -> Tensor:
-        slots = self._adapter_slots(x, adapters)
-        if slots is None:
-            return super().linear(x, weight, bias, adapters)
-        shrink = lora.Shrink(x, slots, self._shrink_counters(x.device))
-        # On its own it would take as long as a small product with weights, nearly all of it latency.
-        is_beside = len(x) <= lora.MAX_ROWS_BESIDE
-        with self._side_stream(x.device) if is_beside else nullcontext():
-            shrink.launch()
-        output = F.linear(x, weight, bias)
-        if is_beside:
-            self._join_side_stream()
-        lora.expand(output, shrink.output, slots)
+        if stack is None or len(x) > lora.MAX_ROWS:
+            return super().linear(x, weight, bias, adapters, stack)
+        output, reduced = _split(F.linear(x, weight, bias), stack)
+        lora.expand(output, reduced, stack)
         return output
 
     def linear_apart(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[tuple[slice, Adapter]]
-    ) -> tuple[Tensor, Tensor | None]:
-        slots = self._adapter_slots(x, adapters)
-        if slots is None or slots.num_columns < len(weight) or len(x) > lora.MAX_ROWS_BESIDE:
-            return self.linear(x, weight, bias, adapters), None
-        shrink = lora.Shrink(x, slots, self._shrink_counters(x.device))
-        addition = x.new_empty(len(x), len(weight))
-        with self._side_stream(x.device):  # both halves beside the product with the weights
-            shrink.launch()
-            lora.expand(addition, shrink.output, slots, adds=False)
-        output = F.linear(x, weight, bias)
-        self._join_side_stream()
-        return output, addition
-
-    def _adapter_slots(
-        self, x: Tensor, adapters: Sequence[tuple[slice, Adapter]]
-    ) -> lora.AdapterSlots | None:
-        """The adapters for the kernels; None if there are none, or PyTorch's products are the better ones."""
-        return lora.slots_for(adapters) if adapters and len(x) <= lora.MAX_ROWS else None
-
-    def _shrink_counters(self, device: torch.device) -> Tensor:
-        if self._counters is None or self._counters.device != device:
-            num_counters = lora.num_counters(lora.MAX_ROWS)
-            self._counters = torch.zeros(num_counters, dtype=torch.int32, device=device)
-        return self._counters
-
-    def add_rms_norm(
         self,
         x: Tensor,
-        residual: Tensor | None,
         weight: Tensor,
-        eps: float,
-        addition: Tensor | None = None,
+        bias: Tensor | None,
+        adapters: Sequence[tuple[slice, Adapter]],
+        stack: AdapterStack | None,
+    ) -> tuple[Tensor, LowRank | None]:
+        num_blocks = 0 if stack is None else len(stack.adapters)
+        if stack is None or len(x) > lora.MAX_ROWS or stack.padded_rank > MAX_RANK:
+            return self.linear(x, weight, bias, adapters, stack), None
+        output, reduced = _split(F.linear(x, weight, bias), stack)
+        if not stack.covers(output.shape[1]):
+            lora.expand(output, reduced, stack)
+            return output, None
+        return output, LowRank(
+            tuple(
+                part[:, : len(adapter.a)]
+                for part, adapter in zip(reduced.chunk(num_blocks, dim=1), stack.adapters, strict=True)
+            ),
+            tuple(adapter.b for adapter in stack.adapters),
+            tuple(adapter.scaling for adapter in stack.adapters),
+        )
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return layers.add_rms_norm(x, residual, weight, eps, addition)
+        return layers.add_rms_norm(x, residual, weight, eps)
 
     def rotate_and_store(
         self,
@@ -152,11 +140,11 @@ class TritonBackend(TorchBackend):
         )
 
     def gate(
-        self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, addition: Tensor | None = None
+        self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None
     ) -> Tensor:
-        if isinstance(activation, (nn.SiLU, SiLUActivation)):
-            return layers.silu_mul(gate_up, addition)
-        return super().gate(activation, gate_up, addition)
+        if not isinstance(activation, (nn.SiLU, SiLUActivation)):
+            return super().gate(activation, gate_up, low_rank)
+        return gate.silu_mul(gate_up) if low_rank is None else gate.silu_mul_low_rank(gate_up, low_rank)
 
     def prefill_attention(
         self,
@@ -281,18 +269,10 @@ class TritonBackend(TorchBackend):
             batch.out_logprobs[:, rows],
         )
 
-    def _side_stream(self, device: torch.device) -> AbstractContextManager[object]:
-        """What is launched in this context runs beside what follows it, until `_join_side_stream`."""
-        if device.type != "cuda":  # Triton's interpreter
-            return nullcontext()
-        if self._side is None or self._side.device != device:
-            self._side = torch.cuda.Stream(device)
-        self._side.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self._side)
 
-    def _join_side_stream(self) -> None:
-        if self._side is not None:
-            torch.cuda.current_stream(self._side.device).wait_stream(self._side)
+def _split(product: Tensor, stack: AdapterStack) -> tuple[Tensor, Tensor]:
+    """Outputs [T, out], and A x of the stack's adapters, [T, num_rows]."""
+    return product[:, : -stack.num_rows], product[:, -stack.num_rows :]
 
 
 def _sizes(layout: Layout, capacity: int) -> dict[str, int]:

@@ -1,5 +1,5 @@
 """A decoder layer's work between its matrix products, as Triton kernels: norms, rotary embedding with the
-page write, activation.
+page write. (The activation is in `gate`.)
 
 All of it is bound by memory, so each kernel reads and writes every byte once. Values are rounded to the
 model's type exactly where the operations of transformers would store them: the trainer's forward runs those,
@@ -14,16 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, addition: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Residual sum and its root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467).
 
     Args:
         x: [T, hidden], rows contiguous; output of the attention or the MLP, or the embeddings.
         residual: [T, hidden], rows contiguous; None: there is none yet.
         weight: [hidden], the norm's.
-        addition: [T, hidden], contiguous, what adapters add to `x` (which has a residual then); or None.
 
     Returns:
         The norm, [T, hidden], and the sum, [T, hidden]: the next residual, `x` itself if there was none.
@@ -31,13 +28,11 @@ def add_rms_norm(
     num_tokens, hidden_size = x.shape
     assert x.stride(1) == 1, "a row of x must be contiguous"
     assert residual is None or residual.stride(1) == 1, "a row of the residual must be contiguous"
-    assert addition is None or (residual is not None and addition.is_contiguous()), "additions go to sums"
     normed = torch.empty((num_tokens, hidden_size), dtype=x.dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)
     block = triton.next_power_of_2(hidden_size)
     _add_rms_norm_kernel[(num_tokens,)](
         x,
-        addition,
         residual,
         weight,
         normed,
@@ -55,7 +50,6 @@ def add_rms_norm(
 @triton.jit
 def _add_rms_norm_kernel(
     x,
-    addition,
     residual,
     weight,
     normed,
@@ -71,9 +65,6 @@ def _add_rms_norm_kernel(
     mask = columns < hidden_size
     dtype = normed.dtype.element_ty
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0)
-    if addition is not None:
-        update = tl.load(addition + row * hidden_size + columns, mask=mask, other=0.0)
-        value = (value.to(tl.float32) + update.to(tl.float32)).to(dtype)
     if residual is not None:
         added = tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
@@ -226,49 +217,3 @@ def _rotate_and_store_kernel(
     value_pointers = v_cache + page * v_page_stride + value_heads * (PAGE_SIZE * HEAD_DIM) + in_page
     tl.store(value_pointers, loaded_first, mask=store_value)
     tl.store(value_pointers + HALF, loaded_second, mask=store_value)
-
-
-def silu_mul(gate_up: Tensor, addition: Tensor | None = None) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, arXiv:2002.05202), silu rounded to the type before the product.
-
-    Args:
-        gate_up: [T, 2I], gate then up; rows contiguous.
-        addition: [T, 2I], contiguous, what adapters add to it; or None.
-
-    Returns:
-        [T, I].
-    """
-    assert addition is None or addition.is_contiguous(), "the addition must be contiguous"
-    num_tokens, intermediate_size = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.stride(1) == 1, "a row must be contiguous"
-    output = torch.empty((num_tokens, intermediate_size), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(intermediate_size))
-    _silu_mul_kernel[(num_tokens, triton.cdiv(intermediate_size, block))](
-        gate_up,
-        addition,
-        output,
-        gate_up.stride(0),
-        intermediate_size,
-        BLOCK=block,
-        num_warps=4,
-    )
-    return output
-
-
-@triton.jit
-def _silu_mul_kernel(gate_up, addition, output, stride, intermediate_size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < intermediate_size
-    pointers = gate_up + row * stride + columns
-    gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(pointers + intermediate_size, mask=mask, other=0.0).to(tl.float32)
-    dtype = output.dtype.element_ty
-    if addition is not None:
-        pointers = addition + row * (2 * intermediate_size) + columns
-        gate_update = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        up_update = tl.load(pointers + intermediate_size, mask=mask, other=0.0).to(tl.float32)
-        gate = (gate + gate_update).to(dtype).to(tl.float32)
-        up = (up + up_update).to(dtype).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(output + row * intermediate_size + columns, (activated * up).to(dtype), mask=mask)

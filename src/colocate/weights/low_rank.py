@@ -14,27 +14,26 @@ MAX_RANK = 64
 class LowRank:
     """A sum that is still in factors, its columns in as many blocks of equal width as there are factors:
 
-        block i = scalings[i] * (reduced, columns of block i) factors[i]^T
+        block i = scalings[i] * reduced[i] factors[i]^T
 
     The factors are a few MB where the sum would be hundreds: whoever reads the product anyway can add it on
     the way, instead of a pass over the product just for that.
     """
 
-    reduced: Tensor
-    """[T, sum of ranks]"""
+    reduced: tuple[Tensor, ...]
+    """[T, rank] each."""
     factors: tuple[Tensor, ...]
-    """[width, rank] each, of any strides, in the type of `reduced`."""
+    """[width, rank] each, of any strides and type; products take them in the type of `reduced`."""
     scalings: tuple[float, ...]
 
     def parts(self) -> list[tuple[Tensor, Tensor, float]]:
         """(reduced [T, rank], factor [width, rank], scaling) of each block."""
-        reduced = self.reduced.split([factor.shape[1] for factor in self.factors], dim=1)
-        return list(zip(reduced, self.factors, self.scalings, strict=True))
+        return list(zip(self.reduced, self.factors, self.scalings, strict=True))
 
     def added_to(self, product: Tensor) -> Tensor:
         """`product` [T, blocks * width] and the sum, rounded once."""
         output = product.clone()
         blocks = output.chunk(len(self.factors), dim=1)
         for block, (reduced, factor, scaling) in zip(blocks, self.parts(), strict=True):
-            block.addmm_(reduced, factor.T, alpha=scaling)
+            block.addmm_(reduced, factor.T.to(reduced.dtype), alpha=scaling)
         return output
