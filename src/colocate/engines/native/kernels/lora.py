@@ -26,12 +26,12 @@ from torch import Tensor
 from colocate.weights.adapters import Adapter
 
 MAX_ROWS = 1024
-"""From here on cuBLAS is as good: 1,024 rows of a projection of Qwen2.5-7B take it 35 to 200 µs, beside which
-the six to twelve more launches do not count, and its tiles read an adapter less often."""
+"""From here on cuBLAS is as good: products of so many rows take so long that its launches, several for each
+adapter, do not count beside them, and its larger tiles read an adapter less often."""
 MAX_ROWS_BESIDE = 128
 """Up to here the kernels hide beside the product with the weights, which waits for memory. A product of more
-rows computes on every multiprocessor; what runs beside it costs more than what runs after it. Per step of
-Qwen2.5-7B with rank 32, 0.8 against 1.3 ms at 128 rows, 1.8 against 1.3 at 192, 2.5 against 2.0 at 512."""
+rows computes on every multiprocessor, and what runs beside it costs more than what runs after it
+(`benchmarks/decode_lora.py` measures both)."""
 MAX_RANK = 256
 MAX_ADAPTERS = 3
 """Of one projection: q, k and v."""
