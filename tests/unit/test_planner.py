@@ -20,11 +20,24 @@ from transformers import (
 )
 
 from colocate.config import GRPOConfig
+from colocate.data.packing import pack
 from colocate.engines.native.capacity import useful_pages
-from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
+from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, TrainPlan
 from colocate.planning.accounting import Workload, least_kv_tokens, useful_kv_tokens
+from colocate.planning.cut_groups import CutGroup
 from colocate.planning.memory_plan import account, total_bytes, train_bytes
-from colocate.planning.planner import LOGPROB_CHUNKS, MARGIN, Planner, Wishes, choose_train_plan, plan
+from colocate.planning.planner import (
+    LOGPROB_CHUNKS,
+    MARGIN,
+    MAX_TOKENS_FOR_GROUP,
+    OVERHEAD_TOKENS,
+    TOKEN_STEP,
+    Planner,
+    Wishes,
+    choose_train_plan,
+    plan,
+    train_flops_per_token,
+)
 from colocate.planning.run_options import planner_for, wishes_of, workload_of
 from colocate.planning.shapes import FourBit, Lora, ModelShapes
 from colocate.planning.train_accounting import Microbatch, kept_bytes_per_token
@@ -356,6 +369,57 @@ def test_more_memory_never_leads_to_more_recomputation(shapes, load, device, mor
         assert small.budget(0) <= large.budget(0)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    prompt=st.integers(1, 3000), completion=st.integers(1, 3000), generations=st.integers(1, 9),
+    sequences=st.integers(1, 9), budget=st.integers(1, 20000), shared=st.booleans(),
+)  # fmt: skip
+def test_groups_are_cut_as_packing_cuts_them(prompt, completion, generations, sequences, budget, shared):
+    load = on_gpu(
+        prompt_tokens=prompt, completion_tokens=completion, num_generations=generations,
+        num_step_sequences=sequences, share_prompts=shared,
+    )  # fmt: skip
+    group = CutGroup.of(load, budget)
+    size = min(generations, sequences) if shared else 1
+    bins = pack([range(size)], [prompt] * size, [prompt + completion] * size, budget)
+    assert (group.num_completions, group.num_parts) == (size, len(bins))
+    assert group.computed_tokens == sum(prompt + len(members) * completion for members in bins)
+    assert group.whole_tokens == prompt + size * completion
+    assert pack([range(size)], [prompt] * size, [prompt + completion] * size, group.whole_tokens) == [
+        list(range(size))
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=any_shapes, device=devices, prompt=st.integers(4096, 60000), completion=st.integers(512, 8192),
+    num_step_sequences=st.sampled_from([8, 32]), policy=policies,
+)  # fmt: skip
+def test_no_prompt_is_computed_again_where_another_policy_would_be_faster(
+    shapes, device, prompt, completion, num_step_sequences, policy
+):
+    load = on_gpu(prompt_tokens=prompt, completion_tokens=completion, num_step_sequences=num_step_sequences)
+    whole = -(-CutGroup.of(load, 1).whole_tokens // TOKEN_STEP) * TOKEN_STEP
+    chosen = choose_train_plan(shapes, load, device)
+    other = TrainPlan(policy, whole, logprob_chunk_size=LOGPROB_CHUNKS[0])
+    other = replace(other, offload_optimizer=chosen.offload_optimizer)
+    if whole <= MAX_TOKENS_FOR_GROUP and trains_within(shapes, load, other, device):
+        work = CutGroup.of(load, chosen.budget(0)).work
+        per_token = [
+            train_flops_per_token(shapes, load, taken.activation_policy) for taken in (chosen, other)
+        ]
+        assert per_token[0] * work <= per_token[1] * (1 + OVERHEAD_TOKENS / ENOUGH_TOKENS)
+
+
+def test_a_group_with_a_long_prompt_is_held_whole():
+    load = on_gpu(prompt_tokens=32768, completion_tokens=1024, num_step_sequences=8)
+    chosen = choose_train_plan(LORA_SHAPES, load, 80 * GIB)
+    assert chosen.tokens_per_microbatch == 32768 + 8 * 1024
+    # With short prompts cutting costs nothing, and matrix products gain nothing from more tokens.
+    load = on_gpu(prompt_tokens=512, completion_tokens=8192, num_step_sequences=8)
+    assert choose_train_plan(LORA_SHAPES, load, 140 * GIB).tokens_per_microbatch == 32768
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     shapes=any_shapes, device=devices, policy=policies, tokens=st.integers(100, 20000),
@@ -478,6 +542,17 @@ def test_longer_prompts_than_assumed_lead_to_a_smaller_plan():
     levels = [ACTIVATION_POLICIES.index(p.activation_policy) for p in (chosen, longer)]
     assert levels[1] > levels[0]
     assert planner.with_prompts(longer, 100) == longer
+
+
+def test_longer_prompts_than_assumed_keep_their_groups_whole():
+    load = on_gpu(prompt_tokens=512, completion_tokens=1024, num_step_sequences=8)
+    whole = 32768 + 8 * 1024
+    planner = Planner(LORA_SHAPES, load, 40 * GIB)
+    assert planner.with_prompts(planner.plan().train_plan, 32768).tokens_per_microbatch == whole
+    # Not after memory ran out with less.
+    planner = Planner(LORA_SHAPES, load, 40 * GIB)
+    shrunk = replace(planner.plan().train_plan, activation_policy="offload", tokens_per_microbatch=4096)
+    assert planner.with_prompts(shrunk, 32768) == shrunk
 
 
 def test_nothing_is_planned_on_a_cpu(tmp_path):
