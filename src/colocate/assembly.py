@@ -189,13 +189,15 @@ def build_policy(
 
 
 def planned(planner: Planner) -> TrainPlan:
-    """The planner's choice, with a warning where memory will not do."""
+    """The planner's choice, with a warning where memory will not do, or only for more work."""
     plan = planner.plan()
     if plan.shortage is not None:
         logger.warning(
             f"The run may run out of memory: {plan.shortage}. It starts all the same and shrinks its "
             f"micro-batches when it must. To make it fit, set {'; or '.join(plan.remedies)}."
         )
+    if plan.repeated_prompts is not None:
+        logger.warning(plan.repeated_prompts)
     logger.info(
         f"Training plan: {plan.train_plan}, {plan.peak_bytes / 2**30:.2f} GiB at the peak; KV cache of up to "
         f"{plan.kv_cache_tokens:,} tokens."

@@ -2,6 +2,7 @@
 choices it makes against what must hold for any device."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from colocate import assembly
 from colocate.config import GRPOConfig
 from colocate.data.packing import pack
 from colocate.engines.native.capacity import useful_pages
@@ -542,6 +544,42 @@ def test_longer_prompts_than_assumed_lead_to_a_smaller_plan():
     levels = [ACTIVATION_POLICIES.index(p.activation_policy) for p in (chosen, longer)]
     assert levels[1] > levels[0]
     assert planner.with_prompts(longer, 100) == longer
+
+
+def test_prompts_that_are_computed_again_are_said_with_the_memory_that_would_spare_it(caplog):
+    load = on_gpu(prompt_tokens=32768, completion_tokens=1024, num_step_sequences=8)
+    line = plan(LORA_SHAPES, load, device_memory_bytes=6 * GIB).repeated_prompts
+    assert "8 completions is trained in 8 micro-batches" in line
+    assert "8 × 32,768 + 8 × 1,024 = 270,336 tokens, 6.6 times the 40,960 of" in line
+    device_gib, policy, more_gib = re.search(
+        r"a device of ([\d.]+) GiB with activation_policy='(\w+)', ([\d.]+) GiB more", line
+    ).groups()
+    assert float(device_gib) - float(more_gib) == pytest.approx(6, abs=0.011)
+    # So much memory does spare it, and no less.
+    for gib, is_spared in ((float(device_gib) + 0.01, True), (float(device_gib) - 0.01, False)):
+        result = plan(LORA_SHAPES, load, device_memory_bytes=int(gib * GIB), wishes=Wishes(policy))
+        assert (result.repeated_prompts is None) == is_spared
+        assert (result.train_plan.budget(0) >= 40960) == is_spared
+    # A run says so when it starts, or, as the longest prompt may come late, then and once.
+    assembly.planned(Planner(LORA_SHAPES, load, 6 * GIB))
+    assert caplog.messages.count(line) == 1
+    caplog.clear()
+    planner = Planner(LORA_SHAPES, replace(load, prompt_tokens=512), 6 * GIB)
+    chosen = planner.plan().train_plan
+    for length in (700, 32768, 32769):
+        chosen = planner.with_prompts(chosen, length)
+    assert caplog.messages == [line]
+
+
+def test_prompts_computed_again_by_the_users_wish_need_no_memory():
+    load = on_gpu(prompt_tokens=8192, completion_tokens=1024, num_step_sequences=8)
+    cut = Wishes(tokens_per_microbatch=10240)
+    line = plan(LORA_SHAPES, load, device_memory_bytes=80 * GIB, wishes=cut).repeated_prompts
+    assert "in 4 micro-batches" in line and "this one will do: set max_tokens_per_microbatch=16384." in line
+    assert plan(LORA_SHAPES, load, wishes=cut).repeated_prompts is None
+    apart = replace(load, share_prompts=False)
+    for others in (apart, replace(load, prompt_tokens=64), replace(load, num_generations=1)):
+        assert plan(LORA_SHAPES, others, device_memory_bytes=80 * GIB, wishes=cut).repeated_prompts is None
 
 
 def test_longer_prompts_than_assumed_keep_their_groups_whole():

@@ -10,6 +10,7 @@ the KV cache takes what is left, and training recomputes more or takes fewer tok
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ from colocate.planning.memory_plan import (
 )
 from colocate.planning.shapes import ModelShapes
 from colocate.planning.train_accounting import Microbatch, head_is_trained
+
+logger = logging.getLogger(__name__)
 
 MARGIN = 0.04
 """Share of the device that training leaves free: what the accounting may be off by. To be wrong costs one
@@ -81,8 +84,10 @@ def plan(
     Raises:
         ValueError: the optimizer's state is not known.
     """
+    wishes = wishes or Wishes()
     train_plan = choose_train_plan(shapes, workload, device_memory_bytes, wishes, correction)
-    return account(shapes, workload, train_plan, device_memory_bytes, correction)
+    result = account(shapes, workload, train_plan, device_memory_bytes, correction)
+    return replace(result, repeated_prompts=_repeated_prompts(result, shapes, workload, wishes, correction))
 
 
 def choose_train_plan(
@@ -188,10 +193,14 @@ class Planner:
         new choice; if the run had to shrink its plan meanwhile, a smaller one only."""
         if prompt_tokens <= self.workload.prompt_tokens:
             return train_plan
-        is_own = train_plan == self.plan().train_plan
+        before = self.plan()
         self.workload = replace(self.workload, prompt_tokens=prompt_tokens)
-        chosen = self.plan().train_plan
-        return chosen if is_own or _rank(chosen) < _rank(train_plan) else train_plan
+        after = self.plan()
+        if before.train_plan != train_plan and _rank(after.train_plan) >= _rank(train_plan):
+            return train_plan
+        if after.repeated_prompts is not None and before.repeated_prompts is None:
+            logger.warning(after.repeated_prompts)
+        return after.train_plan
 
     def refined(self, train_plan: TrainPlan, memory: dict[str, Any], num_tokens: int) -> TrainPlan:
         """The plan to go on with after a step that was measured (`refine`); the same if it tells nothing.
@@ -287,8 +296,13 @@ def _budgets(workload: Workload) -> Sequence[int]:
     most, group = MAX_TOKENS_PER_MICROBATCH, CutGroup.of(workload, MAX_TOKENS_PER_MICROBATCH)
     if group.work > 1 + _NEGLIGIBLE:
         most = min(group.whole_tokens, MAX_TOKENS_FOR_GROUP)
-    most = -(-min(most, workload.step_tokens) // TOKEN_STEP) * TOKEN_STEP
-    return (longest, *range((longest // TOKEN_STEP + 1) * TOKEN_STEP, most + 1, TOKEN_STEP))
+    most = _in_steps(min(most, workload.step_tokens))
+    return (longest, *range(_in_steps(longest + 1), most + 1, TOKEN_STEP))
+
+
+def _in_steps(num_tokens: int) -> int:
+    """So many tokens, rounded up to a multiple of `TOKEN_STEP`."""
+    return -(-num_tokens // TOKEN_STEP) * TOKEN_STEP
 
 
 def _with_larger_chunks(
@@ -317,6 +331,37 @@ def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes:
     room = device_memory_bytes - total_bytes(planned_resident_rows(shapes, workload, TrainPlan()))
     rollout, kv_tokens = rollout_rows(shapes, workload, room)
     return total_bytes(rollout) > room or kv_tokens < LEAST_KV_SHARE * useful_kv_tokens(workload)
+
+
+def _repeated_prompts(
+    result: MemoryPlan, shapes: ModelShapes, workload: Workload, wishes: Wishes, correction: float
+) -> str | None:
+    if result.device_memory_bytes is None:
+        return None
+    group = CutGroup.of(workload, result.train_plan.budget(workload.max_sequence_length))
+    if group.work <= 1 + _NEGLIGIBLE:
+        return None
+    whole = replace(
+        result.train_plan,
+        tokens_per_microbatch=_in_steps(group.whole_tokens),
+        logprob_chunk_size=wishes.logprob_chunk_size or LOGPROB_CHUNKS[0],
+        keep_softmax=False,
+    )
+    needed_bytes = result.phase_bytes("resident") + train_bytes(shapes, workload, whole, correction)
+    short_gib = (needed_bytes / (1 - MARGIN) - result.device_memory_bytes) / 2**30
+    return (
+        f"A group of {group.num_completions} completions is trained in {group.num_parts} micro-batches that "
+        f"each compute its prompt: {group.num_parts} × {group.prompt_tokens:,} + {group.num_completions} × "
+        f"{group.completion_tokens:,} = {group.computed_tokens:,} tokens, {group.work:.1f} times the "
+        f"{group.whole_tokens:,} of a group in one. That would take a device of "
+        f"{result.device_memory_bytes / 2**30 + short_gib:.2f} GiB with activation_policy="
+        f"{whole.activation_policy!r}, "
+        + (
+            f"{short_gib:.2f} GiB more than this one has."
+            if short_gib > 0
+            else f"so this one will do: set max_tokens_per_microbatch={group.whole_tokens}."
+        )
+    )
 
 
 def _rank(train_plan: TrainPlan) -> tuple[int, int, bool]:
