@@ -10,8 +10,10 @@ CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "--constrai
 # vLLM pins what it needs, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+# An environment of your making: ".[vllm,peft,bitsandbytes]", with the vLLM for your driver, pytest and hypothesis.
+VLLM_GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: quickstart test vllm-test lint gpu-test gpu-memcheck bench clean
+.PHONY: quickstart test vllm-test lint gpu-test gpu-vllm-test gpu-memcheck bench clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
 quickstart: export OMP_NUM_THREADS = 1
@@ -36,8 +38,11 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 # Kernels' tests share the GPU. The others measure and exhaust its memory: one process, with the GPU to itself.
 gpu-test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/kernel_tests -n 4 -m "gpu and not multi_gpu"
-	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu"
+	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu and not vllm"
 	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu and not vllm"
+
+gpu-vllm-test:
+	$(VLLM_GPU_PYTHON) -m pytest tests/gpu tests/unit/test_engine_contract.py -m "gpu and vllm and not multi_gpu"
 
 # Without PyTorch's cache every tensor is an allocation of its own, so that stepping over its end is seen. What
 # is left out is large and would take hours, or needs the cache to capture a graph.

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 from curves_run import MODES, ROOT, VLLM_MEMORY
-from results_file import all_measured, committed, write_result
+from results_file import committed, write_suite_result
 from runner import Record, Runner, read_records, visible_gpus
 from vllm_server import vllm_server
 
@@ -42,9 +42,8 @@ class Suite(Runner):
     """Runs the trainings as processes."""
 
     def __init__(self, options: argparse.Namespace, commit: str) -> None:
-        super().__init__(options.records, commit, extra_words=[])
+        super().__init__(options.records, commit, extra_words=[], limit_s=options.limit_s)
         self._options = options
-        self._start_s = time.perf_counter()
         self._start = options.records / "start"
         self._gpus = visible_gpus(max(1, torch.cuda.device_count()))
 
@@ -57,7 +56,7 @@ class Suite(Runner):
         """Run what is missing of a mode, as far as the time goes."""
         done = {record["seed"] for record in read_records(self.records) if record["mode"] == mode}
         missing = [seed for seed in range(self._options.seeds) if seed not in done]
-        if not missing or self._time_is_up():
+        if not missing or self.time_is_up():
             return
         server = vllm_server(
             self._start / "model",
@@ -68,14 +67,10 @@ class Suite(Runner):
             log=self.records / f"{time.time_ns()}-server.log",
             environment=self.environment,
         )
-        try:
-            with server if mode == "server" else nullcontext() as url:
-                for seed in missing:
-                    if not self._time_is_up():
-                        self._train(mode, seed, url)
-        except RuntimeError as error:
-            self.failures.append(f"{mode}: {error}")
-            print(f"  FAILED: {error}", flush=True)
+        with self.failure_noted(mode), server if mode == "server" else nullcontext() as url:
+            for seed in missing:
+                if not self.time_is_up():
+                    self._train(mode, seed, url)
 
     def _train(self, mode: str, seed: int, url: str | None) -> None:
         self.run(
@@ -85,9 +80,6 @@ class Suite(Runner):
             timeout_s=RUN_S,
             CUDA_VISIBLE_DEVICES=self._gpus[0],
         )  # fmt: skip
-
-    def _time_is_up(self) -> bool:
-        return time.perf_counter() - self._start_s > self._options.limit_s
 
 
 # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,20 +140,14 @@ def merge(options: argparse.Namespace) -> None:
     records = read_records(options.records)
     claims, rows = compute_claims(records, options.seeds), summary(records)
     print(json.dumps({"summary": rows, "claims": claims}, indent=1))
-    measured = all_measured(claims)
-    if measured is None:
-        return
-    path = write_result(
+    write_suite_result(
         "curves",
         options.hardware,
-        measured,
+        claims,
         records,
-        records[0]["commit"],
-        machine=records[0]["machine"],
         num_final_rollouts=NUM_FINAL,
         summary=rows,
     )
-    print(path)
 
 
 def parse() -> argparse.Namespace:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from device_watch import DeviceWatch
 from memory_cases import CONTEXT_CASES, PLAN_CASES, Case
-from results_file import all_measured, committed, write_result
+from results_file import committed, write_suite_result
 from rollout_cases import machine
 from runner import HERE, Record, read_records
 from step import assignment
@@ -157,20 +157,14 @@ def merge(options: argparse.Namespace) -> None:
     records = read_records(options.records)
     claims = compute_claims(records)
     print(json.dumps({"plan_errors": plan_errors(records), "claims": claims}, indent=1))
-    measured = all_measured(claims)
-    if measured is None:
-        return
-    path = write_result(
+    write_suite_result(
         "memory",
         options.hardware,
-        measured,
+        claims,
         records,
-        records[0]["commit"],
-        machine=records[0]["machine"],
         plan_errors=plan_errors(records),
         protocol=__doc__,
     )
-    print(path)
 
 
 def parse() -> argparse.Namespace:

@@ -31,7 +31,7 @@ from typing import Any
 
 from modes_cases import PARTS, ModeCase, all_cases, cases, largest
 from pages import modes_table
-from results_file import all_measured, committed, write_result
+from results_file import committed, write_suite_result
 from rollout_cases import model_directory
 from runner import Record, Runner, read_records, visible_gpus
 from vllm_server import vllm_server
@@ -45,17 +45,17 @@ class Suite(Runner):
     """Runs the measurements as processes."""
 
     def __init__(self, options: argparse.Namespace, commit: str) -> None:
-        super().__init__(options.records, commit, extra_words=["--tiny"] if options.tiny else [])
+        words = ["--tiny"] if options.tiny else []
+        super().__init__(options.records, commit, extra_words=words, limit_s=options.limit_s)
         self._options = options
         self._gpus = visible_gpus(options.gpus)
-        self._start_s = time.perf_counter()
 
     def measure(self, part: str) -> None:
         """Run what is missing of a part, as far as the time goes."""
         measured = {record["label"] for record in read_records(self.records)}
         wanted = cases(part, self._options.gpus)[: 1 if self._options.largest else None]
         missing = [case for case in wanted if case.label not in measured]
-        if not missing or self._time_is_up():
+        if not missing or self.time_is_up():
             return
         # Not within a measurement.
         directory = model_directory(
@@ -64,26 +64,20 @@ class Suite(Runner):
         if missing[0].mode != "server":
             self._run_all(missing, {})
             return
-        try:
-            with vllm_server(
-                directory,
-                *("--load-format", "dummy", "--max-model-len", str(max_model_len(missing[0]))),
-                *(["--enforce-eager"] if self._options.tiny else []),
-                gpu=self._gpus[-1],
-                log=self.records / f"{time.time_ns()}-server.log",
-                environment=self.environment,
-            ) as url:
-                self._run_all(missing, {"vllm_server_base_url": url})
-        except RuntimeError as error:
-            self.failures.append(f"{part}: {error}")
-            print(f"  FAILED: {error}", flush=True)
-
-    def _time_is_up(self) -> bool:
-        return time.perf_counter() - self._start_s > self._options.limit_s
+        server = vllm_server(
+            directory,
+            *("--load-format", "dummy", "--max-model-len", str(max_model_len(missing[0]))),
+            *(["--enforce-eager"] if self._options.tiny else []),
+            gpu=self._gpus[-1],
+            log=self.records / f"{time.time_ns()}-server.log",
+            environment=self.environment,
+        )
+        with self.failure_noted(part), server as url:
+            self._run_all(missing, {"vllm_server_base_url": url})
 
     def _run_all(self, missing: list[ModeCase], more_options: dict[str, Any]) -> None:
         for case in missing:
-            if not self._time_is_up():
+            if not self.time_is_up():
                 self._step(case, trainer_options(case, tiny=self._options.tiny) | more_options)
 
     def _step(self, case: ModeCase, run_options: dict[str, Any]) -> None:
@@ -230,21 +224,15 @@ def merge(options: argparse.Namespace) -> None:
     records = read_records(options.records)
     claims, rows = compute_claims(records, options.gpus), summary(records, options.gpus)
     print(json.dumps(claims, indent=1), *modes_table(rows), sep="\n")
-    measured = all_measured(claims)
-    if measured is None:
-        return
-    path = write_result(
+    write_suite_result(
         "modes",
         options.hardware,
-        measured,
+        claims,
         records,
-        records[0]["commit"],
-        machine=records[0]["machine"],
         num_gpus=options.gpus,
         num_warm_up=NUM_WARM_UP,
         summary=rows,
     )
-    print(path)
 
 
 def parse() -> argparse.Namespace:

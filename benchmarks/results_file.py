@@ -48,13 +48,36 @@ def write_result(
     return path
 
 
-def all_measured(claims: dict[str, float | None]) -> dict[str, float] | None:
-    """The claims if every one is there; else None, and a line that says which is not."""
-    missing = [name for name, value in claims.items() if value is None]
+def write_suite_result(
+    name: str,
+    hardware: str,
+    claims: dict[str, float | None],
+    records: list[dict[str, Any]],
+    repetitions: list[dict[str, Any]] | None = None,
+    **setup: Any,
+) -> None:
+    """Write a suite's result and print where; with a claim that is None write nothing, and say which it is.
+
+    Args:
+        records: of the suite's processes, all of one commit and one machine.
+        repetitions: every single measurement; the records if None.
+        setup: as for `write_result`.
+    """
+    measured = {claim: value for claim, value in claims.items() if value is not None}
+    missing = [claim for claim in claims if claim not in measured]
     if missing:
         print(f"Not written: {len(missing)} of {len(claims)} claims are missing, the first {missing[0]}.")
-        return None
-    return {name: value for name, value in claims.items() if value is not None}
+        return
+    path = write_result(
+        name,
+        hardware,
+        measured,
+        records if repetitions is None else repetitions,
+        records[0]["commit"],
+        machine=records[0]["machine"],
+        **setup,
+    )
+    print(path)
 
 
 def committed() -> str:

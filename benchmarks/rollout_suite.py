@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from results_file import all_measured, committed, write_result
+from results_file import committed, write_suite_result
 from rollout import VARIANTS
 from rollout_cases import CASES, machine, model_directory
 from runner import Record, Runner, read_records
@@ -161,17 +161,13 @@ def merge(options: argparse.Namespace) -> None:
     records = read_records(options.records)
     claims = compute_claims(records)
     print(json.dumps({"tokens_per_s": tokens_per_s(records), "claims": claims}, indent=1))
-    measured = all_measured(claims)
-    if measured is None:
-        return
     of_rollouts = [record for record in records if record["kind"] == "rollout"]
-    path = write_result(
+    write_suite_result(
         "rollout",
         options.hardware,
-        measured,
+        claims,
+        records,
         list(repetitions(records)) + [record for record in records if record["kind"] != "rollout"],
-        records[0]["commit"],
-        machine=records[0]["machine"],
         tokens_per_s=tokens_per_s(records),
         cases={name: vars(case) for name, case in CASES.items()},
         starts=[
@@ -185,7 +181,6 @@ def merge(options: argparse.Namespace) -> None:
             if case["memory"]
         },
     )
-    print(path)
 
 
 def parse() -> argparse.Namespace:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,10 +27,17 @@ class Runner:
         commit: what the records say they are of.
         extra_words: added to every command.
         peer_site: a folder with the peers' packages, on PYTHONPATH of their processes only.
+        limit_s: after so many seconds `time_is_up`.
     """
 
     def __init__(
-        self, records: Path, commit: str, *, extra_words: list[str], peer_site: str | None = None
+        self,
+        records: Path,
+        commit: str,
+        *,
+        extra_words: list[str],
+        peer_site: str | None = None,
+        limit_s: float = math.inf,
     ) -> None:
         self.records = records
         self.records.mkdir(parents=True, exist_ok=True)
@@ -36,6 +45,7 @@ class Runner:
         self.failures: list[str] = []
         self._extra_words = extra_words
         self._peer_site = peer_site
+        self._end_s = time.perf_counter() + limit_s
 
     def run(
         self,
@@ -81,6 +91,19 @@ class Runner:
     def out(self, name: str) -> Path:
         """Where the next record goes."""
         return self.records / f"{time.time_ns()}-{name}.json"
+
+    def time_is_up(self) -> bool:
+        """Whether nothing more should begin."""
+        return time.perf_counter() > self._end_s
+
+    @contextmanager
+    def failure_noted(self, label: str) -> Iterator[None]:
+        """A block whose RuntimeError is a failure as a command's is: it stops nothing else."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.failures.append(f"{label}: {error}")
+            print(f"  FAILED: {error}", flush=True)
 
     def exit_if_failed(self) -> None:
         if self.failures:

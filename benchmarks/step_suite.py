@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from results_file import all_measured, committed, write_result
+from results_file import committed, write_suite_result
 from rollout_cases import model_directory
 from runner import Record, Runner, read_records
 from step import STANDBY_BLOCK
@@ -210,21 +210,15 @@ def merge(options: argparse.Namespace) -> None:
     claims = compute_claims(records)
     rows = summary(records)
     print(json.dumps({"summary": rows, "claims": claims}, indent=1))
-    measured = all_measured(claims)
-    if measured is None:
-        return
-    path = write_result(
+    write_suite_result(
         "step",
         options.hardware,
-        measured,
+        claims,
         records,
-        records[0]["commit"],
-        machine=records[0]["machine"],
         summary=rows,
         peak_flop_per_s=PEAK_FLOP_PER_S,
         peer_settings={name: vars(best_settings(records, name)) for name in COMPARISONS},
     )
-    print(path)
 
 
 def parse() -> argparse.Namespace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from colocate.engines.vllm.process import free_port
 
 START_S = 420.0
 STOP_S = 60.0
@@ -29,7 +30,7 @@ def vllm_server(
     Raises:
         RuntimeError: it ended, or does not answer within `START_S`.
     """
-    port = _free_port()
+    port = free_port()
     words = ["-m", "colocate", "serve", str(directory), "--host", "127.0.0.1", "--port", str(port)]
     # Its CPU build reads the size of the KV cache here, and would else take most of the machine's memory.
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **environment, "CUDA_VISIBLE_DEVICES": gpu}
@@ -55,12 +56,6 @@ def vllm_server(
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

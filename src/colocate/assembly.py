@@ -36,6 +36,7 @@ from colocate.engines.vllm.in_process import VLLMEngine
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.versions import installed_version
 from colocate.memory.train_plan import TrainPlan
+from colocate.options import check_engine
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
 from colocate.policy.loading import (
@@ -188,13 +189,15 @@ def build_policy(
 
 
 def planned(planner: Planner) -> TrainPlan:
-    """The planner's choice, with a warning where memory will not do."""
+    """The planner's choice, with a warning where memory will not do, or only for more work."""
     plan = planner.plan()
     if plan.shortage is not None:
         logger.warning(
             f"The run may run out of memory: {plan.shortage}. It starts all the same and shrinks its "
             f"micro-batches when it must. To make it fit, set {'; or '.join(plan.remedies)}."
         )
+    if plan.repeated_prompts is not None:
+        logger.warning(plan.repeated_prompts)
     logger.info(
         f"Training plan: {plan.train_plan}, {plan.peak_bytes / 2**30:.2f} GiB at the peak; KV cache of up to "
         f"{plan.kv_cache_tokens:,} tokens."
@@ -207,6 +210,7 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
 
     Raises:
         ImportError: engine="vllm" without a vLLM that is supported.
+        ValueError: an option that the engine which "auto" has come to does not support.
     """
     name = args.engine
     if name == "auto":
@@ -220,6 +224,9 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
                     f"{architecture} has no layout for the native engine: completions come from "
                     + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
                 )
+        for notice in check_engine(args, name):
+            if accelerator.is_main_process:
+                logger.warning(notice)
     if name == "native":
         return NativeEngine(
             model,

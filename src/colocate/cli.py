@@ -363,6 +363,8 @@ def _decisions(result: MemoryPlan, config: GRPOConfig, gpu: Gpu | None, speed: S
         f"time{' with their softmax kept for backward' if plan.keep_softmax else ''}; optimizer "
         f"{'on the host in rollout' if plan.offload_optimizer else 'on the device'}."
     )
+    if result.repeated_prompts is not None:
+        yield result.repeated_prompts
     yield (
         f"Rollout: the KV cache holds {result.kv_cache_tokens:,} tokens, {result.kv_cache_sequences:,} "
         "sequences of full length side by side."

@@ -17,7 +17,7 @@ A field in none of them comes from a newer transformers and is refused unless it
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -212,6 +212,9 @@ HONOURED_BY: dict[str, frozenset[str]] = {
 }
 """By engine, what it honours beyond `HONOURED`."""
 
+_WAITING = HONOURED_BY["vllm"] - {"use_vllm"}
+"""What `check_engine` judges. Of use_vllm itself there is one thing to say in any case."""
+
 _BEHIND_SERVE = "{} on the server's own command line (`colocate serve MODEL -- {} ...`)"
 
 REPLACED_BY: dict[str, dict[str, str]] = {
@@ -302,23 +305,49 @@ def check_range(name: str, value: Any) -> None:
 def check_support(config: Any) -> list[str]:
     """Refuse what is not supported; returns one line for each option that is set but unnecessary.
 
-    Must see the values as given, before `TrainingArguments` replaces them with derived ones.
+    Must see the values as given, before `TrainingArguments` replaces them with derived ones. Where the model
+    will decide between the native engine and vLLM, the options of vLLM wait for `check_engine`.
 
     Raises:
         ValueError: an option in `REFUSED`, or unknown here, does not have its default; likewise one that is
             `REPLACED_BY` another with this engine.
     """
-    notices = []
-    for name, remedy in REPLACED_BY.get(config.engine, {}).items():
+    _check_replaced(config, config.engine)
+    honoured = HONOURED | HONOURED_BY.get(config.engine, frozenset())
+    waiting = _WAITING if _is_undecided(config) else frozenset()
+    return _notices(config, {field.name for field in fields(config)} - honoured - waiting)
+
+
+def check_engine(config: Any, engine: str) -> list[str]:
+    """What `check_support` left open, once the model has decided that engine="auto" means `engine`.
+
+    Returns and raises what `check_support` does.
+    """
+    if not _is_undecided(config):
+        return []
+    _check_replaced(config, engine)
+    return [] if engine == "vllm" else _notices(config, _WAITING)
+
+
+def _is_undecided(config: Any) -> bool:
+    """Whether vLLM may be what engine="auto" means, if the model has no layout."""
+    return config.engine == "auto" and config.use_vllm
+
+
+def _check_replaced(config: Any, engine: str) -> None:
+    for name, remedy in REPLACED_BY.get(engine, {}).items():
         if getattr(config, name) is not None:
             raise ValueError(
-                f"{name}={getattr(config, name)!r} is not read with engine={config.engine!r}. Set {remedy}."
+                f"{name}={getattr(config, name)!r} is not read with engine={engine!r}. Set {remedy}."
             )
+
+
+def _notices(config: Any, names: Collection[str]) -> list[str]:
+    """One line for each of these options that is set but unnecessary; ValueError for one to be refused."""
+    notices = []
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
-        if name in HONOURED or value == default_of(field):
-            continue
-        if name in HONOURED_BY.get(config.engine, ()):
+        if name not in names or value == default_of(field):
             continue
         if name in UNNECESSARY:
             notices.append(f"{name}={value!r} is not needed: {UNNECESSARY[name]}.")

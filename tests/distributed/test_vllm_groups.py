@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from colocate.engines.vllm.groups import TensorParallelGroup
+from colocate.engines.vllm.process import free_port
 
 
 def _worker(
@@ -37,9 +37,7 @@ def _worker(
 
 def run(requests: list[list[str]], size: int) -> list[tuple[int, Any, list[list[str]]]]:
     context = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     results = context.Queue()
     processes = [
         context.Process(

@@ -5,7 +5,6 @@ Needs vLLM beside CUDA. One engine at a time, all in one process; the one with t
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -20,8 +19,7 @@ from engine_models import make_lora, make_model, make_prompts, plain_logits, tok
 
 from colocate.types import SamplingParams
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.skipif(not HAS_VLLM, reason="no vLLM here")]
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
 WORKER = Path(__file__).parents[1] / "integration" / "vllm_worker.py"
 NUM_TOKENS = 9

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
@@ -106,10 +107,9 @@ def test_logprobs_are_the_trainers(engine, model):
 
 
 def test_an_adapter_is_published_merged(model):
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(
+    adapted = get_peft_model(
         model,
-        peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+        LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
     )
     engine = make_server_engine(adapted)
     engine.wake_up()

@@ -1,15 +1,19 @@
-"""What is set for the whole process before a run."""
+"""What is set for the whole process before a run, and the engine that a model and the options come to."""
 
 from __future__ import annotations
 
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from engine_models import make_gpt2, make_model
+from packaging.version import Version
 from transformers.utils import logging as transformers_logging
 
-from colocate.assembly import set_up_process
+from colocate import assembly
+from colocate.assembly import build_engine, set_up_process
 from colocate.config import GRPOConfig
 
 
@@ -33,3 +37,39 @@ def test_seed_full_determinism_and_log_level(tmp_path, process_as_before):
     assert torch.are_deterministic_algorithms_enabled()
     assert logging.getLogger("colocate").level == logging.ERROR
     assert transformers_logging.get_verbosity() == logging.ERROR
+
+
+# ── engine="auto" with use_vllm=True: the model decides ──────────────────────────────────────────────────
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    monkeypatch.setattr(assembly, "installed_version", lambda: Version("0.30"))
+    monkeypatch.setattr(assembly, "VLLMEngine", lambda model, **options: options)
+    accelerator = SimpleNamespace(is_main_process=True)
+
+    def build(model, **options):
+        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **options)
+        return build_engine(model, args, accelerator)
+
+    return build
+
+
+def test_vllms_options_are_read_where_a_model_without_a_layout_comes_to_it(build, caplog):
+    options = build(make_gpt2(), vllm_tensor_parallel_size=2, vllm_engine_kwargs={"enforce_eager": True})
+    assert (options["tensor_parallel_size"], options["engine_kwargs"]) == (2, {"enforce_eager": True})
+    message = caplog.messages[-1]
+    assert "GPT2LMHeadModel has no layout" in message and "completions come from vLLM" in message
+
+
+def test_vllms_options_are_said_to_be_unread_where_a_model_has_a_layout(build, caplog):
+    build(make_model("qwen3"), vllm_engine_kwargs={"enforce_eager": True}).close()
+    assert any("vllm_engine_kwargs={'enforce_eager': True} is not needed" in line for line in caplog.messages)
+    with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported.*engine='vllm'"):
+        build(make_model("qwen3"), vllm_tensor_parallel_size=2)
+
+
+def test_vllms_options_are_not_lost_without_vllm(build, monkeypatch):
+    monkeypatch.setattr(assembly, "installed_version", lambda: None)
+    with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported"):
+        build(make_gpt2(), vllm_tensor_parallel_size=2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
 
-from colocate.weights.buckets import buckets
+from colocate.weights.buckets import buckets, tied_head
 from colocate.weights.layouts import causal_lm
 
 
@@ -53,6 +53,16 @@ def test_adapters_are_merged_and_the_model_stays():
         merged["model.layers.0.self_attn.q_proj.weight"],
         before["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"],
     )
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("wrap", [make_model, make_lora])
+def test_a_tied_head_comes_under_one_name(wrap, is_tied):
+    model = wrap("qwen3", tie_word_embeddings=is_tied)
+    name = tied_head(model)
+    assert (name is not None) == is_tied == ("lm_head.weight" not in flat(model))
+    if name is not None:
+        assert torch.equal(flat(model)[name], causal_lm(model).get_output_embeddings().weight)
 
 
 def test_disabled_and_merged_adapters_are_what_the_forward_uses():

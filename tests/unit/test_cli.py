@@ -340,6 +340,15 @@ def test_plan_as_table_says_whether_it_fits(model_dir, capsys):
     assert "Does not fit: resident 0.6" in printed and "use_peft=True" in printed
 
 
+def test_plan_says_when_prompts_are_computed_again(model_dir, capsys):
+    command = ["plan", "--model_name_or_path", model_dir, "--device_memory_gib", "80"]
+    command += ["--max_prompt_length", "2000", "--max_completion_length", "100"]
+    assert main(command) == 0
+    assert "each compute its prompt" not in words(capsys.readouterr().out)
+    assert main([*command, "--max_tokens_per_microbatch", "2300"]) == 0
+    assert "3 × 2,000 + 8 × 100 = 6,800 tokens, 2.4 times the 2,800" in words(capsys.readouterr().out)
+
+
 def test_plan_for_a_gpu_by_name(model_dir, capsys):
     command = ["plan", "--model_name_or_path", model_dir, "--json"]
     assert main([*command, "--device_name", "NVIDIA A100-SXM4-80GB"]) == 0

@@ -9,7 +9,16 @@ from packaging.version import Version
 from transformers import TrainingArguments
 
 from colocate.config import GRPOConfig
-from colocate.options import CHOICES, HONOURED, HONOURED_BY, RANGES, REFUSED, RENAMED, UNNECESSARY
+from colocate.options import (
+    CHOICES,
+    HONOURED,
+    HONOURED_BY,
+    RANGES,
+    REFUSED,
+    RENAMED,
+    UNNECESSARY,
+    check_engine,
+)
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 CLASSES = (HONOURED, set(RENAMED), set(UNNECESSARY), set(REFUSED))
@@ -125,9 +134,12 @@ def test_published_colocation_script_runs_unchanged(make, caplog):
         )
     assert config.report_to == []
     assert (config.generation_batch_size, config.steps_per_generation) == (4, 1)
-    assert len(caplog.messages) == 2
-    assert "vllm_gpu_memory_utilization=0.3 is not needed" in caplog.text
+    assert len(caplog.messages) == 1
     assert "colocated rollout is what the native engine does" in caplog.text
+    # Whether vLLM's options are needed is for the model to say.
+    assert check_engine(config, "vllm") == []
+    (notice,) = check_engine(config, "native")
+    assert "vllm_gpu_memory_utilization=0.3 is not needed" in notice
 
 
 VLLM_OPTIONS = {
@@ -147,6 +159,19 @@ def test_vllm_honours_its_options_without_a_word(make, caplog):
         config = make(engine="vllm", **VLLM_OPTIONS)
     assert caplog.messages == []
     assert {name: getattr(config, name) for name in VLLM_OPTIONS} == VLLM_OPTIONS
+
+
+def test_vllms_options_wait_for_the_model_where_it_chooses_the_engine(make, caplog):
+    with caplog.at_level(logging.WARNING, "colocate"):
+        config = make(engine="auto", **VLLM_OPTIONS)
+    assert [line.partition("=")[0] for line in caplog.messages] == ["use_vllm"]
+    assert check_engine(config, "vllm") == []
+    for engine in ("native", "transformers"):
+        with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported"):
+            check_engine(config, engine)
+    assert check_engine(make(use_vllm=True, page_size=16), "native") == []
+    with pytest.raises(ValueError, match=r"page_size=16 is not read with engine='vllm'"):
+        check_engine(make(use_vllm=True, page_size=16), "vllm")
 
 
 SERVER_OPTIONS = {

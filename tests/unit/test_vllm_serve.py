@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from packaging.version import Version
 
 from colocate.cli import main
 from colocate.engines.vllm import serve as serve_module
+from colocate.engines.vllm.process import free_port
 
 
 @pytest.fixture
@@ -47,12 +47,6 @@ def stand_in(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(serve_module, "_entry_point", lambda model: ("stand_in", model))
     monkeypatch.setattr(serve_module, "installed_version", lambda: Version("0.30.1"))
     return tmp_path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def serve(*options: str, port: int) -> int:

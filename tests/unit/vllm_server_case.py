@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from colocate.engines.vllm.process import free_port
+
 START_S = 300.0
 """Within which a server of a tiny model is up, even where two cores are shared."""
 
@@ -30,12 +31,6 @@ START_S = 300.0
 def make_server_model() -> Any:
     """The model that `ServerProcess` serves by default; its head size is one that vLLM's attention takes."""
     return make_model("qwen3", hidden_size=64, head_dim=32)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def save_for_server(model: Any, directory: Path) -> None:

@@ -1,7 +1,8 @@
-"""What every engine checks of what it is asked."""
+"""What engines check of what they are asked, and the seeds they pass on."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
@@ -55,6 +56,17 @@ def check_requests(
                 f"({max_len_reason}). Shorten the prompt to {max(max_len - max_tokens, 0)} tokens "
                 "or lower max_completion_length."
             )
+
+
+def derived_seed(*numbers: int, num_bits: int) -> int:
+    """A seed for an engine with a random generator of its own: a hash of what the draw shall depend on.
+
+    Args:
+        numbers: the rollout's seed, the prompt's key and, of a single completion, the member.
+        num_bits: of the seed, 64 at most.
+    """
+    digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - num_bits)
 
 
 def _check_limits(prompt: Prompt, limits: Sequence[int], max_tokens: int) -> None:

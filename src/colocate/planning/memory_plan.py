@@ -44,6 +44,9 @@ class MemoryPlan:
     device_memory_bytes: int | None
     remedies: tuple[str, ...]
     """What to set, best first, when the run does not fit. Empty when it does or the device is unknown."""
+    repeated_prompts: str | None = None
+    """The arithmetic of prompts that a step computes several times for their group, and the memory that
+    would spare it; None where that is less than a twentieth of the work, or the device is unknown."""
 
     def phase_bytes(self, phase: Phase) -> int:
         """Of training: its rows and those of its widest moment."""

@@ -10,12 +10,14 @@ the KV cache takes what is left, and training recomputes more or takes fewer tok
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, ActivationPolicy, TrainPlan
 from colocate.planning.accounting import MOMENTS_BYTES, Workload, rollout_rows, useful_kv_tokens
+from colocate.planning.cut_groups import CutGroup
 from colocate.planning.memory_plan import (
     MemoryPlan,
     account,
@@ -26,12 +28,17 @@ from colocate.planning.memory_plan import (
 from colocate.planning.shapes import ModelShapes
 from colocate.planning.train_accounting import Microbatch, head_is_trained
 
+logger = logging.getLogger(__name__)
+
 MARGIN = 0.04
 """Share of the device that training leaves free: what the accounting may be off by. To be wrong costs one
 micro-batch done again with a smaller plan."""
 MAX_TOKENS_PER_MICROBATCH = 32768
 TOKEN_STEP = 1024
 """Micro-batches are multiples of this, which matrix products like."""
+MAX_TOKENS_FOR_GROUP = 2**17
+"""Of a micro-batch that is larger only to hold a whole group. "offload" keeps the inputs of all layers for so
+many tokens in the host's memory."""
 OVERHEAD_TOKENS = 512
 """What a micro-batch costs whatever its size, in tokens' worth of work: reading all weights and adding to all
 gradients in float32 is that of 230 tokens of a 1.5B model on an H200, launching its kernels likewise."""
@@ -49,6 +56,7 @@ for it: below, decode steps read all weights for few tokens."""
 
 _MAX_CORRECTION = 2.0
 _NEGLIGIBLE = 0.05
+"""Of a step's memory, or of its work."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,10 @@ def plan(
     Raises:
         ValueError: the optimizer's state is not known.
     """
+    wishes = wishes or Wishes()
     train_plan = choose_train_plan(shapes, workload, device_memory_bytes, wishes, correction)
-    return account(shapes, workload, train_plan, device_memory_bytes, correction)
+    result = account(shapes, workload, train_plan, device_memory_bytes, correction)
+    return replace(result, repeated_prompts=_repeated_prompts(result, shapes, workload, wishes, correction))
 
 
 def choose_train_plan(
@@ -91,9 +101,9 @@ def choose_train_plan(
 
     Each activation policy gets the most tokens per micro-batch that fit. The fastest policy is taken whose
     micro-batches are large enough that the next one, which recomputes more, would be slower even with
-    micro-batches of `ENOUGH_TOKENS`. That needs no comparison of what others could do in the same memory, so
-    more memory never leads to more recomputation. If nothing fits, it is the plan that takes least, and to
-    run out of memory is left to the run.
+    micro-batches of `ENOUGH_TOKENS` and of whole groups. That needs no comparison of what others could do in
+    the same memory, so more memory never leads to more recomputation. If nothing fits, it is the plan that
+    takes least, and to run out of memory is left to the run.
 
     Args:
         device_memory_bytes: None: no GPU, and nothing to choose.
@@ -126,7 +136,7 @@ def choose_train_plan(
         ]
         if fitting:
             chosen = fitting[-1]
-            if chosen.budget(0) >= min(_least_tokens(shapes, workload, policy), budgets[-1]):
+            if chosen.budget(0) == budgets[-1] or _suffices(shapes, workload, policy, chosen.budget(0)):
                 break
     if wishes.logprob_chunk_size is None:
         chosen = _with_larger_chunks(shapes, workload, chosen, room, fits)
@@ -179,13 +189,18 @@ class Planner:
         )
 
     def with_prompts(self, train_plan: TrainPlan, prompt_tokens: int) -> TrainPlan:
-        """The plan to go on with when a prompt of so many tokens is seen: a smaller one where it was longer
-        than assumed and the plan does not fit any more."""
+        """The plan to go on with when a prompt of so many tokens is seen: where it was longer than assumed, a
+        new choice; if the run had to shrink its plan meanwhile, a smaller one only."""
         if prompt_tokens <= self.workload.prompt_tokens:
             return train_plan
+        before = self.plan()
         self.workload = replace(self.workload, prompt_tokens=prompt_tokens)
-        chosen = self.plan().train_plan
-        return chosen if _rank(chosen) < _rank(train_plan) else train_plan
+        after = self.plan()
+        if before.train_plan != train_plan and _rank(after.train_plan) >= _rank(train_plan):
+            return train_plan
+        if after.repeated_prompts is not None and before.repeated_prompts is None:
+            logger.warning(after.repeated_prompts)
+        return after.train_plan
 
     def refined(self, train_plan: TrainPlan, memory: dict[str, Any], num_tokens: int) -> TrainPlan:
         """The plan to go on with after a step that was measured (`refine`); the same if it tells nothing.
@@ -259,23 +274,35 @@ def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: Activ
     return step * (OFFLOAD_SLOWDOWN if policy == "offload" else 1.0)
 
 
-def _least_tokens(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
-    """Tokens per micro-batch from which on a policy is faster than the next one with `ENOUGH_TOKENS`."""
+def _suffices(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, budget: int) -> bool:
+    """Whether a policy with micro-batches of so many tokens is as fast as the next one with `ENOUGH_TOKENS`
+    and groups that are not cut."""
     level = ACTIVATION_POLICIES.index(policy)
     if level + 1 == len(ACTIVATION_POLICIES):
-        return 0
+        return True
     slower = train_flops_per_token(shapes, workload, ACTIVATION_POLICIES[level + 1])
     faster = train_flops_per_token(shapes, workload, policy)
-    gain = slower / faster * (1 + OVERHEAD_TOKENS / ENOUGH_TOKENS) - 1
-    return min(OVERHEAD_TOKENS / gain, ENOUGH_TOKENS)
+    work = (1 + OVERHEAD_TOKENS / budget) * CutGroup.of(workload, budget).work
+    return faster * work <= slower * (1 + OVERHEAD_TOKENS / ENOUGH_TOKENS)
 
 
 def _budgets(workload: Workload) -> Sequence[int]:
-    """Micro-batches to choose from, ascending: the longest sequence, and multiples of `TOKEN_STEP` above."""
+    """Micro-batches to choose from, ascending: the longest sequence, and multiples of `TOKEN_STEP` above.
+
+    They end where matrix products gain nothing any more, or with a whole group if one would be cut there
+    into parts that compute too much again.
+    """
     longest = workload.max_sequence_length
-    step = -(-workload.step_tokens // TOKEN_STEP) * TOKEN_STEP
-    most = min(MAX_TOKENS_PER_MICROBATCH, step)
-    return (longest, *range((longest // TOKEN_STEP + 1) * TOKEN_STEP, most + 1, TOKEN_STEP))
+    most, group = MAX_TOKENS_PER_MICROBATCH, CutGroup.of(workload, MAX_TOKENS_PER_MICROBATCH)
+    if group.work > 1 + _NEGLIGIBLE:
+        most = min(group.whole_tokens, MAX_TOKENS_FOR_GROUP)
+    most = _in_steps(min(most, workload.step_tokens))
+    return (longest, *range(_in_steps(longest + 1), most + 1, TOKEN_STEP))
+
+
+def _in_steps(num_tokens: int) -> int:
+    """So many tokens, rounded up to a multiple of `TOKEN_STEP`."""
+    return -(-num_tokens // TOKEN_STEP) * TOKEN_STEP
 
 
 def _with_larger_chunks(
@@ -304,6 +331,37 @@ def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes:
     room = device_memory_bytes - total_bytes(planned_resident_rows(shapes, workload, TrainPlan()))
     rollout, kv_tokens = rollout_rows(shapes, workload, room)
     return total_bytes(rollout) > room or kv_tokens < LEAST_KV_SHARE * useful_kv_tokens(workload)
+
+
+def _repeated_prompts(
+    result: MemoryPlan, shapes: ModelShapes, workload: Workload, wishes: Wishes, correction: float
+) -> str | None:
+    if result.device_memory_bytes is None:
+        return None
+    group = CutGroup.of(workload, result.train_plan.budget(workload.max_sequence_length))
+    if group.work <= 1 + _NEGLIGIBLE:
+        return None
+    whole = replace(
+        result.train_plan,
+        tokens_per_microbatch=_in_steps(group.whole_tokens),
+        logprob_chunk_size=wishes.logprob_chunk_size or LOGPROB_CHUNKS[0],
+        keep_softmax=False,
+    )
+    needed_bytes = result.phase_bytes("resident") + train_bytes(shapes, workload, whole, correction)
+    short_gib = (needed_bytes / (1 - MARGIN) - result.device_memory_bytes) / 2**30
+    return (
+        f"A group of {group.num_completions} completions is trained in {group.num_parts} micro-batches that "
+        f"each compute its prompt: {group.num_parts} × {group.prompt_tokens:,} + {group.num_completions} × "
+        f"{group.completion_tokens:,} = {group.computed_tokens:,} tokens, {group.work:.1f} times the "
+        f"{group.whole_tokens:,} of a group in one. That would take a device of "
+        f"{result.device_memory_bytes / 2**30 + short_gib:.2f} GiB with activation_policy="
+        f"{whole.activation_policy!r}, "
+        + (
+            f"{short_gib:.2f} GiB more than this one has."
+            if short_gib > 0
+            else f"so this one will do: set max_tokens_per_microbatch={group.whole_tokens}."
+        )
+    )
 
 
 def _rank(train_plan: TrainPlan) -> tuple[int, int, bool]:

@@ -70,6 +70,15 @@ def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tu
         yield bucket
 
 
+def tied_head(model: nn.Module) -> str | None:
+    """Name of the weight that is also the head's, as `buckets` calls it; None if the head has its own."""
+    base = causal_lm(model)
+    embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+    if embedding is not head:
+        return None
+    return next(name for name, parameter in base.named_parameters() if parameter is embedding)
+
+
 def _weights(module: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, int, Callable[[], Tensor]]]:
     """Name, bytes and maker of each weight below `module`; `seen` has the ids of those that came already."""
     is_adapted = hasattr(module, "get_base_layer")

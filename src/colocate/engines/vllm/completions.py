@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from colocate.engines.requests import derived_seed
 from colocate.engines.vllm.http import MalformedResponse
 from colocate.types import Completion, Prompt, SamplingParams
 
@@ -34,8 +34,8 @@ def requests_of(prompts: Sequence[Prompt], sampling: SamplingParams, model: str)
                     "prompt": list(prompt.token_ids),
                     "n": count,
                     "max_tokens": max_tokens,
-                    # vLLM draws the i-th of n completions with seed + i.
-                    "seed": _seed(sampling.seed, prompt.key) + first,
+                    # vLLM draws the i-th of n completions with seed + i: a bit is left for the sum.
+                    "seed": derived_seed(sampling.seed, prompt.key, num_bits=62) + first,
                     # Everything is said: defaults may come from the model's generation_config.
                     "temperature": sampling.temperature,
                     "top_k": sampling.top_k,
@@ -69,12 +69,6 @@ def _runs(prompt: Prompt, sampling: SamplingParams) -> Iterator[tuple[int, int, 
         if not follows:
             yield prompt.samples[start], end - start, limits[start]
             start = end
-
-
-def _seed(seed: int, key: int) -> int:
-    """A seed for the first member of a prompt's group; 62 bits, so that member numbers can be added."""
-    digest = hashlib.blake2b(f"{seed},{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 def parser_for(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import hashlib
 import itertools
 import logging
 import os
@@ -28,14 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.engines.requests import check_no_tensors, check_requests, derived_seed
 from colocate.engines.vllm import internals
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.model_config import config_directory
 from colocate.engines.vllm.shared_weights import WeightSource, forget, start_source, why_not_shared
 from colocate.engines.vllm.versions import check_installed
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.buckets import BUCKET_BYTES, buckets, why_not_publishable
+from colocate.weights.buckets import BUCKET_BYTES, buckets, tied_head, why_not_publishable
 from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -376,8 +375,8 @@ class VLLMEngine:
         self._is_stale = False
 
     def _tied_head(self) -> Tensor | None:
-        embedding, head = self._base.get_input_embeddings(), self._base.get_output_embeddings()
-        return embedding.weight.detach() if embedding.weight is head.weight else None
+        name = tied_head(self._base)
+        return None if name is None else self._base.get_parameter(name).detach()
 
     def _load(self, module: Any) -> None:
         module.load_weights(self._weights())
@@ -396,7 +395,7 @@ class _Request:
         self.prompt = prompt.token_ids
         self.max_tokens = max_tokens
         self.sampling = sampling
-        self.seed = request_seed(sampling.seed, prompt.key, sample)
+        self.seed = derived_seed(sampling.seed, prompt.key, sample, num_bits=63)
 
     def params(self) -> Any:
         """This request as vLLM's `SamplingParams`."""
@@ -432,12 +431,6 @@ def _completion(output: Any, request: _Request, version: int) -> Completion:
     assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
     is_stopped = token_ids[-1] in request.sampling.stop_token_ids
     return Completion(token_ids, logprobs, "stop" if is_stopped else "length", version)
-
-
-def request_seed(seed: int, key: int, sample: int) -> int:
-    """Seed of one completion, 0 to 2^63 - 1: a hash of the rollout's seed, the prompt's key, the member."""
-    digest = hashlib.blake2b(f"{seed},{key},{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> float:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from colocate.engines.vllm.process import environment, free_port
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -123,8 +124,8 @@ def launched(device: torch.device) -> Iterator[None]:
     if "MASTER_ADDR" not in os.environ:
         settings["MASTER_ADDR"] = "127.0.0.1"
     if "MASTER_PORT" not in os.environ:
-        settings["MASTER_PORT"] = str(_free_port())
-    with _environment(settings):
+        settings["MASTER_PORT"] = str(free_port())
+    with environment(settings):
         yield
 
 
@@ -176,7 +177,7 @@ def plain_segments(device: torch.device) -> Iterator[None]:
                 stack.callback(torch._C._accelerator_setAllocatorSettings, before)
             set_by_user = {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
             stack.enter_context(
-                _environment({name: _without_expansion(value) for name, value in set_by_user.items()})
+                environment({name: _without_expansion(value) for name, value in set_by_user.items()})
             )
         yield
 
@@ -200,23 +201,3 @@ def _expands_segments(settings: str) -> bool:
 def _without_expansion(settings: str) -> str:
     others = [field for field in _fields(settings) if not field.startswith("expandable_segments")]
     return ",".join([*others, "expandable_segments:False"])
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -9,7 +9,6 @@ Three ways for the bytes, of which "auto" takes the fastest that works here:
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import tempfile
@@ -23,10 +22,10 @@ from torch import Tensor, nn
 
 from colocate.engines.vllm.http import HttpClient, MalformedResponse, ServerUnreachable
 from colocate.engines.vllm.internals import plain_segments
+from colocate.engines.vllm.process import free_port
 from colocate.engines.vllm.weight_wire import NcclGroup, ipc_handle, layout_of, pack, visible_gpus
 from colocate.engines.vllm.workers import WorkerError, Workers
-from colocate.weights.buckets import buckets
-from colocate.weights.layouts import causal_lm
+from colocate.weights.buckets import buckets, tied_head
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +246,7 @@ class WeightPusher:
             self._transport = None
 
     def _push(self, model: nn.Module, token: str, replaces: str | None, deadline: float) -> int:
-        if not self._begin(token, replaces, _tied_head(model), deadline):
+        if not self._begin(token, replaces, tied_head(model), deadline):
             return 0
         if self._transport is None:
             device = next(model.parameters()).device
@@ -347,7 +346,7 @@ class WeightPusher:
                 "needs a GPU for each side. Use ipc, or move the server with CUDA_VISIBLE_DEVICES."
             )
         host = self._group_host or self._own_address()
-        port = self._group_port or _free_port(host)
+        port = self._group_port or free_port(host)
         return NcclTransport(self._workers, len(workers), device, host, port, _remaining_s(deadline))
 
     def _file_transport(self, deadline: float) -> FileTransport:
@@ -397,18 +396,3 @@ def _check(answers: list[dict[str, Any]], expected: str) -> None:
 def _remaining_s(deadline: float) -> float:
     """Seconds left; a little where none is, for a call that then says what it had no time for."""
     return max(deadline - time.monotonic(), 0.01)
-
-
-def _free_port(host: str) -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def _tied_head(model: nn.Module) -> str | None:
-    """Name of the weight that is also the head's; None if the head has its own."""
-    base = causal_lm(model)
-    embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
-    if embedding is not head:
-        return None
-    return next(name for name, parameter in base.named_parameters() if parameter is embedding)

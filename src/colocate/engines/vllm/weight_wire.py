@@ -1,14 +1,13 @@
 """What trainer and server must agree on to move weights: the layout of a chunk, and the NCCL group.
 
 A chunk is one flat buffer of bytes with a list that says which tensor lies where. This file is imported by
-vLLM's workers, too, and so imports nothing but torch.
+vLLM's workers, too, and so loads no other package than torch.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from colocate.engines.vllm.process import environment
 
 SHAPE = (
     "model_type",
@@ -85,21 +86,12 @@ class NcclGroup:
         self._device = device
         # By default a watchdog kills the process when a broadcast takes too long. Here the other side may be
         # gone and come back, so the group is given up and the process lives on (2: clean up only).
-        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-        before = os.environ.get(name)
-        os.environ[name] = "2"
-        try:
-            with torch.cuda.device(device):
-                options = torch.distributed.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group: Any = torch.distributed.ProcessGroupNCCL(
-                    torch.distributed.PrefixStore("colocate-weights", store), rank, size, options
-                )
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
+        with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}), torch.cuda.device(device):
+            options = torch.distributed.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group: Any = torch.distributed.ProcessGroupNCCL(
+                torch.distributed.PrefixStore("colocate-weights", store), rank, size, options
+            )
         self._store = store  # rank 0 serves it: it must live as long as the group
         self._pending: Any = None
         self._connect()

@@ -1,0 +1,53 @@
+"""What the benchmarks' suites share: results are whole or not written, and one failure stops nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(SCRIPTS))  # what running a script of that directory does
+results_file = importlib.import_module("results_file")
+runner = importlib.import_module("runner")
+sys.path.remove(str(SCRIPTS))
+
+RECORDS = [{"commit": "abc", "machine": "m", "step_s": 2.0}, {"commit": "abc", "machine": "m", "step_s": 3.0}]
+
+
+def test_a_result_has_its_records_origin(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    results_file.write_suite_result("step", "h200", {"ratio": 1.5}, RECORDS, num_gpus=2)
+    written = json.loads((tmp_path / "step-h200.json").read_text())
+    assert (written["claims"], written["commit"], written["repetitions"]) == ({"ratio": 1.5}, "abc", RECORDS)
+    assert written["setup"] == {"machine": "m", "num_gpus": 2}
+    assert capsys.readouterr().out.strip() == str(tmp_path / "step-h200.json")
+    results_file.write_suite_result("step", "h200", {"ratio": 1.5}, RECORDS, [{"step_s": 2.0}])
+    assert json.loads((tmp_path / "step-h200.json").read_text())["repetitions"] == [{"step_s": 2.0}]
+
+
+def test_without_every_claim_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    results_file.write_suite_result("step", "h200", {"ratio": 1.5, "share": None, "gap": None}, [])
+    assert not list(tmp_path.iterdir())
+    assert "2 of 3 claims are missing, the first share" in capsys.readouterr().out
+
+
+def test_a_noted_failure_stops_nothing_until_the_end(tmp_path):
+    suite = runner.Runner(tmp_path / "records", "abc", extra_words=[])
+    suite.exit_if_failed()
+    with suite.failure_noted("server"):
+        raise RuntimeError("it does not answer")
+    with pytest.raises(KeyboardInterrupt), suite.failure_noted("server"):
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit, match="FAILED: server: it does not answer"):
+        suite.exit_if_failed()
+
+
+def test_time_is_up_after_the_limit_and_never_without_one(tmp_path):
+    assert not runner.Runner(tmp_path, "abc", extra_words=[]).time_is_up()
+    assert not runner.Runner(tmp_path, "abc", extra_words=[], limit_s=60.0).time_is_up()
+    assert runner.Runner(tmp_path, "abc", extra_words=[], limit_s=-1.0).time_is_up()
