@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.engines.vllm import internals
+from colocate.engines.vllm.adapter_slot import AdapterSlot, has_adapters, slot_arguments, why_no_slot
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.model_config import config_directory
 from colocate.engines.vllm.shared_weights import WeightSource, forget, start_source, why_not_shared
@@ -63,7 +65,10 @@ OWN_ARGUMENTS = {
         ("distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size"),
         "the run's launcher has started the processes",
     ),
-    **dict.fromkeys(("enable_lora", "generation_config"), "the engine generates with the policy alone"),
+    **dict.fromkeys(
+        ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "generation_config"),
+        "the engine generates with the policy alone",
+    ),
     "tensor_parallel_size": "set vllm_tensor_parallel_size",
     "gpu_memory_utilization": "set vllm_gpu_memory_utilization",
     "enable_sleep_mode": "set vllm_enable_sleep_mode",
@@ -82,8 +87,9 @@ class VLLMEngine:
     batch; the logits themselves depend a little on it. vLLM filters by `min_p` before `top_k` and `top_p`,
     the other engines after them.
 
-    Weights are shared where they can be (`shared_weights.why_not_shared`), and publishing then moves nothing.
-    Else they are read from `model` when the engine wakes up or, awake, in `update_weights`.
+    Weights are shared where they can be (`shared_weights.why_not_shared`), and publishing then moves nothing
+    but LoRA adapters, which vLLM adds to the shared weights as it generates (`adapter_slot`). Else they are
+    read from `model`, adapters merged, when the engine wakes up or, awake, in `update_weights`.
 
     vLLM's state of the process (random generators, precision, environment) is put back after its start.
 
@@ -133,7 +139,7 @@ class VLLMEngine:
             raise ValueError(f"vLLM cannot generate with this policy: {reason}.")
         self.policy_version = 0
         self.published_bytes = 0
-        """Moved by the last publication; 0 where weights are shared."""
+        """Moved by the last publication: 0 where weights are shared, or the adapters beside them."""
         self._model: nn.Module | None = model
         self._base: Any = causal_lm(model)
         self._device = next(self._base.parameters()).device
@@ -147,15 +153,26 @@ class VLLMEngine:
             "max_model_len": max_model_len,
             **self._memory_kwargs(gpu_memory_utilization, reserve_bytes, user_kwargs),
         }
-        self._llm: Any = self._start(
+        start = partial(
+            self._start,
             {name: value for name, value in kwargs.items() if value is not None},
             model_impl=model_impl,
             trust_remote_code=trust_remote_code,
         )
+        self._llm: Any = start()
+        self._slot = self._adapter_slot()
+        if self._source.wants_sharing and has_adapters(model) and self._slot is None and weights == "auto":
+            # Layers with room for adapters have other names than those that buckets bring weights for.
+            self._shut_down()
+            self._source = WeightSource(model, wants_sharing=False, reason=self._source.reason)
+            self._llm = start()
         self.shares_weights = bool(self._source.shared)
         self._say_where_weights_are(weights)
         self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
-        self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
+        if self._slot is not None:
+            self._weight_bytes = self._slot.num_bytes
+        else:
+            self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
         self._is_awake, self._is_stale = True, False
         atexit.register(_close_at_exit, weakref.ref(self))
         self.sleep()
@@ -167,7 +184,7 @@ class VLLMEngine:
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Of the engine's copy, 0 if it shares; asleep likewise."""
+        """Of the engine's copy, or of its buffers for adapters beside shared weights; asleep 0."""
         return self._weight_bytes if self._is_awake else 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -193,9 +210,9 @@ class VLLMEngine:
         if self._is_awake and self._frees_memory:
             # Level 1 saves on the host what is no KV cache, level 2 drops it. With shared weights that are a
             # few buffers. A copy of the weights is faster made anew from the trainer's than saved and read
-            # back, and would be stale as a rule.
+            # back, and would be stale as a rule. So would adapters, which are made anew at either level.
             self._llm.sleep(level=1 if self.shares_weights else 2)
-            self._is_stale = self._is_stale or not self.shares_weights
+            self._is_stale = self._is_stale or not self.shares_weights or self._slot is not None
         self._is_awake = False
 
     def wake_up(self) -> None:
@@ -237,16 +254,19 @@ class VLLMEngine:
 
     def close(self) -> None:
         """End vLLM and free its memory."""
-        llm, self._llm, self._model, self._base = self._llm, None, None, None
-        if llm is None:
+        if self._llm is None:
             return
         if self._frees_memory and not self._is_awake:
             # Freed asleep, its memory would be unmapped a second time.
             with suppress(RuntimeError):
-                llm.wake_up()
+                self._llm.wake_up()
         self._is_awake = False
-        internals.shut_down(llm, owns_process_group=self._owns_process_group)
-        del llm
+        self._shut_down()
+        self._model = self._base = None
+
+    def _shut_down(self) -> None:
+        internals.shut_down(self._llm, owns_process_group=self._owns_process_group)
+        self._llm = self._slot = None
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -257,10 +277,10 @@ class VLLMEngine:
         assert self._model is not None
         reason = "vllm_weights='buckets'"
         if weights != "buckets":
-            reason = (
-                why_not_shared(self._model, tensor_parallel_size=self._group.size, model_impl=model_impl)
-                or ""
-            )
+            size = self._group.size
+            reason = why_not_shared(self._model, tensor_parallel_size=size, model_impl=model_impl) or ""
+            if not reason and has_adapters(self._model):
+                reason = why_no_slot(self._model) or ""
         if weights == "shared" and reason:
             _refuse_sharing(reason)
         return WeightSource(self._model, wants_sharing=not reason, reason=reason)
@@ -294,7 +314,10 @@ class VLLMEngine:
             self._owns_process_group = not dist.is_initialized()
             import vllm
 
+            assert self._model is not None
             load_kwargs, key = start_source(self._source)
+            if self._source.wants_sharing and has_adapters(self._model):
+                load_kwargs |= slot_arguments(self._model)
             try:
                 with internals.plain_segments(self._device):
                     return vllm.LLM(
@@ -316,7 +339,25 @@ class VLLMEngine:
             finally:
                 forget(key)
 
+    def _adapter_slot(self) -> AdapterSlot | None:
+        """Room for the adapters beside shared weights; None if there are none, or it turns out impossible."""
+        assert self._model is not None
+        if not self._source.shared or not has_adapters(self._model):
+            return None
+        try:
+            return AdapterSlot(self._llm, self._model)
+        except RuntimeError as error:
+            self._source.reason, self._source.shared = str(error), {}
+            return None
+
     def _say_where_weights_are(self, asked: str) -> None:
+        if self._slot is not None:
+            self._publish()
+            logger.info(
+                "vLLM reads the trainer's own base weights. Publishing copies the adapters, "
+                f"{self.published_bytes / 1e6:,.1f} MB, rounded to the model's {self._base.dtype}."
+            )
+            return
         if self.shares_weights:
             logger.info("vLLM reads the trainer's own parameters: publishing moves nothing.")
             return
@@ -351,6 +392,7 @@ class VLLMEngine:
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(request.prompt)} for request in requests],
                 [request.params() for request in requests],
+                lora_request=self._slot and self._slot.request,
                 use_tqdm=False,
             )
         return [
@@ -362,12 +404,15 @@ class VLLMEngine:
         """Make vLLM generate with the trainer's present weights, and forget what it computed with others."""
         start = time.perf_counter()
         self.published_bytes = 0
-        if not self.shares_weights:
+        if self._slot is not None:
+            self.published_bytes = self._slot.copy()
+        elif not self.shares_weights:
             with torch.no_grad():
                 if self._source.is_plain:
                     self._llm.apply_model(self._load)
                 else:
                     internals.reload_weights(self._llm, self._weights(), self._tied_head())
+        if self.published_bytes:
             logger.debug(
                 f"Published version {self.policy_version}: {self.published_bytes / 2**30:.3f} GiB in "
                 f"{time.perf_counter() - start:.3f} s."
