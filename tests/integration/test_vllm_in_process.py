@@ -47,13 +47,31 @@ def test_shared_weights_need_no_publication(tmp_path):
     assert found == {"equal": [True] * 4, "shares": True, "published_bytes": 0, "outside": 0}
 
 
+def test_adapters_are_copied_beside_shared_weights(tmp_path):
+    (found,) = run("shared_lora", tmp_path)
+    assert found["equal"] == [True] * 4 and found["shares"]
+    assert found["max_gap"] < 1e-4
+    assert not any(found["base_equal"])  # the adapters matter
+    assert found["published_bytes"] == found["adapter_bytes"] > 0
+    assert found["outside"] == 0 and not found["moved"]
+    assert found["merged_equal"] == [True] and found["merged_bytes"] == 0
+    assert found["lost_equal"] == [True] * 3
+
+
+def test_a_vllm_with_other_adapters_inside_is_refused_or_gets_copies(tmp_path):
+    (found,) = run("unknown_slot", tmp_path)
+    assert "vllm_weights='shared' is not possible: vLLM takes the adapters of qkv_proj as" in found["error"]
+    assert found["equal"] == [True] * 3 and not found["shares"]
+    assert "['q_proj', 'k_proj', 'v_proj']" in found["reason"]
+
+
 def test_copies_are_renewed_in_place(tmp_path):
     (found,) = run("in_place", tmp_path)
     assert found["equal"] == [True] * 3 and found["lora_equal"] == [True] * 2
     assert found["is_plain"] and found["lora_plain"]
     assert not found["shares"]
     assert "(128, 32) in vLLM and (97, 32) in the trainer" in found["reason"]
-    assert "adapters must be merged" in found["lora_reason"]
+    assert "(128, 128) in vLLM and (97, 128) in the trainer" in found["lora_reason"]
     assert found["published_bytes"] == found["model_bytes"]
 
 
