@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.engines.vllm import internals
 from colocate.engines.vllm.adapter_slot import AdapterSlot, has_adapters, slot_arguments, why_no_slot
+from colocate.engines.vllm.engine_arguments import check_engine_kwargs
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.model_config import config_directory
 from colocate.engines.vllm.shared_weights import WeightSource, forget, start_source, why_not_shared
@@ -53,31 +54,6 @@ CPU_KV_CACHE_BYTES = 2**30
 
 SMALLEST_TEMPERATURE = 0.01
 """vLLM raises a lower one to this, except 0: log-probs would not be those of the temperature asked for."""
-
-OWN_ARGUMENTS = {
-    **dict.fromkeys(("model", "tokenizer", "skip_tokenizer_init"), "tokens go in and out, by the trainer"),
-    **dict.fromkeys(
-        ("load_format", "model_loader_extra_config", "dtype", "quantization"),
-        "the weights are the trainer's, as they are",
-    ),
-    **dict.fromkeys(("runner", "convert", "logprobs_mode", "seed"), "the engine needs one value of it"),
-    **dict.fromkeys(
-        ("distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size"),
-        "the run's launcher has started the processes",
-    ),
-    **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "generation_config"),
-        "the engine generates with the policy alone",
-    ),
-    "tensor_parallel_size": "set vllm_tensor_parallel_size",
-    "gpu_memory_utilization": "set vllm_gpu_memory_utilization",
-    "enable_sleep_mode": "set vllm_enable_sleep_mode",
-    "model_impl": "set vllm_model_impl",
-    "max_model_len": "set vllm_max_model_length",
-    "max_num_seqs": "set max_num_seqs",
-    "trust_remote_code": "set trust_remote_code",
-}
-"""Arguments of `vllm.LLM` that are not the user's to give, and why."""
 
 
 class VLLMEngine:
@@ -134,7 +110,7 @@ class VLLMEngine:
     ) -> None:
         check_installed()
         user_kwargs = dict(engine_kwargs or {})
-        _check_engine_kwargs(user_kwargs)
+        check_engine_kwargs(user_kwargs)
         if (reason := why_not_publishable(model)) is not None:
             raise ValueError(f"vLLM cannot generate with this policy: {reason}.")
         self.policy_version = 0
@@ -505,15 +481,6 @@ def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> fl
 
 def _num_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
-    for name in kwargs:
-        if name in OWN_ARGUMENTS:
-            raise ValueError(
-                f"vllm_engine_kwargs has {name!r}={kwargs[name]!r}, which is not for it: "
-                f"{OWN_ARGUMENTS[name]}."
-            )
 
 
 def _refuse_sharing(reason: str) -> None:
