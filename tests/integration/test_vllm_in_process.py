@@ -10,9 +10,12 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
+from vllm_unpacked import unpacked
 
 from tiny import make_model, make_trainer
 
@@ -84,15 +87,24 @@ def test_two_processes_run_one_engine(tmp_path):
     assert first["published_bytes"] > 0
 
 
-def test_a_run_with_vllm_trains_on_policy(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        model=make_model(head_dim=32),  # a size for which vLLM has attention on a CPU
-        engine="vllm",
-        vllm_engine_kwargs={"enforce_eager": True},
-        max_steps=3,
-    )
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
+def test_a_run_with_vllm_trains_on_policy(tmp_path, with_adapter):
+    # A size of heads for which vLLM has attention on a CPU, and whole blocks of vocabulary.
+    model = make_model(head_dim=32, **({"vocab_size": 64} if with_adapter else {}))
+    config = LoraConfig(r=4, target_modules="all-linear") if with_adapter else None
+    with unpacked() if with_adapter else nullcontext():
+        trainer = make_trainer(
+            tmp_path,
+            model=model,
+            peft_config=config,
+            engine="vllm",
+            vllm_engine_kwargs={"enforce_eager": True},
+            max_steps=3,
+            learning_rate=0.1 if with_adapter else 0.01,
+            beta=0.01,  # with adapters the reference is the base alone
+        )
     trainer.train()
+    assert trainer.engine.shares_weights == with_adapter
     trainer.engine.close()
     logs = [entry for entry in trainer.state.log_history if "sampling/sampling_logp_difference/max" in entry]
     assert len(logs) == 3

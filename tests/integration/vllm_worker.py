@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine_models import (
     greedy_reference,
     make_lora,
@@ -24,11 +25,11 @@ from engine_models import (
     plain_logits,
     token_logprobs,
 )
-from vllm_unpacked import unpacked
 
 from colocate.engines.vllm import adapter_slot
 from colocate.engines.vllm.in_process import VLLMEngine
 from colocate.types import SamplingParams
+from vllm_unpacked import unpacked
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 EAGER = {"enforce_eager": True}
