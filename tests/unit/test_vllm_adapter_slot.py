@@ -120,9 +120,9 @@ def test_buffers_have_what_peft_would_merge(configs, is_16bit, seed):
     slot = AdapterSlot(vllm, model)
     for version in (seed, seed + 1):  # the second over the first
         renew(model, version)
-        num_bytes = slot.copy()
+        slot.copy()
         weights = [p for name, p in model.named_parameters() if "lora_" in name]
-        assert num_bytes == sum(p.numel() for p in weights) * dtype.itemsize <= slot.num_bytes
+        assert slot.copied_bytes == sum(p.numel() for p in weights) * dtype.itemsize <= slot.num_bytes
         for name, modules in fused_projections(layout_for(model)):
             layer = vllm.lora_manager.modules.get(name)
             for part, module in enumerate(modules):
@@ -143,9 +143,10 @@ def test_an_adapter_that_is_merged_leaves_nothing_beside_the_base():
     model = make_lora("qwen3")
     vllm = FakeVLLM(model)
     slot = AdapterSlot(vllm, model)
-    assert slot.copy() > 0
+    assert slot.copied_bytes > 0
     model.merge_adapter()
-    assert slot.copy() == 0
+    slot.copy()
+    assert slot.copied_bytes == 0
     assert not any(
         buffer.any() for layer in vllm.lora_manager.modules.values() for buffer in layer.lora_a_stacked
     )
@@ -234,6 +235,11 @@ def rename_buffers(manager: Any) -> None:
         del layer.lora_a_stacked
 
 
+def change_signature(manager: Any) -> None:
+    for layer in manager.modules.values():
+        layer.set_lora = lambda index: None
+
+
 def reorder(manager: Any) -> None:
     manager.packed_modules_mapping["gate_up_proj"] = ["up_proj", "gate_proj"]
 
@@ -243,6 +249,7 @@ def reorder(manager: Any) -> None:
     [
         (forget_modules, "no place that is known here for the adapters of model.layers.0.self_attn.qkv_proj"),
         (rename_buffers, "no place that is known here"),
+        (change_signature, "does not take the adapters: .*positional argument"),
         (reorder, r"takes the adapters of gate_up_proj as \['up_proj', 'gate_proj'\]"),
     ],
 )

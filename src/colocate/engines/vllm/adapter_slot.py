@@ -79,6 +79,7 @@ class AdapterSlot:
     Attributes:
         request: vLLM's `LoRARequest`, for everything that is to be generated with the adapters.
         num_bytes: memory of the buffers.
+        copied_bytes: written by the last `copy`, without what pads adapters to a rank that vLLM has.
 
     Raises:
         RuntimeError: this vLLM keeps adapters in another way than is known here.
@@ -94,26 +95,26 @@ class AdapterSlot:
         with tempfile.TemporaryDirectory(prefix="colocate-adapter-") as directory:
             _write_nothing(model, Path(directory))
             self.request = LoRARequest("policy", _ADAPTER_ID, directory)
-            llm.llm_engine.add_lora(self.request)
-        self._check_registered()
+            try:
+                llm.llm_engine.add_lora(self.request)
+                self.copy()
+            except Exception as error:  # whatever a vLLM raises that takes them in another way
+                raise RuntimeError(f"vLLM does not take the adapters: {error}") from error
         self.num_bytes = sum(
             buffer.nbytes
             for layer in self._manager.modules.values()
             for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked)
         )
 
-    @torch.no_grad()
-    def copy(self) -> int:
+    @torch.inference_mode()
+    def copy(self) -> None:
         """Write the adapters as they are now, A and scaling * B each rounded once to vLLM's type.
-
-        Returns:
-            The bytes written, without what pads them to a rank that vLLM has.
 
         Raises:
             RuntimeError: the adapters no longer fit what vLLM was started for, or vLLM has dropped its own.
         """
         self._check_registered()
-        return sum(
+        self.copied_bytes = sum(
             self._copy_layer(name, [_factors(module) for module in modules])
             for name, modules in fused_projections(layout_for(self._model))
         )

@@ -17,9 +17,10 @@ OWN_ARGUMENTS = {
         "the run's launcher has started the processes",
     ),
     **dict.fromkeys(
-        ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules", "generation_config"),
-        "the engine generates with the policy alone",
+        ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "lora_dtype"),
+        "the engine generates with the policy's own adapters",
     ),
+    "generation_config": "the engine generates with the policy alone",
     "tensor_parallel_size": "set vllm_tensor_parallel_size",
     "gpu_memory_utilization": "set vllm_gpu_memory_utilization",
     "enable_sleep_mode": "set vllm_enable_sleep_mode",

@@ -237,12 +237,13 @@ class VLLMEngine:
             with suppress(RuntimeError):
                 self._llm.wake_up()
         self._is_awake = False
-        self._shut_down()
         self._model = self._base = None
+        self._shut_down()
 
     def _shut_down(self) -> None:
-        internals.shut_down(self._llm, owns_process_group=self._owns_process_group)
-        self._llm = self._slot = None
+        llm, self._llm, self._slot = self._llm, None, None
+        internals.shut_down(llm, owns_process_group=self._owns_process_group)
+        del llm
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -321,14 +322,15 @@ class VLLMEngine:
         if not self._source.shared or not has_adapters(self._model):
             return None
         try:
-            return AdapterSlot(self._llm, self._model)
+            slot = AdapterSlot(self._llm, self._model)
         except RuntimeError as error:
             self._source.reason, self._source.shared = str(error), {}
             return None
+        self.published_bytes = slot.copied_bytes
+        return slot
 
     def _say_where_weights_are(self, asked: str) -> None:
         if self._slot is not None:
-            self._publish()
             logger.info(
                 "vLLM reads the trainer's own base weights. Publishing copies the adapters, "
                 f"{self.published_bytes / 1e6:,.1f} MB, rounded to the model's {self._base.dtype}."
@@ -381,7 +383,8 @@ class VLLMEngine:
         start = time.perf_counter()
         self.published_bytes = 0
         if self._slot is not None:
-            self.published_bytes = self._slot.copy()
+            self._slot.copy()
+            self.published_bytes = self._slot.copied_bytes
         elif not self.shares_weights:
             with torch.no_grad():
                 if self._source.is_plain:
