@@ -35,6 +35,18 @@ def sized(name: str, **overrides: Any) -> Any:
     return make_model(name, **sizes).cuda()
 
 
+def adapted(name: str, **overrides: Any) -> Any:
+    """LoRA on all projections: adapters in float32 beside a base in bfloat16, as PEFT makes them."""
+    sizes = {**SIZES, **overrides}
+    if name in ("qwen2", "llama3"):
+        del sizes["head_dim"]
+    model = make_lora(name, **sizes).cuda().bfloat16()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return model
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
     from colocate.engines.vllm.in_process import VLLMEngine
@@ -85,6 +97,62 @@ def test_shared_weights_publish_nothing_over_many_updates(start, name, is_eager)
         check_greedy(engine, model)
         engine.sleep()
         assert engine.published_bytes == 0
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3"])
+def test_adapters_are_copied_beside_shared_weights(start, name, is_eager, level):
+    model = adapted(name)
+    engine = start(model, weights="shared", engine_kwargs={"enforce_eager": is_eager})
+    assert engine.shares_weights
+    # The engine itself sleeps at level 1, which brings back what the buffers had; level 2 loses it.
+    sleep = engine._llm.sleep
+    engine._llm.sleep = lambda **_: sleep(level=level)
+    trainers = {parameter.data_ptr() for parameter in model.parameters()}
+    for version in range(1, 5):
+        renew(model, version)
+        engine.update_weights((), version)
+        engine.wake_up()
+        check_greedy(engine, model)
+        assert engine.published_bytes == sum(p.numel() * 2 for p in model.parameters() if p.requires_grad)
+        assert engine.rollout_weight_bytes >= engine.published_bytes
+        with model.disable_adapter(), pytest.raises(AssertionError):  # without its adapters it says otherwise
+            check_greedy(engine, model)
+        engine.sleep()
+        engine.wake_up()  # no new version
+        check_greedy(engine, model)
+        engine.sleep()
+    inside = engine._llm.apply_model(lambda module: [p.data_ptr() for p in module.parameters()])[0]
+    assert set(inside) <= trainers
+
+
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
+def test_shared_weights_are_in_memory_once(start, with_adapter):
+    sizes = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192}
+    model = adapted("qwen3", **sizes) if with_adapter else sized("qwen3", **sizes).bfloat16()
+    base_bytes = sum(p.nbytes for name, p in model.named_parameters() if "lora_" not in name)
+    options = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+    engine = start(model, weights="shared", engine_kwargs=options)
+    for _ in range(2):
+        torch.cuda.empty_cache()
+        asleep = torch.cuda.mem_get_info()[0]
+        engine.wake_up()
+        torch.cuda.empty_cache()
+        taken = asleep - torch.cuda.mem_get_info()[0]
+        own = engine.kv_cache_bytes + engine.rollout_weight_bytes
+        # Beside them a table of rotary angles and the like.
+        assert own <= taken + 2**20 and taken < own + base_bytes / 4
+        engine.sleep()
+
+
+def test_adapters_in_float32_get_a_copy_they_are_merged_into(start, caplog):
+    # vLLM's kernels for adapters are for 16 bits.
+    model = make_lora("qwen3", **SIZES).cuda()
+    with caplog.at_level("INFO", "colocate"):
+        engine = start(model, engine_kwargs={"enforce_eager": True})
+    assert not engine.shares_weights
+    assert "LoRA kernels compute in 16 bits, and the model is in float32" in caplog.text
 
 
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])

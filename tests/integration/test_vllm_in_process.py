@@ -10,9 +10,12 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig
+from vllm_unpacked import unpacked
 
 from tiny import make_model, make_trainer
 
@@ -47,13 +50,31 @@ def test_shared_weights_need_no_publication(tmp_path):
     assert found == {"equal": [True] * 4, "shares": True, "published_bytes": 0, "outside": 0}
 
 
+def test_adapters_are_copied_beside_shared_weights(tmp_path):
+    (found,) = run("shared_lora", tmp_path)
+    assert found["equal"] == [True] * 4 and found["shares"]
+    assert found["max_gap"] < 1e-4
+    assert not any(found["base_equal"])  # the adapters matter
+    assert found["published_bytes"] == found["adapter_bytes"] > 0
+    assert found["outside"] == 0 and not found["moved"]
+    assert found["merged_equal"] == [True] and found["merged_bytes"] == 0
+    assert found["lost_equal"] == [True] * 3
+
+
+def test_a_vllm_with_other_adapters_inside_is_refused_or_gets_copies(tmp_path):
+    (found,) = run("unknown_slot", tmp_path)
+    assert "vllm_weights='shared' is not possible: vLLM takes the adapters of qkv_proj as" in found["error"]
+    assert found["equal"] == [True] * 3 and not found["shares"]
+    assert "['q_proj', 'k_proj', 'v_proj']" in found["reason"]
+
+
 def test_copies_are_renewed_in_place(tmp_path):
     (found,) = run("in_place", tmp_path)
     assert found["equal"] == [True] * 3 and found["lora_equal"] == [True] * 2
     assert found["is_plain"] and found["lora_plain"]
     assert not found["shares"]
     assert "(128, 32) in vLLM and (97, 32) in the trainer" in found["reason"]
-    assert "adapters must be merged" in found["lora_reason"]
+    assert "(128, 128) in vLLM and (97, 128) in the trainer" in found["lora_reason"]
     assert found["published_bytes"] == found["model_bytes"]
 
 
@@ -66,15 +87,24 @@ def test_two_processes_run_one_engine(tmp_path):
     assert first["published_bytes"] > 0
 
 
-def test_a_run_with_vllm_trains_on_policy(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        model=make_model(head_dim=32),  # a size for which vLLM has attention on a CPU
-        engine="vllm",
-        vllm_engine_kwargs={"enforce_eager": True},
-        max_steps=3,
-    )
+@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
+def test_a_run_with_vllm_trains_on_policy(tmp_path, with_adapter):
+    # A size of heads for which vLLM has attention on a CPU, and whole blocks of vocabulary.
+    model = make_model(head_dim=32, **({"vocab_size": 64} if with_adapter else {}))
+    config = LoraConfig(r=4, target_modules="all-linear") if with_adapter else None
+    with unpacked() if with_adapter else nullcontext():
+        trainer = make_trainer(
+            tmp_path,
+            model=model,
+            peft_config=config,
+            engine="vllm",
+            vllm_engine_kwargs={"enforce_eager": True},
+            max_steps=3,
+            learning_rate=0.1 if with_adapter else 0.01,
+            beta=0.01,  # with adapters the reference is the base alone
+        )
     trainer.train()
+    assert trainer.engine.shares_weights == with_adapter
     trainer.engine.close()
     logs = [entry for entry in trainer.state.log_history if "sampling/sampling_logp_difference/max" in entry]
     assert len(logs) == 3

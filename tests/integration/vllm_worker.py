@@ -16,11 +16,20 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from engine_models import greedy_reference, make_lora, make_model, make_prompts, plain_logits
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from engine_models import (
+    greedy_reference,
+    make_lora,
+    make_model,
+    make_prompts,
+    plain_logits,
+    token_logprobs,
+)
 
-from colocate.engines.vllm import shared_weights
+from colocate.engines.vllm import adapter_slot
 from colocate.engines.vllm.in_process import VLLMEngine
 from colocate.types import SamplingParams
+from vllm_unpacked import unpacked
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 EAGER = {"enforce_eager": True}
@@ -28,7 +37,7 @@ EAGER = {"enforce_eager": True}
 
 def perturb(model: Any, seed: int) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
             parameter.add_(noise.to(parameter), alpha=0.05)
 
@@ -82,34 +91,109 @@ def tensor_parallel() -> dict[str, Any]:
     }
 
 
+def make_partial_lora() -> Any:
+    """LoRA on some projections of each fused matrix, of several ranks and scalings, two adapters on some."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=5,
+        lora_alpha=12,
+        use_rslora=True,
+        rank_pattern={"q_proj": 3, r"layers\.1\.mlp\.up_proj": 8},
+        alpha_pattern={"v_proj": 7},
+        target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
+    )
+    # A vocabulary of whole blocks: vLLM pads others.
+    model = get_peft_model(make_model("qwen2", hidden_size=128, vocab_size=128), config)
+    model.add_adapter("second", LoraConfig(r=2, lora_alpha=1, target_modules=["v_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    perturb(model, 100)
+    return model.eval()
+
+
+def addresses(model: Any) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
 def shared() -> dict[str, Any]:
     """Weights of one storage on a CPU, where vLLM is kept from packing them."""
-    import vllm._custom_ops as ops
-
-    ops._supports_onednn = False
-    shared_weights.SHARING_DEVICE = "cpu"
-    # A vocabulary of whole blocks: vLLM pads others.
     model = make_model("qwen2", hidden_size=128, vocab_size=128)
-    engine = VLLMEngine(model, weights="shared", engine_kwargs=EAGER)
+    with unpacked():
+        engine = VLLMEngine(model, weights="shared", engine_kwargs=EAGER)
     equal = rounds(engine, model, make_prompts([5, 7]), 4)
-    storages = engine._llm.apply_model(lambda module: [p.data_ptr() for p in module.parameters()])[0]
-    trainers = {parameter.data_ptr() for parameter in model.parameters()}
     return {
         "equal": equal,
         "shares": engine.shares_weights,
         "published_bytes": engine.published_bytes,
-        "outside": len(set(storages) - trainers),
+        "outside": len(set(engine._llm.apply_model(addresses)[0]) - set(addresses(model))),
+    }
+
+
+def shared_lora() -> dict[str, Any]:
+    """A base of one storage, and adapters that are copied; also what a sleep of level 2 would do to those."""
+    model, prompts = make_partial_lora(), make_prompts([5, 7])
+    with unpacked():
+        engine = VLLMEngine(model, weights="shared", engine_kwargs=EAGER)
+    before = engine._llm.apply_model(addresses)[0]
+    equal = rounds(engine, model, prompts, 4)
+    found = {"equal": equal, "shares": engine.shares_weights, "published_bytes": engine.published_bytes}
+    engine.wake_up()
+    completions = engine.generate(prompts, GREEDY)
+    gaps = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
+        gaps.append(torch.tensor(completion.logprobs) - token_logprobs(logits, completion.token_ids))
+    found["max_gap"] = torch.cat(gaps).abs().max().item()
+    with model.disable_adapter():
+        found["base_equal"] = [is_greedy(model, *pair) for pair in zip(prompts, completions, strict=True)]
+    engine.sleep()
+    model.merge_adapter()  # the base changes, and has no adapter beside it
+    engine.update_weights((), 5)
+    found["merged_equal"] = rounds(engine, model, prompts, 1)
+    found["merged_bytes"] = engine.published_bytes
+    model.unmerge_adapter()
+    engine.update_weights((), 6)
+
+    def lose_buffers(level: int) -> None:
+        for layer in engine._slot._manager.modules.values():
+            for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+                buffer.fill_(float("nan"))
+
+    # vLLM sleeps on GPUs only.
+    engine._frees_memory, engine._llm.sleep, engine._llm.wake_up = True, lose_buffers, lambda tags: None
+    found["lost_equal"] = [*rounds(engine, model, prompts, 2), *rounds(engine, model, prompts, 1)]
+    engine._frees_memory = False
+    after = engine._llm.apply_model(addresses)[0]
+    return found | {
+        "adapter_bytes": sum(p.nbytes for p in model.parameters() if p.requires_grad),
+        "outside": len(set(after) - set(addresses(model))),
+        "moved": before != after,
+    }
+
+
+def unknown_slot() -> dict[str, Any]:
+    """A vLLM that takes adapters in another order than is known: refused, or copies."""
+    adapter_slot.PACKED["qkv_proj"] = ["k_proj", "q_proj", "v_proj"]
+    model = make_lora("qwen2", hidden_size=128, vocab_size=128)
+    found: dict[str, Any] = {}
+    with unpacked():
+        try:
+            VLLMEngine(model, weights="shared", engine_kwargs=EAGER)
+        except ValueError as error:
+            found["error"] = str(error)
+        engine = VLLMEngine(model, engine_kwargs=EAGER)
+    return found | {
+        "equal": rounds(engine, model, make_prompts([5, 7]), 3),
+        "shares": engine.shares_weights,
+        "reason": engine._source.reason,
     }
 
 
 def in_place() -> dict[str, Any]:
     """A copy whose parameters vLLM reads as they are, as on GPUs; and sharing that turns out impossible."""
-    import vllm._custom_ops as ops
-
-    ops._supports_onednn = False
-    shared_weights.SHARING_DEVICE = "cpu"
     model = make_model("qwen3", head_dim=32)  # 97 tokens, which vLLM pads
-    engine = VLLMEngine(model, weights="auto", engine_kwargs=EAGER, bucket_bytes=20_000)
+    with unpacked():
+        engine = VLLMEngine(model, weights="auto", engine_kwargs=EAGER, bucket_bytes=20_000)
     found = {
         "equal": rounds(engine, model, make_prompts([5, 7]), 3),
         "shares": engine.shares_weights,
@@ -120,7 +204,8 @@ def in_place() -> dict[str, Any]:
     }
     engine.close()
     lora = make_lora("qwen2", hidden_size=128)
-    engine = VLLMEngine(lora, engine_kwargs=EAGER)
+    with unpacked():
+        engine = VLLMEngine(lora, engine_kwargs=EAGER)
     return found | {
         "lora_equal": rounds(engine, lora, make_prompts([5, 7]), 2),
         "lora_plain": engine._source.is_plain,
@@ -130,7 +215,8 @@ def in_place() -> dict[str, Any]:
 
 def main() -> None:
     case, directory = sys.argv[1:]
-    found = {"tensor_parallel": tensor_parallel, "shared": shared, "in_place": in_place}[case]()
+    cases = (tensor_parallel, shared, shared_lora, unknown_slot, in_place)
+    found = {function.__name__: function for function in cases}[case]()
     Path(directory, f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

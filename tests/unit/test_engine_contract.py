@@ -14,7 +14,6 @@ import pytest
 import torch
 from engine_models import (
     MAX_POSITION,
-    VOCAB_SIZE,
     greedy_reference,
     make_gpt2,
     make_lora,
@@ -25,6 +24,7 @@ from engine_models import (
 )
 from quantized_models import make_4bit_model
 from vllm_server_case import make_server_engine, make_server_model
+from vllm_unpacked import unpacked
 
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
@@ -60,6 +60,11 @@ def vllm_engine(model: Any) -> RolloutEngine:
     from colocate.engines.vllm.in_process import VLLMEngine
 
     return VLLMEngine(model, max_num_seqs=4, engine_kwargs={"enforce_eager": True})
+
+
+def unpacked_vllm_engine(model: Any) -> RolloutEngine:
+    with unpacked():
+        return vllm_engine(model)
 
 
 def vllm_case(make_model: Callable[[], Any], **fields: Any) -> EngineCase:
@@ -99,6 +104,11 @@ ENGINES_WITH_VLLM = {
     "vllm": vllm_case(lambda: make_model("qwen3", head_dim=32), shares_weights=False),
     "vllm-gpt2": vllm_case(lambda: make_gpt2(n_embd=64, n_head=2), shares_weights=False),
     "vllm-lora": vllm_case(lambda: make_lora("qwen2", hidden_size=128), shares_weights=False),
+    # Whole blocks of vocabulary: vLLM pads others, which cannot be shared.
+    "vllm-lora-shared": dataclasses.replace(
+        vllm_case(lambda: make_lora("qwen2", hidden_size=128, vocab_size=128)),
+        make_engine=unpacked_vllm_engine,
+    ),
     "vllm_server": dataclasses.replace(
         vllm_case(make_server_model, shares_weights=False), make_engine=make_server_engine
     ),
@@ -253,7 +263,7 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(engine, model, case, 
     owners = [prompt for prompt in prompts for _ in prompt.samples]
     for prompt, completion in zip(owners, completions, strict=True):
         logits = plain_logits(model, prompt.token_ids, completion.token_ids)
-        seen = torch.zeros(len(logits), VOCAB_SIZE, dtype=torch.bool)
+        seen = torch.zeros_like(logits, dtype=torch.bool)
         for i in range(len(logits)):
             seen[i, list(prompt.token_ids + completion.token_ids[:i])] = True
         expected = token_logprobs(case.process_logits(logits, sampling, seen), completion.token_ids)
@@ -444,7 +454,6 @@ def test_training_sees_no_side_effect(engine, model):
     ("prompt", "options", "message"),
     [
         ((), {}, "Prompt 5 is empty"),
-        ((1, VOCAB_SIZE), {}, f"to {VOCAB_SIZE}; .*vocabulary has {VOCAB_SIZE}"),
         ((1, -1), {}, "from -1"),
         ((1,) * 10, {"max_tokens": MAX_POSITION - 9}, f"10 tokens.*{MAX_POSITION + 1}.*{MAX_POSITION}"),
         ((1,), {"max_tokens": 0}, "max_tokens=0"),
@@ -458,6 +467,12 @@ def test_training_sees_no_side_effect(engine, model):
 def test_impossible_requests_are_refused_with_their_numbers(engine, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         engine.generate([Prompt(prompt, key=5)], SamplingParams(**{"max_tokens": 4, **options}))
+
+
+def test_a_token_that_the_vocabulary_lacks_is_refused(engine, model):
+    size = causal_lm(model).get_input_embeddings().num_embeddings
+    with pytest.raises(ValueError, match=f"to {size}; .*vocabulary has {size}"):
+        engine.generate([Prompt((1, size), key=5)], SamplingParams(4))
 
 
 def test_the_whole_context_can_be_used(engine):

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from torch import Tensor, nn
 
 from colocate.engines.requests import check_no_tensors, check_requests, derived_seed
 from colocate.engines.vllm import internals
+from colocate.engines.vllm.adapter_slot import AdapterSlot, has_adapters, slot_arguments, why_no_slot
+from colocate.engines.vllm.engine_arguments import check_engine_kwargs
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.model_config import config_directory
 from colocate.engines.vllm.shared_weights import WeightSource, forget, start_source, why_not_shared
@@ -51,28 +54,6 @@ CPU_KV_CACHE_BYTES = 2**30
 SMALLEST_TEMPERATURE = 0.01
 """vLLM raises a lower one to this, except 0: log-probs would not be those of the temperature asked for."""
 
-OWN_ARGUMENTS = {
-    **dict.fromkeys(("model", "tokenizer", "skip_tokenizer_init"), "tokens go in and out, by the trainer"),
-    **dict.fromkeys(
-        ("load_format", "model_loader_extra_config", "dtype", "quantization"),
-        "the weights are the trainer's, as they are",
-    ),
-    **dict.fromkeys(("runner", "convert", "logprobs_mode", "seed"), "the engine needs one value of it"),
-    **dict.fromkeys(
-        ("distributed_executor_backend", "data_parallel_size", "pipeline_parallel_size"),
-        "the run's launcher has started the processes",
-    ),
-    **dict.fromkeys(("enable_lora", "generation_config"), "the engine generates with the policy alone"),
-    "tensor_parallel_size": "set vllm_tensor_parallel_size",
-    "gpu_memory_utilization": "set vllm_gpu_memory_utilization",
-    "enable_sleep_mode": "set vllm_enable_sleep_mode",
-    "model_impl": "set vllm_model_impl",
-    "max_model_len": "set vllm_max_model_length",
-    "max_num_seqs": "set max_num_seqs",
-    "trust_remote_code": "set trust_remote_code",
-}
-"""Arguments of `vllm.LLM` that are not the user's to give, and why."""
-
 
 class VLLMEngine:
     """Generates with vLLM in this process, with the weights of `model`.
@@ -81,8 +62,9 @@ class VLLMEngine:
     batch; the logits themselves depend a little on it. vLLM filters by `min_p` before `top_k` and `top_p`,
     the other engines after them.
 
-    Weights are shared where they can be (`shared_weights.why_not_shared`), and publishing then moves nothing.
-    Else they are read from `model` when the engine wakes up or, awake, in `update_weights`.
+    Weights are shared where they can be (`shared_weights.why_not_shared`), and publishing then moves nothing
+    but LoRA adapters, which vLLM adds to the shared weights as it generates (`adapter_slot`). Else they are
+    read from `model`, adapters merged, when the engine wakes up or, awake, in `update_weights`.
 
     vLLM's state of the process (random generators, precision, environment) is put back after its start.
 
@@ -127,12 +109,12 @@ class VLLMEngine:
     ) -> None:
         check_installed()
         user_kwargs = dict(engine_kwargs or {})
-        _check_engine_kwargs(user_kwargs)
+        check_engine_kwargs(user_kwargs)
         if (reason := why_not_publishable(model)) is not None:
             raise ValueError(f"vLLM cannot generate with this policy: {reason}.")
         self.policy_version = 0
         self.published_bytes = 0
-        """Moved by the last publication; 0 where weights are shared."""
+        """Moved by the last publication: 0 where weights are shared, or the adapters beside them."""
         self._model: nn.Module | None = model
         self._base: Any = causal_lm(model)
         self._device = next(self._base.parameters()).device
@@ -146,15 +128,26 @@ class VLLMEngine:
             "max_model_len": max_model_len,
             **self._memory_kwargs(gpu_memory_utilization, reserve_bytes, user_kwargs),
         }
-        self._llm: Any = self._start(
+        start = partial(
+            self._start,
             {name: value for name, value in kwargs.items() if value is not None},
             model_impl=model_impl,
             trust_remote_code=trust_remote_code,
         )
+        self._llm: Any = start()
+        self._slot = self._adapter_slot()
+        if self._source.wants_sharing and has_adapters(model) and self._slot is None and weights == "auto":
+            # Layers with room for adapters have other names than those that buckets bring weights for.
+            self._shut_down()
+            self._source = WeightSource(model, wants_sharing=False, reason=self._source.reason)
+            self._llm = start()
         self.shares_weights = bool(self._source.shared)
         self._say_where_weights_are(weights)
         self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
-        self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
+        if self._slot is not None:
+            self._weight_bytes = self._slot.num_bytes
+        else:
+            self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
         self._is_awake, self._is_stale = True, False
         atexit.register(_close_at_exit, weakref.ref(self))
         self.sleep()
@@ -166,7 +159,7 @@ class VLLMEngine:
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Of the engine's copy, 0 if it shares; asleep likewise."""
+        """Of the engine's copy, or of its buffers for adapters beside shared weights; asleep 0."""
         return self._weight_bytes if self._is_awake else 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -192,9 +185,9 @@ class VLLMEngine:
         if self._is_awake and self._frees_memory:
             # Level 1 saves on the host what is no KV cache, level 2 drops it. With shared weights that are a
             # few buffers. A copy of the weights is faster made anew from the trainer's than saved and read
-            # back, and would be stale as a rule.
+            # back, and would be stale as a rule. So would adapters, which are made anew at either level.
             self._llm.sleep(level=1 if self.shares_weights else 2)
-            self._is_stale = self._is_stale or not self.shares_weights
+            self._is_stale = self._is_stale or not self.shares_weights or self._slot is not None
         self._is_awake = False
 
     def wake_up(self) -> None:
@@ -236,14 +229,18 @@ class VLLMEngine:
 
     def close(self) -> None:
         """End vLLM and free its memory."""
-        llm, self._llm, self._model, self._base = self._llm, None, None, None
-        if llm is None:
+        if self._llm is None:
             return
         if self._frees_memory and not self._is_awake:
             # Freed asleep, its memory would be unmapped a second time.
             with suppress(RuntimeError):
-                llm.wake_up()
+                self._llm.wake_up()
         self._is_awake = False
+        self._model = self._base = None
+        self._shut_down()
+
+    def _shut_down(self) -> None:
+        llm, self._llm, self._slot = self._llm, None, None
         internals.shut_down(llm, owns_process_group=self._owns_process_group)
         del llm
         gc.collect()
@@ -256,10 +253,10 @@ class VLLMEngine:
         assert self._model is not None
         reason = "vllm_weights='buckets'"
         if weights != "buckets":
-            reason = (
-                why_not_shared(self._model, tensor_parallel_size=self._group.size, model_impl=model_impl)
-                or ""
-            )
+            size = self._group.size
+            reason = why_not_shared(self._model, tensor_parallel_size=size, model_impl=model_impl) or ""
+            if not reason and has_adapters(self._model):
+                reason = why_no_slot(self._model) or ""
         if weights == "shared" and reason:
             _refuse_sharing(reason)
         return WeightSource(self._model, wants_sharing=not reason, reason=reason)
@@ -293,7 +290,10 @@ class VLLMEngine:
             self._owns_process_group = not dist.is_initialized()
             import vllm
 
+            assert self._model is not None
             load_kwargs, key = start_source(self._source)
+            if self._source.wants_sharing and has_adapters(self._model):
+                load_kwargs |= slot_arguments(self._model)
             try:
                 with internals.plain_segments(self._device):
                     return vllm.LLM(
@@ -315,7 +315,26 @@ class VLLMEngine:
             finally:
                 forget(key)
 
+    def _adapter_slot(self) -> AdapterSlot | None:
+        """Room for the adapters beside shared weights; None if there are none, or it turns out impossible."""
+        assert self._model is not None
+        if not self._source.shared or not has_adapters(self._model):
+            return None
+        try:
+            slot = AdapterSlot(self._llm, self._model)
+        except RuntimeError as error:
+            self._source.reason, self._source.shared = str(error), {}
+            return None
+        self.published_bytes = slot.copied_bytes
+        return slot
+
     def _say_where_weights_are(self, asked: str) -> None:
+        if self._slot is not None:
+            logger.info(
+                "vLLM reads the trainer's own base weights. Publishing copies the adapters, "
+                f"{self.published_bytes / 1e6:,.1f} MB, rounded to the model's {self._base.dtype}."
+            )
+            return
         if self.shares_weights:
             logger.info("vLLM reads the trainer's own parameters: publishing moves nothing.")
             return
@@ -350,6 +369,7 @@ class VLLMEngine:
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(request.prompt)} for request in requests],
                 [request.params() for request in requests],
+                lora_request=self._slot and self._slot.request,
                 use_tqdm=False,
             )
         return [
@@ -361,12 +381,16 @@ class VLLMEngine:
         """Make vLLM generate with the trainer's present weights, and forget what it computed with others."""
         start = time.perf_counter()
         self.published_bytes = 0
-        if not self.shares_weights:
+        if self._slot is not None:
+            self._slot.copy()
+            self.published_bytes = self._slot.copied_bytes
+        elif not self.shares_weights:
             with torch.no_grad():
                 if self._source.is_plain:
                     self._llm.apply_model(self._load)
                 else:
                     internals.reload_weights(self._llm, self._weights(), self._tied_head())
+        if self.published_bytes:
             logger.debug(
                 f"Published version {self.policy_version}: {self.published_bytes / 2**30:.3f} GiB in "
                 f"{time.perf_counter() - start:.3f} s."
@@ -453,15 +477,6 @@ def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> fl
 
 def _num_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
-    for name in kwargs:
-        if name in OWN_ARGUMENTS:
-            raise ValueError(
-                f"vllm_engine_kwargs has {name!r}={kwargs[name]!r}, which is not for it: "
-                f"{OWN_ARGUMENTS[name]}."
-            )
 
 
 def _refuse_sharing(reason: str) -> None:

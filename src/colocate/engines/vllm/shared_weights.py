@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from colocate.weights.adapters import base_linear
 from colocate.weights.buckets import buckets
-from colocate.weights.layouts import causal_lm, has_layout, layout_for
+from colocate.weights.layouts import Layout, causal_lm, has_layout, layout_for
 from colocate.weights.quantized import is_4bit
 from colocate.weights.shared_views import fuse_parameters, fused_view
 
@@ -75,8 +76,6 @@ def why_not_shared(model: nn.Module, *, tensor_parallel_size: int, model_impl: s
         return f"on the device {device.type!r} vLLM packs the weights for its kernels"
     if tensor_parallel_size > 1:
         return f"with vllm_tensor_parallel_size={tensor_parallel_size} each GPU holds a part of every matrix"
-    if hasattr(model, "peft_config"):
-        return "the adapters must be merged into a copy of the weights"
     if not has_layout(model):
         return f"{type(base).__name__} has no layout that says how its matrices fuse"
     if any(is_4bit(module) for module in base.modules()):
@@ -86,8 +85,18 @@ def why_not_shared(model: nn.Module, *, tensor_parallel_size: int, model_impl: s
     return None
 
 
+def fused_projections(layout: Layout) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
+    """Name of each linear layer of vLLM's decoder, and the trainer's projections that it consists of."""
+    names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    for index, layer in enumerate(layout.layers):
+        for name, modules in zip(names, layer.projection_groups(), strict=True):
+            yield f"model.layers.{index}.{name}", modules
+
+
 def vllm_views(model: nn.Module) -> dict[str, Tensor]:
     """vLLM's parameters of a model with a layout, as views of the trainer's fused storage.
+
+    Of layers with adapters those are the base's.
 
     Raises:
         RuntimeError: the storage is not fused (see `fuse_parameters`).
@@ -100,14 +109,13 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
         # Tied, vLLM has one parameter under the first name.
         "lm_head.weight": layout.lm_head.weight.detach(),
     }
-    groups = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    for name, modules in fused_projections(layout):
+        linears = [base_linear(module) for module in modules]
+        views[f"{name}.weight"] = fused_view([linear.weight for linear in linears])
+        if linears[0].bias is not None:
+            views[f"{name}.bias"] = fused_view([linear.bias for linear in linears])
     for index, layer in enumerate(layout.layers):
         prefix = f"model.layers.{index}"
-        for name, modules in zip(groups, layer.projection_groups(), strict=True):
-            linears = [base_linear(module) for module in modules]
-            views[f"{prefix}.{name}.weight"] = fused_view([linear.weight for linear in linears])
-            if linears[0].bias is not None:
-                views[f"{prefix}.{name}.bias"] = fused_view([linear.bias for linear in linears])
         norms: dict[str, Any] = {
             "input_layernorm": layer.input_norm,
             "post_attention_layernorm": layer.post_attention_norm,
