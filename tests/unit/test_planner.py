@@ -485,7 +485,7 @@ def test_a_4bit_model_decodes_from_a_copy_if_that_leaves_a_cache():
         result = plan(shapes, on_gpu(), device_memory_bytes=gib * GIB)
         sizes[gib] = size_of(result, "dequantised weights")
         assert result.kv_cache_tokens >= least_kv_tokens(on_gpu())
-    # Each adapter's A, of 32 rows, lies below its weights: seven inputs a layer, down_proj's is the MLP's width.
+    # The A of each adapter, 32 rows, lies below its weights; the input of down_proj is as wide as the MLP.
     assert sizes[80] == (shapes.num_projection_weights + 28 * 32 * (6 * 1536 + 8960)) * 2
     assert sizes[6] == 2 * 1536 * 8960 * 2  # gate and up
 
