@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 from peft import LoraConfig
-from vllm_unpacked import unpacked
 
 from tiny import make_model, make_trainer
+from vllm_unpacked import unpacked
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -24,7 +24,6 @@ from engine_models import (
 )
 from quantized_models import make_4bit_model
 from vllm_server_case import make_server_engine, make_server_model
-from vllm_unpacked import unpacked
 
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
@@ -32,6 +31,7 @@ from colocate.engines.native.sampler import process_logits
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import causal_lm
+from vllm_unpacked import unpacked
 
 
 @dataclasses.dataclass(frozen=True)
