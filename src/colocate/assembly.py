@@ -39,6 +39,7 @@ from colocate.memory.train_plan import TrainPlan
 from colocate.options import check_engine
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
+from colocate.policy import cudnn_attention
 from colocate.policy.loading import (
     add_adapter,
     cast_to_bf16,
@@ -51,6 +52,7 @@ from colocate.policy.loading import (
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import make_reference
+from colocate.policy.stack import runs_packed
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm, has_layout
@@ -177,6 +179,10 @@ def build_policy(
     plan = choose_fixed_plan(wishes_of(args)) if planner is None else planned(planner)
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
     optimizer = PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
+    if runs_packed(model):
+        advice = cudnn_attention.advice(next(model.parameters()).device)
+        if advice is not None:
+            logger.info(advice)
     return Policy(
         model,
         optimizer,

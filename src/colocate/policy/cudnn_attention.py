@@ -37,6 +37,16 @@ def hopper_has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
     return dtype in (torch.bfloat16, torch.float16) and head_size in (64, 128) and _is_installed()
 
 
+def advice(device: torch.device) -> str | None:
+    """What to install for faster attention on this device; None: nothing."""
+    if device.type != "cuda" or not _is_hopper(device) or _is_installed():
+        return None
+    return (
+        "Attention in training runs through FlashAttention. pip install 'nvidia-cudnn-frontend~=1.18.0' (cuDNN "
+        f"{_OLDEST_VERSION // 10000}.{_OLDEST_VERSION // 100 % 100} or later) makes it faster on this GPU."
+    )
+
+
 @functools.cache
 def _is_installed() -> bool:
     if importlib.util.find_spec("cudnn") is None:

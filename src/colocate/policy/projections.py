@@ -157,7 +157,7 @@ class Projection:
         reduced = [grad.new_empty(len(grad), sum(group.ranks)) for group in self._groups]
         for group, grad_reduced in zip(self._groups, reduced, strict=True):
             for rows, adapter, part in group.parts(grad_reduced):
-                part.copy_(grad[:, rows] @ adapter.b.to(grad.dtype)).mul_(adapter.scaling)
+                torch.mm(grad[:, rows], adapter.b.to(grad.dtype), out=part).mul_(adapter.scaling)
         return reduced
 
     def input_gradient(self, grad: Tensor, reduced: list[Tensor], seed: int) -> Tensor:
