@@ -41,9 +41,10 @@ def advice(device: torch.device) -> str | None:
     """What to install for faster attention on this device; None: nothing."""
     if device.type != "cuda" or not _is_hopper(device) or _is_installed():
         return None
+    version = f"{_OLDEST_VERSION // 10000}.{_OLDEST_VERSION // 100 % 100}"
     return (
-        "Attention in training runs through FlashAttention. pip install 'nvidia-cudnn-frontend~=1.18.0' (cuDNN "
-        f"{_OLDEST_VERSION // 10000}.{_OLDEST_VERSION // 100 % 100} or later) makes it faster on this GPU."
+        "Attention in training runs through FlashAttention. cuDNN's, from version "
+        f"{version} on, is faster on this GPU: pip install 'nvidia-cudnn-frontend~=1.18.0'."
     )
 
 
