@@ -13,6 +13,7 @@ from torch import Tensor
 
 from colocate.weights.low_rank import LowRank
 
+_L2_BYTES = 50 * 2**20
 BLOCK = 1024
 NUM_WARPS = 4
 """8 values a thread: one 16-byte load of bfloat16 from each of the tensors read."""
@@ -31,16 +32,29 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     assert gate_up.stride(1) == 1, "a row of gate_up must be contiguous"
     output = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     num_blocks = triton.cdiv(width, BLOCK)
+    # The product that made these rows wrote them tile by tile, all rows of some columns at a time. As long as
+    # they fit into the L2 cache they are read in that order; beyond, row by row.
     _silu_mul_kernel[(num_rows * num_blocks,)](
-        gate_up, output, gate_up.stride(0), width, num_blocks, BLOCK=BLOCK, num_warps=NUM_WARPS
+        gate_up,
+        output,
+        gate_up.stride(0),
+        num_rows,
+        width,
+        num_blocks,
+        BLOCK=BLOCK,
+        ROWS_FIRST=gate_up.nbytes <= _L2_BYTES,
+        num_warps=NUM_WARPS,
     )
     return output
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, output, stride, width, num_blocks, BLOCK: tl.constexpr):
-    row = (tl.program_id(0) // num_blocks).to(tl.int64)
-    columns = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+def _silu_mul_kernel(
+    gate_up, output, stride, num_rows, width, num_blocks, BLOCK: tl.constexpr, ROWS_FIRST: tl.constexpr
+):
+    number = tl.program_id(0)
+    row = (number % num_rows if ROWS_FIRST else number // num_blocks).to(tl.int64)
+    columns = (number // num_rows if ROWS_FIRST else number % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
     dtype = output.dtype.element_ty
     gates = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
