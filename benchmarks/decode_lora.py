@@ -120,7 +120,7 @@ def main() -> None:
     print(f"{'rows':>5}{'no adapters':>14}" + "".join(f"{way:>22}" for way in WAYS))
     for num_rows in NUM_ROWS:
         inputs = {name: normal(num_rows, num_in) for name, (num_in, _) in PROJECTIONS.items()}
-        times = {"no adapters": median_s(captured(step(TorchBackend(), layers, inputs, False)).replay)}
+        times = {"no adapters": median_s(captured(step(TritonBackend(), layers, inputs, False)).replay)}
         for way, backend in WAYS.items():
             times[way] = median_s(captured(step(backend(), layers, inputs, True)).replay)
         plain = times["no adapters"]

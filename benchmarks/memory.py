@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from device_watch import DeviceWatch
 from memory_cases import CONTEXT_CASES, PLAN_CASES, Case
-from results_file import committed, write_suite_result
+from results_file import committed, versions, write_suite_result
 from rollout_cases import machine
 from runner import HERE, Record, read_records
 from step import assignment
@@ -152,9 +152,14 @@ def compute_claims(records: list[Record]) -> dict[str, float | None]:
     return claims
 
 
+def part(record: Record) -> str:
+    """A model's peak does not depend on when another's was measured."""
+    return f"{record['model']} {record['method']}"
+
+
 def merge(options: argparse.Namespace) -> None:
     """Print the claims, and write the result if all are there."""
-    records = read_records(options.records)
+    records = read_records(options.records, part)
     claims = compute_claims(records)
     print(json.dumps({"plan_errors": plan_errors(records), "claims": claims}, indent=1))
     write_suite_result(
@@ -162,6 +167,7 @@ def merge(options: argparse.Namespace) -> None:
         options.hardware,
         claims,
         records,
+        part=part,
         plan_errors=plan_errors(records),
         protocol=__doc__,
     )
@@ -190,7 +196,7 @@ def main() -> None:
     options = parse()
     options.records.mkdir(parents=True, exist_ok=True)
     if not options.merge:
-        origin: dict[str, Any] = {"commit": committed(), "machine": machine()}
+        origin: dict[str, Any] = {"commit": committed(), "machine": machine(), "versions": versions()}
         for name in options.cases:
             measure(name, options, origin)
     merge(options)

@@ -7,12 +7,23 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("colocate", "torch", "transformers", "accelerate", "trl", "vllm", "triton", "cuda-bindings")
+PACKAGES = (
+    "colocate",
+    "torch",
+    "transformers",
+    "accelerate",
+    "trl",
+    "vllm",
+    "triton",
+    "cuda-bindings",
+    "nvidia-cudnn-frontend",
+)
 
 
 def write_result(
@@ -39,7 +50,7 @@ def write_result(
         "commit": commit,
         "hardware": {"name": hardware, "processor": _processor(), "num_cores": os.cpu_count()},
         "python": platform.python_version(),
-        "versions": {package: found for package in PACKAGES if (found := _version(package))},
+        "versions": versions(),
         "setup": setup,
         "repetitions": repetitions,
     }
@@ -54,6 +65,8 @@ def write_suite_result(
     claims: dict[str, float | None],
     records: list[dict[str, Any]],
     repetitions: list[dict[str, Any]] | None = None,
+    *,
+    part: Callable[[dict[str, Any]], str] | None = None,
     **setup: Any,
 ) -> None:
     """Write a suite's result and print where; with a claim that is None write nothing, and say which it is.
@@ -61,6 +74,8 @@ def write_suite_result(
     Args:
         records: of the suite's processes, all of one commit and one machine.
         repetitions: every single measurement; the records if None.
+        part: which of the suite's parts a record is of, where they may be of different commits and machines;
+            the result then says which, and the last record's commit stands for the whole.
         setup: as for `write_result`.
     """
     measured = {claim: value for claim, value in claims.items() if value is not None}
@@ -73,11 +88,23 @@ def write_suite_result(
         hardware,
         measured,
         records if repetitions is None else repetitions,
-        records[0]["commit"],
-        machine=records[0]["machine"],
+        records[-1]["commit"],
+        **_origins(records, part),
         **setup,
     )
     print(path)
+
+
+def _origins(records: list[dict[str, Any]], part: Callable[[dict[str, Any]], str] | None) -> dict[str, Any]:
+    if part is None:
+        return {"machine": records[0]["machine"]}
+    names = ("commit", "machine", "versions")
+    return {"origins": {part(record): {name: record.get(name) for name in names} for record in records}}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that figures depend on."""
+    return {package: found for package in PACKAGES if (found := _version(package))}
 
 
 def committed() -> str:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -134,14 +134,22 @@ def visible_gpus(num_gpus: int) -> list[str]:
     return visible.split(",") if visible else [str(i) for i in range(num_gpus)]
 
 
-def read_records(directory: Path) -> list[Record]:
+def read_records(directory: Path, part: Callable[[Record], str] = lambda record: "") -> list[Record]:
     """All records, oldest first.
 
+    Args:
+        part: of the suite, as which a record's figures are compared with others'. Parts may have been run on
+            different days.
+
     Raises:
-        ValueError: as `check_same_origin`.
+        ValueError: as `check_same_origin`, for each part.
     """
     records = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
-    check_same_origin(records)
+    by_part: dict[str, list[Record]] = {}
+    for record in records:
+        by_part.setdefault(part(record), []).append(record)
+    for of_part in by_part.values():
+        check_same_origin(of_part)
     return records
 
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from device_watch import DeviceWatch
-from results_file import committed
+from results_file import committed, versions
 from rollout_cases import SHAPES, TOKEN_RANGE, Case, machine, model_directory, model_on_disk
 from step_cases import LORA_TARGETS, Work, tiny, training_flop
 from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -406,6 +406,7 @@ def main() -> None:
         "label": options.label,
         "commit": committed(),
         "machine": machine(),
+        "versions": versions(),
         "work": dataclasses.asdict(work),
         "num_warm_up": options.warm_up,
         "world_size": num_processes(),

@@ -65,7 +65,7 @@ class Suite(Runner):
     def compare(self, name: str) -> None:
         comparison = COMPARISONS[name]
         self._model(comparison.work)
-        peer = best_settings(read_records(self.records), name)
+        peer = best_settings(read_records(self.records, part), name)
         for number in range(self.options.rounds):
             frameworks = ["trl", "colocate"]
             if (number % 2 == 0) != (self.options.first == "trl"):
@@ -204,9 +204,14 @@ def summary(records: list[Record]) -> dict[str, Any]:
     return rows
 
 
+def part(record: Record) -> str:
+    """What is compared with one another runs on one machine, one after the other."""
+    return record["label"] if record["kind"] == "step" else record["comparison"]
+
+
 def merge(options: argparse.Namespace) -> None:
     """Print the claims, and write the result if all are there."""
-    records = read_records(options.records)
+    records = read_records(options.records, part)
     claims = compute_claims(records)
     rows = summary(records)
     print(json.dumps({"summary": rows, "claims": claims}, indent=1))
@@ -215,6 +220,7 @@ def merge(options: argparse.Namespace) -> None:
         options.hardware,
         claims,
         records,
+        part=part,
         summary=rows,
         peak_flop_per_s=PEAK_FLOP_PER_S,
         peer_settings={name: vars(best_settings(records, name)) for name in COMPARISONS},

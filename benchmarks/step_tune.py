@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import committed
+from results_file import committed, versions
 from rollout_cases import TOKEN_RANGE, machine, model_directory
 from step import StepClock, load_tokenizer, peft_config, prompts, reward, settings
 from step_cases import COMPARISONS, TUNING_SHARE, PeerSettings, Work, tiny
@@ -95,6 +95,7 @@ def main() -> None:
         "comparison": options.comparison,
         "commit": committed(),
         "machine": machine(),
+        "versions": versions(),
         "work": dataclasses.asdict(work),
         "candidates": [],
     }

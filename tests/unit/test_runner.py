@@ -29,6 +29,34 @@ def test_a_result_has_its_records_origin(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "step-h200.json").read_text())["repetitions"] == [{"step_s": 2.0}]
 
 
+def test_parts_may_be_of_different_commits_and_one_part_may_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    records = [
+        {"part": "a", "commit": "abc", "machine": "m", "versions": {"torch": "2.11"}},
+        {"part": "b", "commit": "def", "machine": "n", "versions": {"torch": "2.12"}},
+    ]
+    for number, record in enumerate(records):
+        (tmp_path / f"{number}.json").write_text(json.dumps(record))
+
+    def part(record):
+        return record["part"]
+
+    assert runner.read_records(tmp_path, part) == records
+    with pytest.raises(ValueError, match="more than one commit"):
+        runner.read_records(tmp_path)
+    (tmp_path / "2.json").write_text(json.dumps(records[1] | {"machine": "o"}))
+    with pytest.raises(ValueError, match=r"more than one machine: \['n', 'o'\]"):
+        runner.read_records(tmp_path, part)
+    results_file.write_suite_result("step", "h200", {"ratio": 1.5}, records, part=part)
+    written = json.loads((tmp_path / "step-h200.json").read_text())
+    assert written["commit"] == "def"
+    assert written["setup"]["origins"]["a"] == {
+        "commit": "abc",
+        "machine": "m",
+        "versions": {"torch": "2.11"},
+    }
+
+
 def test_without_every_claim_nothing_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
     results_file.write_suite_result("step", "h200", {"ratio": 1.5, "share": None, "gap": None}, [])
