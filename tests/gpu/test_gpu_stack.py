@@ -67,8 +67,8 @@ def test_gradients_are_as_near_to_float64_as_transformers(name, lora):
     model = model.cuda()
     samples = samples_of(LONG_GROUPS)
     want_hidden, want = one_at_a_time(exact, samples)
-    # PEFT multiplies by adapters in float32; here, as in the engine, they are rounded to the model's type, and
-    # so are they in the copy that sets the measure.
+    # PEFT multiplies by adapters in float32. Here, as in the engine, they are rounded to the model's type; so
+    # are they in the copy that sets the measure.
     theirs_hidden, theirs = one_at_a_time(copy.deepcopy(model).bfloat16(), on_gpu(samples))
     their_error = relative_errors(theirs, want)
     for share_prompts in (True, False):
