@@ -77,7 +77,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    case = _Case.of(q, k, runs, scale)
+    case = _Case.of(q, k, runs, scale, has_workspace=False)
     tensors = {_Uid.Q: q, _Uid.K: k, _Uid.V: v, _Uid.OUT: out, _Uid.LSE: lse}
     _execute(_forward_graph(case), case, runs, tensors)
     return out, lse.T
@@ -97,7 +97,7 @@ def backward(
     # Nothing is written for keys that no query sees.
     new = torch.zeros_like if 0 in runs.query_lengths else torch.empty_like
     grad_q, grad_k, grad_v = torch.empty_like(q), new(k), new(v)
-    case = _Case.of(q, k, runs, scale)
+    case = _Case.of(q, k, runs, scale, has_workspace=True)
     tensors = {_Uid.Q: q, _Uid.K: k, _Uid.V: v, _Uid.OUT: out, _Uid.LSE: lse, _Uid.GRAD: grad}
     tensors |= {_Uid.GRAD_Q: grad_q, _Uid.GRAD_K: grad_k, _Uid.GRAD_V: grad_v}
     _execute(_backward_graph(case), case, runs, tensors)
@@ -146,18 +146,18 @@ class _Case:
     max_runs: int
     max_queries: int  # of a run
     max_keys: int
-    max_total_queries: int
+    max_total_queries: int  # 0: the graph needs no workspace
     max_total_keys: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, runs: Runs, scale: float) -> _Case:
+    def of(cls, q: Tensor, k: Tensor, runs: Runs, scale: float, *, has_workspace: bool) -> _Case:
         return cls(
             q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], scale, runs.is_causal,
-            max_runs=_rounded_up(len(runs.query_lengths), 4),
-            max_queries=_rounded_up(max(runs.query_lengths), 4, _TILE_TOKENS),
-            max_keys=_rounded_up(max(runs.key_lengths), 4, _TILE_TOKENS),
-            max_total_queries=_bound(len(q)),
-            max_total_keys=_bound(len(k)),
+            max_runs=_rounded_up(len(runs.query_lengths), 1),
+            max_queries=_rounded_up(max(runs.query_lengths), 2, _TILE_TOKENS),
+            max_keys=_rounded_up(max(runs.key_lengths), 2, _TILE_TOKENS),
+            max_total_queries=_bound(len(q)) if has_workspace else 0,
+            max_total_keys=_bound(len(k)) if has_workspace else 0,
         )  # fmt: skip
 
 
