@@ -154,7 +154,7 @@ def compute_claims(records: list[Record]) -> dict[str, float | None]:
 
 def part(record: Record) -> str:
     """A model's peak does not depend on when another's was measured."""
-    return f"{record['model']} {record['method']}"
+    return f"{record['kind']}: {record['model']} {record['method']}"
 
 
 def merge(options: argparse.Namespace) -> None:

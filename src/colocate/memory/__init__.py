@@ -1,1 +1,1 @@
-"""Memory: what is resident, what is time-shared, and the planner that works it out beforehand."""
+"""Memory: the arena, its hand-over between phases, offload, recovery, and what of it was used when."""
