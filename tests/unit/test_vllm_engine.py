@@ -156,6 +156,25 @@ def test_why_weights_cannot_be_shared(make, options, reason, monkeypatch):
     assert (why is None) if reason is None else (reason in why)
 
 
+@pytest.mark.parametrize("make", [make_model, make_lora])
+def test_parameters_are_fused_before_vllm_has_its_pools(make, with_vllm, monkeypatch):
+    # What is allocated while vLLM loads would be discarded when it sleeps.
+    class Started(Exception):
+        pass
+
+    def start(*_, **__):
+        raise Started
+
+    monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
+    monkeypatch.setattr(in_process.VLLMEngine, "_start", start)
+    model = make("qwen3")
+    with pytest.raises(RuntimeError, match="not slices of one storage"):
+        shared_weights.vllm_views(model)
+    with pytest.raises(Started):
+        in_process.VLLMEngine(model)
+    assert shared_weights.vllm_views(model)
+
+
 def test_sharing_asked_for_and_impossible_is_an_error(with_vllm):
     with pytest.raises(
         ValueError, match=r"vllm_weights='shared' is not possible: on the device 'cpu'.*'auto'"

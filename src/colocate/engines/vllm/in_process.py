@@ -20,7 +20,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,8 @@ from colocate.engines.vllm.shared_weights import WeightSource, forget, start_sou
 from colocate.engines.vllm.versions import check_installed
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, buckets, tied_head, why_not_publishable
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import causal_lm, layout_for
+from colocate.weights.shared_views import fuse_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -231,19 +231,19 @@ class VLLMEngine:
         """End vLLM and free its memory."""
         if self._llm is None:
             return
-        if self._frees_memory and not self._is_awake:
-            # Freed asleep, its memory would be unmapped a second time.
-            with suppress(RuntimeError):
-                self._llm.wake_up()
         self._is_awake = False
         self._model = self._base = None
         self._shut_down()
 
     def _shut_down(self) -> None:
         llm, self._llm, self._slot = self._llm, None, None
+        if self._frees_memory:
+            internals.keep_pools()
         internals.shut_down(llm, owns_process_group=self._owns_process_group)
         del llm
         gc.collect()
+        if self._frees_memory:
+            internals.free_pools()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -257,6 +257,9 @@ class VLLMEngine:
             reason = why_not_shared(self._model, tensor_parallel_size=size, model_impl=model_impl) or ""
             if not reason and has_adapters(self._model):
                 reason = why_no_slot(self._model) or ""
+            if not reason:
+                # Here and not where vLLM loads: what is allocated there lies in the pool that sleep discards.
+                fuse_parameters(layout_for(self._model))
         if weights == "shared" and reason:
             _refuse_sharing(reason)
         return WeightSource(self._model, wants_sharing=not reason, reason=reason)

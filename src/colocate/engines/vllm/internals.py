@@ -5,6 +5,7 @@ Everything else goes through `vllm.LLM`, `vllm.SamplingParams` and `register_mod
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import random
@@ -97,14 +98,48 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
     """End an engine in this process, so that another can be started.
 
     Args:
-        owns_process_group: vLLM started `torch.distributed`'s default group, so it ends with it.
+        owns_process_group: vLLM started `torch.distributed`'s default group, so it ends with it. Otherwise it
+            is the run's, and stays.
     """
     from vllm.distributed import parallel_state
 
-    llm.llm_engine.engine_core.shutdown()
-    parallel_state.destroy_model_parallel()
-    if owns_process_group:
+    with ExitStack() as stack:
+        if not owns_process_group:
+            # As it shuts down, vLLM destroys the default group, whoever has made it.
+            destroy = parallel_state.destroy_distributed_environment
+            parallel_state.destroy_distributed_environment = lambda: None
+            stack.callback(setattr, parallel_state, "destroy_distributed_environment", destroy)
+        llm.llm_engine.engine_core.shutdown()
+        parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+def keep_pools() -> None:
+    """Keep the pools of vLLM's sleep from being dropped when it shuts down, for ever.
+
+    PyTorch gives a dropped pool's segments back through an allocator that is gone by then where tensors
+    outlive the pool, and vLLM has already given back some of them itself. So the pools stay, empty: addresses
+    without memory, once `free_pools` was called.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if (allocator := CuMemAllocator.instance) is not None:
+        pools = list(allocator.allocator_and_pools.values())
+        allocator.allocator_and_pools.clear()
+        # Not even when the interpreter ends, which is what a variable here would mean.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pools))
+
+
+def free_pools() -> None:
+    """Give the memory behind the pools of vLLM's sleep back. Nothing may use their tensors any more."""
+    from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
+
+    if (allocator := CuMemAllocator.instance) is not None:
+        torch.cuda.synchronize()
+        for data in allocator.pointer_to_data.values():
+            if not data.is_asleep:
+                unmap_and_release(data.handle)
+        allocator.pointer_to_data.clear()
 
 
 @contextmanager
