@@ -42,6 +42,18 @@ def kv_cache_bytes(llm: Any) -> int:
     return llm.collective_rpc(measure)[0]
 
 
+def counts_freed_weights() -> bool:
+    """Whether this vLLM takes weights freed while it loads for memory that it still has (0.25 does).
+
+    It subtracts what PyTorch has reserved from what the device has in use. Behind PyTorch's back it gives
+    back the freed segments of its pools, so that the difference, which is what others have taken, comes out
+    too small by them, and the KV cache larger than `gpu_memory_utilization` allows.
+    """
+    from vllm.utils.mem_utils import MemoryProfilingResult
+
+    return not hasattr(MemoryProfilingResult, "total_consumed")
+
+
 def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], tied_head: Tensor | None) -> None:
     """Load weights into a model whose kernels read them in another form than the checkpoint's.
 

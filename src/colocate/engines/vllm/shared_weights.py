@@ -130,6 +130,11 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
     return views
 
 
+def num_bytes(model: nn.Module) -> int:
+    """Of vLLM's parameters of a model with fused storage, each once."""
+    return sum({view.data_ptr(): view.nbytes for view in vllm_views(model).values()}.values())
+
+
 def start_source(source: WeightSource) -> tuple[dict[str, Any], str]:
     """vLLM's arguments that make it load from `source`, and the key to `forget` it by."""
     _register()
