@@ -131,7 +131,8 @@ def test_a_launchers_environment_is_kept(monkeypatch):
     ],
 )
 def test_only_expandable_segments_are_turned_off(before, without):
-    assert internals._without_expansion(before) == without
+    assert internals._with_expansion(before, False) == without
+    assert internals._with_expansion(before, True) == without.replace("False", "True")
 
 
 # ── Sharing ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -219,14 +219,20 @@ def plain_segments(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         if device.type == "cuda":
             before = _allocator_settings()
-            if _expands_segments(before):
-                torch._C._accelerator_setAllocatorSettings(_without_expansion(before))
-                stack.callback(torch._C._accelerator_setAllocatorSettings, before)
+            if expands_segments():
+                torch._C._accelerator_setAllocatorSettings(_with_expansion(before, False))
+                stack.callback(torch._C._accelerator_setAllocatorSettings, _with_expansion(before, True))
             set_by_user = {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
             stack.enter_context(
-                environment({name: _without_expansion(value) for name, value in set_by_user.items()})
+                environment({name: _with_expansion(value, False) for name, value in set_by_user.items()})
             )
         yield
+
+
+def expands_segments() -> bool:
+    """Whether PyTorch's allocator on CUDA has expandable segments now."""
+    # The strings that it was given may not tell: there are several ways to set it.
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 
 def _allocator_settings() -> str:
@@ -241,10 +247,6 @@ def _fields(settings: str) -> list[str]:
     return [field.strip() for field in settings.split(",") if field.strip()]
 
 
-def _expands_segments(settings: str) -> bool:
-    return any(field.lower().replace(" ", "") == "expandable_segments:true" for field in _fields(settings))
-
-
-def _without_expansion(settings: str) -> str:
+def _with_expansion(settings: str, is_on: bool) -> str:
     others = [field for field in _fields(settings) if not field.startswith("expandable_segments")]
-    return ",".join([*others, "expandable_segments:False"])
+    return ",".join([*others, f"expandable_segments:{is_on}"])
