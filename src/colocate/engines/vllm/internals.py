@@ -115,11 +115,16 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
     """
     from vllm.distributed import parallel_state
 
+    def leave_world() -> None:
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
     with ExitStack() as stack:
         if not owns_process_group:
-            # As it shuts down, vLLM destroys the default group, whoever has made it.
+            # As it shuts down, vLLM destroys the default group after its own, whoever has made it.
             destroy = parallel_state.destroy_distributed_environment
-            parallel_state.destroy_distributed_environment = lambda: None
+            parallel_state.destroy_distributed_environment = leave_world
             stack.callback(setattr, parallel_state, "destroy_distributed_environment", destroy)
         llm.llm_engine.engine_core.shutdown()
         parallel_state.destroy_model_parallel()
@@ -145,7 +150,9 @@ def keep_pools() -> None:
 def free_pools() -> None:
     """Give the memory behind the pools of vLLM's sleep back. Nothing may use their tensors any more."""
     from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
+    _ROPE_DICT.clear()  # the next engine would take its rotary angles from there
     if (allocator := CuMemAllocator.instance) is not None:
         torch.cuda.synchronize()
         for data in allocator.pointer_to_data.values():
