@@ -1,8 +1,13 @@
 """What the in-process vLLM engine decides before vLLM starts; none of this needs vLLM."""
 
+import gc
+import itertools
 import json
 import logging
 import os
+import sys
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +138,40 @@ def test_a_launchers_environment_is_kept(monkeypatch):
 def test_only_expandable_segments_are_turned_off(before, without):
     assert internals._with_expansion(before, False) == without
     assert internals._with_expansion(before, True) == without.replace("False", "True")
+
+
+class Pool:
+    """Stands for PyTorch's, which must never be dropped."""
+
+
+def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
+    given_back = []
+    pool = Pool()
+    data = {
+        address: SimpleNamespace(handle=address, is_asleep=is_asleep)
+        for address, is_asleep in ((1, False), (2, True), (3, False))
+    }
+    allocator = SimpleNamespace(allocator_and_pools={"weights": (pool, None)}, pointer_to_data=data)
+    modules = {
+        "vllm.device_allocator.cumem": SimpleNamespace(
+            CuMemAllocator=SimpleNamespace(instance=allocator), unmap_and_release=given_back.append
+        ),
+        "vllm.model_executor.layers.rotary_embedding": SimpleNamespace(_ROPE_DICT={"key": "angles"}),
+    }
+    for name, module in modules.items():
+        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            monkeypatch.setitem(sys.modules, parent, SimpleNamespace(__path__=[]))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    internals.keep_pools()
+    assert not allocator.allocator_and_pools  # vLLM finds none to drop
+    internals.free_pools()
+    assert given_back == [1, 3] and not data
+    is_alive = weakref.ref(pool)
+    del pool, allocator, modules
+    monkeypatch.undo()
+    gc.collect()
+    assert is_alive() is not None
 
 
 # ── Sharing ──────────────────────────────────────────────────────────────────────────────────────────────
