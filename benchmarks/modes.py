@@ -78,7 +78,15 @@ class Suite(Runner):
     def _run_all(self, missing: list[ModeCase], more_options: dict[str, Any]) -> None:
         for case in missing:
             if not self.time_is_up():
-                self._step(case, trainer_options(case, tiny=self._options.tiny) | more_options)
+                self._step(case, self._trainer_options(case) | more_options)
+
+    def _trainer_options(self, case: ModeCase) -> dict[str, Any]:
+        options = trainer_options(case, tiny=self._options.tiny)
+        if case.mode == "colocate" and self._options.vllm_engine_kwargs:
+            options["vllm_engine_kwargs"] = (
+                options.get("vllm_engine_kwargs", {}) | self._options.vllm_engine_kwargs
+            )
+        return options
 
     def _step(self, case: ModeCase, run_options: dict[str, Any]) -> None:
         work = case.work
@@ -244,6 +252,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after so long")
     parser.add_argument("--records", type=Path, default=temporary / "colocate-modes-records")
     parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
+    parser.add_argument(
+        "--vllm-engine-kwargs", type=json.loads, default={}, metavar="JSON",
+        help="more of vllm.LLM's arguments where it is colocated, what the machine asks for; in the records",
+    )  # fmt: skip
     parser.add_argument("--merge", action="store_true", help="measure nothing")
     parser.add_argument("--hardware", default="h200x2")
     parser.add_argument("--tiny", action="store_true", help="tiny models and cases, to try the scripts")

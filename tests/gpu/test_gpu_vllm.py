@@ -23,6 +23,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
 WORKER = Path(__file__).parents[1] / "integration" / "vllm_worker.py"
 NUM_TOKENS = 9
+EAGER: dict[str, Any] = {"enforce_eager": True}
+GRAPHS: dict[str, Any] = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+COMPILED: dict[str, Any] = {}
+"""What vLLM does by itself: compiled, and captured. That takes longest to start."""
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
 # Whole blocks of vocabulary and heads of a size that every attention backend has.
 SIZES = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -81,11 +85,14 @@ def check_greedy(engine: Any, model: Any) -> None:
         assert (torch.tensor(completion.logprobs) - logprobs).abs().max() < 0.15
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3"])
-@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
-def test_shared_weights_publish_nothing_over_many_updates(start, name, is_eager):
+@pytest.mark.parametrize(
+    ("name", "engine_kwargs"),
+    [("qwen3", EAGER), ("llama3", GRAPHS), ("qwen2", COMPILED)],
+    ids=["qwen3-eager", "llama3-graphs", "qwen2-compiled"],
+)
+def test_shared_weights_publish_nothing_over_many_updates(start, name, engine_kwargs):
     model = sized(name).bfloat16()
-    engine = start(model, weights="shared", engine_kwargs={"enforce_eager": is_eager})
+    engine = start(model, weights="shared", engine_kwargs=engine_kwargs)
     assert engine.shares_weights and engine.rollout_weight_bytes == 0
     trainers = {parameter.data_ptr() for parameter in model.parameters()}
     inside = engine._llm.apply_model(lambda module: [p.data_ptr() for p in module.parameters()])[0]
@@ -99,12 +106,14 @@ def test_shared_weights_publish_nothing_over_many_updates(start, name, is_eager)
         assert engine.published_bytes == 0
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3"])
-def test_adapters_are_copied_beside_shared_weights(start, name, is_eager, level):
+@pytest.mark.parametrize(
+    ("name", "engine_kwargs", "level"),
+    [("qwen2", EAGER, 1), ("llama3", GRAPHS, 2), ("qwen3", COMPILED, 1)],
+    ids=["qwen2-eager-1", "llama3-graphs-2", "qwen3-compiled-1"],
+)
+def test_adapters_are_copied_beside_shared_weights(start, name, engine_kwargs, level):
     model = adapted(name)
-    engine = start(model, weights="shared", engine_kwargs={"enforce_eager": is_eager})
+    engine = start(model, weights="shared", engine_kwargs=engine_kwargs)
     assert engine.shares_weights
     # The engine itself sleeps at level 1, which brings back what the buffers had; level 2 loses it.
     sleep = engine._llm.sleep
@@ -132,7 +141,7 @@ def test_shared_weights_are_in_memory_once(start, with_adapter):
     sizes = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192}
     model = adapted("qwen3", **sizes) if with_adapter else sized("qwen3", **sizes).bfloat16()
     base_bytes = sum(p.nbytes for name, p in model.named_parameters() if "lora_" not in name)
-    options = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+    options = EAGER | {"kv_cache_memory_bytes": 2**26}
     engine = start(model, weights="shared", engine_kwargs=options)
     for _ in range(2):
         torch.cuda.empty_cache()
@@ -150,7 +159,7 @@ def test_adapters_in_float32_get_a_copy_they_are_merged_into(start, caplog):
     # vLLM's kernels for adapters are for 16 bits.
     model = make_lora("qwen3", **SIZES).cuda()
     with caplog.at_level("INFO", "colocate"):
-        engine = start(model, engine_kwargs={"enforce_eager": True})
+        engine = start(model, engine_kwargs=EAGER)
     assert not engine.shares_weights
     assert "LoRA kernels compute in 16 bits, and the model is in float32" in caplog.text
 
@@ -163,7 +172,8 @@ def test_copies_are_dropped_asleep_and_renewed_over_50_steps(start, with_adapter
         else sized("qwen3")
     )
     model = model.bfloat16()
-    engine = start(model, weights="buckets", engine_kwargs={"enforce_eager": True})
+    # A small KV cache, which is quickly mapped and unmapped.
+    engine = start(model, weights="buckets", engine_kwargs=EAGER | {"kv_cache_memory_bytes": 2**28})
     assert not engine.shares_weights
     for version in range(1, 51):
         renew(model, version)
@@ -184,7 +194,7 @@ def test_copies_are_dropped_asleep_and_renewed_over_50_steps(start, with_adapter
 @pytest.mark.parametrize("weights", ["shared", "buckets"])
 def test_asleep_the_memory_is_the_trainers(start, weights):
     model = sized("qwen3", num_hidden_layers=8, hidden_size=1024, intermediate_size=4096).bfloat16()
-    engine = start(model, weights=weights, engine_kwargs={"enforce_eager": True})
+    engine = start(model, weights=weights, engine_kwargs=EAGER)
     torch.cuda.empty_cache()
     asleep, total = torch.cuda.mem_get_info()
     engine.wake_up()
@@ -201,24 +211,39 @@ def test_asleep_the_memory_is_the_trainers(start, weights):
 def test_expandable_segments_stay_on_for_the_trainer(start):
     from colocate.engines.vllm import internals
 
-    before = internals._allocator_settings()
+    before = internals.expands_segments()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    assert internals.expands_segments()
     try:
         model = sized("qwen3").bfloat16()
-        engine = start(model, engine_kwargs={"enforce_eager": True})
-        assert internals._expands_segments(internals._allocator_settings())
+        engine = start(model, engine_kwargs=EAGER)
+        assert internals.expands_segments()
         for _ in range(3):
             engine.wake_up()
             check_greedy(engine, model)
             engine.sleep()
             assert torch.ones(2**30, dtype=torch.uint8, device="cuda").all()  # segments still come and go
     finally:
-        torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{before}")
+
+
+def test_a_closed_engine_leaves_no_memory(start):
+    model = sized("qwen3", num_hidden_layers=8, hidden_size=1024, intermediate_size=4096).bfloat16()
+    free = []
+    for weights, is_awake in (("shared", False), ("buckets", True), ("shared", True)):
+        engine = start(model, weights=weights, engine_kwargs=EAGER)
+        if is_awake:
+            engine.wake_up()
+            check_greedy(engine, model)
+        engine.close()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[1:] == pytest.approx(free[:2], abs=256 * 2**20)
+    assert torch.ones(2**30, dtype=torch.uint8, device="cuda").all()
 
 
 def test_without_sleep_mode_everything_stays(start):
     model = sized("qwen3").bfloat16()
-    engine = start(model, enable_sleep_mode=False, weights="buckets", engine_kwargs={"enforce_eager": True})
+    engine = start(model, enable_sleep_mode=False, weights="buckets", engine_kwargs=EAGER)
     for version in (1, 2):
         renew(model, version)
         engine.update_weights((), version)

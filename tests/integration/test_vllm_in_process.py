@@ -85,6 +85,7 @@ def test_two_processes_run_one_engine(tmp_path):
     assert first["num_alone"] == first["num_asked"] == 6
     assert second["num_alone"] == 0
     assert first["published_bytes"] > 0
+    assert first["ranks"] == second["ranks"] == [0, 1]
 
 
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])

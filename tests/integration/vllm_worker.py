@@ -82,13 +82,17 @@ def tensor_parallel() -> dict[str, Any]:
     equal = rounds(engine, model, mine, 3)
     engine.wake_up()
     alone = engine.generate(mine if rank == 0 else [], GREEDY)
-    return {
+    found = {
         "equal": equal,
         "num_alone": len(alone),
         "num_asked": sum(len(p.samples) for p in mine),
         "group": engine._group.index,
         "published_bytes": engine.published_bytes,
     }
+    engine.close()
+    ranks: list[int | None] = [None, None]
+    dist.all_gather_object(ranks, rank)  # the run's own group has outlived the engine
+    return found | {"ranks": ranks}
 
 
 def make_partial_lora() -> Any:

@@ -1,8 +1,13 @@
 """What the in-process vLLM engine decides before vLLM starts; none of this needs vLLM."""
 
+import gc
+import itertools
 import json
 import logging
 import os
+import sys
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +18,7 @@ from packaging.version import Version
 from quantized_models import make_4bit_model
 
 from colocate.engines.requests import derived_seed
-from colocate.engines.vllm import in_process, internals, model_config, shared_weights, versions
+from colocate.engines.vllm import in_process, internals, memory, model_config, shared_weights, versions
 from colocate.engines.vllm.engine_arguments import OWN_ARGUMENTS
 from colocate.engines.vllm.groups import check_group_size
 from colocate.weights.layouts import layout_for
@@ -67,9 +72,9 @@ def test_groups_must_divide_the_processes(with_vllm):
 
 def test_memory_is_a_share_of_what_is_free_less_what_training_will_take():
     gib = 2**30
-    assert in_process.memory_share(100 * gib, 140 * gib, reserve_bytes=20 * gib) == pytest.approx(70 / 140)
+    assert memory.memory_share(100 * gib, 140 * gib, reserve_bytes=20 * gib) == pytest.approx(70 / 140)
     with pytest.raises(ValueError, match=r"0\.9 × 10\.00 GiB free - 12\.00 GiB .* = -3\.00 GiB"):
-        in_process.memory_share(10 * gib, 140 * gib, reserve_bytes=12 * gib)
+        memory.memory_share(10 * gib, 140 * gib, reserve_bytes=12 * gib)
 
 
 @given(seed=st.integers(), key=st.integers(), sample=st.integers(0, 1000))
@@ -131,7 +136,42 @@ def test_a_launchers_environment_is_kept(monkeypatch):
     ],
 )
 def test_only_expandable_segments_are_turned_off(before, without):
-    assert internals._without_expansion(before) == without
+    assert internals._with_expansion(before, False) == without
+    assert internals._with_expansion(before, True) == without.replace("False", "True")
+
+
+class Pool:
+    """Stands for PyTorch's, which must never be dropped."""
+
+
+def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
+    given_back = []
+    pool = Pool()
+    data = {
+        address: SimpleNamespace(handle=address, is_asleep=is_asleep)
+        for address, is_asleep in ((1, False), (2, True), (3, False))
+    }
+    allocator = SimpleNamespace(allocator_and_pools={"weights": (pool, None)}, pointer_to_data=data)
+    modules = {
+        "vllm.device_allocator.cumem": SimpleNamespace(
+            CuMemAllocator=SimpleNamespace(instance=allocator), unmap_and_release=given_back.append
+        ),
+        "vllm.model_executor.layers.rotary_embedding": SimpleNamespace(_ROPE_DICT={"key": "angles"}),
+    }
+    for name, module in modules.items():
+        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            monkeypatch.setitem(sys.modules, parent, SimpleNamespace(__path__=[]))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    internals.keep_pools()
+    assert not allocator.allocator_and_pools  # vLLM finds none to drop
+    internals.free_pools()
+    assert given_back == [1, 3] and not data
+    is_alive = weakref.ref(pool)
+    del pool, allocator, modules
+    monkeypatch.undo()
+    gc.collect()
+    assert is_alive() is not None
 
 
 # ── Sharing ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,6 +194,50 @@ def test_why_weights_cannot_be_shared(make, options, reason, monkeypatch):
         make(), **{"tensor_parallel_size": 1, "model_impl": "vllm", **options}
     )
     assert (why is None) if reason is None else (reason in why)
+
+
+@pytest.mark.parametrize("make", [make_model, make_lora])
+def test_parameters_are_fused_before_vllm_has_its_pools(make, with_vllm, monkeypatch):
+    # What is allocated while vLLM loads would be discarded when it sleeps.
+    class Started(Exception):
+        pass
+
+    def start(*_, **__):
+        raise Started
+
+    monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
+    monkeypatch.setattr(in_process.VLLMEngine, "_start", start)
+    model = make("qwen3")
+    with pytest.raises(RuntimeError, match="not slices of one storage"):
+        shared_weights.vllm_views(model)
+    with pytest.raises(Started):
+        in_process.VLLMEngine(model)
+    assert shared_weights.vllm_views(model)
+
+
+@pytest.mark.parametrize("make", [make_model, make_lora])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_vllms_first_copy_has_the_size_of_the_base(make, name):
+    model = make(name)
+    base_bytes = sum(p.nbytes for key, p in model.named_parameters() if "lora_" not in key)
+    fuse_parameters(layout_for(model))
+    assert shared_weights.num_bytes(model) == base_bytes
+
+
+def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monkeypatch):
+    engine = object.__new__(in_process.VLLMEngine)
+    engine._model, engine._device, engine._frees_memory = make_model("qwen3"), torch.device("cpu"), True
+    engine._source = shared_weights.WeightSource(engine._model, wants_sharing=True)
+    fuse_parameters(layout_for(engine._model))
+    size = shared_weights.num_bytes(engine._model)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * size, 10 * size))
+    for is_counted, share in ((True, 0.4), (False, 0.5)):
+        monkeypatch.setattr(internals, "counts_freed_weights", lambda is_counted=is_counted: is_counted)
+        assert engine._utilization(0.5) == pytest.approx(share)
+    monkeypatch.setattr(internals, "counts_freed_weights", lambda: True)
+    assert engine._utilization(0.1) > 0
+    engine._source.wants_sharing = False
+    assert engine._utilization(0.5) == 0.5
 
 
 def test_sharing_asked_for_and_impossible_is_an_error(with_vllm):

@@ -20,7 +20,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,23 +32,27 @@ from colocate.engines.vllm import internals
 from colocate.engines.vllm.adapter_slot import AdapterSlot, has_adapters, slot_arguments, why_no_slot
 from colocate.engines.vllm.engine_arguments import check_engine_kwargs
 from colocate.engines.vllm.groups import TensorParallelGroup
+from colocate.engines.vllm.memory import (
+    CPU_KV_CACHE_BYTES,
+    MEMORY_SHARE_AWAKE,
+    SMALLEST_MEMORY_SHARE,
+    memory_share,
+)
 from colocate.engines.vllm.model_config import config_directory
-from colocate.engines.vllm.shared_weights import WeightSource, forget, start_source, why_not_shared
+from colocate.engines.vllm.shared_weights import (
+    WeightSource,
+    forget,
+    num_bytes,
+    start_source,
+    why_not_shared,
+)
 from colocate.engines.vllm.versions import check_installed
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, buckets, tied_head, why_not_publishable
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import causal_lm, layout_for
+from colocate.weights.shared_views import fuse_parameters
 
 logger = logging.getLogger(__name__)
-
-MEMORY_SHARE = 0.9
-"""Of what is free on the device when the engine starts, beside `reserve_bytes`."""
-
-MEMORY_SHARE_AWAKE = 0.3
-"""Of the device, for an engine that never sleeps: training needs the rest. TRL's default."""
-
-CPU_KV_CACHE_BYTES = 2**30
-"""KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
 
 SMALLEST_TEMPERATURE = 0.01
 """vLLM raises a lower one to this, except 0: log-probs would not be those of the temperature asked for."""
@@ -231,19 +234,19 @@ class VLLMEngine:
         """End vLLM and free its memory."""
         if self._llm is None:
             return
-        if self._frees_memory and not self._is_awake:
-            # Freed asleep, its memory would be unmapped a second time.
-            with suppress(RuntimeError):
-                self._llm.wake_up()
         self._is_awake = False
         self._model = self._base = None
         self._shut_down()
 
     def _shut_down(self) -> None:
         llm, self._llm, self._slot = self._llm, None, None
+        if self._frees_memory:
+            internals.keep_pools()
         internals.shut_down(llm, owns_process_group=self._owns_process_group)
         del llm
         gc.collect()
+        if self._frees_memory:
+            internals.free_pools()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -257,6 +260,9 @@ class VLLMEngine:
             reason = why_not_shared(self._model, tensor_parallel_size=size, model_impl=model_impl) or ""
             if not reason and has_adapters(self._model):
                 reason = why_no_slot(self._model) or ""
+            if not reason:
+                # Here and not where vLLM loads: what is allocated there lies in the pool that sleep discards.
+                fuse_parameters(layout_for(self._model))
         if weights == "shared" and reason:
             _refuse_sharing(reason)
         return WeightSource(self._model, wants_sharing=not reason, reason=reason)
@@ -294,6 +300,8 @@ class VLLMEngine:
             load_kwargs, key = start_source(self._source)
             if self._source.wants_sharing and has_adapters(self._model):
                 load_kwargs |= slot_arguments(self._model)
+            if (share := kwargs.get("gpu_memory_utilization")) is not None:
+                kwargs = kwargs | {"gpu_memory_utilization": self._utilization(share)}
             try:
                 with internals.plain_segments(self._device):
                     return vllm.LLM(
@@ -312,8 +320,22 @@ class VLLMEngine:
                         seed=self._group.index,
                         **kwargs,
                     )
+            except BaseException:
+                if self._frees_memory:
+                    # What had come about hangs on the error; its memory must not.
+                    internals.keep_pools()
+                    internals.free_pools()
+                raise
             finally:
                 forget(key)
+
+    def _utilization(self, share: float) -> float:
+        """The `gpu_memory_utilization` with which vLLM takes `share` of the device."""
+        if not (self._frees_memory and self._source.wants_sharing and internals.counts_freed_weights()):
+            return share
+        assert self._model is not None
+        total_bytes = torch.cuda.mem_get_info(self._device)[1]
+        return max(share - num_bytes(self._model) / total_bytes, SMALLEST_MEMORY_SHARE)
 
     def _adapter_slot(self) -> AdapterSlot | None:
         """Room for the adapters beside shared weights; None if there are none, or it turns out impossible."""
@@ -455,24 +477,6 @@ def _completion(output: Any, request: _Request, version: int) -> Completion:
     assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
     is_stopped = token_ids[-1] in request.sampling.stop_token_ids
     return Completion(token_ids, logprobs, "stop" if is_stopped else "length", version)
-
-
-def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> float:
-    """vLLM's `gpu_memory_utilization`: (MEMORY_SHARE * free - reserve) / total.
-
-    vLLM counts what it takes itself from here on, so memory in use already is the trainer's share.
-
-    Raises:
-        ValueError: nothing is left.
-    """
-    available = MEMORY_SHARE * free_bytes - reserve_bytes
-    if available <= 0:
-        raise ValueError(
-            f"There is no memory for vLLM: {MEMORY_SHARE} × {free_bytes / 2**30:.2f} GiB free - "
-            f"{reserve_bytes / 2**30:.2f} GiB that training will take = {available / 2**30:.2f} GiB. Set "
-            "vllm_gpu_memory_utilization, offload_optimizer=True or use_peft=True, or take a smaller model."
-        )
-    return available / total_bytes
 
 
 def _num_bytes(module: nn.Module) -> int:

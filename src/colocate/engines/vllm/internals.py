@@ -5,6 +5,7 @@ Everything else goes through `vllm.LLM`, `vllm.SamplingParams` and `register_mod
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import random
@@ -39,6 +40,18 @@ def kv_cache_bytes(llm: Any) -> int:
         return sum(storages.values())
 
     return llm.collective_rpc(measure)[0]
+
+
+def counts_freed_weights() -> bool:
+    """Whether this vLLM takes weights freed while it loads for memory that it still has (0.25 does).
+
+    It subtracts what PyTorch has reserved from what the device has in use. Behind PyTorch's back it gives
+    back the freed segments of its pools, so that the difference, which is what others have taken, comes out
+    too small by them, and the KV cache larger than `gpu_memory_utilization` allows.
+    """
+    from vllm.utils.mem_utils import MemoryProfilingResult
+
+    return not hasattr(MemoryProfilingResult, "total_consumed")
 
 
 def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], tied_head: Tensor | None) -> None:
@@ -97,14 +110,55 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
     """End an engine in this process, so that another can be started.
 
     Args:
-        owns_process_group: vLLM started `torch.distributed`'s default group, so it ends with it.
+        owns_process_group: vLLM started `torch.distributed`'s default group, so it ends with it. Otherwise it
+            is the run's, and stays.
     """
     from vllm.distributed import parallel_state
 
-    llm.llm_engine.engine_core.shutdown()
-    parallel_state.destroy_model_parallel()
-    if owns_process_group:
+    def leave_world() -> None:
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+        parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+    with ExitStack() as stack:
+        if not owns_process_group:
+            # As it shuts down, vLLM destroys the default group after its own, whoever has made it.
+            destroy = parallel_state.destroy_distributed_environment
+            parallel_state.destroy_distributed_environment = leave_world
+            stack.callback(setattr, parallel_state, "destroy_distributed_environment", destroy)
+        llm.llm_engine.engine_core.shutdown()
+        parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+def keep_pools() -> None:
+    """Keep the pools of vLLM's sleep from being dropped when it shuts down, for ever.
+
+    PyTorch gives a dropped pool's segments back through an allocator that is gone by then where tensors
+    outlive the pool, and vLLM has already given back some of them itself. So the pools stay, empty: addresses
+    without memory, once `free_pools` was called.
+    """
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if (allocator := CuMemAllocator.instance) is not None:
+        pools = list(allocator.allocator_and_pools.values())
+        allocator.allocator_and_pools.clear()
+        # Not even when the interpreter ends, which is what a variable here would mean.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pools))
+
+
+def free_pools() -> None:
+    """Give the memory behind the pools of vLLM's sleep back. Nothing may use their tensors any more."""
+    from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
+
+    _ROPE_DICT.clear()  # the next engine would take its rotary angles from there
+    if (allocator := CuMemAllocator.instance) is not None:
+        torch.cuda.synchronize()
+        for data in allocator.pointer_to_data.values():
+            if not data.is_asleep:
+                unmap_and_release(data.handle)
+        allocator.pointer_to_data.clear()
 
 
 @contextmanager
@@ -172,14 +226,20 @@ def plain_segments(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         if device.type == "cuda":
             before = _allocator_settings()
-            if _expands_segments(before):
-                torch._C._accelerator_setAllocatorSettings(_without_expansion(before))
-                stack.callback(torch._C._accelerator_setAllocatorSettings, before)
+            if expands_segments():
+                torch._C._accelerator_setAllocatorSettings(_with_expansion(before, False))
+                stack.callback(torch._C._accelerator_setAllocatorSettings, _with_expansion(before, True))
             set_by_user = {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
             stack.enter_context(
-                environment({name: _without_expansion(value) for name, value in set_by_user.items()})
+                environment({name: _with_expansion(value, False) for name, value in set_by_user.items()})
             )
         yield
+
+
+def expands_segments() -> bool:
+    """Whether PyTorch's allocator on CUDA has expandable segments now."""
+    # The strings that it was given may not tell: there are several ways to set it.
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 
 def _allocator_settings() -> str:
@@ -194,10 +254,6 @@ def _fields(settings: str) -> list[str]:
     return [field.strip() for field in settings.split(",") if field.strip()]
 
 
-def _expands_segments(settings: str) -> bool:
-    return any(field.lower().replace(" ", "") == "expandable_segments:true" for field in _fields(settings))
-
-
-def _without_expansion(settings: str) -> str:
+def _with_expansion(settings: str, is_on: bool) -> str:
     others = [field for field in _fields(settings) if not field.startswith("expandable_segments")]
-    return ",".join([*others, "expandable_segments:False"])
+    return ",".join([*others, f"expandable_segments:{is_on}"])

@@ -24,7 +24,7 @@ from colocate.weights.adapters import base_linear
 from colocate.weights.buckets import buckets
 from colocate.weights.layouts import Layout, causal_lm, has_layout, layout_for
 from colocate.weights.quantized import is_4bit
-from colocate.weights.shared_views import fuse_parameters, fused_view
+from colocate.weights.shared_views import fused_view
 
 LOAD_FORMAT = "colocate"
 
@@ -40,7 +40,7 @@ class WeightSource:
 
     Attributes:
         model: the trainer's module.
-        wants_sharing: try to share; the caller has found nothing against it.
+        wants_sharing: try to share; the caller has found nothing against it and has fused the parameters.
         shared: name -> view of the trainer's storage, which is vLLM's parameter; empty: vLLM has a copy.
         reason: why it has a copy, once it was tried.
         is_plain: vLLM's kernels read the parameters as the checkpoint has them, so that new ones can be
@@ -130,6 +130,11 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
     return views
 
 
+def num_bytes(model: nn.Module) -> int:
+    """Of vLLM's parameters of a model with fused storage, each once."""
+    return sum({view.data_ptr(): view.nbytes for view in vllm_views(model).values()}.values())
+
+
 def start_source(source: WeightSource) -> tuple[dict[str, Any], str]:
     """vLLM's arguments that make it load from `source`, and the key to `forget` it by."""
     _register()
@@ -198,7 +203,6 @@ def _addresses(model: nn.Module) -> frozenset[tuple[str, int]]:
 
 def _share(source: WeightSource, model: Any) -> bool:
     """Point vLLM's parameters at the trainer's storage; False and a reason noted if they do not match."""
-    fuse_parameters(layout_for(source.model))
     views = vllm_views(source.model)
     parameters = dict(model.named_parameters())
     if (reason := _mismatch(parameters, views)) is not None:

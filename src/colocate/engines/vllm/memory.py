@@ -1,0 +1,33 @@
+"""How much memory vLLM takes in the trainer's process."""
+
+from __future__ import annotations
+
+MEMORY_SHARE = 0.9
+"""Of what is free on the device when the engine starts, beside `reserve_bytes`."""
+
+MEMORY_SHARE_AWAKE = 0.3
+"""Of the device, for an engine that never sleeps: training needs the rest. TRL's default."""
+
+SMALLEST_MEMORY_SHARE = 0.01
+"""vLLM takes no less than a positive one."""
+
+CPU_KV_CACHE_BYTES = 2**30
+"""KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
+
+
+def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> float:
+    """vLLM's `gpu_memory_utilization`: (MEMORY_SHARE * free - reserve) / total.
+
+    vLLM counts what it takes itself from here on, so memory in use already is the trainer's share.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    available = MEMORY_SHARE * free_bytes - reserve_bytes
+    if available <= 0:
+        raise ValueError(
+            f"There is no memory for vLLM: {MEMORY_SHARE} × {free_bytes / 2**30:.2f} GiB free - "
+            f"{reserve_bytes / 2**30:.2f} GiB that training will take = {available / 2**30:.2f} GiB. Set "
+            "vllm_gpu_memory_utilization, offload_optimizer=True or use_peft=True, or take a smaller model."
+        )
+    return available / total_bytes
