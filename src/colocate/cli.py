@@ -47,12 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return {"train": _train, "plan": _plan, "report": _report, "serve": _serve}[known.command](
             known, rest
         )
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+        if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
+            raise
         if known.debug:
             traceback.print_exc()
         else:
             print(f"colocate {known.command}: {error}\n(--debug shows where)", file=sys.stderr)
         return 1
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it: then its message says what to do, which PyTorch's does not."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
 
 def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -167,6 +175,10 @@ def _require(run: RunConfig, *names: str) -> None:
     for name in names:
         if getattr(run, name) is None:
             raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
+    name = str(run.model_name_or_path)
+    # A name on the Hub has one slash at most; asked for anything else it answers after many attempts.
+    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
+        raise ValueError(f"There is no directory {name!r}, which model_name_or_path says")
 
 
 def _with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +194,10 @@ def _with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, An
 def _peft_config(run: RunConfig) -> Any:
     if not run.use_peft:
         return None
-    from peft import LoraConfig
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError("use_peft=True needs PEFT: pip install 'colocate[peft]'") from error
 
     return LoraConfig(
         r=run.lora_r,
@@ -325,7 +340,7 @@ def _print_plan(
     for phase in ("resident", "rollout", "train"):
         for row in (row for row in result.rows if row.phase == phase):
             # Of the moments of training the widest is shown row by row.
-            if row.moment in (None, result.widest_moment):
+            if row.size_bytes and row.moment in (None, result.widest_moment):
                 table.add_row(phase, row.name, _shown(row.size_bytes), row.how)
         if phase == "train":
             others = [m for m in get_args(Moment) if m != result.widest_moment]
@@ -352,7 +367,7 @@ def _print_plan(
 
 
 def _decisions(result: MemoryPlan, config: GRPOConfig, gpu: Gpu | None, speed: Speed | None) -> Iterator[str]:
-    """What the plan comes to, beside bytes."""
+    """What the plan comes to, beside bytes; of one that does not fit, how it would train."""
     plan, sequences = result.train_plan, config.per_device_train_batch_size
     tokens = (
         f"{plan.tokens_per_microbatch:,} tokens" if plan.tokens_per_microbatch else f"{sequences} sequences"
@@ -363,6 +378,8 @@ def _decisions(result: MemoryPlan, config: GRPOConfig, gpu: Gpu | None, speed: S
         f"time{' with their softmax kept for backward' if plan.keep_softmax else ''}; optimizer "
         f"{'on the host in rollout' if plan.offload_optimizer else 'on the device'}."
     )
+    if result.fits is False:
+        return
     if result.repeated_prompts is not None:
         yield result.repeated_prompts
     yield (

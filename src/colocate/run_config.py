@@ -104,7 +104,9 @@ for _class in (_Loader, _Dumper):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Raises ValueError when the file is no mapping of options; OSError when it cannot be read."""
+    """Raises ValueError when it is no file or no mapping of options; OSError when it cannot be read."""
+    if not path.is_file():
+        raise ValueError(f"There is no run file {str(path)!r}; a model is named with --model_name_or_path")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except yaml.YAMLError as error:
