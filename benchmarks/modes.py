@@ -112,6 +112,7 @@ def trainer_options(case: ModeCase, *, tiny: bool) -> dict[str, Any]:
     vllm: dict[str, Any] = {
         "engine": "vllm",
         "vllm_tensor_parallel_size": case.tensor_parallel_size,
+        "vllm_weights": case.weights,
         "vllm_max_model_length": max_model_len(case),
     }
     # On a CPU vLLM would compile C++ for minutes.
@@ -166,8 +167,9 @@ def compute_claims(records: list[Record], num_gpus: int) -> dict[str, float | No
     """Every claim, at the largest batch, with an engine on each GPU; None where the records do not suffice.
 
     A bucketed publication is `VLLMEngine._publish`, the device synchronised around it: adapters merged, all
-    weights written into vLLM's copy, prefix cache forgotten. Sleep and wake-up are of the model with which
-    they take more of a step.
+    weights written into vLLM's copy, prefix cache forgotten. Of the part that asks for it: by itself vLLM
+    would read the base from the trainer's parameters. Sleep and wake-up are of the model with which they
+    take more of a step.
     """
     colocate, server, native = (
         {model: largest(model, mode, num_gpus) for model in ("1p5b", "7b")}
@@ -181,7 +183,9 @@ def compute_claims(records: list[Record], num_gpus: int) -> dict[str, float | No
         "colocate_vs_server_7b": ratio(records, colocate["7b"], server["7b"]),
         "native_vs_server_1p5b": ratio(records, native["1p5b"], server["1p5b"]),
         "publish_shared_bytes": max(published) if published else None,
-        "publish_bucketed_7b_s": engine_median_s(records, colocate["7b"], "_publish"),
+        "publish_bucketed_7b_s": engine_median_s(
+            records, largest("7b", "colocate", num_gpus, "buckets"), "_publish"
+        ),
         "sleep_wake_overhead": max(known_shares) if len(known_shares) == len(shares) else None,
     }
 
@@ -200,6 +204,7 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
                 "model": case.model,
                 "mode": case.mode,
                 "tensor_parallel_size": case.tensor_parallel_size,
+                "weights": case.weights,
                 "num_trainers": case.num_trainers,
                 "num_completions": case.work.num_completions,
                 "step_s": statistics.median(step["step_s"] for step in steps),

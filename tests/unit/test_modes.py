@@ -99,7 +99,8 @@ def test_what_the_engine_spends_and_moves() -> None:
             engine_step(20.0, 0.3, 0.1, 0.0),
             warm_up=1,
         ),
-        record("7b-colocate-512", 512, *[engine_step(10.0, 0.5, 0.25, s) for s in (0.3, 0.2, 0.9)]),
+        record("7b-colocate-512", 512, *[engine_step(10.0, 0.5, 0.25, 0.01) for _ in range(3)]),
+        record("7b-colocate-buckets-512", 512, *[engine_step(5.0, 2.0, 2.0, s) for s in (0.3, 0.2, 0.9)]),
     ]
     claims = modes.compute_claims(records, 2)
     assert claims["publish_shared_bytes"] == 0
@@ -139,4 +140,6 @@ def test_modes_differ_in_the_engine_alone(model: str) -> None:
     assert options["colocate"].pop("engine") == "vllm"
     work = modes_cases.largest(model, "colocate", 2).work
     assert options["colocate"].pop("vllm_max_model_length") > work.prompt_tokens + work.new_tokens
-    assert options["colocate"] == {"vllm_tensor_parallel_size": 1}
+    assert options["colocate"] == {"vllm_tensor_parallel_size": 1, "vllm_weights": "auto"}
+    copying = modes.trainer_options(modes_cases.largest(model, "colocate", 2, "buckets"), tiny=False)
+    assert copying["vllm_weights"] == "buckets"
