@@ -52,7 +52,7 @@ class Suite(Runner):
 
     def measure(self, part: str) -> None:
         """Run what is missing of a part, as far as the time goes."""
-        measured = {record["label"] for record in read_records(self.records)}
+        measured = {record["label"] for record in read_records(self.records, part_of)}
         wanted = cases(part, self._options.gpus)[: 1 if self._options.largest else None]
         missing = [case for case in wanted if case.label not in measured]
         if not missing or self.time_is_up():
@@ -224,9 +224,14 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
     return rows
 
 
+def part_of(record: Record) -> str:
+    """The model: the modes of one are compared on one machine, whatever the other's was."""
+    return str(record["label"]).partition("-")[0]
+
+
 def merge(options: argparse.Namespace) -> None:
     """Print claims and table, and write the result if all claims are there."""
-    records = read_records(options.records)
+    records = read_records(options.records, part_of)
     claims, rows = compute_claims(records, options.gpus), summary(records, options.gpus)
     print(json.dumps(claims, indent=1), *modes_table(rows), sep="\n")
     write_suite_result(
@@ -234,6 +239,7 @@ def merge(options: argparse.Namespace) -> None:
         options.hardware,
         claims,
         records,
+        part=part_of,
         num_gpus=options.gpus,
         num_warm_up=NUM_WARM_UP,
         summary=rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,16 @@ def test_modes_differ_in_the_engine_alone(model: str) -> None:
     assert options["colocate"] == {"vllm_tensor_parallel_size": 1, "vllm_weights": "auto"}
     copying = modes.trainer_options(modes_cases.largest(model, "colocate", 2, "buckets"), tiny=False)
     assert copying["vllm_weights"] == "buckets"
+
+
+def test_models_may_be_measured_on_different_days_and_modes_of_one_may_not(tmp_path: Path) -> None:
+    runs = [("1p5b-server-64", "a"), ("1p5b-native-64", "a"), ("7b-colocate-buckets-512", "b")]
+    for label, machine in runs:
+        (tmp_path / f"{label}.json").write_text(
+            json.dumps({"label": label, "machine": machine, "commit": "c"})
+        )
+    assert len(modes.read_records(tmp_path, modes.part_of)) == 3
+    other = {"label": "7b-server-512", "machine": "a", "commit": "c"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="more than one machine"):
+        modes.read_records(tmp_path, modes.part_of)
