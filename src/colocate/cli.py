@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -27,9 +28,15 @@ RUN.yaml holds options as `name: value`; those on the command line win. Options 
 (learning_rate, num_generations, ...) and RunConfig's (model_name_or_path, dataset_name, reward_funcs,
 use_peft, lora_r, ...). An option without a value is switched on; several values make a list."""
 
+_HOW_TO_GO_ON = (
+    " --resume_from_checkpoint goes on from the last checkpoint in output_dir, if there is one; a SIGTERM "
+    "would have saved one first."
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for an error of the user's, 2 for a wrong command line."""
+    """Run one command; returns the exit code: 0, 1 for an error of the user's, 2 for a wrong command line,
+    130 when interrupted."""
     parser = _build_parser()
     # What stands behind "--" is vLLM's, whatever it looks like.
     own, vllm_options = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
@@ -55,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(f"colocate {known.command}: {error}\n(--debug shows where)", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if known.debug:
+            raise
+        hint = _HOW_TO_GO_ON if known.command == "train" else ""
+        print(f"colocate {known.command}: interrupted.{hint}", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _is_ours(error: BaseException) -> bool:

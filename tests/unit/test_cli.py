@@ -252,6 +252,9 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
         (["--dataset_name", "d", "--reward_funcs", "think_format_reward"], "model_name_or_path is not set"),
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
         (["--fp16"], "fp16=True is not supported"),
+        (["--learning_rate", "fast"], "learning_rate='fast' is not a number."),
+        (["--lr_scheduler_type", "a", "b"], "is not one of 'linear', 'cosine'"),
+        (["--max_steps", "1.5"], "max_steps='1.5' is not a whole number."),
         (["--per_device_train_batch_size", "3"], "whole number of groups"),
         (["--loss_type", "gpro"], "Did you mean 'grpo'?"),
         (["--reward_funcs", "nowhere.py:f"], "No file 'nowhere.py'"),
@@ -290,6 +293,20 @@ def test_errors_of_this_package_are_one_message_and_those_of_others_are_not(
     trainer.train = lambda self, resume_from_checkpoint: torch.ones(2) @ torch.ones(3)
     with pytest.raises(RuntimeError):
         main(["train", *complete])
+
+
+def test_an_interruption_says_how_to_go_on(calls, capsys, tmp_path, monkeypatch):
+    def interrupted(self, resume_from_checkpoint):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
+    monkeypatch.setattr(sys.modules["colocate.trainer"].GRPOTrainer, "train", interrupted)
+    assert main(["train", *complete]) == 130
+    printed = capsys.readouterr().err
+    assert "--resume_from_checkpoint" in printed and "Traceback" not in printed
+    with pytest.raises(KeyboardInterrupt):
+        main(["train", *complete, "--debug"])
 
 
 def test_a_missing_peft_is_named_with_its_extra(calls, capsys, monkeypatch):
