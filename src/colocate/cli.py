@@ -191,7 +191,9 @@ def _require(run: RunConfig, *names: str) -> None:
     name = str(run.model_name_or_path)
     # A name on the Hub has one slash at most; asked for anything else it answers after many attempts.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
-        raise ValueError(f"There is no directory {name!r}, which model_name_or_path says")
+        raise ValueError(
+            f"There is no directory {name!r}: model_name_or_path is that of a model, or a name on the Hub"
+        )
 
 
 def _with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:

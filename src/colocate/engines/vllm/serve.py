@@ -24,7 +24,7 @@ STOP_S = 30.0
 def serve(
     model: str, *, host: str, port: int, tensor_parallel_size: int, vllm_options: Sequence[str] = ()
 ) -> int:
-    """Run vLLM's server until it ends or a SIGINT or SIGTERM ends it, which is passed on; it has `STOP_S` to obey.
+    """Run vLLM's server until it ends or a SIGINT or SIGTERM ends it, which is passed on and has `STOP_S`.
 
     Args:
         model: name or directory. With `--load-format dummy` among the options a configuration and a tokenizer
