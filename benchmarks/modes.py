@@ -52,7 +52,7 @@ class Suite(Runner):
 
     def measure(self, part: str) -> None:
         """Run what is missing of a part, as far as the time goes."""
-        measured = {record["label"] for record in read_records(self.records)}
+        measured = {record["label"] for record in read_records(self.records, part_of)}
         wanted = cases(part, self._options.gpus)[: 1 if self._options.largest else None]
         missing = [case for case in wanted if case.label not in measured]
         if not missing or self.time_is_up():
@@ -120,6 +120,7 @@ def trainer_options(case: ModeCase, *, tiny: bool) -> dict[str, Any]:
     vllm: dict[str, Any] = {
         "engine": "vllm",
         "vllm_tensor_parallel_size": case.tensor_parallel_size,
+        "vllm_weights": case.weights,
         "vllm_max_model_length": max_model_len(case),
     }
     # On a CPU vLLM would compile C++ for minutes.
@@ -174,8 +175,9 @@ def compute_claims(records: list[Record], num_gpus: int) -> dict[str, float | No
     """Every claim, at the largest batch, with an engine on each GPU; None where the records do not suffice.
 
     A bucketed publication is `VLLMEngine._publish`, the device synchronised around it: adapters merged, all
-    weights written into vLLM's copy, prefix cache forgotten. Sleep and wake-up are of the model with which
-    they take more of a step.
+    weights written into vLLM's copy, prefix cache forgotten. Of the part that asks for it: by itself vLLM
+    would read the base from the trainer's parameters. Sleep and wake-up are of the model with which they
+    take more of a step.
     """
     colocate, server, native = (
         {model: largest(model, mode, num_gpus) for model in ("1p5b", "7b")}
@@ -189,7 +191,9 @@ def compute_claims(records: list[Record], num_gpus: int) -> dict[str, float | No
         "colocate_vs_server_7b": ratio(records, colocate["7b"], server["7b"]),
         "native_vs_server_1p5b": ratio(records, native["1p5b"], server["1p5b"]),
         "publish_shared_bytes": max(published) if published else None,
-        "publish_bucketed_7b_s": engine_median_s(records, colocate["7b"], "_publish"),
+        "publish_bucketed_7b_s": engine_median_s(
+            records, largest("7b", "colocate", num_gpus, "buckets"), "_publish"
+        ),
         "sleep_wake_overhead": max(known_shares) if len(known_shares) == len(shares) else None,
     }
 
@@ -208,6 +212,7 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
                 "model": case.model,
                 "mode": case.mode,
                 "tensor_parallel_size": case.tensor_parallel_size,
+                "weights": case.weights,
                 "num_trainers": case.num_trainers,
                 "num_completions": case.work.num_completions,
                 "step_s": statistics.median(step["step_s"] for step in steps),
@@ -227,9 +232,14 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
     return rows
 
 
+def part_of(record: Record) -> str:
+    """The model: the modes of one are compared on one machine, whatever the other's was."""
+    return str(record["label"]).partition("-")[0]
+
+
 def merge(options: argparse.Namespace) -> None:
     """Print claims and table, and write the result if all claims are there."""
-    records = read_records(options.records)
+    records = read_records(options.records, part_of)
     claims, rows = compute_claims(records, options.gpus), summary(records, options.gpus)
     print(json.dumps(claims, indent=1), *modes_table(rows), sep="\n")
     write_suite_result(
@@ -237,6 +247,7 @@ def merge(options: argparse.Namespace) -> None:
         options.hardware,
         claims,
         records,
+        part=part_of,
         num_gpus=options.gpus,
         num_warm_up=NUM_WARM_UP,
         summary=rows,

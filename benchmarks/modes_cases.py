@@ -8,6 +8,8 @@ from typing import Literal
 from step_cases import Work
 
 Mode = Literal["native", "colocate", "server"]
+Weights = Literal["auto", "buckets"]
+"""`vllm_weights`: "auto" shares vLLM's with the trainer on one GPU each, under LoRA the base."""
 
 NUM_GENERATIONS = 8
 
@@ -31,17 +33,18 @@ MODELS = {
     "7b": Model(Work("7b", 0, NUM_GENERATIONS, 512, 512, lora_rank=32), {2: (64, 16), 4: (96, 24)}),
 }
 
-PARTS: dict[str, tuple[str, Mode, int]] = {
-    "1p5b-server": ("1p5b", "server", 1),
-    "1p5b-colocate": ("1p5b", "colocate", 1),
-    "1p5b-native": ("1p5b", "native", 1),
-    "7b-server": ("7b", "server", 1),
-    "7b-colocate": ("7b", "colocate", 1),
-    "7b-native": ("7b", "native", 1),
-    "7b-tp2": ("7b", "colocate", 2),
-    "1p5b-tp2": ("1p5b", "colocate", 2),
+PARTS: dict[str, tuple[str, Mode, int, Weights]] = {
+    "1p5b-server": ("1p5b", "server", 1, "auto"),
+    "1p5b-colocate": ("1p5b", "colocate", 1, "auto"),
+    "1p5b-native": ("1p5b", "native", 1, "auto"),
+    "7b-server": ("7b", "server", 1, "auto"),
+    "7b-colocate": ("7b", "colocate", 1, "auto"),
+    "7b-buckets": ("7b", "colocate", 1, "buckets"),
+    "7b-native": ("7b", "native", 1, "auto"),
+    "7b-tp2": ("7b", "colocate", 2, "auto"),
+    "1p5b-tp2": ("1p5b", "colocate", 2, "auto"),
 }
-"""(model, mode, tensor-parallel size), what the claims need first."""
+"""(model, mode, tensor-parallel size, weights), what the claims need first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,7 @@ class ModeCase:
     tensor_parallel_size: int
     num_gpus: int
     num_prompts: int
+    weights: Weights = "auto"
 
     @property
     def work(self) -> Work:
@@ -67,21 +71,23 @@ class ModeCase:
     def label(self) -> str:
         """Tells its records apart."""
         mode = self.mode if self.tensor_parallel_size == 1 else f"{self.mode}-tp{self.tensor_parallel_size}"
-        return f"{self.model}-{mode}-{self.work.num_completions}"
+        weights = "" if self.weights == "auto" else f"-{self.weights}"
+        return f"{self.model}-{mode}{weights}-{self.work.num_completions}"
 
 
 def cases(part: str, num_gpus: int) -> list[ModeCase]:
-    """The cases of a part, the largest batch first; tensor parallel that one only."""
-    model, mode, tensor_parallel_size = PARTS[part]
+    """The cases of a part, the largest batch first; other ways to colocate vLLM at that one only."""
+    model, mode, tensor_parallel_size, weights = PARTS[part]
     sizes = MODELS[model].num_prompts[num_gpus]
+    is_plain = (tensor_parallel_size, weights) == (1, "auto")
     return [
-        ModeCase(model, mode, tensor_parallel_size, num_gpus, num_prompts)
-        for num_prompts in (sizes if tensor_parallel_size == 1 else sizes[:1])
+        ModeCase(model, mode, tensor_parallel_size, num_gpus, num_prompts, weights)
+        for num_prompts in (sizes if is_plain else sizes[:1])
     ]
 
 
-def largest(model: str, mode: Mode, num_gpus: int, tensor_parallel_size: int = 1) -> ModeCase:
-    return ModeCase(model, mode, tensor_parallel_size, num_gpus, MODELS[model].num_prompts[num_gpus][0])
+def largest(model: str, mode: Mode, num_gpus: int, weights: Weights = "auto") -> ModeCase:
+    return ModeCase(model, mode, 1, num_gpus, MODELS[model].num_prompts[num_gpus][0], weights)
 
 
 def all_cases(num_gpus: int) -> list[ModeCase]:

@@ -16,8 +16,8 @@ NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 
 def mode_name(row: dict[str, Any]) -> str:
-    size = row["tensor_parallel_size"]
-    return NAMES[row["mode"]] + (f", TP {size}" if size > 1 else "")
+    size, copies = row["tensor_parallel_size"], row["weights"] == "buckets"
+    return NAMES[row["mode"]] + (f", TP {size}" if size > 1 else "") + (", copied weights" if copies else "")
 
 
 def modes_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -49,6 +49,7 @@ def modes_section(result: dict[str, Any]) -> list[str]:
     claims, num_gpus = result["claims"], result["setup"]["num_gpus"]
     name = f"modes-{result['hardware']['name']}"
     others = "the other trains" if num_gpus == 2 else f"the other {NUMBERS[num_gpus - 1]} train"
+    copied = next(row for row in result["setup"]["summary"] if row["weights"] == "buckets")
     num_timed = len(result["repetitions"][0]["steps"]) - result["setup"]["num_warm_up"]
     return [
         f"## Modes of rollout on {NUMBERS[num_gpus]} H200s",
@@ -65,11 +66,12 @@ def modes_section(result: dict[str, Any]) -> list[str]:
         "With the largest batch colocated vLLM completes "
         f"{claims['colocate_vs_server_1p5b']:.2f} times as much per second as the server with 1.5B, "
         f"{claims['colocate_vs_server_7b']:.2f} times with 7B; the native engine "
-        f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. In full fine-tuning vLLM reads the "
-        f"trainer's parameters: a publication moves {claims['publish_shared_bytes']:,.0f} bytes. With LoRA "
-        "on 7B it merges the adapters and writes all weights into vLLM's copy, in "
-        f"{claims['publish_bucketed_7b_s']:.2f} s. Falling asleep and waking up take "
-        f"{claims['sleep_wake_overhead']:.1%} of a step.",
+        f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. vLLM reads the trainer's parameters: in "
+        f"full fine-tuning a publication moves {claims['publish_shared_bytes']:,.0f} bytes, with LoRA the "
+        'adapters alone. *Copied weights* is LoRA with `vllm_weights="buckets"`: adapters are merged and all '
+        f"weights written into vLLM's copy, in {claims['publish_bucketed_7b_s']:.2f} s, and a step takes "
+        f"{copied['step_s']:.1f} s. Falling asleep and waking up take {claims['sleep_wake_overhead']:.1%} "
+        "of a step.",
         "",
         f"![Completions per second by mode and batch size]({name}.svg)",
     ]

@@ -12,13 +12,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pages import NAMES
+from pages import NAMES, mode_name
 
 from colocate.reporting.plots import Axis, Plot
 from colocate.reporting.theme import plot_rules, stylesheet
 
 WIDTH, HEIGHT, GAP, MARGIN = 470, 300, 32, 20
 COLORS = {"native": "blue", "colocate": "orange", "server": "slate"}
+
+
+def is_plain(row: dict[str, Any]) -> bool:
+    """vLLM on a GPU each with weights as it likes, or another mode."""
+    return row["tensor_parallel_size"] == 1 and row["weights"] == "auto"
+
+
+def other_color(row: dict[str, Any]) -> str:
+    """The same in all panels."""
+    return "green" if row["tensor_parallel_size"] > 1 else "purple"
 
 
 def modes_panels(result: dict[str, Any]) -> list[str]:
@@ -30,11 +40,9 @@ def modes_panels(result: dict[str, Any]) -> list[str]:
         sizes = sorted({row["num_completions"] for row in of_model})
         measured = {row["mode"] for row in of_model}
         legend = [(NAMES[mode], COLORS[mode], "line") for mode in NAMES if mode in measured]
-        parallel = [row for row in of_model if row["tensor_parallel_size"] > 1]
-        legend += [
-            (f"vLLM colocated, TP {size}", COLORS["colocate"], "dot")
-            for size in dict.fromkeys(row["tensor_parallel_size"] for row in parallel)
-        ]
+        # Measured at one batch size only.
+        others = {mode_name(row): row for row in of_model if not is_plain(row)}
+        legend += [(name, other_color(row), "dot") for name, row in others.items()]
         plot = Plot(
             f"{model.replace('p', '.').upper()} on {result['setup']['num_gpus']} GPUs",
             Axis(sizes[0] / 1.1, sizes[-1] * 1.1, tuple(sizes), log=True, format=lambda size: f"{size:,.0f}"),
@@ -49,14 +57,13 @@ def modes_panels(result: dict[str, Any]) -> list[str]:
             line = sorted(
                 (row["num_completions"], row["completions_per_s"])
                 for row in of_model
-                if row["mode"] == mode and row["tensor_parallel_size"] == 1
+                if row["mode"] == mode and is_plain(row)
             )
-            plot.line([x for x, _ in line], [y for _, y in line], COLORS[mode])
-        plot.points(
-            [row["num_completions"] for row in parallel],
-            [row["completions_per_s"] for row in parallel],
-            COLORS["colocate"],
-        )
+            xs, ys = [x for x, _ in line], [y for _, y in line]
+            plot.line(xs, ys, COLORS[mode])
+            plot.points(xs, ys, COLORS[mode])
+        for row in others.values():
+            plot.points([row["num_completions"]], [row["completions_per_s"]], other_color(row))
         panels.append(plot.svg())
     return panels
 

@@ -282,7 +282,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
     args = GRPOConfig(
         **settings(options, work, directory),
         model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32", "attn_implementation": "sdpa"},
-        use_liger_kernel=options.liger,
+        use_liger_kernel=options.liger and on_gpu,
         **(vllm if on_gpu else {"generation_kwargs": {"min_new_tokens": work.new_tokens}}),
     )
     clock, stopwatch = StepClock(), Stopwatch()
@@ -319,7 +319,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
             }
             for step_s, phase, log in zip(clock.step_s(), phases, logs, strict=True)
         ],
-        "liger": options.liger,
+        "liger": args.use_liger_kernel,
         "vllm_memory": options.vllm_memory,
     }
 

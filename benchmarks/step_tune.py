@@ -59,7 +59,7 @@ def seconds_per_step(candidate: PeerSettings, work: Work, model_dir: Path) -> li
         args = GRPOConfig(
             **settings(options, work, directory),
             model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32", "attn_implementation": "sdpa"},
-            use_liger_kernel=candidate.liger,
+            use_liger_kernel=candidate.liger and on_gpu,
         )
         trainer = GRPOTrainer(
             str(model_directory(model_dir, work.model)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -27,9 +28,15 @@ RUN.yaml holds options as `name: value`; those on the command line win. Options 
 (learning_rate, num_generations, ...) and RunConfig's (model_name_or_path, dataset_name, reward_funcs,
 use_peft, lora_r, ...). An option without a value is switched on; several values make a list."""
 
+_HOW_TO_GO_ON = (
+    " --resume_from_checkpoint goes on from the last checkpoint in output_dir, if there is one; a SIGTERM "
+    "would have saved one first."
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for an error of the user's, 2 for a wrong command line."""
+    """Run one command; returns the exit code: 0, 1 for an error of the user's, 2 for a wrong command line,
+    130 when interrupted."""
     parser = _build_parser()
     # What stands behind "--" is vLLM's, whatever it looks like.
     own, vllm_options = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
@@ -47,12 +54,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return {"train": _train, "plan": _plan, "report": _report, "serve": _serve}[known.command](
             known, rest
         )
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+        if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
+            raise
         if known.debug:
             traceback.print_exc()
         else:
             print(f"colocate {known.command}: {error}\n(--debug shows where)", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if known.debug:
+            raise
+        hint = _HOW_TO_GO_ON if known.command == "train" else ""
+        print(f"colocate {known.command}: interrupted.{hint}", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this package raised it: then its message says what to do, which PyTorch's does not."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
 
 def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -167,6 +188,12 @@ def _require(run: RunConfig, *names: str) -> None:
     for name in names:
         if getattr(run, name) is None:
             raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
+    name = str(run.model_name_or_path)
+    # A name on the Hub has one slash at most; asked for anything else it answers after many attempts.
+    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
+        raise ValueError(
+            f"There is no directory {name!r}: model_name_or_path is that of a model, or a name on the Hub"
+        )
 
 
 def _with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +209,10 @@ def _with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, An
 def _peft_config(run: RunConfig) -> Any:
     if not run.use_peft:
         return None
-    from peft import LoraConfig
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError("use_peft=True needs PEFT: pip install 'colocate[peft]'") from error
 
     return LoraConfig(
         r=run.lora_r,
@@ -325,7 +355,7 @@ def _print_plan(
     for phase in ("resident", "rollout", "train"):
         for row in (row for row in result.rows if row.phase == phase):
             # Of the moments of training the widest is shown row by row.
-            if row.moment in (None, result.widest_moment):
+            if row.size_bytes and row.moment in (None, result.widest_moment):
                 table.add_row(phase, row.name, _shown(row.size_bytes), row.how)
         if phase == "train":
             others = [m for m in get_args(Moment) if m != result.widest_moment]
@@ -352,7 +382,7 @@ def _print_plan(
 
 
 def _decisions(result: MemoryPlan, config: GRPOConfig, gpu: Gpu | None, speed: Speed | None) -> Iterator[str]:
-    """What the plan comes to, beside bytes."""
+    """What the plan comes to, beside bytes; of one that does not fit, how it would train."""
     plan, sequences = result.train_plan, config.per_device_train_batch_size
     tokens = (
         f"{plan.tokens_per_microbatch:,} tokens" if plan.tokens_per_microbatch else f"{sequences} sequences"
@@ -363,6 +393,8 @@ def _decisions(result: MemoryPlan, config: GRPOConfig, gpu: Gpu | None, speed: S
         f"time{' with their softmax kept for backward' if plan.keep_softmax else ''}; optimizer "
         f"{'on the host in rollout' if plan.offload_optimizer else 'on the device'}."
     )
+    if result.fits is False:
+        return
     if result.repeated_prompts is not None:
         yield result.repeated_prompts
     yield (

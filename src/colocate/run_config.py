@@ -104,7 +104,9 @@ for _class in (_Loader, _Dumper):
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Raises ValueError when the file is no mapping of options; OSError when it cannot be read."""
+    """Raises ValueError when it is no file or no mapping of options; OSError when it cannot be read."""
+    if not path.is_file():
+        raise ValueError(f"There is no run file {str(path)!r}; a model is named with --model_name_or_path")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except yaml.YAMLError as error:
@@ -191,10 +193,24 @@ def _width(member: Any) -> int:
     return order.index(origin) if origin in order else len(order)
 
 
+_TYPE_NAMES = {
+    types.NoneType: "None",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "one word",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
 def _type_name(member: Any) -> str:
     if get_origin(member) is Literal:
         return "one of " + ", ".join(repr(choice) for choice in get_args(member))
-    return "None" if member is types.NoneType else getattr(member, "__name__", str(member))
+    if isinstance(member, type) and issubclass(member, enum.Enum):
+        return "one of " + ", ".join(repr(choice.value) for choice in member)
+    known = _TYPE_NAMES.get(get_origin(member) or member)
+    return known or str(getattr(member, "__name__", member))
 
 
 def _coerce_member(name: str, value: Any, member: Any) -> Any:

@@ -252,18 +252,23 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
         (["--dataset_name", "d", "--reward_funcs", "think_format_reward"], "model_name_or_path is not set"),
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
         (["--fp16"], "fp16=True is not supported"),
+        (["--learning_rate", "fast"], "learning_rate='fast' is not a number."),
+        (["--lr_scheduler_type", "a", "b"], "is not one of 'linear', 'cosine'"),
+        (["--max_steps", "1.5"], "max_steps='1.5' is not a whole number."),
         (["--per_device_train_batch_size", "3"], "whole number of groups"),
         (["--loss_type", "gpro"], "Did you mean 'grpo'?"),
         (["--reward_funcs", "nowhere.py:f"], "No file 'nowhere.py'"),
         (["--reward_funcs", "json.dumpz"], "'json' has no function 'dumpz'"),
-        (["missing.yaml"], "missing.yaml"),
+        (["missing.yaml"], "There is no run file 'missing.yaml'; a model is named with"),
+        (["."], "There is no run file '.'"),
+        (["--model_name_or_path", "runs/of/nobody"], "There is no directory 'runs/of/nobody'"),
     ],
 )
 def test_user_errors_are_one_message(arguments, message, calls, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     # What a case is about overrides what makes the command line complete otherwise.
-    about_missing = any(text in message for text in ("is not set", "missing.yaml"))
+    about_missing = any(text in message for text in ("is not set", "no run file"))
     assert main(["train", *([] if about_missing else complete), *arguments]) == 1
     printed = capsys.readouterr().err
     assert message in printed
@@ -272,6 +277,43 @@ def test_user_errors_are_one_message(arguments, message, calls, capsys, tmp_path
 
     assert main(["train", *([] if about_missing else complete), *arguments, "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_errors_of_this_package_are_one_message_and_those_of_others_are_not(
+    calls, capsys, tmp_path, monkeypatch
+):
+    from colocate.checkpoints import sealed
+
+    monkeypatch.chdir(tmp_path)
+    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
+    trainer = sys.modules["colocate.trainer"].GRPOTrainer
+    trainer.train = lambda self, resume_from_checkpoint: sealed.find(True, tmp_path)
+    assert main(["train", *complete, "--resume_from_checkpoint"]) == 1
+    assert "leave resume_from_checkpoint out" in capsys.readouterr().err
+    trainer.train = lambda self, resume_from_checkpoint: torch.ones(2) @ torch.ones(3)
+    with pytest.raises(RuntimeError):
+        main(["train", *complete])
+
+
+def test_an_interruption_says_how_to_go_on(calls, capsys, tmp_path, monkeypatch):
+    def interrupted(self, resume_from_checkpoint):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
+    monkeypatch.setattr(sys.modules["colocate.trainer"].GRPOTrainer, "train", interrupted)
+    assert main(["train", *complete]) == 130
+    printed = capsys.readouterr().err
+    assert "--resume_from_checkpoint" in printed and "Traceback" not in printed
+    with pytest.raises(KeyboardInterrupt):
+        main(["train", *complete, "--debug"])
+
+
+def test_a_missing_peft_is_named_with_its_extra(calls, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
+    assert main(["train", *complete, "--use_peft"]) == 1
+    assert "pip install 'colocate[peft]'" in capsys.readouterr().err
 
 
 # ── plan and report ──────────────────────────────────────────────────────────────────────────────────────
@@ -338,6 +380,7 @@ def test_plan_as_table_says_whether_it_fits(model_dir, capsys):
     assert main([*command, "0.1"]) == 0
     printed = words(capsys.readouterr().out)
     assert "Does not fit: resident 0.6" in printed and "use_peft=True" in printed
+    assert "Speed" not in printed and "KV cache holds" not in printed
 
 
 def test_plan_says_when_prompts_are_computed_again(model_dir, capsys):

@@ -92,6 +92,7 @@ def test_the_picture_of_the_modes_has_a_panel_for_each_model() -> None:
             "model": model,
             "mode": mode,
             "tensor_parallel_size": 1,
+            "weights": "auto",
             "num_completions": size,
             "completions_per_s": size / 10,
         }
@@ -99,9 +100,14 @@ def test_the_picture_of_the_modes_has_a_panel_for_each_model() -> None:
         for mode in FINALS
         for size in (64, 256)
     ]
-    rows.append(rows[2] | {"tensor_parallel_size": 2})
+    rows += [rows[2] | {"tensor_parallel_size": 2}, rows[2] | {"weights": "buckets"}]
     picture = drawn(pictures.picture(pictures.modes_panels({"setup": {"num_gpus": 2, "summary": rows}})))
     titles = {element.text for element in picture.iter() if element.get("class") == "title"}
     assert titles == {"1.5B on 2 GPUs", "7B on 2 GPUs"}
     lines = [e.get("class", "") for e in picture.iter() if e.tag.endswith("path")]
     assert sum(line.startswith("curve") for line in lines) == 2 * (3 + 3)
+    dots = [e.get("class", "") for e in picture.iter() if e.tag.endswith("circle")]
+    assert dots.count("dot f-green") == dots.count("dot f-purple") == 2  # one is the legend's
+    assert dots.count("dot f-blue") == 2 * 2  # of each size that was measured
+    texts = {element.text for element in picture.iter()}
+    assert {"vLLM colocated, TP 2", "vLLM colocated, copied weights"} <= texts

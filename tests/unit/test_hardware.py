@@ -15,12 +15,15 @@ from colocate.planning.planner import Wishes, plan
         ("NVIDIA H200", "H200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
-        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("A100-80GB", "A100 80GB"),
         ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
         ("NVIDIA A100-SXM4-40GB", "A100"),
         ("NVIDIA A10", "A10"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
         ("rtx_3090", "RTX 3090"),
+        ("RTX4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA L40S", "L40S"),
         ("l40s", "L40S"),
@@ -33,6 +36,7 @@ def test_names_of_drivers_and_users(name, known):
 
 def test_unknown_and_too_old():
     assert find_gpu("MI300X") is None and find_gpu("A1000") is None
+    assert find_gpu("RTX") is None and find_gpu("80GB") is None and find_gpu("") is None
     for name in ("Tesla T4", "Tesla V100-SXM2-16GB"):
         with pytest.raises(ValueError, match=r"compute capability 8\.0"):
             find_gpu(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,30 @@ def test_claims_are_those_of_the_table() -> None:
 
 def test_at_least_six_configurations_are_planned() -> None:
     assert len(set(memory_cases.PLAN_CASES)) >= memory.MIN_PLAN_CONFIGURATIONS
+
+
+def test_without_a_gpu_there_is_no_error_of_a_plan_and_no_peak() -> None:
+    plan = {
+        "kind": "plan",
+        "model": "tiny",
+        "method": "full",
+        "length": 9,
+        "num_generations": 2,
+        "passed": True,
+    }
+    rehearsed = [context("14b-lora", 32768, teacher_forced, True) for teacher_forced in (False, True)]
+    for record in rehearsed:
+        del record["driver_peak_bytes"]
+    claims = memory.compute_claims([plan, *rehearsed])
+    assert claims["plan_error"] is None and claims["context_14b_lora_80gb"] is None
+
+
+def test_plans_and_contexts_of_a_model_may_be_of_different_days(tmp_path: Path) -> None:
+    model = {"model": "llama-3.1-8b", "method": "qlora", "machine": "GPU-1"}
+    for number, (kind, commit) in enumerate((("plan", "a"), ("context", "b"), ("context", "b"))):
+        record = model | {"kind": kind, "commit": commit}
+        (tmp_path / f"{number}.json").write_text(json.dumps(record))
+    assert len(memory.read_records(tmp_path, memory.part)) == 3
+    (tmp_path / "3.json").write_text(json.dumps(model | {"kind": "context", "commit": "a"}))
+    with pytest.raises(ValueError, match="more than one commit"):
+        memory.read_records(tmp_path, memory.part)

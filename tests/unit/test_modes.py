@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def test_what_the_engine_spends_and_moves() -> None:
             engine_step(20.0, 0.3, 0.1, 0.0),
             warm_up=1,
         ),
-        record("7b-colocate-512", 512, *[engine_step(10.0, 0.5, 0.25, s) for s in (0.3, 0.2, 0.9)]),
+        record("7b-colocate-512", 512, *[engine_step(10.0, 0.5, 0.25, 0.01) for _ in range(3)]),
+        record("7b-colocate-buckets-512", 512, *[engine_step(5.0, 2.0, 2.0, s) for s in (0.3, 0.2, 0.9)]),
     ]
     claims = modes.compute_claims(records, 2)
     assert claims["publish_shared_bytes"] == 0
@@ -139,4 +141,19 @@ def test_modes_differ_in_the_engine_alone(model: str) -> None:
     assert options["colocate"].pop("engine") == "vllm"
     work = modes_cases.largest(model, "colocate", 2).work
     assert options["colocate"].pop("vllm_max_model_length") > work.prompt_tokens + work.new_tokens
-    assert options["colocate"] == {"vllm_tensor_parallel_size": 1}
+    assert options["colocate"] == {"vllm_tensor_parallel_size": 1, "vllm_weights": "auto"}
+    copying = modes.trainer_options(modes_cases.largest(model, "colocate", 2, "buckets"), tiny=False)
+    assert copying["vllm_weights"] == "buckets"
+
+
+def test_models_may_be_measured_on_different_days_and_modes_of_one_may_not(tmp_path: Path) -> None:
+    runs = [("1p5b-server-64", "a"), ("1p5b-native-64", "a"), ("7b-colocate-buckets-512", "b")]
+    for label, machine in runs:
+        (tmp_path / f"{label}.json").write_text(
+            json.dumps({"label": label, "machine": machine, "commit": "c"})
+        )
+    assert len(modes.read_records(tmp_path, modes.part_of)) == 3
+    other = {"label": "7b-server-512", "machine": "a", "commit": "c"}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match="more than one machine"):
+        modes.read_records(tmp_path, modes.part_of)

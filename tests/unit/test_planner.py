@@ -478,6 +478,41 @@ def test_a_run_that_is_too_large_says_so_and_what_to_set():
     assert any(r.startswith("kv_cache_tokens=None") for r in too_much.remedies)
 
 
+def named(result):
+    return {remedy.split("=")[0].split()[0] for remedy in result.remedies}
+
+
+@settings(max_examples=15)
+@given(device_gib=st.integers(3, 24), optim=st.sampled_from(["adamw_torch_fused", "adamw_bnb_8bit", "sgd"]))
+def test_remedies_are_of_use(device_gib, optim):
+    load = on_gpu(optim=optim, prompt_tokens=2**14, completion_tokens=2**14)
+    result = plan(LARGE_SHAPES, load, device_memory_bytes=device_gib * GIB)
+    shortest = replace(load, prompt_tokens=1, completion_tokens=1)
+    short = plan(
+        LARGE_SHAPES, shortest, device_memory_bytes=device_gib * GIB, wishes=Wishes(offload_optimizer=True)
+    )
+    if result.fits:
+        assert result.remedies == ()
+    elif short.fits is False:
+        assert "max_prompt_length" not in named(result)
+    if not result.fits and "optim" in named(result):
+        eighth = plan(
+            LARGE_SHAPES, replace(load, optim="adamw_bnb_8bit"), device_memory_bytes=device_gib * GIB
+        )
+        assert eighth.phase_bytes("train") + eighth.phase_bytes("resident") < (
+            result.phase_bytes("train") + result.phase_bytes("resident")
+        )
+
+
+def test_a_length_is_a_remedy_where_it_helps_only():
+    long = on_gpu(prompt_tokens=2**18, completion_tokens=2**18)
+    assert "max_prompt_length" in named(plan(LORA_SHAPES, long, device_memory_bytes=16 * GIB))
+    result = plan(LARGE_SHAPES, on_gpu(), device_memory_bytes=6 * GIB)
+    assert result.fits is False and named(result) >= {"optim", "use_peft"}
+    assert "max_prompt_length" not in named(result)
+    assert "optim" not in named(plan(LARGE_SHAPES, on_gpu(optim="sgd"), device_memory_bytes=6 * GIB))
+
+
 def test_a_4bit_model_decodes_from_a_copy_if_that_leaves_a_cache():
     shapes = replace(LORA_SHAPES, four_bit=FourBit())
     sizes = {}

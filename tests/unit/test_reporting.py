@@ -506,6 +506,8 @@ def test_log_axis_puts_a_decade_at_equal_distances():
     axis = Axis.around([0.002, 40.0, -1.0, math.nan], log=True)
     assert (axis.low, axis.high) == (pytest.approx(1e-3), pytest.approx(100))
     assert axis.fraction(0.1) == pytest.approx(2 / 5) and axis.fraction(10) == pytest.approx(4 / 5)
+    small = Axis.around([2e-7, 3e-5], log=True)
+    assert [small.text(tick) for tick in small.ticks] == ["1e-7", "1e-6", "1e-5", "1e-4"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,10 @@ def stand_in(tmp_path, monkeypatch) -> Path:
                 json.dump([arguments, os.environ.get("VLLM_SERVER_DEV_MODE")], file)
             if "--fail" in arguments:
                 sys.exit(3)
-            signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+            is_deaf = "--deaf" in arguments
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if is_deaf else lambda *_: os._exit(7))
+            if is_deaf:
+                time.sleep(60)
             class Handler(http.server.BaseHTTPRequestHandler):
                 def do_GET(self):
                     self.send_response(200)
@@ -80,6 +84,22 @@ def test_ready_line_and_signal(stand_in, capfd):
     assert options["--generation-config"] == "vllm"
     module, _, name = options["--worker-extension-cls"].rpartition(".")
     assert hasattr(__import__(module, fromlist=[name]), name)
+
+
+def test_a_server_that_loses_the_signal_while_it_starts_is_not_left_behind(stand_in, monkeypatch):
+    monkeypatch.setattr(serve_module, "STOP_S", 1.0)
+    called = stand_in / "called.json"
+
+    def signal_when_called():
+        while not called.exists():
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=signal_when_called).start()
+    started_s = time.monotonic()
+    assert serve("--", "--deaf", port=free_port()) == 128 + signal.SIGKILL
+    assert time.monotonic() - started_s < 30
 
 
 def test_a_server_that_fails_to_start(stand_in, capfd):

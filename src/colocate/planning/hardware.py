@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from colocate.planning.accounting import Workload
@@ -40,8 +41,8 @@ GPUS = (
     Gpu("H200", 989, 4800, 139.8, is_hopper=True),
     Gpu("H100 PCIe", 756, 2000, 79.1, is_hopper=True),
     Gpu("H100", 989, 3350, 79.1, is_hopper=True),
-    Gpu("A100-SXM4-80GB", 312, 2039, 79.2),
     Gpu("A100 80GB PCIe", 312, 1935, 79.2),
+    Gpu("A100 80GB", 312, 2039, 79.2),  # a driver says A100-SXM4-80GB
     Gpu("A100", 312, 1555, 39.4),
     Gpu("L40S", 362, 864, 44.4),
     Gpu("RTX 4090", 165, 1008, 23.5),
@@ -69,10 +70,10 @@ def find_gpu(name: str) -> Gpu | None:
     Raises:
         ValueError: it is too old.
     """
-    words = name.upper().replace("-", " ").replace("_", " ").split()
+    words = _words(name)
 
     def is_named(known: str) -> bool:
-        return set(known.upper().replace("-", " ").split()) <= set(words)
+        return _words(known) <= words
 
     for known in TOO_OLD:
         if is_named(known):
@@ -80,7 +81,15 @@ def find_gpu(name: str) -> Gpu | None:
                 f"{name} is older than compute capability 8.0 (Ampere), which the kernels need; choose one "
                 f"of {', '.join(gpu.name for gpu in GPUS)}."
             )
-    return next((gpu for gpu in GPUS if is_named(gpu.name)), None)
+    if gpu := next((gpu for gpu in GPUS if is_named(gpu.name)), None):
+        return gpu
+    # "4090" can be one only.
+    candidates = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.sub(r"[-_ ]|(?<=RTX)(?=[0-9])", " ", name.upper()).split())
 
 
 def expected_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> Speed:

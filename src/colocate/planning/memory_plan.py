@@ -209,6 +209,9 @@ def _remedies(result: MemoryPlan, shapes: ModelShapes, workload: Workload) -> It
         yield f"beta=0.0: keeps no reference model, {size['reference'] / 2**30:.2f} GiB less"
     if not shapes.has_adapters:
         saved = size.get("float32 masters", 0) + size["moments"] + size["gradients"]
+        spared = size["moments"] - sum(map(MOMENTS_BYTES["adamw_bnb_8bit"], shapes.trained_sizes))
+        if spared > 0:
+            yield f"optim=adamw_bnb_8bit: moments in 8 bits, {spared / 2**30:.2f} GiB less"
         yield f"use_peft=True: LoRA spares most of {saved / 2**30:.2f} GiB of masters, moments and gradients"
     elif shapes.four_bit is None:
         packed = shapes.num_projection_weights // 2
@@ -216,4 +219,18 @@ def _remedies(result: MemoryPlan, shapes: ModelShapes, workload: Workload) -> It
         yield f"load_in_4bit=True: frozen weights in 4 bits, about {saved / 2**30:.2f} GiB less"
     if workload.parameter_dtype.itemsize == 4 and shapes.has_adapters:
         yield "dtype=bfloat16: halves the weights"
-    yield f"max_completion_length below the {workload.max_sequence_length} tokens a sequence may have now"
+    if _fits_when_short(result, shapes, workload):
+        yield (
+            "max_prompt_length and max_completion_length less than the "
+            f"{workload.prompt_tokens:,} + {workload.completion_tokens:,} tokens of a sequence now"
+        )
+
+
+def _fits_when_short(result: MemoryPlan, shapes: ModelShapes, workload: Workload) -> bool:
+    """Whether sequences of two tokens would fit: where they do not, no length will do."""
+    assert result.device_memory_bytes is not None, "it is known not to fit"
+    shortest = replace(workload, prompt_tokens=1, completion_tokens=1)
+    least = replace(result.train_plan, activation_policy=ACTIVATION_POLICIES[-1], tokens_per_microbatch=2)
+    room = result.device_memory_bytes - result.phase_bytes("resident")
+    rollout, _ = rollout_rows(shapes, shortest, room)
+    return max(total_bytes(rollout), train_bytes(shapes, shortest, least, correction=1.0)) <= room

@@ -91,7 +91,7 @@ class Axis:
         if self.format is not None:
             return self.format(tick)
         if self.log or len(self.ticks) < 2:
-            return compact(tick)
+            return compact(tick).replace(".00e", "e")  # a power of ten
         return _tick_text(tick, self.ticks[1] - self.ticks[0], max(abs(self.low), abs(self.high)))
 
 

@@ -10,17 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
+from types import FrameType
 
 from colocate.engines.vllm.versions import NEWEST, OLDEST, check_version, installed_version
 
 _POLL_S = 0.25
+STOP_S = 30.0
+"""After a signal. vLLM loses one that comes while it starts, and is killed then with all its processes."""
 
 
 def serve(
     model: str, *, host: str, port: int, tensor_parallel_size: int, vllm_options: Sequence[str] = ()
 ) -> int:
-    """Run vLLM's server until it ends or a SIGINT or SIGTERM ends it, which is passed on.
+    """Run vLLM's server until it ends or a SIGINT or SIGTERM ends it, which is passed on and has `STOP_S`.
 
     Args:
         model: name or directory. With `--load-format dummy` among the options a configuration and a tokenizer
@@ -60,17 +64,22 @@ def serve(
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
     # In a session of its own: a Ctrl-C reaches vLLM once, from here, and not a second time from the terminal.
     process = subprocess.Popen(command, env=environment, start_new_session=True)
-    before = {
-        number: signal.signal(number, lambda number, _: process.send_signal(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    signalled_s: list[float] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        signalled_s.append(time.monotonic())
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        _await_ready(process, host, port)
-        if process.poll() is None:
+        _await_ready(process, signalled_s, host, port)
+        if process.poll() is None and not signalled_s:
             gpus = f", tensor parallel over {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
             print(
                 f"colocate serve: {model} is ready at http://{host}:{port} (vLLM {version}{gpus})", flush=True
             )
+        while _is_running(process, signalled_s):
+            time.sleep(_POLL_S)
         code = process.wait()
     finally:
         for number, handler in before.items():
@@ -102,10 +111,19 @@ def _check_port(host: str, port: int) -> None:
             ) from error
 
 
-def _await_ready(process: subprocess.Popen[bytes], host: str, port: int) -> None:
+def _is_running(process: subprocess.Popen[bytes], signalled_s: list[float]) -> bool:
+    """Whether it is; `STOP_S` after the first signal it is killed."""
+    if process.poll() is None and signalled_s and time.monotonic() > signalled_s[0] + STOP_S:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.poll() is None
+
+
+def _await_ready(process: subprocess.Popen[bytes], signalled_s: list[float], host: str, port: int) -> None:
     """Return when the server answers, or has ended."""
     address = "127.0.0.1" if host in ("0.0.0.0", "") else host
-    while process.poll() is None:
+    while _is_running(process, signalled_s):
         connection = http.client.HTTPConnection(address, port, timeout=5)
         try:
             connection.request("GET", "/health")

@@ -293,7 +293,7 @@ class VLLMServerEngine:
         Raises:
             ServerUnreachable: it is not within `server_timeout_s`.
         """
-        deadline = time.monotonic() + self._server_timeout_s
+        deadline, is_silent = time.monotonic() + self._server_timeout_s, True
         while True:
             remaining_s = deadline - time.monotonic()
             try:
@@ -305,6 +305,12 @@ class VLLMServerEngine:
                         f"{self._server_timeout_s:g} s. {error} {HOW_TO_START}; if it is only slow to load, "
                         "raise vllm_server_timeout."
                     ) from error
+                if is_silent and self._is_main:
+                    is_silent = False
+                    logger.warning(
+                        f"No vLLM server answers at {self._client.base_url} yet; waiting for it for up to "
+                        f"{self._server_timeout_s:g} s (vllm_server_timeout)."
+                    )
             time.sleep(0.5)
 
     def _check_server(self) -> tuple[str, int]:
