@@ -27,7 +27,7 @@ from colocate.engines.native.kernels.layers import add_rms_norm
 from colocate.engines.native.kernels.lora import expand
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.weights.adapters import Adapter, AdapterStack
+from colocate.weights.adapters import AdaptedLinear, Adapter, AdapterStack
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, KV_WIDTH = 28, 3584, 18944, 512
 PROJECTIONS = {  # inputs, outputs of the layers that read them
@@ -45,8 +45,8 @@ Weights = tuple[torch.Tensor, AdapterStack]
 class InPlace(TritonBackend):
     """Activations read gate and up with their adapters already added."""
 
-    def linear_apart(self, x, weight, bias, adapters, stack):
-        return self.linear(x, weight, bias, adapters, stack), None
+    def linear_apart(self, x, adapted):
+        return self.linear(x, adapted), None
 
 
 WAYS = {"engine": TritonBackend, "in place": InPlace, "matrix products": TorchBackend}
@@ -70,7 +70,8 @@ def make(name: str, rank: int) -> Weights:
 
 def call(linear: Callable, x: torch.Tensor, weights: Weights):
     weight, stack = weights
-    return linear(x, weight, None, list(zip(stack.columns, stack.adapters, strict=True)), stack)
+    adapters = list(zip(stack.columns, stack.adapters, strict=True))
+    return linear(x, AdaptedLinear(weight, None, adapters, stack))
 
 
 def step(

@@ -97,6 +97,17 @@ class AdapterStack:
         ]
 
 
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """What a product with layers that read the same input needs."""
+
+    weight: Tensor  # [out, in], and below it the rows of `stack`, if there is one
+    bias: Tensor | None  # as long
+    adapters: Sequence[tuple[slice, Adapter]]
+    """With their columns of the output."""
+    stack: AdapterStack | None
+
+
 def base_linear(module: nn.Module) -> Any:
     """The linear layer inside PEFT's wrapper, or the module itself."""
     get_base_layer = getattr(module, "get_base_layer", None)

@@ -14,7 +14,7 @@ from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout_weights import RolloutWeights, joined
 from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.weights.adapters import base_linear, projection_adapters
+from colocate.weights.adapters import AdaptedLinear, base_linear, projection_adapters
 from colocate.weights.layouts import LayerLayout, Layout
 from colocate.weights.low_rank import LowRank
 from colocate.weights.shared_views import stacked_view
@@ -31,11 +31,14 @@ class Projection:
 
     def __call__(self, backend: TorchBackend, x: Tensor) -> Tensor:
         """The product with x [T, in]; [T, out]."""
-        return backend.linear(x, self.weight.read(), self.bias, self.adapters, self.weight.stack)
+        return backend.linear(x, self._adapted())
 
     def apart(self, backend: TorchBackend, x: Tensor) -> tuple[Tensor, LowRank | None]:
         """The same in two terms, for a reader that adds them; or all of it, and None."""
-        return backend.linear_apart(x, self.weight.read(), self.bias, self.adapters, self.weight.stack)
+        return backend.linear_apart(x, self._adapted())
+
+    def _adapted(self) -> AdaptedLinear:
+        return AdaptedLinear(self.weight.read(), self.bias, self.adapters, self.weight.stack)
 
     def _bias(self, biases: Sequence[Tensor]) -> Tensor:
         """As long as the weights have rows, the adapters' included."""

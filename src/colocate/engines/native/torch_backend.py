@@ -16,7 +16,7 @@ from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
 from colocate.engines.native.sampler import Sampler
-from colocate.weights.adapters import Adapter, AdapterStack
+from colocate.weights.adapters import AdaptedLinear
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import LowRank
 
@@ -55,37 +55,20 @@ class TorchBackend:
     def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
         """Take note of the rows of each prompt and how many leading pages they have in common."""
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: Sequence[tuple[slice, Adapter]],
-        stack: AdapterStack | None,
-    ) -> Tensor:
-        """The product of x [T, in] with weights and their adapters, each in its columns; [T, out].
-
-        Args:
-            weight: [out, in], and below it the rows of `stack`, if there is one; bias: [as many].
-        """
-        if stack is not None:
-            weight = weight[: -stack.num_rows]
-            bias = None if bias is None else bias[: -stack.num_rows]
+    def linear(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
+        """The product of x [T, in] with weights and their adapters, each in its columns; [T, out]."""
+        weight, bias = adapted.weight, adapted.bias
+        if adapted.stack is not None:
+            weight = weight[: -adapted.stack.num_rows]
+            bias = None if bias is None else bias[: -adapted.stack.num_rows]
         output = F.linear(x, weight, bias)
-        for columns, adapter in adapters:
+        for columns, adapter in adapted.adapters:
             adapter.add_to(output[:, columns], x)
         return output
 
-    def linear_apart(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: Sequence[tuple[slice, Adapter]],
-        stack: AdapterStack | None,
-    ) -> tuple[Tensor, LowRank | None]:
+    def linear_apart(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
         """`linear` in two terms, for a reader that adds them up; or all of it, and None."""
-        return self.linear(x, weight, bias, adapters, stack), None
+        return self.linear(x, adapted), None
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

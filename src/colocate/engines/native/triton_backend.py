@@ -19,7 +19,7 @@ from colocate.engines.native.kernels.attention import DecodeScratch, decode_atte
 from colocate.engines.native.prefixes import SharedPrefixes
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.weights.adapters import Adapter, AdapterStack
+from colocate.weights.adapters import AdaptedLinear, AdapterStack
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
 
@@ -71,39 +71,26 @@ class TritonBackend(TorchBackend):
         assert self._prefixes is not None, "the backend is not bound to a decoder"
         self.shares_prefixes = self._prefixes.update(rows_by_group) > 0
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: Sequence[tuple[slice, Adapter]],
-        stack: AdapterStack | None,
-    ) -> Tensor:
+    def linear(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
+        stack = adapted.stack
         if stack is None or len(x) > lora.MAX_ROWS:
-            return super().linear(x, weight, bias, adapters, stack)
-        output, reduced = _split(F.linear(x, weight, bias), stack)
+            return super().linear(x, adapted)
+        output, reduced = _split(F.linear(x, adapted.weight, adapted.bias), stack)
         lora.expand(output, reduced, stack)
         return output
 
-    def linear_apart(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: Sequence[tuple[slice, Adapter]],
-        stack: AdapterStack | None,
-    ) -> tuple[Tensor, LowRank | None]:
-        num_blocks = 0 if stack is None else len(stack.adapters)
+    def linear_apart(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
+        stack = adapted.stack
         if stack is None or len(x) > lora.MAX_ROWS or stack.padded_rank > MAX_RANK:
-            return self.linear(x, weight, bias, adapters, stack), None
-        output, reduced = _split(F.linear(x, weight, bias), stack)
+            return self.linear(x, adapted), None
+        output, reduced = _split(F.linear(x, adapted.weight, adapted.bias), stack)
         if not stack.covers(output.shape[1]):
             lora.expand(output, reduced, stack)
             return output, None
         return output, LowRank(
             tuple(
                 part[:, : len(adapter.a)]
-                for part, adapter in zip(reduced.chunk(num_blocks, dim=1), stack.adapters, strict=True)
+                for part, adapter in zip(reduced.split(stack.padded_rank, dim=1), stack.adapters, strict=True)
             ),
             tuple(adapter.b for adapter in stack.adapters),
             tuple(adapter.scaling for adapter in stack.adapters),
