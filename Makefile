@@ -27,7 +27,7 @@ test: $(VENV)/.installed-test
 
 # Real vLLM on a CPU.
 vllm-test: $(VLLM_VENV)/.installed
-	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu" \
+	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -n 2 --dist loadgroup -m "vllm and not gpu" \
 		tests/unit/test_engine_contract.py tests/integration/test_vllm_*.py tests/integration/test_seed_script.py
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint

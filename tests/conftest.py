@@ -17,6 +17,13 @@ if not torch.cuda.is_available():
 from tiny import make_model, make_reward_model, make_tokenizer
 
 
+def pytest_collection_modifyitems(items):
+    """With `--dist loadgroup` a file's tests stay in one process, unless they have a group of their own."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Tiny matrices: more threads only wait for each other."""

@@ -134,13 +134,14 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0)
 def cases() -> Iterator[Any]:
     groups = (
         (ENGINES, ()),
-        (ENGINES_ON_GPU, pytest.mark.gpu),
-        (ENGINES_WITH_VLLM, pytest.mark.vllm),
+        (ENGINES_ON_GPU, (pytest.mark.gpu,)),
+        (ENGINES_WITH_VLLM, (pytest.mark.vllm,)),
         (ENGINES_WITH_VLLM_ON_GPU, (pytest.mark.vllm, pytest.mark.gpu)),
     )
     for engines, marks in groups:
         for name, case in engines.items():
-            yield pytest.param(case, marks=marks, id=name)
+            # An engine that takes long to start starts once, in whichever process has its tests.
+            yield pytest.param(case, marks=[*marks, pytest.mark.xdist_group(name)], id=name)
 
 
 @pytest.fixture(scope="module", params=cases())
