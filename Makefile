@@ -36,7 +36,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/mypy
 
 # Kernels' tests share the GPU. The others measure and exhaust its memory: one process, with the GPU to itself.
-gpu-test: $(VENV)/.installed-test
+gpu-test: $(VENV)/.installed-gpu
 	$(BIN)/python -m pytest tests/kernel_tests -n 4 -m "gpu and not multi_gpu"
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu and not vllm"
 	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu and not vllm"
@@ -67,6 +67,10 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[test]"
+	touch $@
+
+$(VENV)/.installed-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --editable ".[cuda]"
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed-test

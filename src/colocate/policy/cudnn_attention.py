@@ -2,7 +2,7 @@
 
 The tensors stay packed: cuDNN is told where each run begins. A graph of its operations is compiled for the
 *largest* number of runs, of their tokens and of all tokens, and serves every pack below. These are rounded
-up, so that a training run needs few graphs, each of which takes a twentieth of a second to make; a block of
+up, so that a training run needs few graphs, each of which takes far longer to make than to run; a block of
 threads that finds itself beyond its run's end leaves at once.
 """
 
@@ -242,19 +242,14 @@ class _Nodes:
     def _layout(self, uid: _Uid) -> tuple[list[int], list[int], Any, Any]:
         """Sizes and strides as [runs, heads, tokens, values]: packed, token by token."""
         case = self._case
-        tokens, heads, width, starts = {
-            _Uid.K: (case.max_keys, case.num_kv_heads, case.head_size, _Uid.KEY_STARTS),
-            _Uid.LSE: (case.max_queries, case.num_heads, 1, _Uid.LSE_STARTS),
-        }.get(
-            _LAID_OUT_LIKE.get(uid, uid),
-            (case.max_queries, case.num_heads, case.head_size, _Uid.QUERY_STARTS),
-        )
-        dtype = self._cudnn.data_type.FLOAT if uid is _Uid.LSE else self._dtype
+        tokens, heads, width, starts = case.max_queries, case.num_heads, case.head_size, _Uid.QUERY_STARTS
+        dtype = self._dtype
+        if uid in (_Uid.K, _Uid.V, _Uid.GRAD_K, _Uid.GRAD_V):
+            tokens, heads, starts = case.max_keys, case.num_kv_heads, _Uid.KEY_STARTS
+        elif uid is _Uid.LSE:
+            width, starts, dtype = 1, _Uid.LSE_STARTS, self._cudnn.data_type.FLOAT
         dim, stride = [case.max_runs, heads, tokens, width], [tokens * heads * width, width, heads * width, 1]
         return dim, stride, self._integers[starts], dtype
-
-
-_LAID_OUT_LIKE = {_Uid.V: _Uid.K, _Uid.GRAD_K: _Uid.K, _Uid.GRAD_V: _Uid.K}
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,8 +12,8 @@ from colocate.engines.native.kernels.gate import (
     NUM_WARPS,
     factor_tile,
     grid,
+    largest_padded_rank,
     one_block,
-    padded_rank,
     silu,
     tiling,
     two_blocks,
@@ -117,7 +117,7 @@ def silu_mul_low_rank_backward(
         output,
         num_rows,
         width,
-        PADDED_RANK=padded_rank(low_rank, grad_low_rank),
+        PADDED_RANK=largest_padded_rank(low_rank, grad_low_rank),
         **tiles,
     )
     return grad_gate_up, output

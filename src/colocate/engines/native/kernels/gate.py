@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from colocate.weights.adapters import padded_rank
 from colocate.weights.low_rank import LowRank
 
 _L2_BYTES = 50 * 2**20
@@ -71,7 +72,7 @@ def silu(gates, DTYPE: tl.constexpr):
 ROWS, COLUMNS, MAX_TILES = 16, 128, 16
 """A program goes down up to 16 tiles of tokens, its columns' part of the adapters in registers, and fetches
 the next tiles while it computes one. With one tile per program it would wait for memory first, then for the
-products, twice as long in all. A decode step's rows are fewer: then it is parallelism that is short."""
+products. A decode step's rows are fewer: then it is parallelism that is short."""
 _ROWS_PER_TILE = 64
 
 
@@ -96,7 +97,7 @@ def silu_mul_low_rank(gate_up: Tensor, low_rank: LowRank) -> Tensor:
         output,
         num_rows,
         width,
-        PADDED_RANK=padded_rank(low_rank),
+        PADDED_RANK=largest_padded_rank(low_rank),
         **tiles,
     )
     return output
@@ -112,9 +113,8 @@ def grid(num_rows: int, width: int, num_tiles: int) -> tuple[int, int]:
     return triton.cdiv(num_rows, num_tiles * ROWS), triton.cdiv(width, COLUMNS)
 
 
-def padded_rank(*terms: LowRank) -> int:
-    largest = max(factor.shape[1] for term in terms for factor in term.factors)
-    return max(16, triton.next_power_of_2(largest))  # a product takes 16 at least
+def largest_padded_rank(*terms: LowRank) -> int:
+    return max(padded_rank(factor.shape[1]) for term in terms for factor in term.factors)
 
 
 def two_blocks(low_rank: LowRank) -> tuple:
