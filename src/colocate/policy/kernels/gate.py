@@ -11,6 +11,7 @@ from colocate.engines.native.kernels.gate import (
     BLOCK,
     NUM_WARPS,
     factor_tile,
+    gates_and_up,
     grid,
     largest_padded_rank,
     one_block,
@@ -174,16 +175,12 @@ def _silu_mul_low_rank_backward_kernel(
         rows = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
         mask = (rows < num_rows) & (columns < width)[None, :]
         in_one, in_both = rows * width + columns[None, :], rows * (2 * width) + columns[None, :]
-        gates = tl.load(gate_up + in_both, mask=mask, other=0.0)
-        up = tl.load(gate_up + in_both + width, mask=mask, other=0.0)
         wide_grad = tl.load(grad + in_one, mask=mask, other=0.0)
-        gates = with_low_rank(
-            gates, gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_tile, rows, num_rows,
-            PADDED_RANK,
+        gates, up = gates_and_up(
+            gate_up + in_both, width, mask, rows, num_rows,
+            gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_tile,
+            up_reduced, up_reduced_stride, up_rank, up_scaling, up_tile, PADDED_RANK,
         )  # fmt: skip
-        up = with_low_rank(
-            up, up_reduced, up_reduced_stride, up_rank, up_scaling, up_tile, rows, num_rows, PADDED_RANK
-        )
         wide_grad = with_low_rank(
             wide_grad, grad_reduced, grad_reduced_stride, grad_rank, grad_scaling, grad_tile, rows, num_rows,
             PADDED_RANK,

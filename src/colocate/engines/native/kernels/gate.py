@@ -152,6 +152,25 @@ def with_low_rank(product, reduced, stride, rank, scaling, factor, rows, num_row
 
 
 @triton.jit
+def gates_and_up(
+    pointers, width, mask, rows, num_rows,
+    gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_factor,
+    up_reduced, up_reduced_stride, up_rank, up_scaling, up_factor, PADDED_RANK: tl.constexpr,
+):  # fmt: skip
+    """Gates, and up `width` columns further, with what adapters add to them; `with_low_rank` of each."""
+    gates = tl.load(pointers, mask=mask, other=0.0)
+    up = tl.load(pointers + width, mask=mask, other=0.0)
+    gates = with_low_rank(
+        gates, gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_factor, rows, num_rows,
+        PADDED_RANK,
+    )  # fmt: skip
+    up = with_low_rank(
+        up, up_reduced, up_reduced_stride, up_rank, up_scaling, up_factor, rows, num_rows, PADDED_RANK
+    )
+    return gates, up
+
+
+@triton.jit
 def _silu_mul_low_rank_kernel(
     gate_up,
     stride,
@@ -191,14 +210,10 @@ def _silu_mul_low_rank_kernel(
         rows = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
         mask = (rows < num_rows) & (columns < width)[None, :]
         in_both = rows * stride + columns[None, :]
-        gates = tl.load(gate_up + in_both, mask=mask, other=0.0)
-        up = tl.load(gate_up + in_both + width, mask=mask, other=0.0)
-        gates = with_low_rank(
-            gates, gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_tile, rows, num_rows,
-            PADDED_RANK,
+        gates, up = gates_and_up(
+            gate_up + in_both, width, mask, rows, num_rows,
+            gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_tile,
+            up_reduced, up_reduced_stride, up_rank, up_scaling, up_tile, PADDED_RANK,
         )  # fmt: skip
-        up = with_low_rank(
-            up, up_reduced, up_reduced_stride, up_rank, up_scaling, up_tile, rows, num_rows, PADDED_RANK
-        )
         activated = (silu(gates, dtype) * up).to(dtype)
         tl.store(output + rows * width + columns[None, :], activated, mask=mask)
