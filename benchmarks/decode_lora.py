@@ -1,26 +1,25 @@
 """What LoRA adds to the matrix products of a decode step, and where.
 
-    python benchmarks/decode_lora.py [--rank 32]
+    python benchmarks/decode_lora.py --hardware h200 [--rank 32]
 
 The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, and the
 norms and activations that read them, in one CUDA graph; without adapters, and with them on every projection
 in three ways: as the engine does it, the same with gate and up's adapters added before they are read, and
 PyTorch's matrix products. Then the kernels one by one, where what fits into the L2 cache is read from there.
-Medians. Tables go to the terminal; to $OUT/decode_lora.json if OUT is set.
+Writes results/decode-lora-<hardware>.json; each repetition of a step is a median of many replays, and so is
+a kernel's time. The claims are the seconds that adapters add to a step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import triton
 from decode_floor import captured, median_s
+from results_file import committed, machine, write_result
 from triton.testing import do_bench_cudagraph
 
 from colocate.engines.native.kernels.layers import add_rms_norm
@@ -37,6 +36,7 @@ PROJECTIONS = {  # inputs, outputs of the layers that read them
     "down": (INTERMEDIATE, (HIDDEN,)),
 }
 NUM_ROWS = (8, 32, 128, 512)
+REPETITIONS = 3
 SILU = torch.nn.SiLU()
 
 Weights = tuple[torch.Tensor, AdapterStack]
@@ -112,25 +112,32 @@ def kernels(weights: Weights, x: torch.Tensor) -> dict[str, Callable[[], object]
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hardware", default="h200", help="name of the result")
     parser.add_argument("--rank", type=int, default=32)
-    rank = parser.parse_args().rank
+    options = parser.parse_args()
+    rank, commit = options.rank, committed()
     torch.manual_seed(0)
     layers = [{name: make(name, rank) for name in PROJECTIONS} for _ in range(NUM_LAYERS)]
-    steps, singles = [], []
+    steps, singles, claims = [], [], {}
     print(f"{torch.cuda.get_device_name()}, rank {rank}: milliseconds of a step's projections")
     print(f"{'rows':>5}{'no adapters':>14}" + "".join(f"{way:>22}" for way in WAYS))
     for num_rows in NUM_ROWS:
         inputs = {name: normal(num_rows, num_in) for name, (num_in, _) in PROJECTIONS.items()}
-        times = {"no adapters": median_s(captured(step(TritonBackend(), layers, inputs, False)).replay)}
+        graphs = {"no adapters": captured(step(TritonBackend(), layers, inputs, False))}
         for way, backend in WAYS.items():
-            times[way] = median_s(captured(step(backend(), layers, inputs, True)).replay)
-        plain = times["no adapters"]
+            graphs[way] = captured(step(backend(), layers, inputs, True))
+        repetitions = [
+            {way: median_s(graph.replay) for way, graph in graphs.items()} for _ in range(REPETITIONS)
+        ]
+        times = {way: statistics.median(times[way] for times in repetitions) for way in graphs}
+        adds = {way: times[way] - times["no adapters"] for way in WAYS}
         print(
-            f"{num_rows:5}{plain * 1e3:14.3f}"
-            + "".join(f"{times[way] * 1e3:12.3f} (+{(times[way] - plain) * 1e3:.3f})" for way in WAYS),
+            f"{num_rows:5}{times['no adapters'] * 1e3:14.3f}"
+            + "".join(f"{times[way] * 1e3:12.3f} (+{adds[way] * 1e3:.3f})" for way in WAYS),
             flush=True,
         )
-        steps.append({"num_rows": num_rows, "time_s": times})
+        steps += [{"num_rows": num_rows, "time_s": times} for times in repetitions]
+        claims |= {f"{way}_adds_s_{num_rows}_rows".replace(" ", "_"): adds[way] for way in WAYS}
     print("\nmicroseconds of one")
     for num_rows in NUM_ROWS:
         for name, (num_in, _) in PROJECTIONS.items():
@@ -141,16 +148,10 @@ def main() -> None:
             row = "".join(f"  {call} {time_s * 1e6:.1f}" for call, time_s in times.items())
             print(f"{num_rows:5} {name:8}{row}", flush=True)
             singles.append({"num_rows": num_rows, "projection": name, "time_s": times})
-    if "OUT" in os.environ:
-        record = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "rank": rank,
-            "steps": steps,
-            "kernels": singles,
-        }
-        (Path(os.environ["OUT"]) / "decode_lora.json").write_text(json.dumps(record, indent=1) + "\n")
+    path = write_result(
+        "decode-lora", options.hardware, claims, steps, commit, rank=rank, kernels=singles, machine=machine()
+    )
+    print(f"\n{path}")
 
 
 if __name__ == "__main__":
