@@ -19,7 +19,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from decode_floor import captured, median_s
-from results_file import committed, machine, write_result
+from results_file import committed, write_result
+from rollout_cases import machine
 from triton.testing import do_bench_cudagraph
 
 from colocate.engines.native.kernels.layers import add_rms_norm

@@ -80,8 +80,8 @@ def test_gradients_are_as_near_to_float64_as_transformers(name, lora):
         ratios = {name: value / their_error[name] for name, value in relative_errors(gradients, want).items()}
         assert median(ratios.values()) <= 1.2
         for tensor, ratio in ratios.items():
-            # An attention score's gradient is a difference of nearly equal numbers: over seeds, on the CPU, the
-            # errors of queries' and keys' weights are 0.8 to 2.7 times those of transformers, in the mean 1.1.
+            # An attention score's gradient is a difference of nearly equal numbers: over seeds, on the CPU,
+            # errors of queries' and keys' weights are 0.8 to 2.7 times transformers', in the mean 1.1.
             noisy = "q_proj" in tensor or "k_proj" in tensor
             assert ratio <= (4.0 if noisy else 2.0), tensor
 
