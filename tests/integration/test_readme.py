@@ -210,12 +210,11 @@ def test_figures_of_steps_are_those_of_the_benchmark():
     assert f"it would be {unshared[0]:.0%} and {unshared[1]:.0%}" in page
     assert f"lasts {claims['standby_slowdown']:.3f} times one" in page
     theirs = summary["trl 7b_lora"]
-    excess_s = lora["step_s"] - theirs["step_s"] / 2
-    assert f"{excess_s:.1f} s too much" in page
+    assert claims["step_7b_lora_vs_trl"] > 2 and "less than half of it" in page
     assert f"{lora['phases_s']['rollout'] / 1024 * 1e3:.1f} ms for each of 1,024 tokens" in page
     generation = theirs["phases_s"]["generate"] / lora["phases_s"]["rollout"]
     training = theirs["phases_s"]["train"] / lora["phases_s"]["train"]
-    assert f"only {generation:.1f} times as fast" in page and f"training is {training:.1f} times" in page
+    assert f"is {generation:.1f} times as fast" in page and f"Training is {training:.1f} times" in page
     assert f"at {lora['train_utilization_4n']:.0%} of the GPU's peak" in page
     text = " ".join(README.split())
     names = ("step_1p5b_vs_trl", "step_1p5b_longprompt_vs_trl", "step_7b_lora_vs_trl")
