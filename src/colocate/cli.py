@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from colocate import __version__
+from colocate.option_help import option_help
 
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig
@@ -26,7 +27,8 @@ _RUN_USAGE = """[RUN.yaml] [--option value ...]
 
 RUN.yaml holds options as `name: value`; those on the command line win. Options are all of GRPOConfig's
 (learning_rate, num_generations, ...) and RunConfig's (model_name_or_path, dataset_name, reward_funcs,
-use_peft, lora_r, ...). An option without a value is switched on; several values make a list."""
+use_peft, lora_r, ...); `colocate train --help` has the list. An option without a value is switched on;
+several values make a list."""
 
 _HOW_TO_GO_ON = (
     " --resume_from_checkpoint goes on from the last checkpoint in output_dir, if there is one; a SIGTERM "
@@ -35,8 +37,8 @@ _HOW_TO_GO_ON = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for an error of the user's, 2 for a wrong command line,
-    130 when interrupted."""
+    """Run one command; returns the exit code: 0, 1 for an error of the user's and for a plan that does not fit,
+    2 for a wrong command line, 130 when interrupted."""
     parser = _build_parser()
     # What stands behind "--" is vLLM's, whatever it looks like.
     own, vllm_options = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
@@ -96,7 +98,13 @@ def _build_parser() -> argparse.ArgumentParser:
         usage = f"colocate {name} " + ("RUN_DIR" if name == "report" else _RUN_USAGE)
         # No abbreviations: `--p` must not be taken for --plan's own flags but refused as an unknown option.
         command = commands.add_parser(
-            name, help=summary, description=summary, usage=usage, allow_abbrev=False
+            name,
+            help=summary,
+            description=summary,
+            usage=usage,
+            epilog=option_help() if name == "train" else None,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == "report":
@@ -292,7 +300,7 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
         print(json.dumps({**result.to_dict(), "expected": None if speed is None else vars(speed)}, indent=2))
     else:
         _print_plan(result, run, config, gpu, speed)
-    return 0
+    return int(result.fits is False)
 
 
 def _config_to_plan_for(known: argparse.Namespace, options: dict[str, Any]) -> GRPOConfig:

@@ -85,6 +85,7 @@ def test_no_command_is_forgotten():
         "colocate train recipes/quickstart.yaml --learning_rate 3e-4",
         "colocate plan recipes/quickstart.yaml",
         "colocate report runs/quickstart",
+        "colocate train --help",
         "torchrun --nproc_per_node 2 -m colocate train recipes/quickstart.yaml",
     }
     assert set(commands()) == tested | set(RUN_ELSEWHERE)
@@ -109,6 +110,7 @@ def test_commands_on_the_quickstart(quickstart, checkout):
     run("torchrun --nproc_per_node 2 -m colocate train recipes/quickstart.yaml" + short, checkout)
     assert "KV cache" in run("colocate plan recipes/quickstart.yaml", checkout)
     assert "report.html" in run("colocate report runs/quickstart", checkout)
+    assert "--num_generations (default: 8)" in run("colocate train --help", checkout)
 
 
 def _load_local(load: Callable, directory: Path, name: str, **options: object) -> object:

@@ -1,9 +1,11 @@
 """The command line: what it reads, what it passes on, how it fails. The trainer is a stand-in."""
 
 import json
+import re
 import subprocess
 import sys
 import types
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from transformers import GPT2Config, Qwen2Config
 
 from colocate.cli import main
 from colocate.config import GRPOConfig
+from colocate.option_help import option_help
+from colocate.options import REFUSED, RENAMED, UNNECESSARY
 from colocate.rewards import accuracy_reward
 from colocate.run_config import (
     RunConfig,
@@ -377,7 +381,7 @@ def test_plan_as_table_says_whether_it_fits(model_dir, capsys):
     assert "Fits in 80.00 GiB" in printed
     assert "activation_policy=keep" in printed and "the KV cache holds" in printed
     assert "Speed: unknown" in printed
-    assert main([*command, "0.1"]) == 0
+    assert main([*command, "0.1"]) == 1
     printed = words(capsys.readouterr().out)
     assert "Does not fit: resident 0.6" in printed and "use_peft=True" in printed
     assert "Speed" not in printed and "KV cache holds" not in printed
@@ -483,6 +487,23 @@ def test_help_and_version_load_no_torch(arguments):
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
     assert "colocate" in result.stdout
+
+
+def test_help_lists_every_option_with_its_default():
+    """Against the classes themselves, which the help does not import."""
+    listed = {
+        match[1]: match[2]
+        for match in re.finditer(r"^  --(\w+)(?: \(default: (.*)\))?$", option_help(), re.MULTILINE)
+    }
+    own = RunConfig.__annotations__ | GRPOConfig.__annotations__
+    declared = {f.name: f.default for f in (*fields(RunConfig), *fields(GRPOConfig)) if f.name in own}
+    assert listed == {
+        name: None if default is None or default is MISSING else str(default)
+        for name, default in declared.items()
+        if name in listed
+    }
+    unlisted = declared.keys() - listed.keys()
+    assert unlisted <= {"use_vllm", "vllm_mode"} | RENAMED.keys() | UNNECESSARY.keys() | REFUSED.keys()
 
 
 @pytest.mark.slow  # a fresh process imports transformers to know the options
