@@ -37,8 +37,8 @@ _HOW_TO_GO_ON = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for an error of the user's and for a plan that does not fit,
-    2 for a wrong command line, 130 when interrupted."""
+    """Run one command; returns the exit code: 0, 1 for an error of the user's or a plan that does not fit, 2
+    for a wrong command line, 130 when interrupted."""
     parser = _build_parser()
     # What stands behind "--" is vLLM's, whatever it looks like.
     own, vllm_options = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
