@@ -41,6 +41,10 @@ gpu-test: $(VENV)/.installed-gpu
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu and not vllm"
 	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu and not vllm"
 
+# On two GPUs.
+multi-gpu-test: $(VENV)/.installed-gpu
+	$(BIN)/python -m pytest tests/gpu -m "multi_gpu and not vllm"
+
 gpu-vllm-test:
 	$(VLLM_GPU_PYTHON) -m pytest tests/gpu tests/unit/test_engine_contract.py -m "gpu and vllm and not multi_gpu"
 

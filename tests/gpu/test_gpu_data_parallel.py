@@ -1,0 +1,60 @@
+"""Two GPUs with half the batch each, over NCCL, each with a native engine on its own copy of the weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from data_parallel_worker import CASES, build, trained
+from small_runs import read_metrics
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """Where two processes trained every case."""
+    directory = tmp_path_factory.mktemp("runs")
+    worker = Path(__file__).with_name("data_parallel_worker.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, str(worker), str(directory), *CASES],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return directory
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_gpus_have_the_same_weights(directory, case):
+    ranks = [torch.load(directory / case / f"rank{rank}.pt") for rank in range(2)]
+    for name, weights in ranks[0]["after"].items():
+        assert torch.equal(weights, ranks[1]["after"][name]), name
+    moved = [(ranks[0]["after"][name] - start).abs().max() for name, start in ranks[0]["before"].items()]
+    assert min(moved) > 0
+    records = read_metrics(directory / case)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
+    # Nats: the engine and the trainer round alike, and had the same weights at every rollout.
+    tolerance = 1e-4 if case == "float32" else 0.1
+    assert all(record["sampling/sampling_logp_difference/mean"] < tolerance for record in records)
+
+
+def test_two_gpus_train_what_one_does(directory, tmp_path):
+    one = build(tmp_path, "float32", num_ranks=1)
+    one.train()
+    both = torch.load(directory / "float32" / "rank0.pt")["after"]
+    for name, expected in trained(one).items():
+        # Sums in another order; Adam divides a gradient by its own size.
+        torch.testing.assert_close(both[name], expected, rtol=0, atol=3e-4)
+    for record, expected in zip(
+        read_metrics(directory / "float32"), read_metrics(tmp_path / "float32"), strict=True
+    ):
+        assert record["reward"] == pytest.approx(expected["reward"], abs=1e-6)
+    one.engine.close()
