@@ -30,7 +30,8 @@ def build(directory: Path, case: str, num_ranks: int) -> Any:
     model = make_model(hidden_size=256)
     return make_trainer(
         directory / case, model=model.bfloat16() if options["bf16"] else model, use_cpu=False,
-        per_device_train_batch_size=8 // num_ranks, max_steps=5, learning_rate=3e-3, engine="native", **options,
+        per_device_train_batch_size=8 // num_ranks, max_steps=5, learning_rate=3e-3, engine="native",
+        **options,
     )  # fmt: skip
 
 
