@@ -220,7 +220,7 @@ def _peft_config(run: RunConfig) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ImportError("use_peft=True needs PEFT: pip install 'colocate[peft]'") from error
+        raise ImportError("use_peft=True needs PEFT: pip install 'peft>=0.18'") from error
 
     return LoraConfig(
         r=run.lora_r,

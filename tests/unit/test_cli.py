@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -317,7 +318,7 @@ def test_a_missing_peft_is_named_with_its_extra(calls, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     assert main(["train", *complete, "--use_peft"]) == 1
-    assert "pip install 'colocate[peft]'" in capsys.readouterr().err
+    assert "pip install 'peft>=0.18'" in capsys.readouterr().err
 
 
 # ── plan and report ──────────────────────────────────────────────────────────────────────────────────────
@@ -525,3 +526,13 @@ def test_run_config_has_no_name_of_grpo_config():
         f.name for f in dataclasses.fields(GRPOConfig)
     }
     assert shared == set()
+
+
+def test_hints_to_install_name_what_the_extras_require():
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    required = {line.partition(";")[0].strip() for lines in extras.values() for line in lines}
+    sources = [file.read_text() for file in (root / "src").rglob("*.py")]
+    hinted = {name for text in sources for name in re.findall(r"pip install ['\"]([^'\"]+)['\"]", text)}
+    assert len(hinted) >= 7
+    assert hinted <= required

@@ -451,7 +451,7 @@ def test_missing_math_verify_names_the_extra(monkeypatch, name):
         return real_import(module, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", no_math_verify)
-    with pytest.raises(ImportError, match=r'pip install "colocate\[math\]"'):
+    with pytest.raises(ImportError, match=r'pip install "math-verify>=0.8"'):
         getattr(rewards, name)(["</think> $3$"], ["3"])
 
 

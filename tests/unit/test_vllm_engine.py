@@ -44,7 +44,7 @@ def test_newer_ones_are_untested_and_older_ones_refused(monkeypatch, caplog):
 
 def test_a_missing_vllm_is_an_error_with_remedies(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", lambda: None)
-    with pytest.raises(ImportError, match=r"pip install 'colocate\[vllm\]'.*engine='native'"):
+    with pytest.raises(ImportError, match=r"pip install 'vllm>=0\.25,<0\.34'.*engine='native'"):
         in_process.VLLMEngine(make_model("qwen3"))
 
 

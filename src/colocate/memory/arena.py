@@ -285,7 +285,7 @@ class _Driver:
         except ImportError as error:
             raise ImportError(
                 "A KV cache on a GPU needs the package cuda-bindings, which PyTorch's CUDA 13 wheels bring "
-                "and others do not: pip install 'colocate[cuda]'."
+                "and others do not: pip install 'cuda-bindings>=12.9'."
             ) from error
         self._cu: Any = driver
         self._device = device

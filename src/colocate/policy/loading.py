@@ -90,7 +90,7 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
     try:
         from peft import PeftConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("peft_config needs PEFT: pip install 'colocate[peft]'.") from error
+        raise ImportError("peft_config needs PEFT: pip install 'peft>=0.18'.") from error
     if not isinstance(peft_config, PeftConfig):
         raise TypeError(
             f"peft_config must be a PeftConfig such as LoraConfig, not {type(peft_config).__name__}."

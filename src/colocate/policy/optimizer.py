@@ -292,7 +292,7 @@ def _build_optimizer(
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     except ImportError as error:
-        remedy = ": pip install 'colocate[bitsandbytes]'" if "bitsandbytes" in str(error) else ""
+        remedy = ": pip install 'bitsandbytes>=0.46'" if "bitsandbytes" in str(error) else ""
         raise ImportError(f"optim={name!r} needs a library that is not installed{remedy}.") from error
     is_plain = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
     if not is_plain or {"params", "model", "optimizer_dict"} & kwargs.keys():

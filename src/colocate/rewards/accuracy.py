@@ -74,7 +74,7 @@ def _judge(text: str, solution: str) -> tuple[float | None, str, str]:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
-        raise ImportError('Judging answers needs math-verify: pip install "colocate[math]"') from error
+        raise ImportError('Judging answers needs math-verify: pip install "math-verify>=0.8"') from error
 
     # math-verify's timeouts are signals, which only the main thread can receive.
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -38,7 +38,7 @@ def import_reasoning_gym() -> ModuleType:
         import reasoning_gym
     except ImportError as error:
         raise ImportError(
-            'Generated tasks need reasoning_gym: pip install "colocate[reasoning-gym]"'
+            'Generated tasks need reasoning_gym: pip install "reasoning-gym>=0.1.20"'
         ) from error
     return reasoning_gym
 

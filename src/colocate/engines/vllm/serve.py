@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import metadata
 from types import FrameType
 
-from colocate.engines.vllm.versions import NEWEST, OLDEST, check_version, installed_version
+from colocate.engines.vllm.versions import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
 
 _POLL_S = 0.25
 STOP_S = 30.0
@@ -42,7 +42,7 @@ def serve(
     version = installed_version()
     if version is None:
         raise ImportError(
-            "vLLM is not installed in this environment. Install it here (`pip install 'colocate[vllm]'`; "
+            f"vLLM is not installed in this environment. Install it here (`{HOW_TO_INSTALL}`; "
             f"{OLDEST} to {NEWEST} are supported), or run `colocate serve` where it is."
         )
     if (warning := check_version(version)) is not None:

