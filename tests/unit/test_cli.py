@@ -1,12 +1,9 @@
 """The command line: what it reads, what it passes on, how it fails. The trainer is a stand-in."""
 
 import json
-import re
 import subprocess
 import sys
-import tomllib
 import types
-from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -18,8 +15,6 @@ from transformers import GPT2Config, Qwen2Config
 
 from colocate.cli import main
 from colocate.config import GRPOConfig
-from colocate.option_help import option_help
-from colocate.options import REFUSED, RENAMED, UNNECESSARY
 from colocate.rewards import accuracy_reward
 from colocate.run_config import (
     RunConfig,
@@ -490,23 +485,6 @@ def test_help_and_version_load_no_torch(arguments):
     assert "colocate" in result.stdout
 
 
-def test_help_lists_every_option_with_its_default():
-    """Against the classes themselves, which the help does not import."""
-    listed = {
-        match[1]: match[2]
-        for match in re.finditer(r"^  --(\w+)(?: \(default: (.*)\))?$", option_help(), re.MULTILINE)
-    }
-    own = RunConfig.__annotations__ | GRPOConfig.__annotations__
-    declared = {f.name: f.default for f in (*fields(RunConfig), *fields(GRPOConfig)) if f.name in own}
-    assert listed == {
-        name: None if default is None or default is MISSING else str(default)
-        for name, default in declared.items()
-        if name in listed
-    }
-    unlisted = declared.keys() - listed.keys()
-    assert unlisted <= {"use_vllm", "vllm_mode"} | RENAMED.keys() | UNNECESSARY.keys() | REFUSED.keys()
-
-
 @pytest.mark.slow  # a fresh process imports transformers to know the options
 def test_exit_codes_of_the_program(tmp_path):
     unknown = python("-m", "colocate.cli", "train", "--learning_rat", "1")
@@ -526,13 +504,3 @@ def test_run_config_has_no_name_of_grpo_config():
         f.name for f in dataclasses.fields(GRPOConfig)
     }
     assert shared == set()
-
-
-def test_hints_to_install_name_what_the_extras_require():
-    root = Path(__file__).parents[2]
-    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    required = {line.partition(";")[0].strip() for lines in extras.values() for line in lines}
-    sources = [file.read_text() for file in (root / "src").rglob("*.py")]
-    hinted = {name for text in sources for name in re.findall(r"pip install ['\"]([^'\"]+)['\"]", text)}
-    assert len(hinted) >= 7
-    assert hinted <= required

@@ -1,0 +1,38 @@
+"""What the program says of its options, and of packages that are missing, is so."""
+
+import re
+import tomllib
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from colocate.config import GRPOConfig
+from colocate.option_help import option_help
+from colocate.options import REFUSED, RENAMED, UNNECESSARY
+from colocate.run_config import RunConfig
+
+
+def test_help_lists_every_option_with_its_default():
+    """Against the classes themselves, which the help does not import."""
+    listed = {
+        match[1]: match[2]
+        for match in re.finditer(r"^  --(\w+)(?: \(default: (.*)\))?$", option_help(), re.MULTILINE)
+    }
+    own = RunConfig.__annotations__ | GRPOConfig.__annotations__
+    declared = {f.name: f.default for f in (*fields(RunConfig), *fields(GRPOConfig)) if f.name in own}
+    assert listed == {
+        name: None if default is None or default is MISSING else str(default)
+        for name, default in declared.items()
+        if name in listed
+    }
+    unlisted = declared.keys() - listed.keys()
+    assert unlisted <= {"use_vllm", "vllm_mode"} | RENAMED.keys() | UNNECESSARY.keys() | REFUSED.keys()
+
+
+def test_hints_to_install_name_what_the_extras_require():
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    required = {line.partition(";")[0].strip() for lines in extras.values() for line in lines}
+    sources = [file.read_text() for file in (root / "src").rglob("*.py")]
+    hinted = {name for text in sources for name in re.findall(r"pip install ['\"]([^'\"]+)['\"]", text)}
+    assert len(hinted) >= 7
+    assert hinted <= required
