@@ -13,7 +13,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # An environment of your making: ".[vllm,peft,bitsandbytes]", with the vLLM for your driver, pytest and hypothesis.
 VLLM_GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: quickstart test vllm-test lint gpu-test multi-gpu-test gpu-vllm-test gpu-memcheck bench clean
+.PHONY: quickstart test vllm-test lint gpu-test multi-gpu-test gpu-vllm-test multi-gpu-vllm-test gpu-memcheck bench clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
 quickstart: export OMP_NUM_THREADS = 1
@@ -44,6 +44,9 @@ gpu-test: $(VENV)/.installed-gpu
 # On two GPUs.
 multi-gpu-test: $(VENV)/.installed-gpu
 	$(BIN)/python -m pytest tests/gpu -m "multi_gpu and not vllm"
+
+multi-gpu-vllm-test:
+	$(VLLM_GPU_PYTHON) -m pytest tests/gpu -m "multi_gpu and vllm"
 
 gpu-vllm-test:
 	$(VLLM_GPU_PYTHON) -m pytest tests/gpu tests/unit/test_engine_contract.py -m "gpu and vllm and not multi_gpu"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from colocate import __version__
-from colocate.option_help import option_help
 
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig
@@ -102,10 +101,14 @@ def _build_parser() -> argparse.ArgumentParser:
             help=summary,
             description=summary,
             usage=usage,
-            epilog=option_help() if name == "train" else None,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=name != "train",
             allow_abbrev=False,
         )
+        if name == "train":
+            command.add_argument(
+                "-h", "--help", action=_OptionHelp, nargs=0, help="show this help message and exit"
+            )
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == "report":
             command.add_argument("run_dir", type=Path, help="the run's output_dir")
@@ -121,6 +124,17 @@ def _build_parser() -> argparse.ArgumentParser:
             )
     _add_serve(commands)
     return parser
+
+
+class _OptionHelp(argparse.Action):
+    """`--help` with all options, which are read from the sources when somebody asks."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from colocate.option_help import option_help
+
+        parser.epilog = option_help()
+        parser.print_help()
+        parser.exit()
 
 
 def _add_serve(commands: Any) -> None:

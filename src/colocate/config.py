@@ -68,8 +68,6 @@ class GRPOConfig(TrainingArguments):
     """Run code that comes with a model or tokenizer."""
     disable_dropout: bool = False
     """Set every dropout probability of the model to 0."""
-    router_aux_loss_coef: float | None = None
-    cast_lm_head_to_fp32: bool = False
 
     # ── Batches. All batch sizes count completions, not prompts ──────────────────────────────────────────
 
@@ -247,6 +245,8 @@ class GRPOConfig(TrainingArguments):
 
     # ── Accepted so that existing scripts run, or refused: `options.py` says which and why ───────────────
 
+    router_aux_loss_coef: float | None = None
+    cast_lm_head_to_fp32: bool = False
     use_vllm: bool = False
     vllm_mode: str = "colocate"
     vllm_structured_outputs_regex: str | None = None

@@ -309,7 +309,7 @@ def test_an_interruption_says_how_to_go_on(calls, capsys, tmp_path, monkeypatch)
         main(["train", *complete, "--debug"])
 
 
-def test_a_missing_peft_is_named_with_its_extra(calls, capsys, monkeypatch):
+def test_a_missing_peft_is_named(calls, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     assert main(["train", *complete, "--use_peft"]) == 1

@@ -322,7 +322,7 @@ def test_generated_tasks_need_one_hash_seed_for_all_ranks(monkeypatch):
     assert len(load_prompts("reasoning_gym:chain_sum", size=1)) == 1
 
 
-def test_missing_package_names_the_extra(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     real_import = builtins.__import__
 
     def no_reasoning_gym(name, *args, **kwargs):

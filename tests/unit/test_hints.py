@@ -5,9 +5,13 @@ import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.version import Version
+
 from colocate.config import GRPOConfig
+from colocate.engines.vllm.versions import NEWEST, OLDEST
 from colocate.option_help import option_help
-from colocate.options import REFUSED, RENAMED, UNNECESSARY
+from colocate.options import HONOURED_BY, REFUSED, RENAMED, UNNECESSARY
 from colocate.run_config import RunConfig
 
 
@@ -24,6 +28,8 @@ def test_help_lists_every_option_with_its_default():
         for name, default in declared.items()
         if name in listed
     }
+    honoured_by_vllm = frozenset().union(*HONOURED_BY.values())
+    assert not (listed.keys() & REFUSED.keys()) - honoured_by_vllm
     unlisted = declared.keys() - listed.keys()
     assert unlisted <= {"use_vllm", "vllm_mode"} | RENAMED.keys() | UNNECESSARY.keys() | REFUSED.keys()
 
@@ -36,3 +42,6 @@ def test_hints_to_install_name_what_the_extras_require():
     hinted = {name for text in sources for name in re.findall(r"pip install ['\"]([^'\"]+)['\"]", text)}
     assert len(hinted) >= 7
     assert hinted <= required
+    (vllm,) = (Requirement(name) for name in hinted if name.startswith("vllm"))
+    past = Version(f"{NEWEST.major}.{NEWEST.minor + 1}")
+    assert OLDEST in vllm.specifier and NEWEST in vllm.specifier and past not in vllm.specifier

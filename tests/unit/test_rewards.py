@@ -442,7 +442,7 @@ def test_an_answer_that_the_verifier_cannot_read_is_wrong():
 
 
 @pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
-def test_missing_math_verify_names_the_extra(monkeypatch, name):
+def test_missing_math_verify_is_named(monkeypatch, name):
     real_import = builtins.__import__
 
     def no_math_verify(module, *args, **kwargs):
