@@ -202,6 +202,22 @@ def test_figures_of_steps_are_those_of_the_benchmark():
     around = [summary[f"trl {name}"]["phases_s"] for name in setup["peer_settings"]]
     spent = [f"{phases['_generate_and_score_completions']:.1f}" for phases in around]
     assert f"({spent[0]}, {spent[1]} and {spent[2]} s)" in page
+    firsts = {
+        framework: [
+            record["steps"][0]["step_s"]
+            for record in result["repetitions"]
+            if record["kind"] == "step"
+            and record["framework"] == framework
+            and record["label"] in setup["peer_settings"]
+        ]
+        for framework in ("colocate", "trl")
+    }
+    ranges = [f"{min(first):.0f} to {max(first):.0f} s" for first in firsts.values()]
+    assert f"the first, {ranges[0]} here and {ranges[1]} there," in page
+    phases = [summary[f"colocate {name}"]["phases_s"] for name in setup["peer_settings"]]
+    published = [phase["publish"] for phase in phases]
+    assert {f"{phase['score']:.1f}" for phase in phases} == {"0.1"} and "here scoring takes 0.1 s" in page
+    assert f"publishing {min(published):.3f} to {max(published):.3f} s" in page
     synced = [phases["sync_weights"] for phases in around]
     assert f"({min(synced):.1f} to {max(synced):.1f} s)" in page
     first, longprompt, lora = (summary[f"colocate {name}"] for name in setup["peer_settings"])
