@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +12,15 @@ from grpo_worker import CASES, build
 from small_runs import read_metrics, without_timings
 
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints, verify
+from processes import TORCHRUN, run_python
 
 pytestmark = pytest.mark.slow
 
 LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "torchrun": TORCHRUN,
     # Without --multi_gpu it starts several processes by MPI only; the processes themselves run on the CPU.
     "accelerate": [
-        *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
         *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
     ],
 }
@@ -30,10 +28,7 @@ LAUNCHERS = {
 
 def launch(launcher: str, directory: Path, *cases: str) -> None:
     worker = Path(__file__).with_name("grpo_worker.py")
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(worker), str(directory), *cases]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
+    run_python(*LAUNCHERS[launcher], worker, directory, *cases, timeout_s=240)
 
 
 @pytest.fixture(scope="module")

@@ -4,39 +4,24 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
+from processes import TORCHRUN, run_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
 def test_two_processes_leave_one_record(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     words = ["--framework", "colocate", "--tiny", "--warm-up", "1", "--steps", "2", "--watch-engine"]
     places = ["--model-dir", str(tmp_path / "models"), "--out", str(tmp_path / "record.json")]
-    done = subprocess.run(
-        [
-            sys.executable,
-            *launcher,
-            str(BENCHMARKS / "step.py"),
-            *words,
-            *places,
-            "--option",
-            "engine=native",
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "COLOCATE_COMMIT": "none"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    step = BENCHMARKS / "step.py"
+    options = ["--option", "engine=native"]
+    printed = run_python(*TORCHRUN, step, *words, *places, *options, timeout_s=300, COLOCATE_COMMIT="none")
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["world_size"] == 2 and record["engine"] == "NativeEngine"
     assert record["options"] == {"engine": "native"}
@@ -47,7 +32,7 @@ def test_two_processes_leave_one_record(tmp_path: Path) -> None:
         assert 0 < sum(step["engine_s"].values()) < step["step_s"]
         assert set(step["engine_s"]) == {"wake_up", "sleep"}
     # Printed by one of them: a line for each step, in the form that only the benchmark has.
-    assert len(re.findall(r" s \(rollout \d+\.\d\d,", done.stdout)) == 3
+    assert len(re.findall(r" s \(rollout \d+\.\d\d,", printed)) == 3
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from data_parallel_worker import CASES, build, trained
 from small_runs import read_metrics
+
+from processes import TORCHRUN, run_python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.slow]
 
@@ -20,15 +19,7 @@ def directory(tmp_path_factory) -> Path:
     """Where two processes trained every case."""
     directory = tmp_path_factory.mktemp("runs")
     worker = Path(__file__).with_name("data_parallel_worker.py")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launcher, str(worker), str(directory), *CASES],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    run_python(*TORCHRUN, worker, directory, *CASES, timeout_s=240)
     return directory
 
 

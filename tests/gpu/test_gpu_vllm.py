@@ -6,9 +6,6 @@ Needs vLLM beside CUDA. One engine at a time, all in one process; the one with t
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import torch
 from engine_models import make_lora, make_model, make_prompts, plain_logits, token_logprobs
 
 from colocate.types import SamplingParams
+from processes import TORCHRUN, run_python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
@@ -259,20 +257,7 @@ def test_a_fault_of_the_reserve_is_told_with_its_arithmetic(start):
 
 @pytest.mark.multi_gpu
 def test_two_gpus_run_one_engine(tmp_path):
-    source = str(Path(__file__).parents[2] / "src")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launcher, str(WORKER), "tensor_parallel", str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-8000:]
+    run_python(*TORCHRUN, WORKER, "tensor_parallel", tmp_path, timeout_s=500, VLLM_LOGGING_LEVEL="WARNING")
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found["group"] == 0 and found["published_bytes"] > 0

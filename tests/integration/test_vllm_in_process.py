@@ -7,41 +7,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from peft import LoraConfig
 
+from processes import TORCHRUN, run_python
 from tiny import make_model, make_trainer
 from vllm_unpacked import unpacked
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-HERE = Path(__file__).parent
-
 
 def run(case: str, directory: Path, num_processes: int = 1) -> list[dict]:
     """What each process found; they must also end without an error, though nothing was closed."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    command = [
-        *(launcher if num_processes > 1 else []),
-        str(HERE / "vllm_worker.py"),
-        case,
-        str(directory),
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    worker = Path(__file__).with_name("vllm_worker.py")
+    launcher = TORCHRUN if num_processes == 2 else ()
+    run_python(*launcher, worker, case, directory, timeout_s=400, VLLM_LOGGING_LEVEL="ERROR")
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(num_processes)]
 
 
