@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from colocate.config import GRPOConfig
+from colocate.memory.timeline import NOTHING_POOLED
 from colocate.trainer import GRPOTrainer
 from colocate.types import Completion, Prompt
 
@@ -166,6 +167,7 @@ class StubEngine:
     shares_weights = True
     kv_cache_bytes = 0
     rollout_weight_bytes = 0
+    pooled_bytes = NOTHING_POOLED
     policy_version = 0
 
     def __init__(self, complete: Callable[[Prompt, int], list[int]]) -> None:

@@ -130,7 +130,7 @@ class GRPOTrainer:
         )
         self.optimizer.register_step_pre_hook(lambda *_: self.journal.event("on_pre_optimizer_step"))
         self.optimizer.register_step_post_hook(lambda *_: self.journal.event("on_optimizer_step"))
-        self.timeline = Timeline(device, on_phase=self.journal.set_phase)
+        self.timeline = Timeline(device, on_phase=self.journal.set_phase, pooled=self.engine.pooled_bytes)
         self.timeline.watch("weights", lambda: sum(p.nbytes for p in self.model.parameters()))
         self.timeline.watch("optimizer", lambda: self.policy.optimizer.num_bytes)
         self.timeline.watch("kv_cache", lambda: self.engine.kv_cache_bytes, within_phases=True)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.memory.timeline import MAX_POINTS, Timeline
+from colocate.memory.timeline import MAX_POINTS, PooledBytes, Timeline
 from colocate.reporting.charts import MemoryCurve, step_memory_chart
 from colocate.reporting.run import read_run
 from colocate.reporting.run_log import RunLog
@@ -24,7 +24,7 @@ class FakeDevice:
     """Memory and clock of a GPU that does what a test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.allocated = self.highest = self.arena = 0
+        self.allocated = self.highest = self.arena = self.unbacked = 0
         self.now_ms = 0.0
         device = self
 
@@ -39,7 +39,7 @@ class FakeDevice:
                 return end.at_ms - self.at_ms
 
         fakes = {
-            "mem_get_info": lambda _: (1000 - self.allocated - self.arena, 1000),
+            "mem_get_info": lambda _: (1000 + self.unbacked - self.allocated - self.arena, 1000),
             "memory_allocated": lambda _: self.allocated,
             "memory_reserved": lambda _: self.allocated,
             "max_memory_allocated": lambda _: self.highest,
@@ -94,6 +94,29 @@ def test_points_are_in_the_devices_time_and_each_has_the_peak_before_it(device: 
     # Points take nothing from what the span itself says.
     assert (span["peak_bytes"], span["peak_allocated_bytes"], span["after_bytes"]) == (450, 450, 170)
     assert span["categories"] == {"weights": 100, "gradients": 70}
+
+
+def test_a_pool_without_memory_behind_it_is_not_in_use(device: FakeDevice) -> None:
+    # vLLM's sleep takes 600 from the device, and PyTorch's allocator counts them all the same.
+    device.allocate(600)
+    device.unbacked = 600
+    device.allocate(100)
+    timeline = Timeline("cuda:0", pooled=PooledBytes(allocated=600, reserved=600))
+    with timeline.phase("rollout"):
+        device.unbacked = 0
+        device.allocate(30)
+        device.allocate(-30)
+        timeline.sample()
+        device.unbacked = 600
+    with timeline.phase("train"):
+        device.allocate(200)
+        timeline.mark("forward")
+        device.allocate(-200)
+    rollout, train = timeline.drain()["memory"]["spans"]
+    assert [rollout[key] for key in ("before_bytes", "peak_bytes", "after_bytes")] == [100, 730, 100]
+    assert [train[key] for key in ("before_bytes", "peak_bytes", "after_bytes")] == [100, 300, 100]
+    assert (train["points"][0]["in_use_bytes"], train["points"][0]["peak_bytes"]) == (300, 300)
+    assert (train["allocated_bytes"], train["peak_allocated_bytes"]) == (100, 300)
 
 
 @settings(max_examples=30, deadline=None)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from colocate.memory.timeline import PooledBytes
 from colocate.types import Completion, Prompt, SamplingParams
 
 
@@ -23,6 +24,8 @@ class RolloutEngine(Protocol):
     """True: the engine reads the trainer's own parameters, and publishing moves no byte."""
     policy_version: int
     """Version of the weights the next `generate` uses; stamped on every completion."""
+    pooled_bytes: PooledBytes
+    """The engine's share in what PyTorch's allocator counts, if it maps that memory itself; never changes."""
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
 from colocate.weights.layouts import causal_lm
@@ -38,6 +39,7 @@ class TransformersEngine:
     shares_weights = True
     kv_cache_bytes = 0  # `generate` makes and drops its cache within each batch
     rollout_weight_bytes = 0
+    pooled_bytes = NOTHING_POOLED
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, max_num_seqs: int = 64) -> None:
         if max_num_seqs < 1:

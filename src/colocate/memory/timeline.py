@@ -18,9 +18,10 @@
                           {"phase": "train", ...}]}}
 
 On a GPU the bytes are those in use on the device: what PyTorch's allocator has handed out plus everything
-that lives outside of it (the KV arena, the CUDA context, other processes). On a CPU they are the process's
-resident set. A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end) and
-`peak_allocated_bytes`, PyTorch's own numbers. A category is the most that was seen of it in the span.
+that lives outside of it (the KV arena, vLLM's pools, the CUDA context, other processes). On a CPU they are
+the process's resident set. A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end) and
+`peak_allocated_bytes`, PyTorch's own numbers without those pools. A category is the most that was seen of it
+in the span.
 
 Within a phase, `mark` leaves points, which a span then has as `points`:
 
@@ -38,7 +39,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -50,16 +51,35 @@ MAX_POINTS = 24
 would otherwise write as many lines' worth into the run's record, and no picture could show them."""
 
 
+class PooledBytes(NamedTuple):
+    """What PyTorch's allocator counts of pools whose memory comes and goes behind its back, as vLLM's does.
+
+    It counts them in full, also while there is no memory behind them.
+    """
+
+    allocated: int = 0
+    reserved: int = 0
+
+
+NOTHING_POOLED = PooledBytes()
+
+
 class Timeline:
     """Measures phases that follow one another, and parts of them named "phase/part" inside them."""
 
     def __init__(
-        self, device: torch.device | str = "cpu", on_phase: Callable[[str], None] | None = None
+        self,
+        device: torch.device | str = "cpu",
+        on_phase: Callable[[str], None] | None = None,
+        pooled: PooledBytes = NOTHING_POOLED,
     ) -> None:
-        """`on_phase` is told the name of every phase that begins; when it ends, the enclosing one's or ""."""
+        """`on_phase` is told the name of every phase that begins; when it ends, the enclosing one's or "".
+
+        Of `pooled` the device's own count says what is in use, not PyTorch's.
+        """
         device = torch.device(device)
         self._memory: _CudaMemory | _HostMemory = (
-            _CudaMemory(device) if device.type == "cuda" else _HostMemory()
+            _CudaMemory(device, pooled) if device.type == "cuda" else _HostMemory()
         )
         self._on_phase = on_phase or (lambda name: None)
         self._categories: dict[str, Callable[[], int]] = {}
@@ -257,7 +277,8 @@ class _HostMemory:
 class _CudaMemory:
     """Memory in use on one CUDA device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pooled: PooledBytes) -> None:
+        self._pooled = pooled
         self._device = torch.device(
             "cuda", torch.cuda.current_device() if device.index is None else device.index
         )
@@ -280,7 +301,7 @@ class _CudaMemory:
         # PyTorch's allocator hands memory out in the order in which work is launched, ahead of the device.
         # The event says when the device gets there, so that the picture's time is the device's.
         now = self.sample()
-        peak = torch.cuda.max_memory_allocated(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device) - self._pooled.allocated
         torch.cuda.reset_peak_memory_stats(self._device)
         self._peak_allocated = max(self._peak_allocated, peak)
         start, moment = self._start, self._event()
@@ -295,20 +316,25 @@ class _CudaMemory:
         # Memory that the allocator keeps in reserve is free to PyTorch, so it does not count as in use; what
         # the device misses beyond that reserve lives outside the allocator.
         free, total = torch.cuda.mem_get_info(self._device)
-        outside = max(0, total - free - torch.cuda.memory_reserved(self._device))
+        reserved = torch.cuda.memory_reserved(self._device) - self._pooled.reserved
+        outside = max(0, total - free - reserved)
         self._outside = max(self._outside, outside)
-        return outside + torch.cuda.memory_allocated(self._device)
+        return outside + self._allocated()
 
     def end(self) -> dict[str, int]:
         now = self.sample()
-        peak_allocated = max(self._peak_allocated, torch.cuda.max_memory_allocated(self._device))
+        peak = torch.cuda.max_memory_allocated(self._device) - self._pooled.allocated
+        peak_allocated = max(self._peak_allocated, peak)
         return {
             "after_bytes": now,
             "peak_bytes": self._outside + peak_allocated,
-            "allocated_bytes": torch.cuda.memory_allocated(self._device),
-            "reserved_bytes": torch.cuda.memory_reserved(self._device),
+            "allocated_bytes": self._allocated(),
+            "reserved_bytes": torch.cuda.memory_reserved(self._device) - self._pooled.reserved,
             "peak_allocated_bytes": peak_allocated,
         }
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._pooled.allocated
 
 
 def _high_water_mark_bytes() -> int:

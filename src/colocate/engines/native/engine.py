@@ -23,6 +23,7 @@ from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.memory.recovery import Recovery
+from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
@@ -59,6 +60,7 @@ class NativeEngine:
     """
 
     shares_weights = True
+    pooled_bytes = NOTHING_POOLED  # its arena is mapped without PyTorch
 
     def __init__(
         self,

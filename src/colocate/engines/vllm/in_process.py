@@ -47,6 +47,7 @@ from colocate.engines.vllm.shared_weights import (
     why_not_shared,
 )
 from colocate.engines.vllm.versions import check_installed
+from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, buckets, tied_head, why_not_publishable
 from colocate.weights.layouts import causal_lm, layout_for
@@ -147,6 +148,7 @@ class VLLMEngine:
         self.shares_weights = bool(self._source.shared)
         self._say_where_weights_are(weights)
         self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
+        self.pooled_bytes = internals.pooled_bytes() if self._frees_memory else NOTHING_POOLED
         if self._slot is not None:
             self._weight_bytes = self._slot.num_bytes
         else:

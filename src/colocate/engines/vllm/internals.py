@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colocate.engines.vllm.process import environment, free_port
+from colocate.memory.timeline import PooledBytes
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -114,6 +115,7 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
             is the run's, and stays.
     """
     from vllm.distributed import parallel_state
+    from vllm.platforms import current_platform
 
     def leave_world() -> None:
         if parallel_state._WORLD is not None:
@@ -129,6 +131,22 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
         llm.llm_engine.engine_core.shutdown()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+    # The pool of all CUDA graphs dies with the last of them, and PyTorch refuses to capture into a dead one.
+    type(current_platform)._global_graph_pool = None
+
+
+def pooled_bytes() -> PooledBytes:
+    """What PyTorch's allocator counts of the pools of vLLM's sleep, asleep or not."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    # One pool and its allocator of each tag; later versions have a list of such pairs.
+    tags = CuMemAllocator.get_instance().allocator_and_pools.values()
+    pairs = itertools.chain.from_iterable(pairs if isinstance(pairs, list) else [pairs] for pairs in tags)
+    segments = [segment for pool, _ in pairs for segment in pool.snapshot()]
+    return PooledBytes(
+        sum(segment["allocated_size"] for segment in segments),
+        sum(segment["total_size"] for segment in segments),
+    )
 
 
 def keep_pools() -> None:

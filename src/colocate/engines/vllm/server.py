@@ -24,6 +24,7 @@ from colocate.engines.vllm.versions import check_version
 from colocate.engines.vllm.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.engines.vllm.weight_wire import SHAPE
 from colocate.engines.vllm.workers import HOW_TO_START, Workers
+from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
 from colocate.weights.layouts import causal_lm
@@ -72,6 +73,7 @@ class VLLMServerEngine:
     shares_weights = False
     kv_cache_bytes = 0  # the server's is not on the trainer's device
     rollout_weight_bytes = 0
+    pooled_bytes = NOTHING_POOLED
 
     def __init__(
         self,
