@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
 from engine_models import make_prompts, plain_logits
-from vllm_server_case import ServerProcess, make_server_model, save_for_server
+from vllm_server_case import ServerProcess, make_server_model
 
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.types import SamplingParams
@@ -55,7 +55,7 @@ def case(request, tmp_path_factory):
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs")
     directory = tmp_path_factory.mktemp("server")
-    save_for_server(make_server_model().bfloat16(), directory)
+    make_server_model().bfloat16().save_pretrained(directory)
     (directory / "model.safetensors").unlink()
     # vLLM's own option comes behind ours and wins.
     options = ("--dtype", "bfloat16", "--load-format", "dummy")

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from engine_models import greedy_reference, make_model, make_prompts, plain_logits, token_logprobs
 from vllm_server_case import (
     ServerProcess,
+    as_vllm,
     make_server_engine,
     make_server_model,
-    save_for_server,
     shared_server,
 )
 
@@ -60,10 +60,11 @@ def tied_model():
 
 @pytest.fixture
 def mortal(tied_model, tmp_path) -> Iterator[ServerProcess]:
-    """A server of its own for a test that kills it: a configuration without weights is all it has."""
-    save_for_server(tied_model, tmp_path)
+    """A server of its own for a test that kills it: a configuration is all it has. Two processes answer."""
+    tied_model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    server = ServerProcess(tmp_path, options=("--load-format", "dummy"))
+    options = ("--load-format", "dummy", "--api-server-count", "2")
+    server = ServerProcess(tmp_path, options=options, environment=as_vllm(tmp_path))
     server.wait_until_ready()
     yield server
     server.kill()
@@ -175,7 +176,7 @@ def kill_and_start_again(server: ServerProcess) -> threading.Thread:
     server.kill()
 
     def start() -> None:
-        new = ServerProcess(server.log.parent, server.port, ("--load-format", "dummy"))
+        new = ServerProcess(server.log.parent, server.port, server.options, server.environment)
         server.process, server.log = new.process, new.log
 
     thread = threading.Thread(target=start)

