@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from device_watch import DeviceWatch
 from results_file import committed, versions
@@ -47,7 +48,7 @@ VLLM_MEMORY = 0.6
 so more would not be used, and asleep it gives all of it back."""
 
 
-ENGINE_METHODS = ("wake_up", "sleep", "_publish")
+ENGINE_METHODS = ("wake_up", "generate", "sleep", "_publish")
 """What `--watch-engine` measures. vLLM in process publishes while it wakes up, and that counts apart."""
 
 
@@ -123,7 +124,15 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.host_s: dict[str, float] = {}
+        """Those in which this thread had a core, nested ones too. Near to all: the host is slow."""
         self._nested_s: list[float] = []
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """What was measured since the last time."""
+        taken = {"engine_s": self.seconds, "host_s": self.host_s}
+        self.seconds, self.host_s = {}, {}
+        return taken
 
     def watch(self, owner: Any, method: str) -> None:
         """Measure `owner.method` from now on, under its own name."""
@@ -138,13 +147,15 @@ class Stopwatch:
     @contextmanager
     def _measuring(self, name: str) -> Iterator[None]:
         synchronize()
-        start_s = time.perf_counter()
+        start_s, start_host_s = time.perf_counter(), time.thread_time()
         self._nested_s.append(0.0)
         yield
+        host_s = time.thread_time() - start_host_s
         synchronize()
         elapsed_s = time.perf_counter() - start_s
         own_s = elapsed_s - self._nested_s.pop()
         self.seconds[name] = self.seconds.get(name, 0.0) + own_s
+        self.host_s[name] = self.host_s.get(name, 0.0) + host_s
         if self._nested_s:
             self._nested_s[-1] += elapsed_s
 
@@ -211,16 +222,15 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
         peft_config=peft_config(work),
     )
     trainer.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=())
-    stopwatch, engine_s, published_bytes = Stopwatch(), [], []
+    stopwatch, watched = Stopwatch(), []
     if options.watch_engine:
         for method in ENGINE_METHODS:
             if hasattr(trainer.engine, method):
                 stopwatch.watch(trainer.engine, method)
 
         def note_engine() -> None:
-            engine_s.append(dict(stopwatch.seconds))
-            stopwatch.seconds.clear()
-            published_bytes.append(getattr(trainer.engine, "published_bytes", None))
+            published_bytes = getattr(trainer.engine, "published_bytes", None)
+            watched.append(stopwatch.take() | {"published_bytes": published_bytes})
 
         clock.after_step = note_engine
     keeps_all = [False] * args.max_steps
@@ -236,6 +246,7 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
 
         clock.after_step = switch
     trainer.train()
+    ranks = gather_object([watched])
     if not trainer.is_world_process_zero():
         return {}
     lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
@@ -255,8 +266,8 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
         for step_s, record, keeps in zip(clock.step_s(), records, keeps_all, strict=True)
     ]
     if options.watch_engine:
-        for step, seconds, num_bytes in zip(steps, engine_s, published_bytes, strict=True):
-            step |= {"engine_s": seconds, "published_bytes": num_bytes}
+        for i, step in enumerate(steps):
+            step |= ranks[0][i] | {"ranks": [rank[i] for rank in ranks]}
     return {
         "steps": steps,
         "engine": type(trainer.engine).__name__,
@@ -304,8 +315,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
     phases: list[dict[str, float]] = []
 
     def next_step() -> None:
-        phases.append(dict(stopwatch.seconds))
-        stopwatch.seconds.clear()
+        phases.append(stopwatch.take()["engine_s"])
 
     clock.after_step = next_step
     trainer.train()
@@ -385,7 +395,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--standby", action="store_true", help="every other block without the hand-over")
-    parser.add_argument("--watch-engine", action="store_true", help="seconds of its sleep and wake-up")
+    parser.add_argument("--watch-engine", action="store_true", help="seconds in its methods, by rank")
     parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--label", default="", help="tells records of one case apart")
     options = parser.parse_args()
