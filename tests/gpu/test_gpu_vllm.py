@@ -15,7 +15,7 @@ import torch
 from engine_models import make_lora, make_model, make_prompts, plain_logits, token_logprobs
 
 from colocate.types import SamplingParams
-from processes import TORCHRUN, run_python
+from processes import TORCHRUN, check_contract_over_two_processes, run_python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
 
@@ -170,30 +170,28 @@ def test_adapters_in_float32_get_a_copy_they_are_merged_into(start, caplog):
 
 
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
-def test_copies_are_dropped_asleep_and_renewed_over_50_steps(start, with_adapter):
-    model = (
-        make_lora("qwen2", **{k: v for k, v in SIZES.items() if k != "head_dim"}).cuda()
-        if with_adapter
-        else sized("qwen3")
-    )
-    model = model.bfloat16()
+@pytest.mark.parametrize(("weights", "level"), [("shared", 1), ("buckets", 2)])
+def test_every_one_of_50_steps_generates_with_its_own_weights(start, weights, level, with_adapter):
+    model = adapted("qwen2") if with_adapter else sized("qwen3").bfloat16()
     # A small KV cache, which is quickly mapped and unmapped.
-    engine = start(model, weights="buckets", engine_kwargs=EAGER | {"kv_cache_memory_bytes": 2**28})
-    assert not engine.shares_weights
+    engine = start(model, weights=weights, engine_kwargs=EAGER | {"kv_cache_memory_bytes": 2**28})
+    assert engine.shares_weights == (weights == "shared")
+    sleep, levels = engine._llm.sleep, []
+    engine._llm.sleep = lambda level: levels.append(level) or sleep(level=level)
     for version in range(1, 51):
         renew(model, version)
         engine.update_weights((), version)
         engine.wake_up()
-        if version % 10 == 0 or version < 3:
-            check_greedy(engine, model)
+        check_greedy(engine, model)
         engine.wake_up()
         engine.sleep()
-        # A second phase without a new version: the weights were dropped, and must come back.
+        # A second phase without a new version: what was dropped comes back.
         if version % 25 == 0:
             engine.wake_up()
             check_greedy(engine, model)
             engine.sleep()
-        assert engine.published_bytes > 0
+        assert (engine.published_bytes > 0) == (weights == "buckets" or with_adapter)
+    assert set(levels) == {level} and len(levels) == 52
 
 
 @pytest.mark.parametrize("weights", ["shared", "buckets"])
@@ -275,3 +273,8 @@ def test_two_gpus_run_one_engine(tmp_path):
         assert found["group"] == 0 and found["published_bytes"] > 0
         assert found["num_alone"] == (6 if rank == 0 else 0)
         assert found["equal"] == [True] * 3
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_keep_the_contract():
+    check_contract_over_two_processes(timeout_s=500)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
-from processes import TORCHRUN, run_python
+from processes import TORCHRUN, check_contract_over_two_processes, run_python
 from tiny import make_model, make_trainer
 from vllm_unpacked import unpacked
 
@@ -69,6 +69,10 @@ def test_two_processes_run_one_engine(tmp_path):
     assert second["num_alone"] == 0
     assert first["published_bytes"] > 0
     assert first["ranks"] == second["ranks"] == [0, 1]
+
+
+def test_two_processes_keep_the_contract():
+    check_contract_over_two_processes(timeout_s=400)
 
 
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])

@@ -1,6 +1,7 @@
 """What `engines/base.py` promises, asked of every engine.
 
 A new engine joins by one entry in `ENGINES`, in `ENGINES_ON_GPU` if it needs one, or in `ENGINES_WITH_VLLM`.
+Under torchrun all processes ask one engine, each for itself; see `check_contract_over_two_processes`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from engine_models import (
     MAX_POSITION,
     greedy_reference,
@@ -67,6 +69,23 @@ def exact_vllm_engine(model: Any) -> RolloutEngine:
     # vLLM's attention for float32 is Triton's, whose products else have the 10 bits of TF32.
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
     return vllm_engine(model)
+
+
+def tensor_parallel_vllm_engine(model: Any) -> RolloutEngine:
+    from colocate.engines.vllm.in_process import VLLMEngine
+
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    eager = {"enforce_eager": True}
+    return VLLMEngine(model, max_num_seqs=4, tensor_parallel_size=dist.get_world_size(), engine_kwargs=eager)
+
+
+def model_of_this_process() -> Any:
+    if not torch.cuda.is_available():
+        return make_model("qwen3", head_dim=32)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return make_model("qwen3", head_dim=64).cuda()
 
 
 def unpacked_vllm_engine(model: Any) -> RolloutEngine:
@@ -127,6 +146,12 @@ ENGINES_WITH_VLLM_ON_GPU = {
         make_engine=exact_vllm_engine,
     ),
 }
+ENGINES_OVER_PROCESSES = {
+    "vllm-tensor-parallel": dataclasses.replace(
+        vllm_case(model_of_this_process, shares_weights=False, logprob_atol=5e-3),
+        make_engine=tensor_parallel_vllm_engine,
+    ),
+}
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 
@@ -138,6 +163,8 @@ def cases() -> Iterator[Any]:
         (ENGINES_WITH_VLLM, (pytest.mark.vllm,)),
         (ENGINES_WITH_VLLM_ON_GPU, (pytest.mark.vllm, pytest.mark.gpu)),
     )
+    if "LOCAL_RANK" in os.environ:
+        groups = ((ENGINES_OVER_PROCESSES, (pytest.mark.vllm,)),)
     for engines, marks in groups:
         for name, case in engines.items():
             # An engine that takes long to start starts once, in whichever process has its tests.
