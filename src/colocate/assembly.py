@@ -33,12 +33,14 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.engines.vllm.in_process import VLLMEngine
+from colocate.engines.vllm.memory import whole_kv_cache_bytes
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.versions import installed_version
 from colocate.memory.train_plan import TrainPlan
 from colocate.options import check_engine
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
+from colocate.planning.shapes import ModelShapes
 from colocate.policy import cudnn_attention
 from colocate.policy.loading import (
     add_adapter,
@@ -249,6 +251,7 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
             tensor_parallel_size=args.vllm_tensor_parallel_size,
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             reserve_bytes=_moments_to_come(model, args),
+            usable_kv_cache_bytes=_usable_kv_cache_bytes(model, args),
             weights=args.vllm_weights,
             enable_sleep_mode=args.vllm_enable_sleep_mode is not False,
             model_impl=args.vllm_model_impl,
@@ -279,6 +282,22 @@ def _moments_to_come(model: nn.Module, args: GRPOConfig) -> int:
     if args.offload_optimizer:
         return 0
     return 8 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _usable_kv_cache_bytes(model: nn.Module, args: GRPOConfig) -> int | None:
+    """vLLM's KV cache on a GPU if all of a rollout decodes at once; None if nothing says how long it gets."""
+    assert args.generation_batch_size, "GRPOConfig derives it"
+    if args.vllm_max_model_length is None or not has_layout(model):
+        return None
+    group = args.vllm_tensor_parallel_size
+    num_seqs = group * max(args.generation_batch_size // args.world_size, args.per_device_eval_batch_size)
+    if args.max_num_seqs is not None:
+        num_seqs = min(num_seqs, args.max_num_seqs)
+    shapes = ModelShapes.of(model)
+    dtype = causal_lm(model).get_input_embeddings().weight.dtype
+    # A group divides the heads, down to one for each GPU.
+    per_token = shapes.kv_bytes_per_token(dtype) // min(group, shapes.num_kv_heads)
+    return whole_kv_cache_bytes(num_seqs, args.vllm_max_model_length, per_token)
 
 
 def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -143,7 +143,7 @@ class GRPOConfig(TrainingArguments):
     """Consecutive processes that run one vLLM together; must divide their number. 1: each has its own."""
     vllm_gpu_memory_utilization: float | None = None
     """Share of the GPU's memory that vLLM may use. None: nine tenths of what is free when it starts, less the
-    optimizer's moments. (TRL: 0.3)"""
+    optimizer's moments, and with `vllm_max_model_length` no more KV cache than a rollout fills. (TRL: 0.3)"""
     vllm_enable_sleep_mode: bool | None = None
     """Give vLLM's memory to training and back, in each step. None: True. (TRL: False)"""
     vllm_model_impl: str = "vllm"

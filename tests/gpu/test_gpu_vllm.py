@@ -216,6 +216,18 @@ def test_asleep_the_memory_is_the_trainers(start, weights):
     assert torch.cuda.mem_get_info()[0] == pytest.approx(asleep, abs=256 * 2**20)
 
 
+def test_a_kv_cache_of_the_rollouts_size_takes_nothing_from_pytorchs_reserve(start):
+    model = sized("qwen3").bfloat16()
+    engine = start(model, gpu_memory_utilization=None, usable_kv_cache_bytes=2**30, engine_kwargs=EAGER)
+    torch.empty(2**33, dtype=torch.uint8, device="cuda")
+    reserved = torch.cuda.memory_reserved()
+    engine.wake_up()
+    assert 0.98 * 2**30 < engine.kv_cache_bytes <= 2**30
+    assert torch.cuda.memory_reserved() >= reserved
+    check_greedy(engine, model)
+    engine.sleep()
+
+
 def test_expandable_segments_stay_on_for_the_trainer(start):
     from colocate.engines.vllm import internals
 

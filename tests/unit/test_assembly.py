@@ -73,3 +73,27 @@ def test_vllms_options_are_not_lost_without_vllm(build, monkeypatch):
     monkeypatch.setattr(assembly, "installed_version", lambda: None)
     with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported"):
         build(make_gpt2(), vllm_tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_seqs", "share_of_heads"),
+    [
+        ({}, 16, 1.0),
+        ({"max_num_seqs": 5}, 5, 1.0),
+        ({"per_device_eval_batch_size": 40}, 40, 1.0),
+        ({"vllm_tensor_parallel_size": 2}, 32, 0.5),
+        ({"vllm_tensor_parallel_size": 8}, 128, 0.5),  # two heads: each is on four GPUs
+    ],
+)
+def test_the_kv_cache_that_a_rollout_fills(build, options, num_seqs, share_of_heads):
+    shape = {"num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 32}
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 8}
+    sizes = {**batch, "vllm_max_model_length": 40, **options}
+    given = build(make_model("qwen3", **shape), engine="vllm", **sizes)["usable_kv_cache_bytes"]
+    tokens = num_seqs * (48 + 16) + 16  # in blocks of 16, one more for each sequence, and one in all
+    assert given == tokens * 3 * 2 * 2 * 32 * 4 * share_of_heads
+
+
+def test_nothing_says_how_long_sequences_get(build):
+    assert build(make_model("qwen3"), engine="vllm")["usable_kv_cache_bytes"] is None
+    assert build(make_gpt2(), vllm_max_model_length=40)["usable_kv_cache_bytes"] is None

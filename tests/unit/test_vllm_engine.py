@@ -21,6 +21,7 @@ from colocate.engines.requests import derived_seed
 from colocate.engines.vllm import in_process, internals, memory, model_config, shared_weights, versions
 from colocate.engines.vllm.engine_arguments import OWN_ARGUMENTS
 from colocate.engines.vllm.groups import check_group_size
+from colocate.memory.timeline import PooledBytes
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -75,6 +76,42 @@ def test_memory_is_a_share_of_what_is_free_less_what_training_will_take():
     assert memory.memory_share(100 * gib, 140 * gib, reserve_bytes=20 * gib) == pytest.approx(70 / 140)
     with pytest.raises(ValueError, match=r"0\.9 × 10\.00 GiB free - 12\.00 GiB .* = -3\.00 GiB"):
         memory.memory_share(10 * gib, 140 * gib, reserve_bytes=12 * gib)
+
+
+@given(num_seqs=st.integers(1, 2000), num_tokens=st.integers(1, 5000))
+def test_a_whole_kv_cache_holds_every_sequence_and_little_more(num_seqs, num_tokens):
+    tokens = memory.whole_kv_cache_bytes(num_seqs, num_tokens, bytes_per_token=1)
+    blocks = tokens // memory.BLOCK_TOKENS - 1  # vLLM keeps one for padding
+    assert num_tokens <= blocks // num_seqs * memory.BLOCK_TOKENS < num_tokens + 2 * memory.BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(("usable", "is_given"), [(19, True), (21, False), (None, False)])
+def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
+    gib = 2**30
+    engine = object.__new__(in_process.VLLMEngine)
+    engine._device, engine._frees_memory = torch.device("cuda"), True
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
+    usable_bytes = None if usable is None else usable * gib
+    kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})
+    assert kwargs.pop("gpu_memory_utilization") == pytest.approx(40 / 140)
+    assert kwargs == ({"kv_cache_memory_bytes": usable_bytes} if is_given else {})
+    # Not beside a size or a share that the user has given.
+    assert engine._memory_kwargs(0.3, 0, 19 * gib, {}) == {"gpu_memory_utilization": 0.3}
+    assert engine._memory_kwargs(None, 0, 19 * gib, {"kv_cache_memory_bytes": 5}) == {}
+
+
+@pytest.mark.parametrize(("free_gib", "is_emptied"), [(10.5, True), (11.5, False)])
+def test_pytorch_gives_back_only_what_waking_up_needs(free_gib, is_emptied, monkeypatch):
+    gib, calls = 2**30, []
+    engine = object.__new__(in_process.VLLMEngine)
+    engine._device, engine._frees_memory = torch.device("cuda"), True
+    engine._is_awake = engine._is_stale = engine.shares_weights = False
+    engine.pooled_bytes = PooledBytes(allocated=10 * gib, reserved=30 * gib)
+    engine._llm = SimpleNamespace(wake_up=lambda tags: calls.extend(tags))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * gib), 140 * gib))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    engine.wake_up()
+    assert calls == ["empty"] * is_emptied + ["weights", "kv_cache"]
 
 
 @given(seed=st.integers(), key=st.integers(), sample=st.integers(0, 1000))

@@ -27,15 +27,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocate.engines.requests import check_no_tensors, check_requests, derived_seed
+from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.engines.vllm import internals
 from colocate.engines.vllm.adapter_slot import AdapterSlot, has_adapters, slot_arguments, why_no_slot
 from colocate.engines.vllm.engine_arguments import check_engine_kwargs
 from colocate.engines.vllm.groups import TensorParallelGroup
+from colocate.engines.vllm.llm_request import LLMRequest, llm_requests
 from colocate.engines.vllm.memory import (
     CPU_KV_CACHE_BYTES,
+    KV_CACHE_SHARE,
     MEMORY_SHARE_AWAKE,
     SMALLEST_MEMORY_SHARE,
+    WAKE_UP_BYTES,
     memory_share,
 )
 from colocate.engines.vllm.model_config import config_directory
@@ -80,7 +83,9 @@ class VLLMEngine:
         tensor_parallel_size: consecutive processes that run one engine.
         gpu_memory_utilization: share of the device's memory that vLLM may use, its copy of the weights
             included; None: `memory_share`'s, or `MEMORY_SHARE_AWAKE` if it never sleeps.
-        reserve_bytes: memory that the trainer will take later and hold during rollouts; read only for
+        reserve_bytes: memory that the trainer will take later and hold during rollouts.
+        usable_kv_cache_bytes: KV cache than which no rollout can use more. What vLLM does not take need not
+            be taken from the trainer before each rollout. Both are read only for
             `gpu_memory_utilization=None`.
         weights: "shared", "buckets" (vLLM has a copy), or "auto": shared where possible.
         enable_sleep_mode: give memory back while asleep. False keeps it: the device must hold both.
@@ -104,6 +109,7 @@ class VLLMEngine:
         tensor_parallel_size: int = 1,
         gpu_memory_utilization: float | None = None,
         reserve_bytes: int = 0,
+        usable_kv_cache_bytes: int | None = None,
         weights: str = "auto",
         enable_sleep_mode: bool = True,
         model_impl: str = "vllm",
@@ -130,7 +136,7 @@ class VLLMEngine:
         kwargs = user_kwargs | {
             "max_num_seqs": max_num_seqs,
             "max_model_len": max_model_len,
-            **self._memory_kwargs(gpu_memory_utilization, reserve_bytes, user_kwargs),
+            **self._memory_kwargs(gpu_memory_utilization, reserve_bytes, usable_kv_cache_bytes, user_kwargs),
         }
         start = partial(
             self._start,
@@ -182,7 +188,7 @@ class VLLMEngine:
             self._check(prompts, sampling)
         except ValueError as refused:
             error = refused
-        requests = [] if error else list(_requests(prompts, sampling))
+        requests = [] if error else list(llm_requests(prompts, sampling))
         return self._group.run(requests, self._generate, error=error)
 
     def sleep(self, keep_bytes: int = 0) -> None:
@@ -206,7 +212,8 @@ class VLLMEngine:
         if self._is_awake:
             return
         if self._frees_memory:
-            torch.cuda.empty_cache()  # vLLM maps device memory, which PyTorch may hold without using it
+            if torch.cuda.mem_get_info(self._device)[0] < self.pooled_bytes.allocated + WAKE_UP_BYTES:
+                torch.cuda.empty_cache()  # vLLM maps device memory, which PyTorch holds without using it
             self._llm.wake_up(tags=["weights"])
         if self.shares_weights:
             self._source.check_in_place()
@@ -270,7 +277,11 @@ class VLLMEngine:
         return WeightSource(self._model, wants_sharing=not reason, reason=reason)
 
     def _memory_kwargs(
-        self, utilization: float | None, reserve_bytes: int, user_kwargs: Mapping[str, Any]
+        self,
+        utilization: float | None,
+        reserve_bytes: int,
+        usable_kv_cache_bytes: int | None,
+        user_kwargs: Mapping[str, Any],
     ) -> dict[str, Any]:
         """vLLM's arguments for how much memory it takes."""
         if utilization is not None:
@@ -283,11 +294,12 @@ class VLLMEngine:
         if not self._frees_memory:
             return {"gpu_memory_utilization": MEMORY_SHARE_AWAKE}
         torch.cuda.empty_cache()
-        return {
-            "gpu_memory_utilization": memory_share(
-                *torch.cuda.mem_get_info(self._device), reserve_bytes=reserve_bytes
-            )
-        }
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        share = memory_share(free_bytes, total_bytes, reserve_bytes=reserve_bytes)
+        kwargs: dict[str, Any] = {"gpu_memory_utilization": share}
+        if usable_kv_cache_bytes is not None and usable_kv_cache_bytes < KV_CACHE_SHARE * share * total_bytes:
+            kwargs["kv_cache_memory_bytes"] = usable_kv_cache_bytes
+        return kwargs
 
     def _start(self, kwargs: dict[str, Any], *, model_impl: str, trust_remote_code: bool) -> Any:
         with (
@@ -388,7 +400,7 @@ class VLLMEngine:
                 f"Set it to 0 (greedy), or to {SMALLEST_TEMPERATURE} or more, or set engine='native'."
             )
 
-    def _generate(self, requests: list[_Request]) -> list[Completion]:
+    def _generate(self, requests: list[LLMRequest]) -> list[Completion]:
         with internals.random_states_kept(self._device):
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(request.prompt)} for request in requests],
@@ -397,7 +409,7 @@ class VLLMEngine:
                 use_tqdm=False,
             )
         return [
-            _completion(output.outputs[0], request, self.policy_version)
+            request.completion(output.outputs[0], self.policy_version)
             for output, request in zip(outputs, requests, strict=True)
         ]
 
@@ -434,51 +446,6 @@ class VLLMEngine:
         for name, tensor in itertools.chain.from_iterable(buckets(self._model, self._bucket_bytes)):
             self.published_bytes += tensor.nbytes
             yield name, tensor
-
-
-class _Request:
-    """One completion to make. Travels between the processes of a group."""
-
-    def __init__(self, prompt: Prompt, sample: int, max_tokens: int, sampling: SamplingParams) -> None:
-        self.prompt = prompt.token_ids
-        self.max_tokens = max_tokens
-        self.sampling = sampling
-        self.seed = derived_seed(sampling.seed, prompt.key, sample, num_bits=63)
-
-    def params(self) -> Any:
-        """This request as vLLM's `SamplingParams`."""
-        import vllm
-
-        sampling = self.sampling
-        return vllm.SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=None if sampling.temperature == 0 else self.seed,
-            ignore_eos=True,  # the stop tokens are all that end a completion
-            detokenize=False,
-            logprobs=0,  # the sampled token's alone
-            flat_logprobs=True,
-        )
-
-
-def _requests(prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[_Request]:
-    for prompt in prompts:
-        for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
-            yield _Request(prompt, sample, limit, sampling)
-
-
-def _completion(output: Any, request: _Request, version: int) -> Completion:
-    token_ids = tuple(output.token_ids)
-    # One entry per token: the sampled one's.
-    logprobs = tuple(output.logprobs.logprobs)
-    assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
-    is_stopped = token_ids[-1] in request.sampling.stop_token_ids
-    return Completion(token_ids, logprobs, "stop" if is_stopped else "length", version)
 
 
 def _num_bytes(module: nn.Module) -> int:

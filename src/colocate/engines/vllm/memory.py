@@ -11,8 +11,27 @@ MEMORY_SHARE_AWAKE = 0.3
 SMALLEST_MEMORY_SHARE = 0.01
 """vLLM takes no less than a positive one."""
 
+KV_CACHE_SHARE = 0.5
+"""Of vLLM's share: a KV cache up to this size can be given without asking vLLM, which would measure what its
+activations, logits and CUDA graphs leave of the share."""
+
+BLOCK_TOKENS = 16
+"""Of a block of vLLM's KV cache, where the attention does not ask for more."""
+
+WAKE_UP_BYTES = 2**30
+"""That stay free of the device when vLLM has woken up, for workspaces outside of PyTorch's allocator."""
+
 CPU_KV_CACHE_BYTES = 2**30
 """KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
+
+
+def whole_kv_cache_bytes(num_seqs: int, num_tokens: int, bytes_per_token: int) -> int:
+    """KV cache in which `num_seqs` sequences of `num_tokens` fit at the same time: a larger one is of no use.
+
+    With one block more for each, and one that vLLM keeps for padding.
+    """
+    num_blocks = num_seqs * (-(-num_tokens // BLOCK_TOKENS) + 1) + 1
+    return num_blocks * BLOCK_TOKENS * bytes_per_token
 
 
 def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> float:

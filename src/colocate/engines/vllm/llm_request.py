@@ -1,0 +1,55 @@
+"""One completion, asked of `vllm.LLM` in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from colocate.engines.requests import derived_seed
+from colocate.types import Completion, Prompt, SamplingParams
+
+
+class LLMRequest:
+    """One completion to make. Travels between the processes of a group."""
+
+    def __init__(self, prompt: Prompt, sample: int, max_tokens: int, sampling: SamplingParams) -> None:
+        self.prompt = prompt.token_ids
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.seed = derived_seed(sampling.seed, prompt.key, sample, num_bits=63)
+
+    def params(self) -> Any:
+        """This request as vLLM's `SamplingParams`."""
+        import vllm
+
+        sampling = self.sampling
+        return vllm.SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop_token_ids=list(sampling.stop_token_ids),
+            seed=None if sampling.temperature == 0 else self.seed,
+            ignore_eos=True,  # the stop tokens are all that end a completion
+            detokenize=False,
+            logprobs=0,  # the sampled token's alone
+            flat_logprobs=True,
+        )
+
+    def completion(self, output: Any, version: int) -> Completion:
+        """What vLLM made of it, by the policy of that version."""
+        token_ids = tuple(output.token_ids)
+        # One entry per token: the sampled one's.
+        logprobs = tuple(output.logprobs.logprobs)
+        assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
+        is_stopped = token_ids[-1] in self.sampling.stop_token_ids
+        return Completion(token_ids, logprobs, "stop" if is_stopped else "length", version)
+
+
+def llm_requests(prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[LLMRequest]:
+    """A request for every completion of a rollout, prompt by prompt."""
+    for prompt in prompts:
+        for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
+            yield LLMRequest(prompt, sample, limit, sampling)
