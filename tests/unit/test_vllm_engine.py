@@ -153,6 +153,23 @@ def test_nothing_of_the_launch_stays_in_the_environment(monkeypatch):
     assert dict(os.environ) == before
 
 
+def test_what_vllm_sets_for_the_process_is_put_back():
+    from triton import knobs
+
+    before = torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads
+    with pytest.raises(KeyError), internals.process_settings_kept():
+        torch.set_float32_matmul_precision("high" if before[0] != "high" else "medium")
+        torch.set_num_threads(before[1] + 1)
+        torch.set_num_threads = None
+        knobs.runtime.jit_post_compile_hook = print
+        knobs.autotuning.print = True
+        raise KeyError("as if vLLM had failed to start")
+    assert before == (
+        torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads
+    )  # fmt: skip
+    assert knobs.runtime.jit_post_compile_hook is None and not knobs.autotuning.print
+
+
 def test_a_launchers_environment_is_kept(monkeypatch):
     launcher = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     for name, value in launcher.items():

@@ -220,14 +220,22 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 def process_settings_kept() -> Iterator[None]:
     """Put back what vLLM sets for the whole process while it starts: the trainer had chosen otherwise.
 
-    Those are the precision of float32 products, the number of threads and, on a CPU, `torch.set_num_threads`
-    itself.
+    Those are the precision of float32 products, the number of threads, on a CPU `torch.set_num_threads`
+    itself, and Triton's hooks: vLLM would warn of each kernel that the trainer compiles as of a fault.
     """
     precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_num_threads = torch.set_num_threads
     try:
+        from triton import knobs
+    except ImportError:
+        knobs = None
+    else:
+        hook, prints = knobs.runtime.jit_post_compile_hook, knobs.autotuning.print
+    try:
         yield
     finally:
+        if knobs is not None:
+            knobs.runtime.jit_post_compile_hook, knobs.autotuning.print = hook, prints
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
