@@ -197,6 +197,9 @@ def test_only_expandable_segments_are_turned_off(before, without):
 class Pool:
     """Stands for PyTorch's, which must never be dropped."""
 
+    def snapshot(self):
+        return [{"allocated_size": 20, "total_size": 32}, {"allocated_size": 0, "total_size": 64}]
+
 
 def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
     given_back = []
@@ -208,7 +211,8 @@ def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
     allocator = SimpleNamespace(allocator_and_pools={"weights": (pool, None)}, pointer_to_data=data)
     modules = {
         "vllm.device_allocator.cumem": SimpleNamespace(
-            CuMemAllocator=SimpleNamespace(instance=allocator), unmap_and_release=given_back.append
+            CuMemAllocator=SimpleNamespace(instance=allocator, get_instance=lambda: allocator),
+            unmap_and_release=given_back.append,
         ),
         "vllm.model_executor.layers.rotary_embedding": SimpleNamespace(_ROPE_DICT={"key": "angles"}),
     }
@@ -217,8 +221,13 @@ def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
             monkeypatch.setitem(sys.modules, parent, SimpleNamespace(__path__=[]))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(internals, "_kept_pools", [])
+    assert internals.pooled_bytes() == (20, 96)
     internals.keep_pools()
     assert not allocator.allocator_and_pools  # vLLM finds none to drop
+    allocator.allocator_and_pools["kv_cache"] = [(Pool(), None), (Pool(), None)]  # the next engine's
+    assert internals.pooled_bytes() == (60, 288)
+    allocator.allocator_and_pools.clear()
     internals.free_pools()
     assert given_back == [1, 3] and not data
     is_alive = weakref.ref(pool)

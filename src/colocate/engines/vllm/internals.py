@@ -21,6 +21,8 @@ from torch import Tensor
 from colocate.engines.vllm.process import environment, free_port
 from colocate.memory.timeline import PooledBytes
 
+_kept_pools: list[Any] = []
+"""Those of engines that have ended, see `keep_pools`."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -136,11 +138,11 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
 
 
 def pooled_bytes() -> PooledBytes:
-    """What PyTorch's allocator counts of the pools of vLLM's sleep, asleep or not."""
+    """What PyTorch's allocator counts of the pools of vLLM's sleep, asleep or not, former engines' included."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     # One pool and its allocator of each tag; later versions have a list of such pairs.
-    tags = CuMemAllocator.get_instance().allocator_and_pools.values()
+    tags = [*CuMemAllocator.get_instance().allocator_and_pools.values(), *_kept_pools]
     pairs = itertools.chain.from_iterable(pairs if isinstance(pairs, list) else [pairs] for pairs in tags)
     segments = [segment for pool, _ in pairs for segment in pool.snapshot()]
     return PooledBytes(
@@ -159,10 +161,10 @@ def keep_pools() -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     if (allocator := CuMemAllocator.instance) is not None:
-        pools = list(allocator.allocator_and_pools.values())
+        _kept_pools.extend(allocator.allocator_and_pools.values())
         allocator.allocator_and_pools.clear()
-        # Not even when the interpreter ends, which is what a variable here would mean.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pools))
+        # Not even when the interpreter ends, and with it this module.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_pools))
 
 
 def free_pools() -> None:
