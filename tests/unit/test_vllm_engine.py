@@ -211,7 +211,9 @@ def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
     allocator = SimpleNamespace(allocator_and_pools={"weights": (pool, None)}, pointer_to_data=data)
     modules = {
         "vllm.device_allocator.cumem": SimpleNamespace(
-            CuMemAllocator=SimpleNamespace(instance=allocator, get_instance=lambda: allocator),
+            CuMemAllocator=SimpleNamespace(
+                instance=allocator, get_instance=itertools.repeat(allocator).__next__
+            ),
             unmap_and_release=given_back.append,
         ),
         "vllm.model_executor.layers.rotary_embedding": SimpleNamespace(_ROPE_DICT={"key": "angles"}),

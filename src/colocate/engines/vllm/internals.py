@@ -138,7 +138,7 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
 
 
 def pooled_bytes() -> PooledBytes:
-    """What PyTorch's allocator counts of the pools of vLLM's sleep, asleep or not, former engines' included."""
+    """What PyTorch's allocator counts of the pools of vLLM's sleep, asleep or not; former engines' too."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     # One pool and its allocator of each tag; later versions have a list of such pairs.
