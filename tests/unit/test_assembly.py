@@ -90,7 +90,7 @@ def test_the_kv_cache_that_a_rollout_fills(build, options, num_seqs, share_of_he
     batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 8}
     sizes = {**batch, "vllm_max_model_length": 40, **options}
     given = build(make_model("qwen3", **shape), engine="vllm", **sizes)["usable_kv_cache_bytes"]
-    tokens = num_seqs * (48 + 16) + 16  # in blocks of 16, one more for each sequence, and one in all
+    tokens = num_seqs * (64 + 64) + 64  # in blocks of 64, one more for each sequence, and one in all
     assert given == tokens * 3 * 2 * 2 * 32 * 4 * share_of_heads
 
 

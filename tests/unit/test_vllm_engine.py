@@ -95,6 +95,12 @@ def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
     kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})
     assert kwargs.pop("gpu_memory_utilization") == pytest.approx(40 / 140)
     assert kwargs == ({"kv_cache_memory_bytes": usable_bytes} if is_given else {})
+    # An engine that never sleeps has 0.3 × 140 GiB, and half of that for a KV cache of a given size.
+    engine._frees_memory = False
+    kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})
+    assert kwargs == {"gpu_memory_utilization": 0.3} | (
+        {} if usable is None or usable >= 21 else {"kv_cache_memory_bytes": usable_bytes}
+    )
     # Not beside a size or a share that the user has given.
     assert engine._memory_kwargs(0.3, 0, 19 * gib, {}) == {"gpu_memory_utilization": 0.3}
     assert engine._memory_kwargs(None, 0, 19 * gib, {"kv_cache_memory_bytes": 5}) == {}

@@ -291,11 +291,11 @@ class VLLMEngine:
         if self._device.type != "cuda":
             is_set = "VLLM_CPU_KVCACHE_SPACE" in os.environ
             return {} if is_set else {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-        if not self._frees_memory:
-            return {"gpu_memory_utilization": MEMORY_SHARE_AWAKE}
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        share = memory_share(free_bytes, total_bytes, reserve_bytes=reserve_bytes)
+        share = MEMORY_SHARE_AWAKE
+        if self._frees_memory:
+            share = memory_share(free_bytes, total_bytes, reserve_bytes=reserve_bytes)
         kwargs: dict[str, Any] = {"gpu_memory_utilization": share}
         if usable_kv_cache_bytes is not None and usable_kv_cache_bytes < KV_CACHE_SHARE * share * total_bytes:
             kwargs["kv_cache_memory_bytes"] = usable_kv_cache_bytes

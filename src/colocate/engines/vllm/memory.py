@@ -15,8 +15,8 @@ KV_CACHE_SHARE = 0.5
 """Of vLLM's share: a KV cache up to this size can be given without asking vLLM, which would measure what its
 activations, logits and CUDA graphs leave of the share."""
 
-BLOCK_TOKENS = 16
-"""Of a block of vLLM's KV cache, where the attention does not ask for more."""
+BLOCK_TOKENS = 64
+"""Of the largest blocks in vLLM's KV cache; most backends of attention have blocks of 16."""
 
 WAKE_UP_BYTES = 2**30
 """That stay free of the device when vLLM has woken up, for workspaces outside of PyTorch's allocator."""
