@@ -58,16 +58,25 @@ def tied_model():
     return make_model("qwen3-tied", hidden_size=64, head_dim=32)
 
 
-@pytest.fixture
-def mortal(tied_model, tmp_path) -> Iterator[ServerProcess]:
-    """A server of its own for a test that kills it: a configuration is all it has. Two processes answer."""
-    tied_model.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    options = ("--load-format", "dummy", "--api-server-count", "2")
-    server = ServerProcess(tmp_path, options=options, environment=as_vllm(tmp_path))
+def mortal_server(model: Any, directory: Path, *options: str, **settings: Any) -> Iterator[ServerProcess]:
+    model.save_pretrained(directory)
+    (directory / "model.safetensors").unlink()
+    server = ServerProcess(directory, options=("--load-format", "dummy", *options), **settings)
     server.wait_until_ready()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def mortal(tied_model, tmp_path) -> Iterator[ServerProcess]:
+    """A server of its own for a test that kills it: a configuration is all it has."""
+    yield from mortal_server(tied_model, tmp_path)
+
+
+@pytest.fixture
+def mortal_of_two(tied_model, tmp_path) -> Iterator[ServerProcess]:
+    """Likewise, with two processes that answer, as where there are cores for them."""
+    yield from mortal_server(tied_model, tmp_path, "--api-server-count", "2", environment=as_vllm(tmp_path))
 
 
 def perturb(model: Any, seed: int) -> None:
@@ -150,7 +159,8 @@ def test_port_taken():
     assert f"Port {server.port} of 127.0.0.1 cannot be had" in result.stderr
 
 
-def test_ready_is_said_once_and_ctrl_c_ends_everything(mortal):
+def test_ready_is_said_once_and_ctrl_c_ends_everything(mortal_of_two):
+    mortal = mortal_of_two
     lines = [line for line in mortal.log.read_text().splitlines() if line.startswith("colocate serve:")]
     deadline = time.monotonic() + 10
     while not lines and time.monotonic() < deadline:
@@ -221,8 +231,8 @@ def test_killed_within_a_rollout_and_within_a_publish(tied_model, mortal, monkey
         engine.close()
 
 
-def test_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal):
-    model = tied_model
+def test_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal_of_two):
+    model, mortal = tied_model, mortal_of_two
     engine = make_engine(model, mortal)
     try:
         assert_greedy_is_the_trainers(engine, model)
