@@ -13,14 +13,11 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig
 
-from processes import TORCHRUN, check_contract_over_two_processes, run_python
+from processes import TORCHRUN, run_python
 from tiny import make_model, make_trainer
 from vllm_unpacked import unpacked
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-# On a CPU vLLM names the shared memory of a tensor-parallel group alike in all runs of a machine.
-ONE_AT_A_TIME = pytest.mark.xdist_group("tensor parallel")
 
 
 def run(case: str, directory: Path, num_processes: int = 1) -> list[dict]:
@@ -64,7 +61,6 @@ def test_copies_are_renewed_in_place(tmp_path):
     assert found["published_bytes"] == found["model_bytes"]
 
 
-@ONE_AT_A_TIME
 def test_two_processes_run_one_engine(tmp_path):
     first, second = run("tensor_parallel", tmp_path, num_processes=2)
     assert first["equal"] == second["equal"] == [True] * 3
@@ -73,11 +69,6 @@ def test_two_processes_run_one_engine(tmp_path):
     assert second["num_alone"] == 0
     assert first["published_bytes"] > 0
     assert first["ranks"] == second["ranks"] == [0, 1]
-
-
-@ONE_AT_A_TIME
-def test_two_processes_keep_the_contract():
-    check_contract_over_two_processes(timeout_s=400)
 
 
 @pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
