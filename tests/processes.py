@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +25,3 @@ def run_python(*words: str | Path, timeout_s: float, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout
-
-
-def check_contract_over_two_processes(timeout_s: float) -> None:
-    """The contract suite of engines in two processes, which have one engine together."""
-    suite = Path(__file__).parent / "unit" / "test_engine_contract.py"
-    words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", suite)
-    printed = run_python(*TORCHRUN, *words, timeout_s=timeout_s, VLLM_LOGGING_LEVEL="ERROR")
-    num_passed = [int(number) for number in re.findall(r"(\d+) passed in", printed)]
-    assert len(num_passed) == 2 and min(num_passed) >= 40, printed[-4000:]

@@ -1,7 +1,7 @@
 """What `engines/base.py` promises, asked of every engine.
 
 A new engine joins by one entry in `ENGINES`, in `ENGINES_ON_GPU` if it needs one, or in `ENGINES_WITH_VLLM`.
-Under torchrun all processes ask one engine, each for itself; see `check_contract_over_two_processes`.
+Under torchrun all processes ask one engine, each for itself; see `test_two_gpus_keep_the_contract`.
 """
 
 from __future__ import annotations

@@ -90,11 +90,19 @@ def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
     gib = 2**30
     engine = object.__new__(in_process.VLLMEngine)
     engine._device, engine._frees_memory = torch.device("cuda"), True
+    engine._model, engine._group = object(), SimpleNamespace(size=2)
+    engine._source = SimpleNamespace(wants_sharing=True)
+    monkeypatch.setattr(in_process, "num_bytes", lambda model: 10 * gib)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
     usable_bytes = None if usable is None else usable * gib
     kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})
     assert kwargs.pop("gpu_memory_utilization") == pytest.approx(40 / 140)
     assert kwargs == ({"kv_cache_memory_bytes": usable_bytes} if is_given else {})
+    # A copy of the weights takes its part of the share first: half of 40 - 10 / 2 GiB is left.
+    engine._source.wants_sharing = False
+    assert "kv_cache_memory_bytes" not in engine._memory_kwargs(None, 50 * gib, 18 * gib, {})
+    assert "kv_cache_memory_bytes" in engine._memory_kwargs(None, 50 * gib, 17 * gib, {})
+    engine._source.wants_sharing = True
     # An engine that never sleeps has 0.3 × 140 GiB, and half of that for a KV cache of a given size.
     engine._frees_memory = False
     kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})

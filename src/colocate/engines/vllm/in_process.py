@@ -297,7 +297,10 @@ class VLLMEngine:
         if self._frees_memory:
             share = memory_share(free_bytes, total_bytes, reserve_bytes=reserve_bytes)
         kwargs: dict[str, Any] = {"gpu_memory_utilization": share}
-        if usable_kv_cache_bytes is not None and usable_kv_cache_bytes < KV_CACHE_SHARE * share * total_bytes:
+        assert self._model is not None
+        copy_bytes = 0 if self._source.wants_sharing else num_bytes(self._model) / self._group.size
+        room_bytes = share * total_bytes - copy_bytes
+        if usable_kv_cache_bytes is not None and usable_kv_cache_bytes < KV_CACHE_SHARE * room_bytes:
             kwargs["kv_cache_memory_bytes"] = usable_kv_cache_bytes
         return kwargs
 

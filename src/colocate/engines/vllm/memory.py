@@ -12,8 +12,8 @@ SMALLEST_MEMORY_SHARE = 0.01
 """vLLM takes no less than a positive one."""
 
 KV_CACHE_SHARE = 0.5
-"""Of vLLM's share: a KV cache up to this size can be given without asking vLLM, which would measure what its
-activations, logits and CUDA graphs leave of the share."""
+"""Of what a copy of the weights leaves of vLLM's share: a KV cache up to this size can be given without
+asking vLLM, which would measure what its activations, logits and CUDA graphs leave."""
 
 BLOCK_TOKENS = 64
 """Of the largest blocks in vLLM's KV cache; most backends of attention have blocks of 16."""
