@@ -59,26 +59,23 @@ def min_p_first(logits: torch.Tensor, sampling: SamplingParams, seen: torch.Tens
     return logits if sampling.temperature == 0 else process_logits(logits, after, None)
 
 
-def vllm_engine(model: Any) -> RolloutEngine:
+def vllm_engine(model: Any, **options: Any) -> RolloutEngine:
     from colocate.engines.vllm.in_process import VLLMEngine
 
-    return VLLMEngine(model, max_num_seqs=4, engine_kwargs={"enforce_eager": True})
-
-
-def exact_vllm_engine(model: Any) -> RolloutEngine:
-    # vLLM's attention for float32 is Triton's, whose products else have the 10 bits of TF32.
-    os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    return vllm_engine(model)
+    engine_kwargs: dict[str, Any] = {"enforce_eager": True}
+    if torch.cuda.is_available():
+        # A small share of the device, quickly mapped, for several suites at once.
+        engine_kwargs["kv_cache_memory_bytes"] = 2**28
+        options["gpu_memory_utilization"] = 0.1
+        # vLLM's attention for float32 is Triton's, whose products else have the 10 bits of TF32.
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    return VLLMEngine(model, max_num_seqs=4, engine_kwargs=engine_kwargs, **options)
 
 
 def tensor_parallel_vllm_engine(model: Any) -> RolloutEngine:
-    from colocate.engines.vllm.in_process import VLLMEngine
-
-    os.environ["TRITON_F32_DEFAULT"] = "ieee"
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    eager = {"enforce_eager": True}
-    return VLLMEngine(model, max_num_seqs=4, tensor_parallel_size=dist.get_world_size(), engine_kwargs=eager)
+    return vllm_engine(model, tensor_parallel_size=dist.get_world_size())
 
 
 def model_of_this_process() -> Any:
@@ -141,9 +138,8 @@ ENGINES_WITH_VLLM = {
 }
 ENGINES_WITH_VLLM_ON_GPU = {
     # In float32, for which vLLM picks an attention of its own. 97 tokens, which it pads: not shareable.
-    "vllm-cuda": dataclasses.replace(
-        vllm_case(lambda: make_model("qwen3", head_dim=64).cuda(), shares_weights=False, logprob_atol=5e-3),
-        make_engine=exact_vllm_engine,
+    "vllm-cuda": vllm_case(
+        lambda: make_model("qwen3", head_dim=64).cuda(), shares_weights=False, logprob_atol=5e-3
     ),
 }
 ENGINES_OVER_PROCESSES = {
