@@ -195,6 +195,18 @@ def test_every_one_of_50_steps_generates_with_its_own_weights(start, weights, le
     assert set(levels) == {level} and len(levels) == 52
 
 
+def test_the_trainers_products_have_their_workspace_while_the_engine_sleeps(start):
+    # As in a new process: the first product of this thread is the one that merges an adapter for vLLM.
+    torch._C._cuda_clearCublasWorkspaces()
+    engine = start(adapted("qwen2"), weights="buckets", engine_kwargs=EAGER)
+    assert engine.rollout_weight_bytes == 0
+    # So long a sum that cuBLAS splits it, and adds the parts up in its workspace.
+    a, b = (torch.randn(64, 2**16, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for product in (a @ b.T, torch.zeros(64, 64, device="cuda", dtype=a.dtype).addmm_(a, b.T)):
+        expected = a.double() @ b.double().T
+        torch.testing.assert_close(product.double(), expected, rtol=1e-2, atol=1.0)
+
+
 @pytest.mark.parametrize("weights", ["shared", "buckets"])
 def test_asleep_the_memory_is_the_trainers(start, weights):
     model = sized("qwen3", num_hidden_layers=8, hidden_size=1024, intermediate_size=4096).bfloat16()

@@ -137,6 +137,17 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
     type(current_platform)._global_graph_pool = None
 
 
+def forget_workspaces() -> None:
+    """Let PyTorch allocate cuBLAS's workspace anew.
+
+    It does so at a thread's first product on a stream, and keeps it for all that follow, the trainer's too.
+    If the first was vLLM's as it loaded, or merged an adapter for it, the workspace lies in a pool that sleep
+    empties.
+    """
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def pooled_bytes() -> PooledBytes:
     """What PyTorch's allocator counts of the pools of vLLM's sleep, asleep or not; former engines' too."""
     from vllm.device_allocator.cumem import CuMemAllocator

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colocate.engines.vllm import internals
 from colocate.weights.adapters import base_linear
 from colocate.weights.buckets import buckets
 from colocate.weights.layouts import Layout, causal_lm, has_layout, layout_for
@@ -187,6 +188,7 @@ def _register() -> None:
 
         def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
             model = super().load_model(*args, **kwargs)
+            internals.forget_workspaces()
             source = _sources[self.load_config.model_loader_extra_config["source"]]
             moved = sorted(self.loaded ^ _addresses(model))
             # Tensors derived from parameters would go stale. Models with a layout have none.
