@@ -33,7 +33,7 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.engines.vllm.in_process import VLLMEngine
-from colocate.engines.vllm.memory import whole_kv_cache_bytes
+from colocate.engines.vllm.memory import MAX_NUM_SEQS, whole_kv_cache_bytes
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.versions import installed_version
 from colocate.memory.train_plan import TrainPlan
@@ -291,8 +291,7 @@ def _usable_kv_cache_bytes(model: nn.Module, args: GRPOConfig) -> int | None:
         return None
     group = args.vllm_tensor_parallel_size
     num_seqs = group * max(args.generation_batch_size // args.world_size, args.per_device_eval_batch_size)
-    if args.max_num_seqs is not None:
-        num_seqs = min(num_seqs, args.max_num_seqs)
+    num_seqs = min(num_seqs, args.max_num_seqs or MAX_NUM_SEQS)
     shapes = ModelShapes.of(model)
     dtype = causal_lm(model).get_input_embeddings().weight.dtype
     # A group divides the heads, down to one for each GPU.

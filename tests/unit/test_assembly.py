@@ -83,6 +83,7 @@ def test_vllms_options_are_not_lost_without_vllm(build, monkeypatch):
         ({"per_device_eval_batch_size": 40}, 40, 1.0),
         ({"vllm_tensor_parallel_size": 2}, 32, 0.5),
         ({"vllm_tensor_parallel_size": 8}, 128, 0.5),  # two heads: each is on four GPUs
+        ({"per_device_eval_batch_size": 600}, 512, 1.0),
     ],
 )
 def test_the_kv_cache_that_a_rollout_fills(build, options, num_seqs, share_of_heads):

@@ -91,6 +91,7 @@ def test_ready_line_and_signal(stand_in, capfd):
     assert options["--tensor-parallel-size"] == "2"
     assert options["--logprobs-mode"] == "processed_logprobs"
     assert options["--generation-config"] == "vllm"
+    assert options["--max-num-seqs"] == "512"
     module, _, name = options["--worker-extension-cls"].rpartition(".")
     assert hasattr(__import__(module, fromlist=[name]), name)
 

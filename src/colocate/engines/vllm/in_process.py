@@ -36,6 +36,7 @@ from colocate.engines.vllm.llm_request import LLMRequest, llm_requests
 from colocate.engines.vllm.memory import (
     CPU_KV_CACHE_BYTES,
     KV_CACHE_SHARE,
+    MAX_NUM_SEQS,
     MEMORY_SHARE_AWAKE,
     SMALLEST_MEMORY_SHARE,
     WAKE_UP_BYTES,
@@ -78,7 +79,8 @@ class VLLMEngine:
     Args:
         model: a Hugging Face causal language model, or a PEFT model around one, on the device to use. It must
             not be moved afterwards if weights are shared.
-        max_num_seqs: sequences that decode at the same time; None: vLLM's default.
+        max_num_seqs: sequences that decode at the same time; None: `MAX_NUM_SEQS` on a GPU, else vLLM's
+            default.
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
         tensor_parallel_size: consecutive processes that run one engine.
         gpu_memory_utilization: share of the device's memory that vLLM may use, its copy of the weights
@@ -131,10 +133,11 @@ class VLLMEngine:
         self._group = TensorParallelGroup(tensor_parallel_size)
         self._bucket_bytes = bucket_bytes
         # vLLM sleeps on GPUs only. Without, asleep is a word that keeps the protocol.
-        self._frees_memory = enable_sleep_mode and self._device.type == "cuda"
+        on_gpu = self._device.type == "cuda"
+        self._frees_memory = enable_sleep_mode and on_gpu
         self._source = self._weight_source(weights, model_impl)
         kwargs = user_kwargs | {
-            "max_num_seqs": max_num_seqs,
+            "max_num_seqs": MAX_NUM_SEQS if max_num_seqs is None and on_gpu else max_num_seqs,
             "max_model_len": max_model_len,
             **self._memory_kwargs(gpu_memory_utilization, reserve_bytes, usable_kv_cache_bytes, user_kwargs),
         }

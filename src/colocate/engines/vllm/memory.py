@@ -21,6 +21,10 @@ BLOCK_TOKENS = 64
 WAKE_UP_BYTES = 2**30
 """That stay free of the device when vLLM has woken up, for workspaces outside of PyTorch's allocator."""
 
+MAX_NUM_SEQS = 512
+"""Sequences that vLLM decodes at the same time on a GPU unless told otherwise: as many as it captures CUDA
+graphs for. A step of more is launched kernel by kernel; vLLM's own default is 1,024 on large GPUs."""
+
 CPU_KV_CACHE_BYTES = 2**30
 """KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib import metadata
 from types import FrameType
 
+from colocate.engines.vllm.memory import MAX_NUM_SEQS
 from colocate.engines.vllm.versions import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
 
 _POLL_S = 0.25
@@ -65,6 +66,7 @@ def serve(
         "--disable-uvicorn-access-log",  # a line for each of a rollout's hundreds of requests
         "--skip-tokenizer-init",  # turning every token into text took 15 µs, and nobody reads it
         *("--api-server-count", str(num_api_servers)),
+        *("--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--worker-extension-cls", "colocate.engines.vllm.weight_receiver.WeightReceiver"),
         *vllm_options,
     ]
