@@ -40,10 +40,12 @@ def test_both_gpus_have_the_same_weights(directory, case):
 def test_two_gpus_train_what_one_does(directory, tmp_path):
     one = build(tmp_path, "float32", num_ranks=1)
     one.train()
-    both = torch.load(directory / "float32" / "rank0.pt")["after"]
+    both = torch.load(directory / "float32" / "rank0.pt")
     for name, expected in trained(one).items():
-        # Sums in another order; Adam divides a gradient by its own size.
-        torch.testing.assert_close(both[name], expected, rtol=0, atol=3e-4)
+        # Sums in another order, and Adam divides a gradient by its own size even where most of it is rounding:
+        # single weights may differ by a step. With half of the batch alone all are more than 1 away.
+        moved = (expected - both["before"][name]).norm()
+        assert (both["after"][name] - expected).norm() < 0.02 * moved, name
     for record, expected in zip(
         read_metrics(directory / "float32"), read_metrics(tmp_path / "float32"), strict=True
     ):
