@@ -42,7 +42,7 @@ def test_two_gpus_train_what_one_does(directory, tmp_path):
     one.train()
     both = torch.load(directory / "float32" / "rank0.pt")
     for name, expected in trained(one).items():
-        # Sums in another order, and Adam divides a gradient by its own size even where most of it is rounding:
+        # Sums in another order, and Adam divides a gradient by its own size even where that is rounding:
         # single weights may differ by a step. With half of the batch alone all are more than 1 away.
         moved = (expected - both["before"][name]).norm()
         assert (both["after"][name] - expected).norm() < 0.02 * moved, name
