@@ -76,10 +76,12 @@ def test_ready_line_and_signal(stand_in, capfd):
     finally:
         timer.cancel()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert capfd.readouterr().out == (
+    ready, about_the_tokenizer = capfd.readouterr().out.splitlines()
+    assert ready == (
         f"colocate serve: some/model is ready at http://127.0.0.1:{port} "
-        "(vLLM 0.30.1, tensor parallel over 2)\n"
+        "(vLLM 0.30.1, tensor parallel over 2)"
     )
+    assert "it has no tokenizer" in about_the_tokenizer
     arguments, dev_mode = json.loads((stand_in / "called.json").read_text())
     assert dev_mode == "1"
     assert arguments[0] == "some/model"

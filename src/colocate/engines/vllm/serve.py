@@ -88,6 +88,12 @@ def serve(
             print(
                 f"colocate serve: {model} is ready at http://{host}:{port} (vLLM {version}{gpus})", flush=True
             )
+            if "--no-skip-tokenizer-init" not in vllm_options:
+                print(
+                    "colocate serve: only token ids travel, so it has no tokenizer, and vLLM's warning that "
+                    "its chat template warmup failed means nothing",
+                    flush=True,
+                )
         while _is_running(process, signalled_s):
             time.sleep(_POLL_S)
         code = process.wait()
