@@ -239,6 +239,7 @@ def test_a_kv_cache_of_the_rollouts_size_takes_nothing_from_pytorchs_reserve(sta
     assert torch.cuda.memory_reserved() >= reserved
     check_greedy(engine, model)
     engine.sleep()
+    assert torch.cuda.memory_reserved() >= reserved
 
 
 def test_expandable_segments_stay_on_for_the_trainer(start):

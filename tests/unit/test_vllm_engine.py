@@ -21,7 +21,6 @@ from colocate.engines.requests import derived_seed
 from colocate.engines.vllm import in_process, internals, memory, model_config, shared_weights, versions
 from colocate.engines.vllm.engine_arguments import OWN_ARGUMENTS
 from colocate.engines.vllm.groups import check_group_size
-from colocate.memory.timeline import PooledBytes
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -120,12 +119,19 @@ def test_pytorch_gives_back_only_what_waking_up_needs(free_gib, is_emptied, monk
     engine = object.__new__(in_process.VLLMEngine)
     engine._device, engine._frees_memory = torch.device("cuda"), True
     engine._is_awake = engine._is_stale = engine.shares_weights = False
-    engine.pooled_bytes = PooledBytes(allocated=10 * gib, reserved=30 * gib)
-    engine._llm = SimpleNamespace(wake_up=lambda tags: calls.extend(tags))
+    monkeypatch.setattr(internals, "unmapped_bytes", lambda: 10 * gib)
+
+    def wake_up(tags):
+        calls.extend(tags)
+        torch.cuda.empty_cache()  # as vLLM does, of late in waking up, too
+
+    engine._llm = SimpleNamespace(wake_up=wake_up)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * gib), 140 * gib))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     engine.wake_up()
     assert calls == ["empty"] * is_emptied + ["weights", "kv_cache"]
+    torch.cuda.empty_cache()
+    assert calls[-1] == "empty"  # as before
 
 
 @given(seed=st.integers(), key=st.integers(), sample=st.integers(0, 1000))
@@ -219,7 +225,7 @@ def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
     given_back = []
     pool = Pool()
     data = {
-        address: SimpleNamespace(handle=address, is_asleep=is_asleep)
+        address: SimpleNamespace(handle=(0, 10 * address), is_asleep=is_asleep)
         for address, is_asleep in ((1, False), (2, True), (3, False))
     }
     allocator = SimpleNamespace(allocator_and_pools={"weights": (pool, None)}, pointer_to_data=data)
@@ -239,13 +245,14 @@ def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(internals, "_kept_pools", [])
     assert internals.pooled_bytes() == (20, 96)
+    assert internals.unmapped_bytes() == 20
     internals.keep_pools()
     assert not allocator.allocator_and_pools  # vLLM finds none to drop
     allocator.allocator_and_pools["kv_cache"] = [(Pool(), None), (Pool(), None)]  # the next engine's
     assert internals.pooled_bytes() == (60, 288)
     allocator.allocator_and_pools.clear()
     internals.free_pools()
-    assert given_back == [1, 3] and not data
+    assert given_back == [(0, 10), (0, 30)] and not data
     is_alive = weakref.ref(pool)
     del pool, allocator, modules
     monkeypatch.undo()

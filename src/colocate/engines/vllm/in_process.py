@@ -200,7 +200,8 @@ class VLLMEngine:
             # Level 1 saves on the host what is no KV cache, level 2 drops it. With shared weights that are a
             # few buffers. A copy of the weights is faster made anew from the trainer's than saved and read
             # back, and would be stale as a rule. So would adapters, which are made anew at either level.
-            self._llm.sleep(level=1 if self.shares_weights else 2)
+            with internals.reserve_kept():
+                self._llm.sleep(level=1 if self.shares_weights else 2)
             self._is_stale = self._is_stale or not self.shares_weights or self._slot is not None
         self._is_awake = False
 
@@ -215,15 +216,17 @@ class VLLMEngine:
         if self._is_awake:
             return
         if self._frees_memory:
-            if torch.cuda.mem_get_info(self._device)[0] < self.pooled_bytes.allocated + WAKE_UP_BYTES:
+            if torch.cuda.mem_get_info(self._device)[0] < internals.unmapped_bytes() + WAKE_UP_BYTES:
                 torch.cuda.empty_cache()  # vLLM maps device memory, which PyTorch holds without using it
-            self._llm.wake_up(tags=["weights"])
+            with internals.reserve_kept():
+                self._llm.wake_up(tags=["weights"])
         if self.shares_weights:
             self._source.check_in_place()
         if self._is_stale:
             self._publish()
         if self._frees_memory:
-            self._llm.wake_up(tags=["kv_cache"])
+            with internals.reserve_kept():
+                self._llm.wake_up(tags=["kv_cache"])
         self._is_awake = True
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -6,6 +6,7 @@ Everything else goes through `vllm.LLM`, `vllm.SamplingParams` and `register_mod
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import os
 import random
@@ -162,6 +163,14 @@ def pooled_bytes() -> PooledBytes:
     )
 
 
+def unmapped_bytes() -> int:
+    """Device memory that vLLM's waking up maps again, all tags together."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    allocations = CuMemAllocator.get_instance().pointer_to_data.values()
+    return sum(data.handle[1] for data in allocations if data.is_asleep)
+
+
 def keep_pools() -> None:
     """Keep the pools of vLLM's sleep from being dropped when it shuts down, for ever.
 
@@ -190,6 +199,27 @@ def free_pools() -> None:
             if not data.is_asleep:
                 unmap_and_release(data.handle)
         allocator.pointer_to_data.clear()
+
+
+@contextmanager
+def reserve_kept() -> Iterator[None]:
+    """Keep vLLM from emptying PyTorch's reserve, and collecting garbage for it, as it sleeps and wakes up.
+
+    What it maps and unmaps is not in there. The trainer would have to allocate its own anew in every step.
+    """
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    with ExitStack() as stack:
+        for module, name in (
+            (gc, "collect"),
+            (torch.cuda, "empty_cache"),
+            (torch.accelerator, "empty_cache"),
+        ):
+            if hasattr(module, name):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, nothing)
+        yield
 
 
 @contextmanager
