@@ -12,9 +12,10 @@ GPUs / training GPUs, as if serving took none.
 
 Every case is a run of step.py of its own that leaves a record in --records; one whose record is there is not
 measured again, so a command that was cut short is simply given again. With --limit-s no case begins after so
-many seconds; with --largest the claims come first, the other batch sizes in a later command. A server is
-started once for all batch sizes of its model. The result is written as soon as the records suffice for every
-claim. `pages.py` makes the section of docs/benchmarks.md from it, `pictures.py` its picture.
+many seconds; with --largest the claims come first, the other batch sizes in a later command, which may be on
+another day: what is compared is of the same batch. A server is started once for all batch sizes of its model.
+The result is written as soon as the records suffice for every claim. `pages.py` makes the section of
+docs/benchmarks.md from it, `pictures.py` its picture.
 """
 
 from __future__ import annotations
@@ -233,8 +234,9 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
 
 
 def part_of(record: Record) -> str:
-    """The model: the modes of one are compared on one machine, whatever the other's was."""
-    return str(record["label"]).partition("-")[0]
+    """Model and batch: what is compared with each other was measured on one machine."""
+    model, *_, num_completions = str(record["label"]).split("-")
+    return f"{model}-{num_completions}"
 
 
 def merge(options: argparse.Namespace) -> None:

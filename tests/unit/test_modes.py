@@ -146,13 +146,18 @@ def test_modes_differ_in_the_engine_alone(model: str) -> None:
     assert copying["vllm_weights"] == "buckets"
 
 
-def test_models_may_be_measured_on_different_days_and_modes_of_one_may_not(tmp_path: Path) -> None:
-    runs = [("1p5b-server-64", "a"), ("1p5b-native-64", "a"), ("7b-colocate-buckets-512", "b")]
+def test_batches_may_be_measured_on_different_days_and_modes_of_one_may_not(tmp_path: Path) -> None:
+    runs = [
+        ("1p5b-server-64", "a"),
+        ("1p5b-native-64", "a"),
+        ("1p5b-native-256", "b"),
+        ("7b-colocate-buckets-512", "b"),
+    ]
     for label, machine in runs:
         (tmp_path / f"{label}.json").write_text(
             json.dumps({"label": label, "machine": machine, "commit": "c"})
         )
-    assert len(modes.read_records(tmp_path, modes.part_of)) == 3
+    assert len(modes.read_records(tmp_path, modes.part_of)) == 4
     other = {"label": "7b-server-512", "machine": "a", "commit": "c"}
     (tmp_path / "other.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match="more than one machine"):
