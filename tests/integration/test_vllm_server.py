@@ -161,12 +161,15 @@ def test_port_taken():
 
 def test_ready_is_said_once_and_ctrl_c_ends_everything(mortal_of_two):
     mortal = mortal_of_two
-    lines = [line for line in mortal.log.read_text().splitlines() if line.startswith("colocate serve:")]
+
+    def ready_lines() -> list[str]:
+        lines = mortal.log.read_text().splitlines()
+        return [line for line in lines if line.startswith("colocate serve:") and "is ready at" in line]
+
     deadline = time.monotonic() + 10
-    while not lines and time.monotonic() < deadline:
+    while not (ready := ready_lines()) and time.monotonic() < deadline:
         time.sleep(0.1)
-        lines = [line for line in mortal.log.read_text().splitlines() if line.startswith("colocate serve:")]
-    assert len(lines) == 1 and mortal.base_url in lines[0]
+    assert len(ready) == 1 and mortal.base_url in ready[0]
     descendants = mortal.descendants()
     assert descendants
     mortal.process.send_signal(signal.SIGINT)
