@@ -22,8 +22,8 @@ STOP_S = 30.0
 """After a signal. vLLM loses one that comes while it starts, and is killed then with all its processes."""
 MAX_API_SERVERS = 4
 CORES_PER_API_SERVER = 4
-"""A process that answers requests is one thread of Python with 25 µs and more for a token and its log-prob
-(vLLM 0.32): at most 40,000 tokens a second, where a GPU makes up to 60,000 of a small model."""
+"""A process that answers requests is one thread of Python, and handles each token and its log-prob by itself:
+one alone is slower than a GPU that decodes a small model."""
 
 
 def serve(
@@ -64,7 +64,7 @@ def serve(
         # No defaults, nor a cap on max_tokens, from the model's own generation_config.
         *("--generation-config", "vllm"),
         "--disable-uvicorn-access-log",  # a line for each of a rollout's hundreds of requests
-        "--skip-tokenizer-init",  # turning every token into text took 15 µs, and nobody reads it
+        "--skip-tokenizer-init",  # else it turns every token into text, which nobody reads
         *("--api-server-count", str(num_api_servers)),
         *("--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--worker-extension-cls", "colocate.engines.vllm.weight_receiver.WeightReceiver"),
