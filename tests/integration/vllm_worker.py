@@ -26,7 +26,7 @@ from engine_models import (
     token_logprobs,
 )
 
-from colocate.engines.vllm import adapter_slot
+from colocate.engines.vllm import adapter_slot, internals
 from colocate.engines.vllm.in_process import VLLMEngine
 from colocate.types import SamplingParams
 from vllm_unpacked import unpacked
@@ -165,7 +165,7 @@ def shared_lora() -> dict[str, Any]:
 
     # vLLM sleeps on GPUs only.
     engine._frees_memory, engine._llm.sleep, engine._llm.wake_up = True, lose_buffers, lambda tags: None
-    torch.cuda.mem_get_info = lambda device: (0, 0)
+    torch.cuda.mem_get_info, internals.unmapped_bytes = lambda device: (0, 0), lambda: 0
     found["lost_equal"] = [*rounds(engine, model, prompts, 2), *rounds(engine, model, prompts, 1)]
     engine._frees_memory = False
     after = engine._llm.apply_model(addresses)[0]
