@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
 
-from colocate.weights.buckets import buckets, tied_head
+from colocate.weights.buckets import all_bytes, buckets, tied_head
 from colocate.weights.layouts import causal_lm
 
 
@@ -94,6 +94,21 @@ def test_4bit_weights_are_what_the_layer_multiplies_with(with_adapter):
     columns = layer(torch.eye(128))  # [in, out]: each row is a column of the weight
     weight = flat(model)["model.layers.1.mlp.down_proj.weight"]
     torch.testing.assert_close(weight, columns.t().detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        make_model("qwen3"),
+        make_model("qwen3-tied"),
+        make_lora("qwen2"),
+        make_gpt2(),
+        make_4bit_model("qwen2"),
+    ],
+    ids=["plain", "tied", "lora", "without a layout", "4 bits"],
+)
+def test_the_size_of_all_is_known_before_any_is_made(model):
+    assert all_bytes(model) == sum(tensor.nbytes for tensor in flat(model).values())
 
 
 def test_4bit_weights_count_dequantised():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_models import make_lora, make_model
+from engine_models import make_gpt2, make_lora, make_model
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -91,7 +91,7 @@ def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
     engine._device, engine._frees_memory = torch.device("cuda"), True
     engine._model, engine._group = object(), SimpleNamespace(size=2)
     engine._source = SimpleNamespace(wants_sharing=True)
-    monkeypatch.setattr(in_process, "num_bytes", lambda model: 10 * gib)
+    monkeypatch.setattr(in_process, "all_bytes", lambda model: 10 * gib)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
     usable_bytes = None if usable is None else usable * gib
     kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})
@@ -111,6 +111,18 @@ def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
     # Not beside a size or a share that the user has given.
     assert engine._memory_kwargs(0.3, 0, 19 * gib, {}) == {"gpu_memory_utilization": 0.3}
     assert engine._memory_kwargs(None, 0, 19 * gib, {"kv_cache_memory_bytes": 5}) == {}
+
+
+@pytest.mark.parametrize("make", [make_gpt2, lambda: make_model("qwen3")], ids=["no layout", "not fused"])
+def test_a_copy_of_any_model_has_a_share(make, monkeypatch):
+    gib = 2**30
+    engine = object.__new__(in_process.VLLMEngine)
+    engine._device, engine._frees_memory = torch.device("cuda"), True
+    engine._model, engine._group = make(), SimpleNamespace(size=1)
+    engine._source = SimpleNamespace(wants_sharing=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
+    assert engine._memory_kwargs(None, 0, None, {}) == {"gpu_memory_utilization": pytest.approx(90 / 140)}
+    assert engine._memory_kwargs(None, 0, gib, {})["kv_cache_memory_bytes"] == gib
 
 
 @pytest.mark.parametrize(("free_gib", "is_emptied"), [(10.5, True), (11.5, False)])

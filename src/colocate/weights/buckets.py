@@ -70,6 +70,11 @@ def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tu
         yield bucket
 
 
+def all_bytes(model: nn.Module) -> int:
+    """Of all tensors that `buckets` yields, each once. Computes none of them."""
+    return sum(size_bytes for _, size_bytes, _ in _weights(causal_lm(model), "", set()))
+
+
 def tied_head(model: nn.Module) -> str | None:
     """Name of the weight that is also the head's, as `buckets` calls it; None if the head has its own."""
     base = causal_lm(model)

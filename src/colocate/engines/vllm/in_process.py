@@ -53,7 +53,7 @@ from colocate.engines.vllm.shared_weights import (
 from colocate.engines.vllm.versions import check_installed
 from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.buckets import BUCKET_BYTES, buckets, tied_head, why_not_publishable
+from colocate.weights.buckets import BUCKET_BYTES, all_bytes, buckets, tied_head, why_not_publishable
 from colocate.weights.layouts import causal_lm, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -303,11 +303,11 @@ class VLLMEngine:
         if self._frees_memory:
             share = memory_share(free_bytes, total_bytes, reserve_bytes=reserve_bytes)
         kwargs: dict[str, Any] = {"gpu_memory_utilization": share}
-        assert self._model is not None
-        copy_bytes = 0 if self._source.wants_sharing else num_bytes(self._model) / self._group.size
-        room_bytes = share * total_bytes - copy_bytes
-        if usable_kv_cache_bytes is not None and usable_kv_cache_bytes < KV_CACHE_SHARE * room_bytes:
-            kwargs["kv_cache_memory_bytes"] = usable_kv_cache_bytes
+        if usable_kv_cache_bytes is not None:
+            assert self._model is not None
+            copy_bytes = 0 if self._source.wants_sharing else all_bytes(self._model) / self._group.size
+            if usable_kv_cache_bytes < KV_CACHE_SHARE * (share * total_bytes - copy_bytes):
+                kwargs["kv_cache_memory_bytes"] = usable_kv_cache_bytes
         return kwargs
 
     def _start(self, kwargs: dict[str, Any], *, model_impl: str, trust_remote_code: bool) -> Any:
