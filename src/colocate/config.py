@@ -114,8 +114,9 @@ class GRPOConfig(TrainingArguments):
     any architecture. "auto" takes the server with use_vllm=True and vllm_mode="server"; else native where it
     knows the architecture, vLLM where `use_vllm` asks for it, and transformers."""
     max_num_seqs: int | None = None
-    """Sequences decoded side by side. None: 512 on a GPU, 64 on a CPU. With a server: prompts it is asked for
-    at a time, 256 if None; how many sequences it decodes is its own `--max-num-seqs`."""
+    """Sequences decoded side by side. None: 512 on a GPU, 64 on a CPU (vLLM there: its own default). With a
+    server: prompts it is asked for at a time, 256 if None; how many sequences it decodes is its own
+    `--max-num-seqs`."""
     page_size: int | None = None
     """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
     kv_cache_tokens: int | None = None

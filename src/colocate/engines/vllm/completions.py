@@ -8,6 +8,7 @@ from typing import Any
 
 from colocate.engines.requests import derived_seed
 from colocate.engines.vllm.http import MalformedResponse
+from colocate.engines.vllm.sampling_fields import sampling_fields
 from colocate.types import Completion, Prompt, SamplingParams
 
 
@@ -37,16 +38,9 @@ def requests_of(prompts: Sequence[Prompt], sampling: SamplingParams, model: str)
                     # vLLM draws the i-th of n completions with seed + i: a bit is left for the sum.
                     "seed": derived_seed(sampling.seed, prompt.key, num_bits=62) + first,
                     # Everything is said: defaults may come from the model's generation_config.
-                    "temperature": sampling.temperature,
-                    "top_k": sampling.top_k,
-                    "top_p": sampling.top_p,
-                    "min_p": sampling.min_p,
-                    "repetition_penalty": sampling.repetition_penalty,
+                    **sampling_fields(sampling),
                     "presence_penalty": 0.0,
                     "frequency_penalty": 0.0,
-                    "stop_token_ids": list(sampling.stop_token_ids),
-                    "ignore_eos": True,  # which tokens end a completion is said by stop_token_ids alone
-                    "logprobs": 0,  # of the token drawn, and of no other
                     "return_token_ids": True,
                     "return_tokens_as_token_ids": True,  # nothing to turn into text
                 },

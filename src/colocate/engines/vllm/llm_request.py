@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from colocate.engines.requests import derived_seed
+from colocate.engines.vllm.sampling_fields import sampling_fields
 from colocate.types import Completion, Prompt, SamplingParams
 
 
@@ -22,19 +23,11 @@ class LLMRequest:
         """This request as vLLM's `SamplingParams`."""
         import vllm
 
-        sampling = self.sampling
         return vllm.SamplingParams(
+            **sampling_fields(self.sampling),
             max_tokens=self.max_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            stop_token_ids=list(sampling.stop_token_ids),
-            seed=None if sampling.temperature == 0 else self.seed,
-            ignore_eos=True,  # the stop tokens are all that end a completion
+            seed=None if self.sampling.temperature == 0 else self.seed,
             detokenize=False,
-            logprobs=0,  # the sampled token's alone
             flat_logprobs=True,
         )
 
