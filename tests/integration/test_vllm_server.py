@@ -200,11 +200,12 @@ def kill_and_start_again(server: ServerProcess) -> threading.Thread:
 def test_killed_within_a_rollout_and_within_a_publish(tied_model, mortal, monkeypatch):
     model = tied_model
     engine = make_engine(model, mortal, on_server_loss="wait", bucket_bytes=40_000)
-    prompts = make_prompts([5, 9, 3, 7], 8)
+    prompts = make_prompts([5, 9, 3, 7], 16)
     sampling = SamplingParams(max_tokens=100, temperature=0)
     starting = []
     try:
-        expected = [greedy_reference(model, p.token_ids, 100) for p in prompts for _ in p.samples]
+        references = [greedy_reference(model, p.token_ids, 100) for p in prompts]
+        expected = [tokens for tokens, p in zip(references, prompts, strict=True) for _ in p.samples]
         engine.generate(prompts[:1], GREEDY)
 
         killer = threading.Timer(0.3, lambda: starting.append(kill_and_start_again(mortal)))
@@ -241,7 +242,7 @@ def test_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal_of_
         assert_greedy_is_the_trainers(engine, model)
         threading.Timer(0.3, mortal.kill).start()
         with pytest.raises(RuntimeError, match=r"(?s)was lost.*colocate serve.*vllm_on_server_loss='wait'"):
-            engine.generate(make_prompts([5] * 8, 4), SamplingParams(max_tokens=120))
+            engine.generate(make_prompts([5] * 64, 4), SamplingParams(max_tokens=120))
         with pytest.raises(RuntimeError, match="was lost when it should take weights"):
             engine.update_weights(model.named_parameters(), version=1)
     finally:
