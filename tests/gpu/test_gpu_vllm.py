@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import make_lora, make_model, make_prompts, plain_logits, token_logprobs
+from engine_models import make_gpt2, make_lora, make_model, make_prompts, plain_logits, token_logprobs
 
 from colocate.types import SamplingParams
 from processes import TORCHRUN, run_python
@@ -289,6 +289,18 @@ def test_without_sleep_mode_everything_stays(start):
 def test_a_fault_of_the_reserve_is_told_with_its_arithmetic(start):
     with pytest.raises(ValueError, match=r"There is no memory for vLLM: 0\.9 × "):
         start(sized("qwen3"), gpu_memory_utilization=None, reserve_bytes=2**50)
+
+
+def test_a_model_without_a_layout_gets_its_share_by_itself(start):
+    model = make_gpt2(n_embd=128, n_head=2).cuda().bfloat16()
+    engine = start(model, gpu_memory_utilization=None, engine_kwargs=EAGER)
+    for version in (1, 2):
+        engine.wake_up()
+        check_greedy(engine, model)
+        engine.sleep()
+        with torch.no_grad():
+            model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+        engine.update_weights((), version)
 
 
 @pytest.mark.multi_gpu
