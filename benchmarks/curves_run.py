@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import committed
-from rollout_cases import machine
+from results_file import origin
 
 from colocate.cli import main as colocate
 
@@ -76,8 +75,7 @@ def main() -> None:
         "mode": options.mode,
         "seed": options.seed,
         "num_steps": options.steps,
-        "commit": committed(),
-        "machine": machine(),
+        **origin(),
     }
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:

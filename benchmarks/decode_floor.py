@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from results_file import committed
-from rollout_cases import CASES, SHAPES, Case, machine
+from results_file import origin
+from rollout_cases import CASES, SHAPES, Case
 
 REPETITIONS = 20
 
@@ -112,8 +112,7 @@ def main() -> None:
     kv_s = kv_bytes_per_step(case) / bandwidth
     record = {
         "kind": "floor",
-        "commit": committed(),
-        "machine": machine(),
+        **origin(),
         "case": options.case,
         "matrix_products_s": products_s,
         "copy_bytes_per_s": bandwidth,

@@ -19,8 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from decode_floor import captured, median_s
-from results_file import committed, write_result
-from rollout_cases import machine
+from results_file import committed, machine, write_result
 from triton.testing import do_bench_cudagraph
 
 from colocate.engines.native.kernels.layers import add_rms_norm

@@ -26,13 +26,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from device_watch import DeviceWatch
 from memory_cases import CONTEXT_CASES, PLAN_CASES, Case
-from results_file import committed, versions, write_suite_result
-from rollout_cases import machine
+from results_file import origin, write_suite_result
 from runner import HERE, Record, read_records
 from step import assignment
 
@@ -92,8 +90,8 @@ def run(case: Case, length: int, new_tokens: int, options: argparse.Namespace, *
     return record
 
 
-def measure(name: str, options: argparse.Namespace, origin: Record) -> None:
-    """Run a case; each record is written as soon as it is there."""
+def measure(name: str, options: argparse.Namespace, taken: Record) -> None:
+    """Run a case; each record is written as soon as it is there, with the origin that was taken before."""
 
     def save(record: Record) -> None:
         path = options.records / f"{time.time_ns()}-memory-{name}.json"
@@ -101,13 +99,13 @@ def measure(name: str, options: argparse.Namespace, origin: Record) -> None:
 
     if name == "plan":
         for case, length in PLAN_CASES:
-            save(origin | {"kind": "plan"} | run(case, length, PLAN_NEW_TOKENS, options))
+            save(taken | {"kind": "plan"} | run(case, length, PLAN_NEW_TOKENS, options))
         return
     for length in options.lengths:
         # The longer run of the two comes last: a length that fails in the other is not tried in it.
         for words in [[]] * options.decoded + [["--teacher-forced"]] * options.teacher_forced:
             record = run(CONTEXT_CASES[name], length, options.new_tokens, options, *words)
-            save(origin | {"kind": "context", "case": name, "teacher_forced": bool(words)} | record)
+            save(taken | {"kind": "context", "case": name, "teacher_forced": bool(words)} | record)
             if not record["passed"]:
                 break
 
@@ -196,9 +194,9 @@ def main() -> None:
     options = parse()
     options.records.mkdir(parents=True, exist_ok=True)
     if not options.merge:
-        origin: dict[str, Any] = {"commit": committed(), "machine": machine(), "versions": versions()}
+        taken = origin()
         for name in options.cases:
-            measure(name, options, origin)
+            measure(name, options, taken)
     merge(options)
 
 

@@ -12,15 +12,17 @@ GPUs / training GPUs, as if serving took none.
 
 Every case is a run of step.py of its own that leaves a record in --records; one whose record is there is not
 measured again, so a command that was cut short is simply given again. With --limit-s no case begins after so
-many seconds; with --largest the claims come first, the other batch sizes in a later command, which may be on
-another day: what is compared is of the same batch. A server is started once for all batch sizes of its model.
-The result is written as soon as the records suffice for every claim. `pages.py` makes the section of
-docs/benchmarks.md from it, `pictures.py` its picture.
+many seconds; with --largest the claims come first. A server is started once for all batch sizes of its model.
+
+The result has the records in it, and a later command, which may be on another day, adds to it or replaces
+what it measures anew. What is compared is of one commit and one machine; a claim whose records do not suffice
+is left out. `pages.py` makes the section of docs/benchmarks.md from the result, `pictures.py` its picture.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import signal
 import statistics
@@ -32,7 +34,7 @@ from typing import Any
 
 from modes_cases import PARTS, ModeCase, all_cases, cases, largest
 from pages import modes_table
-from results_file import committed, write_suite_result
+from results_file import RESULTS, committed, write_suite_result
 from rollout_cases import model_directory
 from runner import Record, Runner, read_records, visible_gpus
 from vllm_server import vllm_server
@@ -53,7 +55,7 @@ class Suite(Runner):
 
     def measure(self, part: str) -> None:
         """Run what is missing of a part, as far as the time goes."""
-        measured = {record["label"] for record in read_records(self.records, part_of)}
+        measured = {record["label"] for record in read_records(self.records, label_of)}
         wanted = cases(part, self._options.gpus)[: 1 if self._options.largest else None]
         missing = [case for case in wanted if case.label not in measured]
         if not missing or self.time_is_up():
@@ -153,8 +155,12 @@ def completions_per_s(records: list[Record], case: ModeCase) -> float | None:
 
 
 def ratio(records: list[Record], ours: ModeCase, theirs: ModeCase) -> float | None:
+    """Of completions per second; None if they are not of one commit and one machine, too."""
+    origins = {(r["commit"], r["machine"]) for r in records if r["label"] in (ours.label, theirs.label)}
     ours_per_s, theirs_per_s = completions_per_s(records, ours), completions_per_s(records, theirs)
-    return None if ours_per_s is None or theirs_per_s is None else ours_per_s / theirs_per_s
+    if ours_per_s is None or theirs_per_s is None or len(origins) > 1:
+        return None
+    return ours_per_s / theirs_per_s
 
 
 def engine_median_s(records: list[Record], case: ModeCase, method: str) -> float | None:
@@ -208,8 +214,11 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
             continue
         steps = timed_steps(records, case)
         names = dict.fromkeys(name for step in steps for name in step["phases_s"])
+        server = dataclasses.replace(case, mode="server", tensor_parallel_size=1, weights="auto")
+        vs_server = ratio(records, case, server)
         rows.append(
             {
+                "label": case.label,
                 "model": case.model,
                 "mode": case.mode,
                 "tensor_parallel_size": case.tensor_parallel_size,
@@ -218,8 +227,9 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
                 "num_completions": case.work.num_completions,
                 "step_s": statistics.median(step["step_s"] for step in steps),
                 "completions_per_s": per_s,
-                # As if serving took no GPU: 1 where it takes none.
-                "normalised_completions_per_s": per_s * num_gpus / case.num_trainers,
+                "vs_server": vs_server,
+                # The server's rate as if serving took no GPU.
+                "vs_server_normalised": vs_server and vs_server * server.num_trainers / case.num_trainers,
                 "phases_s": {
                     name: statistics.median(step["phases_s"].get(name, 0.0) for step in steps)
                     for name in names
@@ -233,23 +243,35 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
     return rows
 
 
-def part_of(record: Record) -> str:
-    """Model and batch: what is compared with each other was measured on one machine."""
-    model, *_, num_completions = str(record["label"]).split("-")
-    return f"{model}-{num_completions}"
+def label_of(record: Record) -> str:
+    """Which case it is of."""
+    return str(record["label"])
+
+
+def published(path: Path, but: list[Record]) -> list[Record]:
+    """The records in a result, if there is one, of cases that were not measured anew."""
+    if not path.exists():
+        return []
+    anew = set(map(label_of, but))
+    return [record for record in json.loads(path.read_text())["repetitions"] if label_of(record) not in anew]
 
 
 def merge(options: argparse.Namespace) -> None:
-    """Print claims and table, and write the result if all claims are there."""
-    records = read_records(options.records, part_of)
+    """Print claims and table, and write the result with the claims that there are."""
+    records = read_records(options.records, label_of)
+    if not options.tiny:
+        records = published(RESULTS / f"modes-{options.hardware}.json", but=records) + records
     claims, rows = compute_claims(records, options.gpus), summary(records, options.gpus)
     print(json.dumps(claims, indent=1), *modes_table(rows), sep="\n")
+    claims = {name: value for name, value in claims.items() if value is not None}
+    if not claims:
+        return
     write_suite_result(
         "modes",
         options.hardware,
         claims,
         records,
-        part=part_of,
+        part=label_of,
         num_gpus=options.gpus,
         num_warm_up=NUM_WARM_UP,
         summary=rows,

@@ -23,20 +23,19 @@ def mode_name(row: dict[str, Any]) -> str:
 def modes_table(rows: list[dict[str, Any]]) -> list[str]:
     """The Markdown table of docs/benchmarks.md."""
     lines = [
-        "| model, completions per step | mode | step, s | completions/s | × server | × server, normalised |",
-        "|---|---|---|---|---|---|",
+        "| model, completions per step | mode | step, s | rollout + training | completions/s | × server | "
+        "× server, normalised |",
+        "|---|---|---|---|---|---|---|",
     ]
-    servers = {(row["model"], row["num_completions"]): row for row in rows if row["mode"] == "server"}
     for row in sorted(rows, key=lambda row: (row["model"], row["num_completions"])):
-        server = servers.get((row["model"], row["num_completions"]))
         ratios = [
-            "–" if server is None else f"{row[name] / server[name]:.2f}"
-            for name in ("completions_per_s", "normalised_completions_per_s")
+            "–" if row[name] is None else f"{row[name]:.2f}" for name in ("vs_server", "vs_server_normalised")
         ]
         cells = [
             f"{row['model'].replace('p', '.').upper()}, {row['num_completions']:,}",
             mode_name(row),
             f"{row['step_s']:.1f}",
+            " + ".join(f"{row['phases_s'][name]:.1f}" for name in ("rollout", "train")),
             f"{row['completions_per_s']:.1f}",
             *ratios,
         ]
@@ -49,7 +48,15 @@ def modes_section(result: dict[str, Any]) -> list[str]:
     claims, num_gpus = result["claims"], result["setup"]["num_gpus"]
     name = f"modes-{result['hardware']['name']}"
     others = "the other trains" if num_gpus == 2 else f"the other {NUMBERS[num_gpus - 1]} train"
-    copied = next(row for row in result["setup"]["summary"] if row["weights"] == "buckets")
+    versions = [origin["versions"] for origin in result["setup"]["origins"].values()]
+    vllm = " and ".join(sorted({found["vllm"] for found in versions if "vllm" in found}))
+    copies = "".join(
+        ' *Copied weights* is LoRA with `vllm_weights="buckets"`: adapters are merged and all weights '
+        f"written into vLLM's copy, in {claims['publish_bucketed_7b_s']:.2f} s, and a step takes "
+        f"{row['step_s']:.1f} s."
+        for row in result["setup"]["summary"]
+        if row["weights"] == "buckets"
+    )
     num_timed = len(result["repetitions"][0]["steps"]) - result["setup"]["num_warm_up"]
     return [
         f"## Modes of rollout on {NUMBERS[num_gpus]} H200s",
@@ -58,8 +65,9 @@ def modes_section(result: dict[str, Any]) -> list[str]:
         "global batch on the same GPUs: random weights of the Qwen2.5 shapes, bfloat16, groups of 8; 1.5B "
         "full fine-tuning with 256 + 512 tokens, 7B LoRA of rank 32 with 512 + 512. With a server one GPU "
         f"serves and {others}; otherwise all GPUs generate, then all train. vLLM "
-        f"{result['versions'].get('vllm')}. Medians of {num_timed} steps after a first one. *Normalised* is "
-        "how the comparison was first published: the server's rate times GPUs / training GPUs.",
+        f"{vllm}. Medians of {num_timed} steps after a first one. *Normalised* is "
+        "how the comparison was first published: the server's rate times GPUs / training GPUs. Ratios are of "
+        "runs on one machine.",
         "",
         *modes_table(result["setup"]["summary"]),
         "",
@@ -68,10 +76,8 @@ def modes_section(result: dict[str, Any]) -> list[str]:
         f"{claims['colocate_vs_server_7b']:.2f} times with 7B; the native engine "
         f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. vLLM reads the trainer's parameters: in "
         f"full fine-tuning a publication moves {claims['publish_shared_bytes']:,.0f} bytes, with LoRA the "
-        'adapters alone. *Copied weights* is LoRA with `vllm_weights="buckets"`: adapters are merged and all '
-        f"weights written into vLLM's copy, in {claims['publish_bucketed_7b_s']:.2f} s, and a step takes "
-        f"{copied['step_s']:.1f} s. Falling asleep and waking up take {claims['sleep_wake_overhead']:.1%} "
-        "of a step.",
+        f"adapters alone.{copies} Falling asleep and waking up take {claims['sleep_wake_overhead']:.1%} of a "
+        "step.",
         "",
         f"![Completions per second by mode and batch size]({name}.svg)",
     ]

@@ -32,6 +32,7 @@ def write_result(
     claims: dict[str, float],
     repetitions: list[dict[str, Any]],
     commit: str,
+    surroundings: dict[str, Any] | None = None,
     **setup: Any,
 ) -> Path:
     """Write `results/<name>-<hardware>.json`.
@@ -40,17 +41,18 @@ def write_result(
         commit: from `committed`, called before anything was measured.
         claims: the figures that README or docs may quote, each a median or a ratio of medians of this run.
         repetitions: every single measurement.
+        surroundings: of the measurements, where they are not those of this process.
         setup: shapes and options that were run.
     """
+    surroundings = surroundings or _surroundings()
     directory = os.environ.get("OUT", RESULTS)
     record = {
         "name": name,
         "claims": claims,
         "command": " ".join(["python", *sys.argv]),
         "commit": commit,
-        "hardware": {"name": hardware, "processor": _processor(), "num_cores": os.cpu_count()},
-        "python": platform.python_version(),
-        "versions": versions(),
+        **surroundings,
+        "hardware": {"name": hardware, **surroundings["hardware"]},
         "setup": setup,
         "repetitions": repetitions,
     }
@@ -72,10 +74,10 @@ def write_suite_result(
     """Write a suite's result and print where; with a claim that is None write nothing, and say which it is.
 
     Args:
-        records: of the suite's processes, all of one commit and one machine.
+        records: of the suite's processes, each with its `origin`, all of one commit and one machine.
         repetitions: every single measurement; the records if None.
         part: which of the suite's parts a record is of, where they may be of different commits and machines;
-            the result then says which, and the last record's commit stands for the whole.
+            the result then says which, and the last record's stand for the whole.
         setup: as for `write_result`.
     """
     measured = {claim: value for claim, value in claims.items() if value is not None}
@@ -89,6 +91,11 @@ def write_suite_result(
         measured,
         records if repetitions is None else repetitions,
         records[-1]["commit"],
+        {
+            **{name: records[-1][name] for name in ("hardware", "python")},
+            # A peer is installed for its own processes only.
+            "versions": {name: found for record in records for name, found in record["versions"].items()},
+        },
         **_origins(records, part),
         **setup,
     )
@@ -99,12 +106,36 @@ def _origins(records: list[dict[str, Any]], part: Callable[[dict[str, Any]], str
     if part is None:
         return {"machine": records[0]["machine"]}
     names = ("commit", "machine", "versions")
-    return {"origins": {part(record): {name: record.get(name) for name in names} for record in records}}
+    return {"origins": {part(record): {name: record[name] for name in names} for record in records}}
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that figures depend on."""
-    return {package: found for package in PACKAGES if (found := _version(package))}
+def origin(commit: str | None = None) -> dict[str, Any]:
+    """What a record says of where its figures come from, found out before anything is measured.
+
+    Args:
+        commit: from `committed`, if it was called before.
+
+    Raises:
+        RuntimeError: as `committed`.
+    """
+    return {"commit": commit or committed(), "machine": machine(), **_surroundings()}
+
+
+def _surroundings() -> dict[str, Any]:
+    return {
+        "hardware": {"processor": _processor(), "num_cores": os.cpu_count()},
+        "python": platform.python_version(),
+        "versions": {package: found for package in PACKAGES if (found := _version(package))},
+    }
+
+
+def machine() -> str:
+    """Identifies the GPU that figures come from (its UUID), or the host where there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return platform.node()
 
 
 def committed() -> str:

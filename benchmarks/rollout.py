@@ -14,7 +14,6 @@ of its graphs at its start.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import tempfile
@@ -22,8 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from results_file import committed
-from rollout_cases import CASES, SHAPES, Case, machine, model_directory, tiny
+from results_file import origin
+from rollout_cases import CASES, SHAPES, Case, model_directory, tiny
 
 VARIANTS = ("in-process", "own-process")
 """Where vLLM's engine runs: in the caller's process, as trainers that share the GPU run it, or in its own,
@@ -198,8 +197,7 @@ def main() -> None:
         "kind": "rollout",
         "engine": options.engine,
         "variant": options.vllm_variant if options.engine == "vllm" else "native",
-        "commit": committed(),
-        "machine": machine(),
+        **origin(),
     }
     directory = model_directory(options.model_dir, all_cases[0].model)
     start_s = time.perf_counter()
@@ -209,8 +207,6 @@ def main() -> None:
         else Vllm(directory, all_cases, options.vllm_variant)
     )
     record["init_s"] = time.perf_counter() - start_s
-    names = ("torch", "transformers", *(["vllm"] if options.engine == "vllm" else []))
-    record["versions"] = {name: importlib.import_module(name).__version__ for name in names}
     print(f"{options.engine} started in {record['init_s']:.1f} s", flush=True)
     record["cases"] = {}
     for name, case in cases.items():

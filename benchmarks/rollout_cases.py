@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import platform
 import random
 import subprocess
 import sys
@@ -121,12 +120,3 @@ def model_directory(parent: Path, size: str) -> Path:
 def model_on_disk(parent: Path, size: str) -> bool:
     """Whether `model_directory` has nothing to make."""
     return (parent / f"qwen2.5-{size}-random" / "config.json").exists()
-
-
-def machine() -> str:
-    """Identifies the GPU that figures come from (its UUID), or the host where there is none."""
-    query = ["nvidia-smi", "--query-gpu=name,uuid", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return platform.node()

@@ -18,8 +18,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from results_file import committed
-from rollout_cases import LOGPROBS_CASE, Case, machine, tiny
+from results_file import origin
+from rollout_cases import LOGPROBS_CASE, Case, tiny
 
 TRAINER_TOKENS = 16384
 """Prompt and completion tokens in one forward of the trainer."""
@@ -158,8 +158,7 @@ def main() -> None:
     ask_trainer(load_model(options.model_dir), own)
     record = {
         "kind": "logprobs",
-        "commit": committed(),
-        "machine": machine(),
+        **origin(),
         "case": vars(case),
         "num_tokens": sum(len(one["completion"]) for one in native),
         "native_gap": gap(native),

@@ -21,9 +21,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from results_file import committed, write_suite_result
+from results_file import committed, origin, write_suite_result
 from rollout import VARIANTS
-from rollout_cases import CASES, machine, model_directory
+from rollout_cases import CASES, model_directory
 from runner import Record, Runner, read_records
 
 MIN_REPETITIONS = 3
@@ -83,8 +83,7 @@ class Suite(Runner):
                 record = {
                     "kind": "cold_start",
                     "seconds": float(output.split()[-1]) - start_s,
-                    "commit": self.environment["COLOCATE_COMMIT"],
-                    "machine": machine(),
+                    **origin(self.environment["COLOCATE_COMMIT"]),
                 }
                 self.out("cold-start").write_text(json.dumps(record, indent=1) + "\n")
 

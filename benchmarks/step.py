@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -33,8 +32,8 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from device_watch import DeviceWatch
-from results_file import committed, versions
-from rollout_cases import SHAPES, TOKEN_RANGE, Case, machine, model_directory, model_on_disk
+from results_file import origin
+from rollout_cases import SHAPES, TOKEN_RANGE, Case, model_directory, model_on_disk
 from step_cases import LORA_TARGETS, Work, tiny, training_flop
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
@@ -414,9 +413,7 @@ def main() -> None:
         "kind": "step",
         "framework": options.framework,
         "label": options.label,
-        "commit": committed(),
-        "machine": machine(),
-        "versions": versions(),
+        **origin(),
         "work": dataclasses.asdict(work),
         "num_warm_up": options.warm_up,
         "world_size": num_processes(),
@@ -439,11 +436,6 @@ def main() -> None:
     lengths = {step["mean_length"] for step in record["steps"]}
     if lengths != {work.new_tokens}:
         raise RuntimeError(f"Completions of {work.new_tokens} tokens were asked for; mean lengths {lengths}.")
-    record["versions"] = {
-        name: sys.modules[name].__version__
-        for name in ("torch", "transformers", "trl", "vllm")
-        if name in sys.modules
-    }
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     for step in record["steps"]:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in step["phases_s"].items())

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_file import committed, versions
-from rollout_cases import TOKEN_RANGE, machine, model_directory
+from results_file import origin
+from rollout_cases import TOKEN_RANGE, model_directory
 from step import StepClock, load_tokenizer, peft_config, prompts, reward, settings
 from step_cases import COMPARISONS, TUNING_SHARE, PeerSettings, Work, tiny
 
@@ -93,9 +93,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "kind": "tune",
         "comparison": options.comparison,
-        "commit": committed(),
-        "machine": machine(),
-        "versions": versions(),
+        **origin(),
         "work": dataclasses.asdict(work),
         "candidates": [],
     }

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from results_file import committed, write_result
-from rollout_cases import machine
+from results_file import committed, machine, write_result
 from torch import Tensor
 
 from colocate.policy import attention, cudnn_attention

@@ -38,7 +38,12 @@ def section_of(name: str) -> str | None:
 
 def check_modes(section: str, result: dict[str, Any]) -> None:
     rows, claims = result["setup"]["summary"], result["claims"]
-    servers = {(r["model"], r["num_completions"]): r for r in rows if r["mode"] == "server"}
+    origins = {label: (o["commit"], o["machine"]) for label, o in result["setup"]["origins"].items()}
+
+    def run(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["model"], row["num_completions"], *origins[row["label"]]
+
+    servers = {run(row): row for row in rows if row["mode"] == "server"}
     for row in rows:
         size = row["tensor_parallel_size"]
         cells = [
@@ -47,21 +52,28 @@ def check_modes(section: str, result: dict[str, Any]) -> None:
             + (f", TP {size}" if size > 1 else "")
             + (", copied weights" if row["weights"] == "buckets" else ""),
             f"{row['step_s']:.1f}",
+            f"{row['phases_s']['rollout']:.1f} + {row['phases_s']['train']:.1f}",
             f"{row['num_completions'] / row['step_s']:.1f}",
         ]
-        if server := servers.get((row["model"], row["num_completions"])):
+        if server := servers.get(run(row)):
             num_gpus = result["setup"]["num_gpus"]
             plain = server["step_s"] / row["step_s"]
             cells.append(f"{plain:.2f}")
             cells.append(f"{1.0 if row is server else plain * (num_gpus - 1) / num_gpus:.2f}")
+        else:
+            cells += ["–", "–"]
         assert f"| {' | '.join(cells)} |" in section, cells
-    (copied,) = {row["step_s"]: row for row in rows if row["weights"] == "buckets"}.values()
+    copied = [row["step_s"] for row in rows if row["weights"] == "buckets"]
+    assert len(copied) == section.count("*Copied weights*") <= 1
     for text in (
         f"colocated vLLM completes {claims['colocate_vs_server_1p5b']:.2f} times",
         f"{claims['colocate_vs_server_7b']:.2f} times with 7B",
         f"native engine {claims['native_vs_server_1p5b']:.2f} times with 1.5B",
         f"a publication moves {claims['publish_shared_bytes']:,.0f} bytes",
-        f"in {claims['publish_bucketed_7b_s']:.2f} s, and a step takes {copied['step_s']:.1f} s.",
+        *(
+            f"in {claims['publish_bucketed_7b_s']:.2f} s, and a step takes {step_s:.1f} s."
+            for step_s in copied
+        ),
         f"take {100 * claims['sleep_wake_overhead']:.1f}% of a step",
     ):
         assert text in section, text
@@ -91,26 +103,35 @@ def test_figures_of_curves_are_those_of_the_benchmark() -> None:
 
 
 def made_up_modes() -> dict[str, Any]:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
+            "label": f"{model}-{mode}-{size}-{weights}",
             "model": model,
             "mode": mode,
             "tensor_parallel_size": size,
             "weights": weights,
             "num_completions": 1024,
             "step_s": step_s,
+            "phases_s": {"rollout": step_s / 2, "score": 0.1, "train": step_s / 3},
             "completions_per_s": 1024 / step_s,
-            "normalised_completions_per_s": 1024 / step_s * (4 / 3 if mode == "server" else 1),
+            "vs_server": 24.68 / step_s,
+            "vs_server_normalised": 1.0 if mode == "server" else 24.68 / step_s * 3 / 4,
         }
         for model in MODELS
         for mode, size, weights, step_s in (
             ("server", 1, "auto", 24.68),
             ("colocate", 1, "auto", 13.57),
-            ("colocate", 1, "buckets", 12.34),
             ("native", 1, "auto", 6.54),
             ("colocate", 2, "auto", 15.1),
         )
     ]
+    copying = {"label": "copying", "weights": "buckets", "step_s": 12.34, "completions_per_s": 1024 / 12.34}
+    # Measured elsewhere, so not compared.
+    rows.append(
+        rows[-1] | copying | {"tensor_parallel_size": 1, "vs_server": None, "vs_server_normalised": None}
+    )
+    origin = {"commit": "c", "machine": "m", "versions": {"vllm": "0.25.1"}}
+    origins = {row["label"]: origin for row in rows} | {"copying": origin | {"machine": "n"}}
     return {
         "claims": {
             "colocate_vs_server_1p5b": 1.819,
@@ -121,8 +142,7 @@ def made_up_modes() -> dict[str, Any]:
             "sleep_wake_overhead": 0.0512,
         },
         "hardware": {"name": "h200x4"},
-        "versions": {"vllm": "0.25.1"},
-        "setup": {"num_gpus": 4, "num_warm_up": 1, "summary": rows},
+        "setup": {"origins": origins, "num_gpus": 4, "num_warm_up": 1, "summary": rows},
         "repetitions": [{"steps": [{}] * 4}],
     }
 

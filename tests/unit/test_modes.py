@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
@@ -27,13 +28,20 @@ CLAIMS = {  # as the project's table names them
     "sleep_wake_overhead",
 }
 
+ORIGIN = {"commit": "c", "machine": "m", "hardware": {}, "python": "3.12", "versions": {"vllm": "0.25.1"}}
+
 
 def record(
     label: str, num_completions: int, *steps: float | dict[str, Any], warm_up: int = 0
 ) -> dict[str, Any]:
-    plain: dict[str, Any] = {"phases_s": {"train": 1.0}, "engine_s": {}, "published_bytes": None}
+    plain: dict[str, Any] = {
+        "phases_s": {"rollout": 0.5, "train": 1.0},
+        "engine_s": {},
+        "published_bytes": None,
+    }
     return {
         "label": label,
+        **ORIGIN,
         "num_warm_up": warm_up,
         "work": {"num_prompts": num_completions // 8, "num_generations": 8},
         "steps": [plain | (step if isinstance(step, dict) else {"step_s": step}) for step in steps],
@@ -124,11 +132,13 @@ def test_the_normalisation_gives_the_server_its_gpu_back(num_gpus: int, factor: 
     rows = modes.summary(records, num_gpus)
     by_mode = {row["mode"]: row for row in rows}
     assert by_mode["server"]["completions_per_s"] == size / 8
-    assert by_mode["server"]["normalised_completions_per_s"] == pytest.approx(factor * size / 8)
-    assert by_mode["native"]["normalised_completions_per_s"] == size / 2
+    assert by_mode["native"]["vs_server"] == pytest.approx(4.0)
+    assert by_mode["native"]["vs_server_normalised"] == pytest.approx(4.0 / factor)
     lines = pages.modes_table(rows)
-    assert f"| 1.5B, {size:,} | native | 2.0 | {size / 2:.1f} | 4.00 | {4 / factor:.2f} |" in lines
-    assert f"| 1.5B, {size:,} | vLLM server | 8.0 | {size / 8:.1f} | 1.00 | 1.00 |" in lines
+    assert (
+        f"| 1.5B, {size:,} | native | 2.0 | 0.5 + 1.0 | {size / 2:.1f} | 4.00 | {4 / factor:.2f} |" in lines
+    )
+    assert f"| 1.5B, {size:,} | vLLM server | 8.0 | 0.5 + 1.0 | {size / 8:.1f} | 1.00 | 1.00 |" in lines
 
 
 @pytest.mark.parametrize("model", ["1p5b", "7b"])
@@ -146,19 +156,43 @@ def test_modes_differ_in_the_engine_alone(model: str) -> None:
     assert copying["vllm_weights"] == "buckets"
 
 
-def test_batches_may_be_measured_on_different_days_and_modes_of_one_may_not(tmp_path: Path) -> None:
-    runs = [
-        ("1p5b-server-64", "a"),
-        ("1p5b-native-64", "a"),
-        ("1p5b-native-256", "b"),
-        ("7b-colocate-buckets-512", "b"),
-    ]
-    for label, machine in runs:
-        (tmp_path / f"{label}.json").write_text(
-            json.dumps({"label": label, "machine": machine, "commit": "c"})
-        )
-    assert len(modes.read_records(tmp_path, modes.part_of)) == 4
-    other = {"label": "7b-server-512", "machine": "a", "commit": "c"}
-    (tmp_path / "other.json").write_text(json.dumps(other))
+def test_figures_of_different_machines_and_commits_are_not_compared() -> None:
+    server = record("1p5b-server-64", 64, 8.0, 8.0, 8.0)
+    for elsewhere in ({"machine": "n"}, {"commit": "d"}):
+        native = record("1p5b-native-64", 64, 2.0, 2.0, 2.0) | elsewhere
+        rows = modes.summary([server, native], 2)
+        assert [(row["mode"], row["vs_server"]) for row in rows] == [("server", 1.0), ("native", None)]
+        assert "| 1.5B, 64 | native | 2.0 | 0.5 + 1.0 | 32.0 | – | – |" in pages.modes_table(rows)
+
+
+def test_a_later_day_adds_to_the_result_and_replaces_what_it_measures(tmp_path, monkeypatch) -> None:
+    def merge(*measured: dict[str, Any]) -> dict[str, Any]:
+        records = tmp_path / f"records-{len(list(tmp_path.iterdir()))}"
+        records.mkdir()
+        for number, one in enumerate(measured):
+            (records / f"{number}.json").write_text(json.dumps(one))
+        modes.merge(argparse.Namespace(records=records, tiny=False, hardware="h200x2", gpus=2))
+        return json.loads((tmp_path / "modes-h200x2.json").read_text())
+
+    monkeypatch.setattr(modes, "RESULTS", tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    server = record("7b-server-512", 512, 30.0, 30.0, 30.0)
+    first = merge(server, record("7b-colocate-512", 512, *map(awake, (20.0, 20.0, 20.0))))
+    assert first["claims"].keys() == {"colocate_vs_server_7b"}
+    assert first["claims"]["colocate_vs_server_7b"] == pytest.approx(1.5)
+    later = {"commit": "d", "machine": "n"}
+    copies = record("7b-colocate-buckets-512", 512, *[engine_step(5.0, 0.1, 0.1, 0.2)] * 3) | later
+    second = merge(copies)
+    assert second["claims"] == first["claims"] | {"publish_bucketed_7b_s": 0.2}
+    assert second["repetitions"] == [*first["repetitions"], copies]
+    assert second["setup"]["origins"]["7b-colocate-buckets-512"]["machine"] == "n"
+    # A machine of its own for one of the two: no ratio.
+    assert merge(server | later)["claims"].keys() == {"publish_bucketed_7b_s"}
+
+
+def test_a_case_is_measured_on_one_machine(tmp_path: Path) -> None:
+    for number, machine in enumerate("ab"):
+        one = record("7b-server-512", 512, 30.0) | {"machine": machine}
+        (tmp_path / f"{number}.json").write_text(json.dumps(one))
     with pytest.raises(ValueError, match="more than one machine"):
-        modes.read_records(tmp_path, modes.part_of)
+        modes.read_records(tmp_path, modes.label_of)

@@ -15,7 +15,18 @@ results_file = importlib.import_module("results_file")
 runner = importlib.import_module("runner")
 sys.path.remove(str(SCRIPTS))
 
-RECORDS = [{"commit": "abc", "machine": "m", "step_s": 2.0}, {"commit": "abc", "machine": "m", "step_s": 3.0}]
+ORIGIN = {
+    "commit": "abc",
+    "machine": "m",
+    "hardware": {"num_cores": 16},
+    "python": "3.12",
+    "versions": {"torch": "2.11"},
+}
+RECORDS = [
+    ORIGIN | {"step_s": 2.0},
+    ORIGIN | {"step_s": 3.0, "versions": {"torch": "2.11", "vllm": "0.25"}},
+    ORIGIN | {"step_s": 4.0},
+]
 
 
 def test_a_result_has_its_records_origin(tmp_path, monkeypatch, capsys):
@@ -24,6 +35,9 @@ def test_a_result_has_its_records_origin(tmp_path, monkeypatch, capsys):
     written = json.loads((tmp_path / "step-h200.json").read_text())
     assert (written["claims"], written["commit"], written["repetitions"]) == ({"ratio": 1.5}, "abc", RECORDS)
     assert written["setup"] == {"machine": "m", "num_gpus": 2}
+    # Not of the machine and the environment in which the records are put together.
+    assert written["hardware"] == {"name": "h200", "num_cores": 16} and written["python"] == "3.12"
+    assert written["versions"] == {"torch": "2.11", "vllm": "0.25"}
     assert capsys.readouterr().out.strip() == str(tmp_path / "step-h200.json")
     results_file.write_suite_result("step", "h200", {"ratio": 1.5}, RECORDS, [{"step_s": 2.0}])
     assert json.loads((tmp_path / "step-h200.json").read_text())["repetitions"] == [{"step_s": 2.0}]
@@ -32,8 +46,8 @@ def test_a_result_has_its_records_origin(tmp_path, monkeypatch, capsys):
 def test_parts_may_be_of_different_commits_and_one_part_may_not(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     records = [
-        {"part": "a", "commit": "abc", "machine": "m", "versions": {"torch": "2.11"}},
-        {"part": "b", "commit": "def", "machine": "n", "versions": {"torch": "2.12"}},
+        ORIGIN | {"part": "a"},
+        ORIGIN | {"part": "b", "commit": "def", "machine": "n", "versions": {"torch": "2.12"}},
     ]
     for number, record in enumerate(records):
         (tmp_path / f"{number}.json").write_text(json.dumps(record))
