@@ -97,6 +97,24 @@ def test_figures_of_modes_are_those_of_the_benchmark(hardware: str) -> None:
         check_modes(section, json.loads((RESULTS / f"modes-{hardware}.json").read_text()))
 
 
+def test_readme_and_guide_say_what_the_modes_are_worth() -> None:
+    result = json.loads((RESULTS / "modes-h200x2.json").read_text())
+    claims = result["claims"]
+    plain, native = (f"{claims[f'{name}_vs_server_1p5b']:.1f}" for name in ("colocate", "native"))
+    lora = f"{claims['colocate_vs_server_7b']:.1f}"
+    (native_lora,) = {
+        f"{row['vs_server']:.1f}"
+        for row in result["setup"]["summary"]
+        if (row["model"], row["mode"], row["num_completions"]) == ("7b", "native", 512)
+    }
+    readme = flat((ROOT / "README.md").read_text())
+    assert f"complete {plain} times as much" in readme and f"with the native engine {native} times." in readme
+    assert f"{lora} times with LoRA on 7B), with" in readme
+    guide = flat((ROOT / "docs/vllm.md").read_text())
+    assert f"do {plain} times the work of 1.5B" in guide and f"{native} times with the native engine" in guide
+    assert f"of 7B with LoRA {lora} and {native_lora} times" in guide
+
+
 def test_figures_of_curves_are_those_of_the_benchmark() -> None:
     if section := section_of("curves-h200"):
         check_curves(section, json.loads((RESULTS / "curves-h200.json").read_text()))
