@@ -14,9 +14,10 @@ Every case is a run of step.py of its own that leaves a record in --records; one
 measured again, so a command that was cut short is simply given again. With --limit-s no case begins after so
 many seconds; with --largest the claims come first. A server is started once for all batch sizes of its model.
 
-The result has the records in it, and a later command, which may be on another day, adds to it or replaces
-what it measures anew. What is compared is of one commit and one machine; a claim whose records do not suffice
-is left out. `pages.py` makes the section of docs/benchmarks.md from the result, `pictures.py` its picture.
+The result has the records in it, and a later command, which may be on another day, replaces what it measures
+anew; with --missing it only adds. What is compared is of one commit and one machine; a claim whose records do
+not suffice is left out. `pages.py` makes the section of docs/benchmarks.md from the result, `pictures.py` its
+picture.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class Suite(Runner):
 
     def measure(self, part: str) -> None:
         """Run what is missing of a part, as far as the time goes."""
-        measured = {record["label"] for record in read_records(self.records, label_of)}
+        records = read_records(self.records, label_of)
+        if self._options.missing:
+            records += published(self._options)
+        measured = set(map(label_of, records))
         wanted = cases(part, self._options.gpus)[: 1 if self._options.largest else None]
         missing = [case for case in wanted if case.label not in measured]
         if not missing or self.time_is_up():
@@ -248,19 +252,17 @@ def label_of(record: Record) -> str:
     return str(record["label"])
 
 
-def published(path: Path, but: list[Record]) -> list[Record]:
-    """The records in a result, if there is one, of cases that were not measured anew."""
-    if not path.exists():
-        return []
-    anew = set(map(label_of, but))
-    return [record for record in json.loads(path.read_text())["repetitions"] if label_of(record) not in anew]
+def published(options: argparse.Namespace) -> list[Record]:
+    """The records in the result, if there is one."""
+    path = RESULTS / f"modes-{options.hardware}.json"
+    return json.loads(path.read_text())["repetitions"] if path.exists() and not options.tiny else []
 
 
 def merge(options: argparse.Namespace) -> None:
     """Print claims and table, and write the result with the claims that there are."""
     records = read_records(options.records, label_of)
-    if not options.tiny:
-        records = published(RESULTS / f"modes-{options.hardware}.json", but=records) + records
+    anew = set(map(label_of, records))
+    records = [record for record in published(options) if label_of(record) not in anew] + records
     claims, rows = compute_claims(records, options.gpus), summary(records, options.gpus)
     print(json.dumps(claims, indent=1), *modes_table(rows), sep="\n")
     claims = {name: value for name, value in claims.items() if value is not None}
@@ -284,6 +286,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--largest", action="store_true", help="only the largest batch, for the claims")
+    parser.add_argument("--missing", action="store_true", help="only cases that the result does not have")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after so long")
     parser.add_argument("--records", type=Path, default=temporary / "colocate-modes-records")
     parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")

@@ -190,6 +190,29 @@ def test_a_later_day_adds_to_the_result_and_replaces_what_it_measures(tmp_path, 
     assert merge(server | later)["claims"].keys() == {"publish_bucketed_7b_s"}
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_missing_cases_are_those_that_neither_records_nor_result_have(tmp_path, monkeypatch, missing) -> None:
+    (tmp_path / "modes-h200x2.json").write_text(json.dumps({"repetitions": [record("7b-native-512", 512)]}))
+    records = tmp_path / "records"
+    records.mkdir()
+    (records / "0.json").write_text(json.dumps(record("1p5b-native-256", 256)))
+    measured: list[str] = []
+    monkeypatch.setattr(modes, "RESULTS", tmp_path)
+    monkeypatch.setattr(modes, "model_directory", lambda parent, size: parent / size)
+    monkeypatch.setattr(
+        modes.Suite, "_run_all", lambda self, some, more: measured.extend(case.label for case in some)
+    )
+    options = argparse.Namespace(
+        records=records, tiny=False, hardware="h200x2", gpus=2, largest=False, missing=missing,
+        limit_s=60.0, model_dir=tmp_path,
+    )  # fmt: skip
+    suite = modes.Suite(options, "c")
+    for part in ("1p5b-native", "7b-native"):
+        suite.measure(part)
+    largest_7b = [] if missing else ["7b-native-512"]
+    assert measured == ["1p5b-native-1024", "1p5b-native-64", *largest_7b, "7b-native-128"]
+
+
 def test_a_case_is_measured_on_one_machine(tmp_path: Path) -> None:
     for number, machine in enumerate("ab"):
         one = record("7b-server-512", 512, 30.0) | {"machine": machine}
