@@ -239,12 +239,16 @@ def main() -> None:
     path = write_result(
         "decode-profile",
         options.hardware,
-        {f"{role}, µs": role_s * 1e6 for role, role_s in seconds.items()}
-        | {"step, µs": rollout_s / case.completion_tokens * 1e6},
+        {
+            "step_s": rollout_s / case.completion_tokens,
+            "traced_step_s": statistics.median(one["traced_step_s"] for one in repetitions),
+            "least_step_s": sum(least.values()),
+        },
         repetitions,
         commit,
         machine=machine(),
         case=vars(case),
+        seconds=seconds,
         least_s=least,
         flops_per_s=flops_per_s,
         copy_bytes_per_s=bytes_per_s,
