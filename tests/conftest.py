@@ -9,12 +9,17 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     # Kernels run in the interpreter then. transformers imports triton, which reads this at import.
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tiny import make_model, make_reward_model, make_tokenizer
+
+# How long an example takes says something of the machine only, and on a busy one changes from run to run.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items):

@@ -24,7 +24,7 @@ def distance(got: torch.Tensor, want: torch.Tensor, grad: torch.Tensor) -> float
     return float((got.double() - want).norm() / max(want.norm(), 0.05 * grad.norm()))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1), (28, 4)]),
     head_size=st.sampled_from([64, 128]),

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 few = settings(
     max_examples=40,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

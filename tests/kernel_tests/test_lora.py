@@ -56,7 +56,6 @@ def assert_close_to_exact(output, x, y, adapters) -> None:
 
 @settings(
     max_examples=25,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -19,7 +19,6 @@ from colocate.policy.logprobs import OutputHead, logprob_bytes, token_logprobs
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 few = settings(
     max_examples=25,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -11,7 +11,6 @@ from colocate.engines.native.kernels.steps import begin_step, end_step
 
 few = settings(
     max_examples=40,
-    deadline=None,
     phases=[Phase.explicit, Phase.generate],
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -124,7 +124,7 @@ DERIVED = (
 
 @pytest.mark.parametrize("grid", [TRAINING, EVALUATION, REWARDS_AND_CORRECTION])
 @given(data=st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 def test_derived_values_and_errors_are_trls(grid, data, tmp_path, monkeypatch):
     options = data.draw(grid)
     monkeypatch.setattr(TrainingArguments, "world_size", data.draw(st.integers(1, 4)))

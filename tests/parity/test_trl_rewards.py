@@ -75,7 +75,7 @@ def test_accuracy_outside_the_main_thread():
     assert results == trl.rewards.accuracy_reward(*arguments) == [1.0, 0.0, 0.0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(["<think>", "</think>", "\n", "a", " ", "<answer>"]), max_size=7))
 def test_think_format(pieces):
     text = "".join(pieces)
@@ -84,7 +84,7 @@ def test_think_format(pieces):
     assert rewards.think_format_reward([text]) == theirs
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     ids=st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=4),
     ngram_size=st.integers(1, 5),
@@ -96,7 +96,7 @@ def test_repetition_penalty(ids, ngram_size, max_penalty):
     assert ours == pytest.approx(theirs, abs=0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(length=st.integers(0, 60), max_completion_len=st.integers(1, 50), soft_punish_cache=st.integers(0, 50))
 def test_soft_overlong_punishment(length, max_completion_len, soft_punish_cache):
     ids = [[1] * length]

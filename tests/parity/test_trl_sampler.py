@@ -19,7 +19,7 @@ def visited(batches):
     return [row["row"] for batch in batches for row in batch.rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_rows=st.integers(1, 40),
     num_prompts=st.integers(1, 12),
@@ -40,7 +40,7 @@ def test_order_is_that_of_repeat_sampler(num_rows, num_prompts, seed, shuffle, n
     assert visited(batches) == expected
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     num_rows=st.integers(3, 30),
     num_prompts=st.integers(1, 3),
@@ -60,7 +60,7 @@ def test_stream_order_is_that_of_repeat_iterable_dataset(num_rows, num_prompts, 
     assert visited(PromptBatches(stream, num_prompts, shuffle=shuffle, seed=seed, num_epochs=3)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     per_rank=st.integers(1, 12),
     world_size=st.integers(1, 5),

@@ -33,7 +33,7 @@ from colocate.reporting.metrics import Metrics
 seeds = st.integers(0, 2**31 - 1)
 loss_types = st.sampled_from(LOSS_TYPES)
 levels = st.sampled_from(IMPORTANCE_SAMPLING_LEVELS)
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 def make_params(**options) -> ObjectiveParams:

@@ -175,7 +175,7 @@ class ArenaMachine(RuleBasedStateMachine):
             assert {i: int(tensor[i]) for i in self.written} == self.written
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+ArenaMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20)
 test_any_sequence_of_operations = ArenaMachine.TestCase
 
 
@@ -410,7 +410,7 @@ def test_with_no_room_for_a_handle_the_cache_stays_as_it_was(take):
 
 @pytest.mark.parametrize("kind", [KVCache, ArenaCache])
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_copied_pages_are_equal_in_all_layers_and_others_untouched(kind, data):
     num_pages = data.draw(st.integers(2, 12))
     order = data.draw(st.permutations(range(num_pages)))

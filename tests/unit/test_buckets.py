@@ -19,7 +19,7 @@ def flat(model, **options):
     return {name: tensor for bucket in buckets(model, **options) for name, tensor in bucket}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(max_bytes=st.integers(1, 60_000), with_adapter=st.booleans())
 def test_buckets_are_bounded_and_leave_nothing_out(max_bytes, with_adapter):
     model = make_lora("qwen2") if with_adapter else make_model("qwen2")

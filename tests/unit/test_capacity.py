@@ -103,7 +103,7 @@ looks = st.sampled_from(
 page_sizes = st.sampled_from([1, 2, 4, 5, 16])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(rollout=rollouts(), page_size=page_sizes, max_num_seqs=st.integers(1, 12), look=looks)
 def test_with_its_useful_pages_no_rollout_waits_for_one(rollout, page_size, max_num_seqs, look):
     prompts, lengths = rollout
@@ -115,7 +115,7 @@ def test_with_its_useful_pages_no_rollout_waits_for_one(rollout, page_size, max_
     assert not pages.has_waited and not pages.has_preempted
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     prompt_lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     num_generations=st.integers(1, 5),

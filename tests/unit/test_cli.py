@@ -122,7 +122,7 @@ def test_a_file_that_is_no_mapping_is_refused(text, tmp_path):
 words = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), min_size=1, max_size=12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     options=st.fixed_dictionaries(
         {},

@@ -146,7 +146,7 @@ def test_good_datasets_pass():
 # --- sampler -----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_rows=st.integers(4, 20),
     num_prompts=st.integers(1, 4),

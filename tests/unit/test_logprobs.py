@@ -39,7 +39,7 @@ def make_inputs(n, v, d, has_bias, dtype=torch.float32, seed=0):
     return leaves, torch.randint(v, (n,), generator=generator)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     n=st.integers(1, 17),
     chunk_size=st.integers(1, 20),

@@ -119,7 +119,7 @@ def test_a_pool_without_memory_behind_it_is_not_in_use(device: FakeDevice) -> No
     assert (train["allocated_bytes"], train["peak_allocated_bytes"]) == (100, 300)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=3 * MAX_POINTS))
 def test_of_many_points_the_first_and_the_last_stay_and_no_peak_is_lost(sizes: list[int]) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -281,7 +281,7 @@ def test_picture_stacks_what_holds_memory_under_the_limit(tmp_path: Any) -> None
 BROKEN = st.sampled_from([None, "text", -1.0, 1e308, [], {}, True, 5.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     points=st.lists(
         st.dictionaries(

@@ -198,7 +198,7 @@ def undisturbed() -> dict[tuple[int, int], tuple[int, ...]]:
     page_size=st.integers(1, 9),
     spare_pages=st.integers(0, 20),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_completion_is_the_same_whatever_else_is_in_the_batch(
     undisturbed, prompts, cuts, num_slots, page_size, spare_pages
 ):
@@ -356,7 +356,7 @@ class Windowed(TorchBackend):
         qkv[live] = part
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     steps_per_look=st.integers(1, 9),
     max_num_seqs=st.integers(1, 9),

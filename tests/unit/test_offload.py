@@ -30,7 +30,7 @@ def random_tensor(size, dtype, seed):
     return data.view(dtype).clone()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=8))
 def test_every_bit_comes_back_into_the_same_tensors(shapes):
     tensors = [random_tensor(size, dtype, i) for i, (size, dtype) in enumerate(shapes)]

@@ -20,7 +20,7 @@ from colocate.weights.low_rank import LowRank
 
 EPS = 1e-6
 exactly = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-few = settings(max_examples=30, deadline=None, derandomize=True)
+few = settings(max_examples=30, derandomize=True)
 seeds = st.integers(0, 2**31)
 activations = sorted(set(ACT2FN) - {"prelu", "xielu"})  # those two have parameters of their own
 

@@ -64,7 +64,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_free == self.pool.num_pages - len(self.holders)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestPool = PoolMachine.TestCase
 
 

@@ -255,7 +255,7 @@ def test_kv_cache_is_a_tensor_of_its_shape(dtype):
     assert size_of(result, "KV cache") == cache.nbytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=st.integers(1, 200), completion=st.integers(1, 200), groups=st.integers(1, 6),
     generations=st.integers(2, 5), rows=st.integers(1, 40), page=st.sampled_from([16, 64]),
@@ -312,7 +312,7 @@ policies = st.sampled_from(ACTIVATION_POLICIES)
 any_shapes = st.sampled_from([LARGE_SHAPES, LORA_SHAPES])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=any_shapes, policy=policies, tokens=st.integers(800, 40000), more=st.integers(1, 40000))
 def test_more_tokens_or_layers_never_take_less(shapes, policy, tokens, more):
     def needed(model_shapes, budget):
@@ -353,7 +353,7 @@ def trains_within(shapes, load, train_plan, device):
     on_gpu(prompt_tokens=16, completion_tokens=16, num_generations=2, num_step_sequences=2),
     4_667_143_941,
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=any_shapes, load=loads, device=devices)
 def test_the_chosen_plan_fits_when_any_does(shapes, load, device):
     chosen = choose_train_plan(shapes, load, device)
@@ -373,7 +373,7 @@ def test_the_chosen_plan_fits_when_any_does(shapes, load, device):
     assert chosen.budget(0) == load.max_sequence_length or chosen.budget(0) % 1024 == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=any_shapes, load=loads, device=devices, more=st.integers(0, 40 * GIB), offload=st.booleans())
 def test_more_memory_never_leads_to_more_recomputation(shapes, load, device, more, offload):
     wishes = Wishes(offload_optimizer=offload)
@@ -384,7 +384,7 @@ def test_more_memory_never_leads_to_more_recomputation(shapes, load, device, mor
         assert small.budget(0) <= large.budget(0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=st.integers(1, 3000), completion=st.integers(1, 3000), generations=st.integers(1, 9),
     sequences=st.integers(1, 9), budget=st.integers(1, 20000), shared=st.booleans(),
@@ -405,7 +405,7 @@ def test_groups_are_cut_as_packing_cuts_them(prompt, completion, generations, se
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shapes=any_shapes, device=devices, prompt=st.integers(4096, 60000), completion=st.integers(512, 8192),
     num_step_sequences=st.sampled_from([8, 32]), policy=policies,
@@ -435,7 +435,7 @@ def test_a_group_with_a_long_prompt_is_held_whole():
     assert choose_train_plan(LORA_SHAPES, load, 140 * GIB).tokens_per_microbatch == 32768
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     shapes=any_shapes, device=devices, policy=policies, tokens=st.integers(100, 20000),
     chunk=st.integers(64, 5000), offload=st.booleans(),
@@ -552,7 +552,7 @@ def test_a_step_as_predicted_changes_nothing():
     assert planner.refine(chosen, measured, chosen.budget(0)) == chosen
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ratios=st.lists(st.floats(0.3, 3.0), min_size=1, max_size=6))
 def test_a_plan_grows_at_most_once_and_then_only_shrinks(ratios):
     planner = Planner(LARGE_SHAPES, on_gpu(), 40 * GIB)

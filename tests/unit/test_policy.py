@@ -170,7 +170,7 @@ class LargestTensor(TorchDispatchMode):
 
 class TestForward:
     @pytest.mark.parametrize("name", PACKED)
-    @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
     @given(lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
     def test_packed_equals_one_sequence_at_a_time(self, name, lengths):
         model, samples = make_model(name), make_samples(lengths)

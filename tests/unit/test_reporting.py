@@ -155,7 +155,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(value=json_values)
 def test_record_is_strict_json_whatever_the_metrics(value):
     with tempfile.TemporaryDirectory() as directory:
@@ -447,7 +447,7 @@ def drawn_lines(svg: ElementTree.Element, css_class: str) -> list[list[tuple[flo
     return lines
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ys=st.lists(st.floats(-1, 1) | st.just(math.nan), min_size=2, max_size=60).filter(
         lambda ys: sum(map(math.isfinite, ys)) >= 2
@@ -477,7 +477,7 @@ def test_a_line_shows_its_values_where_the_ticks_say(ys, scale, shift):
         assert dx == pytest.approx(vx, abs=tolerance_x) and dy == pytest.approx(vy, abs=tolerance_y)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 10**6),
     num_points=st.integers(1, 5000),
@@ -677,7 +677,7 @@ BROKEN_NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(records=st.lists(st.dictionaries(BROKEN_NAMES, BROKEN_VALUES), min_size=1, max_size=5))
 def test_no_record_breaks_the_report(records):
     with tempfile.TemporaryDirectory() as directory:
@@ -859,7 +859,7 @@ def gathered(rows) -> Metrics:
     return metrics
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(rows=events, cuts=st.lists(st.integers(0, 30), max_size=4), as_floats=st.booleans())
 def test_metrics_of_any_split_are_those_of_the_whole(rows, cuts, as_floats):
     edges = [0, *sorted(min(cut, len(rows)) for cut in cuts), len(rows)]

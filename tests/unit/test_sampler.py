@@ -47,7 +47,7 @@ def test_philox_known_answers(counter, key, expected):
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
     penalty=st.sampled_from([1.0, 1.3, 0.8]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_filters_are_transformers_own(data, temperature, top_k, top_p, min_p, penalty):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     logits = torch.randn(4, 50, generator=generator) * 3

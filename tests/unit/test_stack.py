@@ -113,7 +113,7 @@ def test_every_activation_policy_gives_the_gradients_of_whole_sequences(name, lo
             assert_equal(got, results[0][:2], 1e-12)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     groups=st.lists(
         st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=4)),

@@ -17,7 +17,7 @@ def moments(shapes: ModelShapes, load: Workload, plan: TrainPlan) -> dict[str | 
     return sizes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shapes=st.sampled_from([LARGE_SHAPES, LORA_SHAPES]),
     policy=st.sampled_from(ACTIVATION_POLICIES),

@@ -108,7 +108,7 @@ adapters = st.builds(
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(configs=st.lists(adapters, min_size=1, max_size=2), is_16bit=st.booleans(), seed=st.integers(0, 9))
 def test_buffers_have_what_peft_would_merge(configs, is_16bit, seed):
     model = get_peft_model(make_model("qwen3"), LoraConfig(**configs[0]))

@@ -50,7 +50,7 @@ def serve():
         thing.close()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(kinds=st.lists(st.sampled_from(sorted(FAILURES)), max_size=6))
 def test_any_failures_then_an_answer(kinds):
     server = ScriptedServer([*(FAILURES[kind] for kind in kinds), GOOD])

@@ -128,7 +128,7 @@ def test_processes_that_start_together_push_once(make_engine, fake, model):
     assert set(fake.loaded.num_loads.values()) == {1}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     limits=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     first=st.integers(0, 3),
@@ -231,7 +231,7 @@ def test_a_restart_within_a_rollout_is_an_error_by_default(make_engine, fake):
         engine.generate(make_prompts([3]), SAMPLING)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_restart_anywhere_within_a_push_is_survived(make_engine, fake, model, data):
     message = data.draw(st.sampled_from(["begin", "receive_chunk", "finish", "state"]), label="message")
