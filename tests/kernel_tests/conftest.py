@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from colocate.engines.native import prefixes
+from colocate.engines.native.kernels import attention
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # engine_models
 
 HAS_CUDA = torch.cuda.is_available()
@@ -38,6 +41,13 @@ def loops_up_to_loaded_counts():
 )
 def device(request) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Attention is cut into few programs: those that fill a GPU take the interpreter a minute."""
+    for module in (prefixes, attention):
+        monkeypatch.setattr(module, "TARGET_PROGRAMS", 24)
 
 
 @pytest.fixture

@@ -213,12 +213,10 @@ class Case:
 
 
 @pytest.fixture
-def short_prefixes_count(monkeypatch):
-    """Prefixes and pieces of one page, so that small cases have all there is; few programs to interpret."""
+def short_prefixes_count(few_programs, monkeypatch):
+    """Prefixes and pieces of one page, so that small cases have all there is."""
     monkeypatch.setattr(prefixes_module, "MIN_SHARED_TOKENS", 1)
     monkeypatch.setattr(prefixes_module, "MIN_PIECE_TOKENS", 1)
-    for module in (prefixes_module, attention):
-        monkeypatch.setattr(module, "TARGET_PROGRAMS", 24)
 
 
 @st.composite

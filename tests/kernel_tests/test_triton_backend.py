@@ -11,18 +11,15 @@ from quantized_models import make_4bit_model
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native import prefixes
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.native.kernels import attention
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.types import Completion, SamplingParams
 
 
 @pytest.fixture(autouse=True)
-def few_programs(device, monkeypatch):
-    """Those that fill a GPU take the interpreter a minute."""
+def few_programs_to_interpret(device, request):
     if device.type == "cpu":
-        for module in (prefixes, attention):
-            monkeypatch.setattr(module, "TARGET_PROGRAMS", 24)
+        request.getfixturevalue("few_programs")
 
 
 class Uncaptured(TritonBackend):
