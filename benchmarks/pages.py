@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from colocate.engines.vllm.memory import MAX_NUM_SEQS
+
 NAMES = {"native": "native", "colocate": "vLLM colocated", "server": "vLLM server"}
 NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
@@ -52,10 +54,16 @@ def modes_section(result: dict[str, Any]) -> list[str]:
     vllm = " and ".join(sorted({found["vllm"] for found in versions if "vllm" in found}))
     copies = "".join(
         ' *Copied weights* is LoRA with `vllm_weights="buckets"`: adapters are merged and all weights '
-        f"written into vLLM's copy, in {claims['publish_bucketed_7b_s']:.2f} s, and a step takes "
-        f"{row['step_s']:.1f} s."
+        f"written into vLLM's copy, in {claims['publish_bucketed_7b_s']:.2f} s, after "
+        f"{row['engine_s']['wake_up']:.2f} s of waking up, and a step takes {row['step_s']:.1f} s."
         for row in result["setup"]["summary"]
         if row["weights"] == "buckets"
+    )
+    tensor_parallel = "".join(
+        f" *TP {num_gpus}* is, like the server, one engine that completes all {row['num_completions']:,}, "
+        f"{MAX_NUM_SEQS} at a time: {num_gpus} times as many decode steps as with an engine on each GPU."
+        for row in result["setup"]["summary"]
+        if row["tensor_parallel_size"] == num_gpus and row["model"] == "1p5b"
     )
     num_timed = len(result["repetitions"][0]["steps"]) - result["setup"]["num_warm_up"]
     return [
@@ -76,8 +84,8 @@ def modes_section(result: dict[str, Any]) -> list[str]:
         f"{claims['colocate_vs_server_7b']:.2f} times with 7B; the native engine "
         f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. vLLM reads the trainer's parameters: in "
         f"full fine-tuning a publication moves {claims['publish_shared_bytes']:,.0f} bytes, with LoRA the "
-        f"adapters alone.{copies} Falling asleep and waking up take {claims['sleep_wake_overhead']:.1%} of a "
-        "step.",
+        f"adapters alone.{copies}{tensor_parallel} Falling asleep and waking up take {claims['sleep_wake_overhead']:.1%} of a "
+        "step where vLLM reads the trainer's parameters.",
         "",
         f"![Completions per second by mode and batch size]({name}.svg)",
     ]

@@ -63,7 +63,7 @@ def check_modes(section: str, result: dict[str, Any]) -> None:
         else:
             cells += ["–", "–"]
         assert f"| {' | '.join(cells)} |" in section, cells
-    copied = [row["step_s"] for row in rows if row["weights"] == "buckets"]
+    copied = [row for row in rows if row["weights"] == "buckets"]
     assert len(copied) == section.count("*Copied weights*") <= 1
     for text in (
         f"colocated vLLM completes {claims['colocate_vs_server_1p5b']:.2f} times",
@@ -71,8 +71,9 @@ def check_modes(section: str, result: dict[str, Any]) -> None:
         f"native engine {claims['native_vs_server_1p5b']:.2f} times with 1.5B",
         f"a publication moves {claims['publish_shared_bytes']:,.0f} bytes",
         *(
-            f"in {claims['publish_bucketed_7b_s']:.2f} s, and a step takes {step_s:.1f} s."
-            for step_s in copied
+            f"in {claims['publish_bucketed_7b_s']:.2f} s, after {row['engine_s']['wake_up']:.2f} s of "
+            f"waking up, and a step takes {row['step_s']:.1f} s."
+            for row in copied
         ),
         f"take {100 * claims['sleep_wake_overhead']:.1f}% of a step",
     ):
@@ -131,6 +132,7 @@ def made_up_modes() -> dict[str, Any]:
             "num_completions": 1024,
             "step_s": step_s,
             "phases_s": {"rollout": step_s / 2, "score": 0.1, "train": step_s / 3},
+            "engine_s": {"wake_up": 0.123},
             "completions_per_s": 1024 / step_s,
             "vs_server": 24.68 / step_s,
             "vs_server_normalised": 1.0 if mode == "server" else 24.68 / step_s * 3 / 4,
