@@ -35,7 +35,7 @@ from typing import Any
 
 from modes_cases import PARTS, ModeCase, all_cases, cases, largest
 from pages import modes_table
-from results_file import RESULTS, committed, write_suite_result
+from results_file import committed, published_records, write_suite_result
 from rollout_cases import model_directory
 from runner import Record, Runner, read_records, visible_gpus
 from vllm_server import vllm_server
@@ -254,8 +254,7 @@ def label_of(record: Record) -> str:
 
 def published(options: argparse.Namespace) -> list[Record]:
     """The records in the result, if there is one."""
-    path = RESULTS / f"modes-{options.hardware}.json"
-    return json.loads(path.read_text())["repetitions"] if path.exists() and not options.tiny else []
+    return [] if options.tiny else published_records("modes", options.hardware)
 
 
 def merge(options: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
-"""The sections of docs/benchmarks.md on modes of rollout, as Markdown from their results.
+"""Parts of docs/benchmarks.md, as Markdown from their results: the table of rollouts, the sections on modes.
 
+python benchmarks/pages.py benchmarks/results/rollout-h200.json
 python benchmarks/pages.py benchmarks/results/modes-h200x2.json
 python benchmarks/pages.py benchmarks/results/curves-h200.json
 """
@@ -7,6 +8,7 @@ python benchmarks/pages.py benchmarks/results/curves-h200.json
 from __future__ import annotations
 
 import json
+import string
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,28 @@ from colocate.engines.vllm.memory import MAX_NUM_SEQS
 
 NAMES = {"native": "native", "colocate": "vLLM colocated", "server": "vLLM server"}
 NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
+
+
+ROLLOUTS = {
+    "1p5b_512seq_vs_vllm": "1.5B, 64 prompts × 8, 256 + 1,024 tokens",
+    "1p5b_512seq_vs_vllm_nologprobs": "the same against vLLM without log-probs",
+    "1p5b_128seq_vs_vllm": "1.5B, 16 × 8, 256 + 1,024",
+    "1p5b_longprompt_vs_vllm": "1.5B, 16 × 16, 4,096 + 512",
+    "1p5b_ragged_vs_vllm": "1.5B, 64 × 8, lengths log-normal, median 300, at most 2,048",
+    "7b_256seq_vs_vllm": "7B, 32 × 8, 512 + 1,024",
+}
+"""The claims of `rollout_suite.py` that are ratios, without their first word."""
+
+
+def rollout_table(result: dict[str, Any]) -> list[str]:
+    """Of `rollout_suite.py`'s result: a row for each ratio and run, runs lettered in their order."""
+    lines = ["| rollout | run | native | vLLM | ratio |", "|---|---|---|---|---|"]
+    for claim, name in ROLLOUTS.items():
+        for letter, run in zip(string.ascii_uppercase, result["setup"]["runs"].values(), strict=False):
+            if (ratio := run["claims"][f"rollout_{claim}"]) is not None:
+                native = run["tokens_per_s"][claim.partition("_vs_vllm")[0]]["native"]
+                lines.append(f"| {name} | {letter} | {native:,.0f} | {native / ratio:,.0f} | {ratio:.2f} |")
+    return lines
 
 
 def mode_name(row: dict[str, Any]) -> str:
@@ -118,8 +142,8 @@ def curves_section(result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     result = json.loads(Path(sys.argv[1]).read_text())
-    section = {"modes": modes_section, "curves": curves_section}[result["name"]]
-    print(*section(result), sep="\n")
+    part = {"rollout": rollout_table, "modes": modes_section, "curves": curves_section}[result["name"]]
+    print(*part(result), sep="\n")
 
 
 if __name__ == "__main__":

@@ -103,6 +103,12 @@ def write_suite_result(
     print(path)
 
 
+def published_records(name: str, hardware: str) -> list[dict[str, Any]]:
+    """The records in a suite's result, if there is one."""
+    path = RESULTS / f"{name}-{hardware}.json"
+    return json.loads(path.read_text())["repetitions"] if path.exists() else []
+
+
 def _origins(records: list[dict[str, Any]], part: Callable[[dict[str, Any]], str] | None) -> dict[str, Any]:
     if part is None:
         return {"machine": records[0]["machine"]}

@@ -6,8 +6,11 @@
 Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
 the result is written as soon as the records suffice for every claim (--merge only looks). The engines take
 turns: in each round both run all cases of a model, and in every other round the other one is first (--first
-says which begins, for rounds that are run one by one). A claim is a ratio of medians over all rounds; of
+says which begins, for rounds that are run one by one). A ratio is one of medians over all rounds of a run; of
 vLLM's variants the best counts.
+
+A run is of one commit on one machine, and compares only with itself. How fast vLLM is depends on the host,
+too: the result keeps all runs, a later one is added, and a claim is the median over the runs that have it.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from results_file import committed, origin, write_suite_result
+from results_file import committed, origin, published_records, write_suite_result
 from rollout import VARIANTS
 from rollout_cases import CASES, model_directory
 from runner import Record, Runner, read_records
@@ -122,8 +126,30 @@ def tokens_per_s(records: list[Record]) -> dict[str, dict[str, float]]:
     return medians
 
 
+def run_of(record: Record) -> str:
+    """Which run it is of."""
+    return f"{record['commit']} on {record['machine']}"
+
+
+def by_run(records: list[Record]) -> dict[str, list[Record]]:
+    runs: dict[str, list[Record]] = {}
+    for record in records:
+        runs.setdefault(run_of(record), []).append(record)
+    return runs
+
+
 def compute_claims(records: list[Record]) -> dict[str, float | None]:
-    """Every claim; None where the records do not suffice."""
+    """Every claim, the median over runs; None where no run's records suffice."""
+    of_runs = [claims_of_run(of_run) for of_run in by_run(records).values()]
+    claims: dict[str, float | None] = {}
+    for name in claims_of_run([]):
+        known = [value for of_run in of_runs if (value := of_run[name]) is not None]
+        claims[name] = statistics.median(known) if known else None
+    return claims
+
+
+def claims_of_run(records: list[Record]) -> dict[str, float | None]:
+    """Every claim as one run has it; None where its records do not suffice."""
     rates = tokens_per_s(records)
 
     def ratio(native_case: str, vllm_case: str) -> float | None:
@@ -157,28 +183,23 @@ def compute_claims(records: list[Record]) -> dict[str, float | None]:
 
 def merge(options: argparse.Namespace) -> None:
     """Print the claims, and write the result if all are there."""
-    records = read_records(options.records)
+    new = read_records(options.records, run_of)
+    runs = by_run([] if options.tiny else published_records("rollout", options.hardware)) | by_run(new)
+    records = [record for of_run in runs.values() for record in of_run]
+    summary: dict[str, Any] = {
+        run: {"tokens_per_s": tokens_per_s(of_run), "claims": claims_of_run(of_run)}
+        for run, of_run in runs.items()
+    }
     claims = compute_claims(records)
-    print(json.dumps({"tokens_per_s": tokens_per_s(records), "claims": claims}, indent=1))
-    of_rollouts = [record for record in records if record["kind"] == "rollout"]
+    print(json.dumps({"runs": summary, "claims": claims}, indent=1))
     write_suite_result(
         "rollout",
         options.hardware,
         claims,
         records,
-        list(repetitions(records)) + [record for record in records if record["kind"] != "rollout"],
-        tokens_per_s=tokens_per_s(records),
+        part=run_of,
+        runs=summary,
         cases={name: vars(case) for name, case in CASES.items()},
-        starts=[
-            {key: record[key] for key in ("engine", "variant", "init_s", "versions")}
-            for record in of_rollouts
-        ],
-        memory={
-            name: case["memory"]
-            for record in of_rollouts
-            for name, case in record["cases"].items()
-            if case["memory"]
-        },
     )
 
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/modes.py` do
 modes = importlib.import_module("modes")
 pages = importlib.import_module("pages")
 modes_cases = importlib.import_module("modes_cases")
+results_file = importlib.import_module("results_file")
 step_cases = importlib.import_module("step_cases")
 sys.path.remove(str(SCRIPTS))
 
@@ -174,7 +175,7 @@ def test_a_later_day_adds_to_the_result_and_replaces_what_it_measures(tmp_path, 
         modes.merge(argparse.Namespace(records=records, tiny=False, hardware="h200x2", gpus=2))
         return json.loads((tmp_path / "modes-h200x2.json").read_text())
 
-    monkeypatch.setattr(modes, "RESULTS", tmp_path)
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
     monkeypatch.setenv("OUT", str(tmp_path))
     server = record("7b-server-512", 512, 30.0, 30.0, 30.0)
     first = merge(server, record("7b-colocate-512", 512, *map(awake, (20.0, 20.0, 20.0))))
@@ -197,7 +198,7 @@ def test_missing_cases_are_those_that_neither_records_nor_result_have(tmp_path, 
     records.mkdir()
     (records / "0.json").write_text(json.dumps(record("1p5b-native-256", 256)))
     measured: list[str] = []
-    monkeypatch.setattr(modes, "RESULTS", tmp_path)
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
     monkeypatch.setattr(modes, "model_directory", lambda parent, size: parent / size)
     monkeypatch.setattr(
         modes.Suite, "_run_all", lambda self, some, more: measured.extend(case.label for case in some)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import statistics
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/rollout_suite.py` does
 rollout_suite = importlib.import_module("rollout_suite")
 rollout_cases = importlib.import_module("rollout_cases")
+results_file = importlib.import_module("results_file")
 runner = importlib.import_module("runner")
 sys.path.remove(str(SCRIPTS))
 
@@ -59,6 +62,50 @@ def test_ratio_is_of_medians_over_all_rounds_against_vllms_best_variant() -> Non
     assert sum(value is not None for value in claims.values()) == 1
 
 
+def test_a_claim_is_the_median_over_runs_each_compared_with_itself() -> None:
+    name, claim = "1p5b_ragged", "rollout_1p5b_ragged_vs_vllm"
+    runs = [
+        [rollout(name, "native", *[ours] * 3) | where, rollout(name, "in-process", *[10.0] * 3) | where]
+        for ours, where in ((15.0, {}), (18.0, {"machine": "n"}), (40.0, {"commit": "d"}))
+    ]
+    assert rollout_suite.compute_claims(runs[0] + runs[1])[claim] == pytest.approx(1.65)
+    assert rollout_suite.compute_claims([record for run in runs for record in run])[claim] == pytest.approx(
+        1.8
+    )
+    assert rollout_suite.compute_claims([runs[0][0], runs[1][1]])[claim] is None
+
+
+def test_a_later_run_is_added_to_the_result_and_one_given_again_replaces_itself(
+    tmp_path, monkeypatch
+) -> None:
+    around = {"hardware": {"num_cores": 16}, "python": "3.12", "versions": {}}
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    monkeypatch.setenv("OUT", str(tmp_path))
+
+    def merge(number: int, machine: str, ours: float) -> dict[str, Any]:
+        records = tmp_path / str(number)
+        records.mkdir()
+        where = around | {"machine": machine}
+        measured = [
+            *(rollout(name, "native", *[ours] * 3) for name in rollout_cases.CASES),
+            *(rollout(name, "in-process", *[10.0] * 3) for name in rollout_cases.CASES),
+            {"kind": "floor", "floor_s": 0.005, "commit": "c"},
+            *[{"kind": "cold_start", "seconds": 9.0, "commit": "c"}] * 3,
+            {"kind": "logprobs", "commit": "c", "native_gap": 1.0}
+            | {"vllm_gap_sampling": 2.0, "vllm_gap_same_completions": 2.0},
+        ]
+        for i, one in enumerate(measured):
+            (records / f"{i:02}.json").write_text(json.dumps(one | where))
+        rollout_suite.merge(argparse.Namespace(records=records, tiny=False, hardware="h200"))
+        return json.loads((tmp_path / "rollout-h200.json").read_text())
+
+    first, second, third = merge(1, "m", 10.0), merge(2, "n", 20.0), merge(3, "m", 15.0)
+    ratios = [result["claims"]["rollout_7b_256seq_vs_vllm"] for result in (first, second, third)]
+    assert ratios == pytest.approx([1.0, 1.5, 1.75])
+    assert len(third["setup"]["runs"]) == 2 and len(third["repetitions"]) == len(second["repetitions"])
+    assert third["setup"]["origins"].keys() == third["setup"]["runs"].keys() == {"c on m", "c on n"}
+
+
 def test_two_repetitions_make_no_claim() -> None:
     records = [rollout("7b_256seq", "native", 1.0, 2.0, 3.0), rollout("7b_256seq", "in-process", 1.0, 2.0)]
     assert rollout_suite.compute_claims(records)["rollout_7b_256seq_vs_vllm"] is None
@@ -86,7 +133,7 @@ def test_fraction_of_floor() -> None:
 
 def test_the_larger_of_the_two_log_prob_ratios_counts() -> None:
     gaps = {"native_gap": 0.01, "vllm_gap_sampling": 0.05, "vllm_gap_same_completions": 0.02}
-    claims = rollout_suite.compute_claims([{"kind": "logprobs", **gaps}])
+    claims = rollout_suite.compute_claims([{"kind": "logprobs", "commit": "c", "machine": "m", **gaps}])
     assert claims["logprob_gap_vs_vllm"] == 0.5
 
 
