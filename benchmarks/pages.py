@@ -85,7 +85,8 @@ def modes_section(result: dict[str, Any]) -> list[str]:
     )
     tensor_parallel = "".join(
         f" *TP {num_gpus}* is, like the server, one engine that completes all {row['num_completions']:,}, "
-        f"{MAX_NUM_SEQS} at a time: {num_gpus} times as many decode steps as with an engine on each GPU."
+        f"{MAX_NUM_SEQS} at a time: {NUMBERS[num_gpus]} times as many decode steps as with an engine on each "
+        "GPU."
         for row in result["setup"]["summary"]
         if row["tensor_parallel_size"] == num_gpus and row["model"] == "1p5b"
     )
