@@ -114,6 +114,13 @@ def test_readme_and_guide_say_what_the_modes_are_worth() -> None:
     guide = flat((ROOT / "docs/vllm.md").read_text())
     assert f"do {plain} times the work of 1.5B" in guide and f"{native} times with the native engine" in guide
     assert f"of 7B with LoRA {lora} and {native_lora} times" in guide
+    rows = {row["label"]: row for row in result["setup"]["summary"]}
+    over_two, on_each = (
+        f"{rows[f'1p5b-colocate{tp}-1024']['phases_s']['rollout']:.1f} s" for tp in ("-tp2", "")
+    )
+    assert f"took {over_two} with one engine over two GPUs, and {on_each}, on another machine" in guide
+    woken_s = rows["7b-colocate-buckets-512"]["engine_s"]["wake_up"]
+    assert f"took {claims['publish_bucketed_7b_s']:.2f} s for 7B, after {woken_s:.2f} s of waking up" in guide
 
 
 def test_figures_of_curves_are_those_of_the_benchmark() -> None:
