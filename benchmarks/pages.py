@@ -110,8 +110,7 @@ def modes_section(result: dict[str, Any]) -> list[str]:
         f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. vLLM reads the trainer's parameters: in "
         f"full fine-tuning a publication moves {claims['publish_shared_bytes']:,.0f} bytes, with LoRA the "
         f"adapters alone.{copies}{tensor_parallel} Falling asleep and waking up take "
-        f"{claims['sleep_wake_overhead']:.1%} of a "
-        "step where vLLM reads the trainer's parameters.",
+        f"{claims['sleep_wake_overhead']:.1%} of a step where vLLM reads the trainer's parameters.",
         "",
         f"![Completions per second by mode and batch size]({name}.svg)",
     ]

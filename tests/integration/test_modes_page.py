@@ -1,4 +1,4 @@
-"""What docs/benchmarks.md says of modes of rollout is what their results say; without, it is silent."""
+"""What docs/benchmarks.md says of rollouts and modes is what their results say; without, it is silent."""
 
 from __future__ import annotations
 
@@ -90,6 +90,17 @@ def check_curves(section: str, result: dict[str, Any]) -> None:
     assert f"differ by {claims['final_reward_difference']:.3f} at most" in section
     assert f"deviation of {claims['final_reward_seed_std']:.3f}" in section
     assert f"one of {claims['final_reward_difference_std']:.3f}" in section
+
+
+def test_the_table_of_rollouts_is_the_generated_one() -> None:
+    result = json.loads((RESULTS / "rollout-h200.json").read_text())
+    table = "\n".join(pages.rollout_table(result))
+    assert f"\n{table}\n\n" in (ROOT / "docs/benchmarks.md").read_text()
+    of_runs = [run["claims"] for run in result["setup"]["runs"].values()]
+    ratios = [
+        value for run in of_runs for name, value in run.items() if name.startswith("rollout_") and value
+    ]
+    assert table.count("\n") == 1 + len(ratios), "a ratio is not in the table"
 
 
 @pytest.mark.parametrize("hardware", ["h200x2", "h200x4"])

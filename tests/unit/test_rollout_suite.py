@@ -69,9 +69,7 @@ def test_a_claim_is_the_median_over_runs_each_compared_with_itself() -> None:
         for ours, where in ((15.0, {}), (18.0, {"machine": "n"}), (40.0, {"commit": "d"}))
     ]
     assert rollout_suite.compute_claims(runs[0] + runs[1])[claim] == pytest.approx(1.65)
-    assert rollout_suite.compute_claims([record for run in runs for record in run])[claim] == pytest.approx(
-        1.8
-    )
+    assert rollout_suite.compute_claims([*runs[0], *runs[1], *runs[2]])[claim] == pytest.approx(1.8)
     assert rollout_suite.compute_claims([runs[0][0], runs[1][1]])[claim] is None
 
 
