@@ -44,6 +44,8 @@ OWN_KERNELS = {
     "suffix_kernel": "attention, completions",
     "merge_kernel": "attention, completions",
     "_silu_mul_kernel": "activation",
+    "swiglu_few_rows_kernel": "product, gate and up",
+    "swiglu_many_rows_kernel": "product, gate and up",
     "_reduce_blocks_kernel": "sampler",
     "_draw_kernel": "sampler",
     "_begin_step_kernel": "bookkeeping",
@@ -62,6 +64,7 @@ OTHERS_BEFORE = {
 OTHERS_AFTER = {
     "attention, completions": "product, o",
     "activation": "product, down",
+    "product, gate and up": "product, down",
     "bookkeeping": "bookkeeping",  # the embedding of the last tokens
 }
 """By the one before, where the next is a norm."""

@@ -16,7 +16,6 @@ from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.weights.adapters import AdaptedLinear, base_linear, projection_adapters
 from colocate.weights.layouts import LayerLayout, Layout
-from colocate.weights.low_rank import LowRank
 from colocate.weights.shared_views import stacked_view
 
 
@@ -33,9 +32,9 @@ class Projection:
         """The product with x [T, in]; [T, out]."""
         return backend.linear(x, self._adapted())
 
-    def apart(self, backend: TorchBackend, x: Tensor) -> tuple[Tensor, LowRank | None]:
-        """The same in two terms, for a reader that adds them; or all of it, and None."""
-        return backend.linear_apart(x, self._adapted())
+    def gated(self, backend: TorchBackend, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Of gate and up: activation(gate) * up, [T, out / 2]."""
+        return backend.gated_linear(activation, x, self._adapted())
 
     def _adapted(self) -> AdaptedLinear:
         return AdaptedLinear(self.weight.read(), self.bias, self.adapters, self.weight.stack)
@@ -174,7 +173,7 @@ class ModelRunner:
             attended = attend(qkv, rotation, k_cache, v_cache, layer.sliding_window)
             x = layer.o(backend, attended.flatten(1))
             x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = layer.down(backend, backend.gate(layer.activation, *layer.gate_up.apart(backend, x)))
+            x = layer.down(backend, layer.gate_up.gated(backend, layer.activation, x))
         assert residual is not None, "the model has no layers"
         return x, residual
 

@@ -113,6 +113,12 @@ class TorchBackend:
         gate, up = gate_up.chunk(2, dim=1)
         return activation(gate) * up
 
+    def gated_linear(
+        self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
+    ) -> Tensor:
+        """`gate` of the product of x [T, in] with weights [2 I, in] and their adapters; [T, I]."""
+        return self.gate(activation, *self.linear_apart(x, adapted))
+
     def prefill_attention(
         self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, context: PrefillContext,
         scale: float, window: int | None,

@@ -14,7 +14,7 @@ from transformers.activations import SiLUActivation
 
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
-from colocate.engines.native.kernels import gate, layers, lora, sampling, steps
+from colocate.engines.native.kernels import gate, layers, lora, sampling, steps, swiglu
 from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.engines.native.prefixes import SharedPrefixes
 from colocate.engines.native.sampler import Sampler
@@ -26,6 +26,8 @@ from colocate.weights.low_rank import MAX_RANK, LowRank
 _GROUPED_QUERIES: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 does it unasked
     _GROUPED_QUERIES["enable_gqa"] = True
+
+SILU = (nn.SiLU, SiLUActivation)
 
 
 class TritonBackend(TorchBackend):
@@ -129,9 +131,17 @@ class TritonBackend(TorchBackend):
     def gate(
         self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None
     ) -> Tensor:
-        if not isinstance(activation, (nn.SiLU, SiLUActivation)):
+        if not isinstance(activation, SILU):
             return super().gate(activation, gate_up, low_rank)
         return gate.silu_mul(gate_up) if low_rank is None else gate.silu_mul_low_rank(gate_up, low_rank)
+
+    def gated_linear(
+        self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
+    ) -> Tensor:
+        is_plain = adapted.bias is None and not adapted.adapters and isinstance(activation, SILU)
+        if is_plain and swiglu.pays(x, adapted.weight):
+            return swiglu.swiglu(x, adapted.weight)
+        return super().gated_linear(activation, x, adapted)
 
     def prefill_attention(
         self,

@@ -1,0 +1,117 @@
+"""silu(x Wg^T) * (x Wu^T) in one kernel (SwiGLU, Shazeer 2020, arXiv:2002.05202).
+
+Gate and up, the widest tensors of a layer, stay in registers; after a product of their own they would be
+written, read back and multiplied by one more kernel. On compute capability 9.0, for 16-bit types. Of few rows
+the weights' way from memory is what takes time; with many rows it is the tensor cores, see
+`swiglu_many_rows.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from colocate.engines.native.kernels.gate import silu
+from colocate.engines.native.kernels.swiglu_many_rows import ROW_TILE, Tiling, many_rows
+
+DEPTH = 64
+"""Of a tile along the sum: 128 bytes, as wide as the copy engine's swizzle."""
+FEW_ROWS = 64
+"""Rows of the smallest warp-group product."""
+MAX_PADDING = 1.15
+"""Rows of tiles over those there are. Copies of tiles that hang over the end take longer than others."""
+MAX_X_BYTES = 25 * 2**20
+"""x is read once for every 64 columns, which is cheap as long as it stays in the L2 cache beside weights."""
+
+
+def pays(x: Tensor, weight: Tensor) -> bool:
+    """Whether `swiglu` takes these tensors, and was measured faster than two kernels (H200, 0.5 to 7 B).
+
+    Args:
+        x: [T, in], contiguous.
+        weight: [2i, in], contiguous.
+    """
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % 8 == len(weight) % 16 == 0  # rows begin at whole 16 bytes
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and fills_tiles(len(x))
+        and x.nbytes <= MAX_X_BYTES
+    )
+
+
+def fills_tiles(num_rows: int) -> bool:
+    """Whether so many rows leave little of a row of tiles empty."""
+    if num_rows <= ROW_TILE:
+        return num_rows in (FEW_ROWS, ROW_TILE)
+    return triton.cdiv(num_rows, ROW_TILE) * ROW_TILE <= MAX_PADDING * num_rows
+
+
+def swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up, with gate, up and silu(gate) rounded to the type.
+
+    Args:
+        x: [T, in] bfloat16 or float16, contiguous, `in` a multiple of 8.
+        weight: [2i, in] of the same type, gates first, contiguous; i too is a multiple of 8.
+
+    Returns:
+        [T, i], contiguous.
+    """
+    assert x.is_contiguous() and weight.is_contiguous(), "x or weight has gaps"
+    num_rows, width = len(x), len(weight) // 2
+    output = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    tiling = Tiling.of(num_rows, width, _num_multiprocessors(x.device.index))
+    if num_rows > ROW_TILE or (num_rows > FEW_ROWS and tiling.num_waves >= 2):
+        many_rows(x, weight, output, tiling)
+    else:
+        few_rows(x, weight, output)
+    return output
+
+
+def few_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
+    """`swiglu`, every program some columns of up to 64 rows; for up to 128 rows."""
+    num_rows, width = output.shape
+    # More columns a program read x less often, fewer a program put more of them beside each other.
+    columns, num_stages = (32, 4) if num_rows <= FEW_ROWS else (64, 3)
+    swiglu_few_rows_kernel[(triton.cdiv(num_rows, FEW_ROWS) * triton.cdiv(width, columns),)](
+        TensorDescriptor.from_tensor(x, [FEW_ROWS, DEPTH]),
+        TensorDescriptor.from_tensor(weight.view(2, width, -1), [2, columns, DEPTH]),
+        TensorDescriptor.from_tensor(output, [FEW_ROWS, columns]),
+        num_rows,
+        x.shape[1],
+        ROWS=FEW_ROWS,
+        COLUMNS=columns,
+        DEPTH=DEPTH,
+        num_warps=4,
+        num_stages=num_stages,
+    )
+
+
+@functools.cache
+def _num_multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["num_rows", "depth"])
+def swiglu_few_rows_kernel(
+    x, weight, output, num_rows, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):
+    """Row tiles first: programs that run at the same time read the same weights."""
+    row_tiles = tl.cdiv(num_rows, ROWS)
+    first_row = tl.program_id(0) % row_tiles * ROWS
+    first_column = tl.program_id(0) // row_tiles * COLUMNS
+    both = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
+    for step in range(0, depth, DEPTH):
+        # One product for gate and up: with half as many columns the rows' tile would be read twice.
+        columns = weight.load([0, first_column, step]).reshape(2 * COLUMNS, DEPTH)
+        both = tl.dot(x.load([first_row, step]), columns.T, both)
+    gates, up = both.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
+    dtype = output.dtype
+    activated = silu(gates.to(dtype).to(tl.float32), dtype) * up.to(dtype).to(tl.float32)
+    output.store([first_row, first_column], activated.to(dtype))
