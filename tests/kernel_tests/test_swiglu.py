@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
+from hopper import compile_all, needs_hopper
 from hypothesis import given
 from hypothesis import strategies as st
 from rounding import ULP, draw, few
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
-from colocate.engines.native.kernels import swiglu
+from colocate.engines.native.kernels import ping_pong, swiglu
 from colocate.engines.native.kernels import swiglu_many_rows as many
 from colocate.engines.native.kernels.gate import silu_mul
 from colocate.engines.native.triton_backend import TritonBackend
@@ -23,8 +20,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 TYPES = [torch.float16, torch.bfloat16]
 H200_MULTIPROCESSORS = 132
-SHARED_MEMORY_BYTES = 227 * 1024
-"""What one program may have on compute capability 9.0."""
 
 tilings = st.builds(
     lambda num_rows, width, num_multiprocessors: (num_rows, width, num_multiprocessors),
@@ -78,12 +73,6 @@ def test_few_rows(device, num_rows, width, depth, seed):
         assert_close_to_exact(output, x, weight)
 
 
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-    reason="products of warp groups are those of compute capability 9.0",
-)
-
-
 @pytest.mark.gpu
 @needs_hopper
 @few
@@ -127,7 +116,7 @@ def test_a_captured_graph_follows_its_inputs(num_rows, width, depth):
 def test_tiles_cover_every_column_once(case):
     num_rows, width, num_multiprocessors = case
     tiling = many.Tiling.of(num_rows, width, num_multiprocessors)
-    row_tiles = -(-num_rows // many.ROW_TILE)
+    row_tiles = -(-num_rows // ping_pong.ROW_TILE)
     assert tiling.num_tiles % row_tiles == tiling.num_narrow % row_tiles == 0
     large = tiling.num_tiles // row_tiles * many.COLUMN_TILE
     assert tiling.first_narrow == min(large, width)
@@ -143,41 +132,34 @@ def test_what_is_left_of_whole_waves_is_one_narrow_tile_for_each_program():
     assert (tiling.narrow_columns, tiling.num_narrow) == (16, 128)
 
 
-@pytest.mark.parametrize("narrow", many.NARROW_TILES)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_kernel_for_many_rows_compiles_without_a_gpu(narrow, dtype):
-    """For compute capability 9.0, within its shared memory and registers."""
-    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-
-    def descriptor(*block: int) -> str:
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
-        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
-
-    kernel = many.swiglu_many_rows_kernel
-    constants = {"COLUMNS": many.COLUMN_TILE, "NARROW": narrow}
-    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
-    signature |= {
-        "x": descriptor(many.ROW_TILE, many.DEPTH),
-        "weight": descriptor(many.COLUMN_TILE, many.DEPTH),
-        "narrow_weight": descriptor(narrow, many.DEPTH),
-        "output": descriptor(many.ROW_TILE, many.COLUMN_TILE),
-        "narrow_output": descriptor(many.ROW_TILE, narrow),
-    }
-    at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    compiled = triton.compile(
-        GluonASTSource(kernel, signature, at, {}),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": 4},
-    )
-    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
-    assert "st.local" not in compiled.asm["ptx"]
-    # Two groups of warps, large and narrow tiles, 2 x 64 rows and 4 times 16 along the sum.
-    assert compiled.asm["ptx"].count("wgmma.mma_async") == 2 * 2 * 2 * 4
+def test_the_kernel_for_many_rows_compiles_without_a_gpu(tmp_path):
+    rows, depth = ping_pong.ROW_TILE, ping_pong.DEPTH
+    jobs = [
+        dict(
+            module=many.__name__,
+            kernel="swiglu_many_rows_kernel",
+            dtype=dtype,
+            blocks=dict(
+                x=(rows, depth),
+                weight=(many.COLUMN_TILE, depth),
+                narrow_weight=(narrow, depth),
+                output=(rows, many.COLUMN_TILE),
+                narrow_output=(rows, narrow),
+            ),
+            constants=dict(COLUMNS=many.COLUMN_TILE, NARROW=narrow),
+        )
+        for dtype, narrow in [("fp16", 16), *(("bf16", narrow) for narrow in many.NARROW_TILES)]
+    ]
+    for compiled in compile_all(jobs, tmp_path):
+        # Two groups of warps, large and narrow tiles, 2 x 64 rows and 4 times 16 along the sum.
+        assert compiled["num_products"] == 2 * 2 * 2 * 4
 
 
 def test_rows_of_tiles_that_would_be_mostly_empty_take_two_kernels():
     numbers = (1, 32, 64, 65, 128, 192, 256, 320, 384, 448, 512, 1000, 8192)
-    taken = [num_rows for num_rows in numbers if swiglu.fills_tiles(num_rows)]
+    taken = [
+        num_rows for num_rows in numbers if num_rows == swiglu.FEW_ROWS or ping_pong.fills_tiles(num_rows)
+    ]
     assert taken == [64, 128, 256, 384, 448, 512, 1000, 8192]
 
 

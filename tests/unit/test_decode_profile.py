@@ -49,7 +49,7 @@ def step_names(*, has_prefixes: bool = True, num_splits: int = 1) -> list[tuple[
         *NUM_LAYERS * layer,
         ("_add_rms_norm_kernel", "norms"),
         ("gemm", "product, head"),
-        ("_reduce_blocks_kernel", "sampler"),
+        ("_reduce_parts_kernel", "sampler"),
         ("_draw_kernel", "sampler"),
         ("_end_step_kernel", "bookkeeping"),
     ]

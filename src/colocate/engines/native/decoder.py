@@ -111,14 +111,16 @@ class Decoder:
     def draw_first(self, rows: slice, logits: Tensor) -> None:
         """Draw the first tokens of rows that have just started, as step 0 of a window."""
         self.batch.step.zero_()
-        self._draw(rows, logits)
+        self._record(rows, *self.backend.sample(logits, self._sampler, self.batch, rows))
 
     def step(self, max_context_len: int) -> None:
         """Feed every row's last token and draw its next one."""
         num_rows = self.batch.num_rows
         rows = slice(0, num_rows)
         if self._pool is None:
-            self._draw(rows, self.runner.decode(self.batch, num_rows, max_context_len=max_context_len))
+            hidden = self.runner.decode(self.batch, num_rows, max_context_len=max_context_len)
+            drawn = self.backend.draw(hidden, self.runner.head, self._sampler, self.batch, rows)
+            self._record(rows, *drawn)
             return
         assert self._logits is not None, "captured steps need a fixed place for their logits"
         bucket = bucket_for(num_rows)
@@ -127,11 +129,11 @@ class Decoder:
             self._graphs[key] = self._capture(bucket)
         self._graphs[key].replay()
         if not self._sampler.is_plain:
-            self._draw(rows, self._logits[:num_rows])
+            drawn = self.backend.sample(self._logits[:num_rows], self._sampler, self.batch, rows)
+            self._record(rows, *drawn)
 
-    def _draw(self, rows: slice, logits: Tensor) -> None:
+    def _record(self, rows: slice, tokens: Tensor, logprobs: Tensor) -> None:
         batch = self.batch
-        tokens, logprobs = self.backend.sample(logits, self._sampler, batch, rows)
         self.backend.end_step(batch, rows, tokens, logprobs, self._stops)
         if batch.seen is not None:
             batch.seen[rows].scatter_(1, tokens[:, None].long(), True)
@@ -155,6 +157,10 @@ class Decoder:
 
     def _captured_step(self, bucket: int) -> None:
         assert self._logits is not None, "captured steps need a fixed place for their logits"
-        logits = self.runner.decode(self.batch, bucket, max_context_len=0, out=self._logits[:bucket])
+        rows, logits = slice(0, bucket), self._logits[:bucket]
+        hidden = self.runner.decode(self.batch, bucket, max_context_len=0)
         if self._sampler.is_plain:
-            self._draw(slice(0, bucket), logits)
+            drawn = self.backend.draw(hidden, self.runner.head, self._sampler, self.batch, rows, logits)
+            self._record(rows, *drawn)
+        else:
+            self.backend.logits(hidden, self.runner.head, logits)

@@ -113,6 +113,11 @@ class ModelRunner:
         layers = (part for layer in self._layers for part in layer.identity())
         return (*(tensor.data_ptr() for tensor in shared), *layers)
 
+    @property
+    def head(self) -> Tensor:
+        """[V, hidden]."""
+        return self.layout.lm_head.weight
+
     def prefill(self, items: Sequence[Prefill]) -> Tensor:
         """Fill the pages of every item. Returns the logits after each one's last token, [N, V] float32.
 
@@ -121,17 +126,14 @@ class ModelRunner:
         logits = [self._prefill(pieces) for pieces in _packs(items, self.backend.max_prefill_tokens)]
         return torch.cat(logits)
 
-    def decode(
-        self, batch: DecodeBatch, num_rows: int, *, max_context_len: int, out: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, batch: DecodeBatch, num_rows: int, *, max_context_len: int) -> Tensor:
         """Feed the last token of rows 0 .. num_rows - 1.
 
         Args:
             max_context_len: of those rows, the new token included.
-            out: [num_rows, V] float32 for the logits.
 
         Returns:
-            Logits of the next token, [num_rows, V] float32.
+            What the head reads, [num_rows, hidden].
         """
         rows = slice(0, num_rows)
         self.backend.begin_step(batch, rows, self.cache.page_size)
@@ -143,8 +145,7 @@ class ModelRunner:
             scale = self.layout.scaling
             return self.backend.decode_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
 
-        x, residual = self._forward(batch.last_tokens[rows], attend)
-        return self._logits(x, residual, out)
+        return self._normed(*self._forward(batch.last_tokens[rows], attend))
 
     def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
         context = PrefillContext(pieces, self.cache.page_size, self.layout.device)
@@ -157,7 +158,7 @@ class ModelRunner:
 
         x, residual = self._forward(context.tokens[0], attend)
         last = context.last_tokens
-        return self._logits(x[last], residual[last])
+        return self.backend.logits(self._normed(x[last], residual[last]), self.head)
 
     def _forward(self, token_ids: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """The last layer's output and the residual to add it to, each [T, hidden]; stores keys and values."""
@@ -177,9 +178,8 @@ class ModelRunner:
         assert residual is not None, "the model has no layers"
         return x, residual
 
-    def _logits(self, x: Tensor, residual: Tensor, out: Tensor | None = None) -> Tensor:
-        normed, _ = self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)
-        return self.backend.logits(normed, self.layout.lm_head.weight, out)
+    def _normed(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)[0]
 
 
 def _packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[Piece]]:

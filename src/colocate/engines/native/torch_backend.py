@@ -155,6 +155,18 @@ class TorchBackend:
         logits = F.linear(hidden, weight).float()
         return logits if out is None else out.copy_(logits)
 
+    def draw(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        sampler: Sampler,
+        batch: DecodeBatch,
+        rows: slice,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`sample` from the `logits` of hidden [B, hidden], in `out` if given."""
+        return self.sample(self.logits(hidden, head, out), sampler, batch, rows)
+
     def begin_step(self, batch: DecodeBatch, rows: slice, page_size: int) -> None:
         """Begin the next of the window's steps: where new keys and values go, how long contexts become."""
         positions = batch.positions[rows].long()

@@ -15,6 +15,7 @@ from transformers.activations import SiLUActivation
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
 from colocate.engines.native.kernels import gate, layers, lora, sampling, steps, swiglu
+from colocate.engines.native.kernels import head as heads
 from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.engines.native.prefixes import SharedPrefixes
 from colocate.engines.native.sampler import Sampler
@@ -229,11 +230,35 @@ class TritonBackend(TorchBackend):
             batch.step,
         )
 
+    def draw(
+        self,
+        hidden: Tensor,
+        head: Tensor,
+        sampler: Sampler,
+        batch: DecodeBatch,
+        rows: slice,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if out is None or not sampler.is_plain or not heads.pays(hidden, head):
+            return super().draw(hidden, head, sampler, batch, rows, out)
+        parts = heads.logits_and_parts(hidden, head, sampler.sampling.temperature, out)
+        return self._draw(out, sampler, batch, rows, parts)
+
     def sample(
         self, logits: Tensor, sampler: Sampler, batch: DecodeBatch, rows: slice
     ) -> tuple[Tensor, Tensor]:
         if not sampler.is_plain:
             return super().sample(logits, sampler, batch, rows)
+        return self._draw(logits, sampler, batch, rows)
+
+    def _draw(
+        self,
+        logits: Tensor,
+        sampler: Sampler,
+        batch: DecodeBatch,
+        rows: slice,
+        parts: sampling.Parts | None = None,
+    ) -> tuple[Tensor, Tensor]:
         return sampling.sample(
             logits,
             seed=batch.seed,
@@ -242,6 +267,7 @@ class TritonBackend(TorchBackend):
             samples=batch.samples[rows],
             positions=batch.num_generated[rows],
             finished=batch.finished[rows],
+            parts=parts,
         )
 
     def end_step(

@@ -8,6 +8,8 @@ where one noise per token would cost several times what reading the logits does.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,24 @@ from torch import Tensor
 
 from colocate.engines.native.sampler import BLOCK_SIZE
 
-_TILE_BLOCKS = 16
-"""Blocks per program of the pass over the logits. A block is what one warp loads at once (256 values of 2
+PART_SIZE = BLOCK_SIZE // 2
+"""Tokens that are reduced together: those of a tile of `head.py`'s product. A block is two parts."""
+LOG2_E = 1.4426950408889634
+_TILE_PARTS = 32
+"""Parts per program of the pass over the logits. A part is what one warp loads at once (128 values of 4
 bytes), so its sums need no exchange between warps."""
+
+
+class Parts(NamedTuple):
+    """Of every 128 tokens: the largest logit m, and the sum of exp((logit - m) / temperature)."""
+
+    maxima: Tensor  # [B, ceil(V / 128)] float32
+    sums: Tensor  # likewise
+
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> Parts:
+        shape = num_rows, triton.cdiv(vocab_size, PART_SIZE)
+        return cls(*(torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)))
 
 
 def sample(
@@ -29,6 +46,7 @@ def sample(
     samples: Tensor,
     positions: Tensor,
     finished: Tensor | None = None,
+    parts: Parts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row, the same one as `Sampler` without filters, up to rounding of near-ties.
 
@@ -42,6 +60,7 @@ def sample(
         samples: [B] integers, the member's number in its group, below 2^16.
         positions: [B] integers, number of completion tokens before this one.
         finished: [B] int32; rows where it is not 0 are not read: token -1, log-prob 0. None: all are drawn.
+        parts: what the pass over the logits would find, if it is known.
 
     Returns:
         Tokens [B] int32 and their log-probs [B] float32 under the distribution drawn from.
@@ -53,28 +72,28 @@ def sample(
     temperature = 1.0 if greedy else float(temperature)
     if not isinstance(seed, Tensor):
         seed = torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=logits.device)
-    block_maxima = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
-    block_sums = torch.empty_like(block_maxima)
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    _reduce_blocks_kernel[(num_rows, triton.cdiv(num_blocks, _TILE_BLOCKS))](
-        logits,
-        finished,
-        block_maxima,
-        block_sums,
-        logits.stride(0),
-        vocab_size,
-        num_blocks,
-        temperature,
-        BLOCK_SIZE=BLOCK_SIZE,
-        TILE_BLOCKS=_TILE_BLOCKS,
-        num_warps=4,
-    )
+    if parts is None:
+        parts = Parts.empty(num_rows, vocab_size, logits.device)
+        num_parts = parts.sums.shape[1]
+        _reduce_parts_kernel[(num_rows, triton.cdiv(num_parts, _TILE_PARTS))](
+            logits,
+            finished,
+            *parts,
+            logits.stride(0),
+            vocab_size,
+            num_parts,
+            temperature,
+            PART_SIZE=PART_SIZE,
+            TILE_PARTS=_TILE_PARTS,
+            LOG2_E=LOG2_E,
+            num_warps=4,
+        )
     _draw_kernel[(num_rows,)](
         logits,
         finished,
-        block_maxima,
-        block_sums,
+        *parts,
         prompt_keys,
         samples,
         positions,
@@ -84,6 +103,7 @@ def sample(
         logits.stride(0),
         vocab_size,
         num_blocks,
+        parts.sums.shape[1],
         temperature,
         GREEDY=greedy,
         BLOCK_SIZE=BLOCK_SIZE,
@@ -94,44 +114,44 @@ def sample(
 
 
 @triton.jit
-def _reduce_blocks_kernel(
+def _reduce_parts_kernel(
     logits,
     finished,
-    block_maxima,
-    block_sums,
+    part_maxima,
+    part_sums,
     stride,
     vocab_size,
-    num_blocks,
+    num_parts,
     temperature,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
+    PART_SIZE: tl.constexpr,
+    TILE_PARTS: tl.constexpr,
+    LOG2_E: tl.constexpr,
 ):
-    """Maximum m of every block, and the sum of exp((logit - m) / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     if finished is not None:  # noqa: SIM102, this one is decided at compile time
         if tl.load(finished + row) != 0:
             return
-    blocks = tl.program_id(1) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-    columns = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    parts = tl.program_id(1) * TILE_PARTS + tl.arange(0, TILE_PARTS)
+    columns = parts[:, None] * PART_SIZE + tl.arange(0, PART_SIZE)[None, :]
     values = tl.load(logits + row * stride + columns, mask=columns < vocab_size, other=-float("inf"))
     values = values.to(tl.float32)
     maxima = tl.max(values, axis=1)
-    # exp((x - m) / T) as exp2(c x - c m): one multiply-add and one instruction per logit. In a block of
+    # exp((x - m) / T) as exp2(c x - c m): one multiply-add and one instruction per logit. In a part of
     # nothing but -inf the sum is 0, where -inf - -inf would make it NaN.
-    scale = 1.4426950408889634 / temperature
+    scale = LOG2_E / temperature
     shift = tl.where(maxima == -float("inf"), 0.0, maxima * scale)
     sums = tl.sum(tl.exp2(values * scale - shift[:, None]), axis=1)
-    pointers = row * num_blocks + blocks
-    tl.store(block_maxima + pointers, maxima, mask=blocks < num_blocks)
-    tl.store(block_sums + pointers, sums, mask=blocks < num_blocks)
+    pointers = row * num_parts + parts
+    tl.store(part_maxima + pointers, maxima, mask=parts < num_parts)
+    tl.store(part_sums + pointers, sums, mask=parts < num_parts)
 
 
 @triton.jit
 def _draw_kernel(
     logits,
     finished,
-    block_maxima,
-    block_sums,
+    part_maxima,
+    part_sums,
     prompt_keys,
     samples,
     positions,
@@ -141,6 +161,7 @@ def _draw_kernel(
     stride,
     vocab_size,
     num_blocks,
+    num_parts,
     temperature,
     GREEDY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -154,11 +175,14 @@ def _draw_kernel(
             tl.store(logprobs + row, 0.0)
             return
     blocks = tl.arange(0, MAX_BLOCKS)
-    in_vocab = blocks < num_blocks
-    pointers = row * num_blocks + blocks
-    maxima = tl.load(block_maxima + pointers, mask=in_vocab, other=-float("inf"))
-    sums = tl.load(block_sums + pointers, mask=in_vocab, other=1.0)
-    totals = maxima / temperature + tl.log(sums)
+    parts = 2 * blocks[:, None] + tl.arange(0, 2)[None, :]
+    pointers = row * num_parts + parts
+    in_parts = tl.load(part_maxima + pointers, mask=parts < num_parts, other=-float("inf"))
+    maxima = tl.max(in_parts, axis=1)
+    # Relative to the block's maximum; where all are -inf the sums are 0.
+    below = in_parts - tl.where(maxima == -float("inf"), 0.0, maxima)[:, None]
+    sums = tl.load(part_sums + pointers, mask=parts < num_parts, other=0.0) * tl.exp(below / temperature)
+    totals = maxima / temperature + tl.log(tl.sum(sums, axis=1))
     highest = tl.max(totals, axis=0)
     total = highest + tl.log(tl.sum(tl.exp(totals - highest), axis=0))
     if GREEDY:

@@ -8,8 +8,6 @@ the weights' way from memory is what takes time; with many rows it is the tensor
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -17,14 +15,17 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colocate.engines.native.kernels.gate import silu
-from colocate.engines.native.kernels.swiglu_many_rows import ROW_TILE, Tiling, many_rows
+from colocate.engines.native.kernels.ping_pong import (
+    DEPTH,
+    ROW_TILE,
+    can_multiply,
+    fills_tiles,
+    num_multiprocessors,
+)
+from colocate.engines.native.kernels.swiglu_many_rows import Tiling, many_rows
 
-DEPTH = 64
-"""Of a tile along the sum: 128 bytes, as wide as the copy engine's swizzle."""
 FEW_ROWS = 64
 """Rows of the smallest warp-group product."""
-MAX_PADDING = 1.15
-"""Rows of tiles over those there are. Copies of tiles that hang over the end take longer than others."""
 MAX_X_BYTES = 25 * 2**20
 """x is read once for every 64 columns, which is cheap as long as it stays in the L2 cache beside weights."""
 
@@ -37,20 +38,11 @@ def pays(x: Tensor, weight: Tensor) -> bool:
         weight: [2i, in], contiguous.
     """
     return (
-        x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and x.shape[1] % 8 == len(weight) % 16 == 0  # rows begin at whole 16 bytes
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and fills_tiles(len(x))
+        can_multiply(x, weight)
+        and len(weight) % 16 == 0  # the output's rows begin at whole 16 bytes
+        and (len(x) == FEW_ROWS or fills_tiles(len(x)))
         and x.nbytes <= MAX_X_BYTES
     )
-
-
-def fills_tiles(num_rows: int) -> bool:
-    """Whether so many rows leave little of a row of tiles empty."""
-    if num_rows <= ROW_TILE:
-        return num_rows in (FEW_ROWS, ROW_TILE)
-    return triton.cdiv(num_rows, ROW_TILE) * ROW_TILE <= MAX_PADDING * num_rows
 
 
 def swiglu(x: Tensor, weight: Tensor) -> Tensor:
@@ -66,7 +58,7 @@ def swiglu(x: Tensor, weight: Tensor) -> Tensor:
     assert x.is_contiguous() and weight.is_contiguous(), "x or weight has gaps"
     num_rows, width = len(x), len(weight) // 2
     output = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    tiling = Tiling.of(num_rows, width, _num_multiprocessors(x.device.index))
+    tiling = Tiling.of(num_rows, width, num_multiprocessors(x.device.index))
     if num_rows > ROW_TILE or (num_rows > FEW_ROWS and tiling.num_waves >= 2):
         many_rows(x, weight, output, tiling)
     else:
@@ -91,11 +83,6 @@ def few_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
         num_warps=4,
         num_stages=num_stages,
     )
-
-
-@functools.cache
-def _num_multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 @triton.jit(do_not_specialize=["num_rows", "depth"])

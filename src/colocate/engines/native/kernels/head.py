@@ -1,0 +1,155 @@
+"""Logits, and what the sampler wants to know of them while they are in registers.
+
+A sampler's pass over 512 rows of 151,936 float32 logits reads 311 MB, a fiftieth of a 1.5B model's decode
+step, for two numbers per 128 tokens. Here the product leaves them beside the logits. On compute capability
+9.0, for 16-bit types; `ping_pong.py` says how tiles are multiplied.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from colocate.engines.native.kernels.ping_pong import (
+    COLUMN_TILE,
+    DEPTH,
+    LOADER_REGISTERS,
+    REGISTERS,
+    ROW_TILE,
+    ROWS,
+    can_multiply,
+    descriptor,
+    fills_tiles,
+    make_ring,
+    multiply_tile,
+    next_stage,
+    num_multiprocessors,
+)
+from colocate.engines.native.kernels.sampling import LOG2_E, PART_SIZE, Parts
+
+_DEPTH = gl.constexpr(DEPTH)
+_COLUMNS = gl.constexpr(COLUMN_TILE)
+
+assert PART_SIZE == COLUMN_TILE, "a tile leaves one maximum and one sum for each of its rows"
+
+
+def pays(hidden: Tensor, weight: Tensor) -> bool:
+    """Whether `logits_and_parts` takes these, and was measured faster than a product and a pass (H200)."""
+    return can_multiply(hidden, weight) and fills_tiles(len(hidden))
+
+
+def logits_and_parts(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Parts:
+    """Write hidden times weight transposed to `out`; returns what `sampling.sample` makes of it in its pass.
+
+    Args:
+        hidden: [B, in] bfloat16 or float16, contiguous, `in` a multiple of 8.
+        weight: [V, in] of the same type, contiguous.
+        temperature: as `sampling.sample` will be given.
+        out: [B, V] float32, contiguous.
+    """
+    assert hidden.is_contiguous() and weight.is_contiguous() and out.is_contiguous(), "a tensor has gaps"
+    (num_rows, depth), vocab_size = hidden.shape, len(weight)
+    row_tiles, num_parts = triton.cdiv(num_rows, ROW_TILE), triton.cdiv(vocab_size, PART_SIZE)
+    parts = Parts.empty(num_rows, vocab_size, out.device)
+    num_tiles = row_tiles * num_parts
+    head_kernel[(min(num_multiprocessors(hidden.device.index), num_tiles),)](
+        descriptor(hidden, ROW_TILE, DEPTH),
+        descriptor(weight, COLUMN_TILE, DEPTH),
+        out,
+        parts.maxima,
+        parts.sums,
+        row_tiles,
+        num_tiles,
+        depth,
+        num_rows,
+        vocab_size,
+        num_parts,
+        LOG2_E / (temperature or 1.0),
+        IS_WHOLE=vocab_size % COLUMN_TILE == 0,
+        num_warps=4,
+    )
+    return parts
+
+
+@gluon.jit(do_not_specialize=["row_tiles", "num_tiles", "depth", "num_rows", "num_parts"])
+def head_kernel(
+    hidden,
+    weight,
+    logits,
+    maxima,
+    sums,
+    row_tiles,
+    num_tiles,
+    depth,
+    num_rows,
+    vocab_size,
+    num_parts,
+    scale,
+    IS_WHOLE: gl.constexpr,
+):
+    ring = make_ring(hidden, weight, _COLUMNS)
+    outputs = (logits, maxima, sums)
+    work = (row_tiles, num_tiles, depth)
+    shape = (num_rows, vocab_size, num_parts)
+    gl.warp_specialize(
+        [
+            (_multiply, (ring, outputs, work, shape, scale, 0, IS_WHOLE)),
+            (_multiply, (ring, outputs, work, shape, scale, 1, IS_WHOLE)),
+            (_load, (ring, hidden, weight, work)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _load(ring, hidden, weight, work):
+    row_tiles, num_tiles, depth = work
+    step = 0
+    # Row tiles first: programs that run at the same time read the same weights.
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        row, column = tile % row_tiles * ROWS, tile // row_tiles * _COLUMNS
+        for k in range(0, depth, _DEPTH):
+            rows, columns, copied = next_stage(ring, step, _COLUMNS)
+            tma.async_copy_global_to_shared(hidden, [row, k], copied, rows)
+            tma.async_copy_global_to_shared(weight, [column, k], copied, columns)
+            step += 1
+
+
+@gluon.jit
+def _multiply(ring, outputs, work, shape, scale, GROUP: gl.constexpr, IS_WHOLE: gl.constexpr):
+    """Every second tile of the program."""
+    row_tiles, num_tiles, depth = work
+    for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        number = tile // gl.num_programs(0)
+        if number % 2 == GROUP:
+            values = multiply_tile(ring, number, depth, GROUP, _COLUMNS)
+            _store_and_reduce(outputs, shape, values, tile % row_tiles, tile // row_tiles, scale, IS_WHOLE)
+
+
+@gluon.jit
+def _store_and_reduce(outputs, shape, values, row_tile, part, scale, IS_WHOLE: gl.constexpr):
+    """The logits, and of each row's maximum m and sum of exp2(scale * (logit - m))."""
+    logits, maxima, sums = outputs
+    num_rows, vocab_size, num_parts = shape
+    layout: gl.constexpr = values.type.layout
+    rows = row_tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = part * _COLUMNS + gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, layout))
+    is_row = rows < num_rows
+    mask = is_row[:, None]
+    pointers = logits + (rows.to(gl.int64) * vocab_size)[:, None] + columns[None, :]
+    if IS_WHOLE:
+        gl.store(pointers, values, mask=mask)
+    else:
+        in_vocab = (columns < vocab_size)[None, :]
+        gl.store(pointers, values, mask=mask & in_vocab)
+        values = gl.where(in_vocab, values, -float("inf"))
+    highest = gl.max(values, axis=1)
+    # In a part of nothing but -inf the sum is 0, where -inf - -inf would make it NaN.
+    shift = gl.where(highest == -float("inf"), 0.0, highest * scale)
+    total = gl.sum(gl.exp2(values * scale - shift[:, None]), axis=1)
+    gl.store(maxima + rows * num_parts + part, highest, mask=is_row)
+    gl.store(sums + rows * num_parts + part, total, mask=is_row)

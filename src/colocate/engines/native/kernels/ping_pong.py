@@ -1,0 +1,125 @@
+"""Tiles of matrix products on the tensor cores of compute capability 9.0, in Gluon.
+
+Programs stay, one on each multiprocessor, and take one tile after the other. Of a program's warps one *loads*
+(the copy engine fills a ring of stages, tiles ahead of their use), and two groups of four *multiply*, in
+turns: while one group works on its result and stores it, the tensor cores are the other's ("ping-pong",
+CUTLASS's term). What limits this is shared memory: a stage of 128 rows and 128 columns takes 512 cycles of
+the tensor cores, 384 of reading their operands and 256 of being written.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+ROW_TILE = 128
+COLUMN_TILE = 128
+DEPTH = 64
+"""Of a stage along the sum: 128 bytes, as wide as the copy engine's swizzle."""
+MAX_PADDING = 1.15
+"""Rows of tiles over those there are. Copies of tiles that hang over the end take longer than others."""
+
+ROWS = gl.constexpr(ROW_TILE)
+DEPTH_OF_STAGE = gl.constexpr(DEPTH)
+STAGES = gl.constexpr(6)
+"""Of 32 KiB, six of the seven that fit into a program's 227."""
+REGISTERS = gl.constexpr(232)
+"""Of a thread that multiplies: 128 of them are sums."""
+LOADER_REGISTERS = gl.constexpr(24)
+
+
+def can_multiply(x: Tensor, weight: Tensor) -> bool:
+    """Whether kernels of such tiles take x [T, in] and weights [out, in], both contiguous."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % 8 == 0  # rows begin at whole 16 bytes
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+    )
+
+
+def fills_tiles(num_rows: int) -> bool:
+    """Whether so many rows leave little of a row of tiles empty."""
+    return -(-num_rows // ROW_TILE) * ROW_TILE <= MAX_PADDING * num_rows
+
+
+@functools.cache
+def num_multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
+    """How the copy engine moves such blocks of the tensor."""
+    dtype = getattr(gl, str(tensor.dtype).removeprefix("torch."))
+    return TensorDescriptor.from_tensor(
+        tensor, list(block), gl.NVMMASharedLayout.get_default_for(list(block), dtype)
+    )
+
+
+@gluon.jit
+def make_ring(x, weight, COLUMNS: gl.constexpr):
+    """Stages, and barriers.
+
+    A stage is `full` when the copies into it have arrived, `empty` when its product is done. A group of warps
+    has its `turn` when the other one has started its last product.
+    """
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH_OF_STAGE], x.layout)
+    columns = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, DEPTH_OF_STAGE], weight.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    for group in gl.static_range(2):
+        mbarrier.init(turns.index(group), count=1)
+    fence_async_shared()
+    return rows, columns, full, empty, turns
+
+
+@gluon.jit
+def next_stage(ring, step, COLUMNS: gl.constexpr):
+    """Wait until stage `step`, counted from the program's start, is empty.
+
+    Returns its rows, its columns and the barrier that the copies into them arrive at.
+    """
+    rows, columns, full, empty, _ = ring
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(stage), (ROWS + COLUMNS) * DEPTH_OF_STAGE * 2)
+    return rows.index(stage), columns.index(stage), full.index(stage)
+
+
+@gluon.jit
+def multiply_tile(ring, number, depth, GROUP: gl.constexpr, COLUMNS: gl.constexpr):
+    """The program's tile `number`, [128, COLUMNS] float32."""
+    rows, columns, full, empty, turns = ring
+    step = number * gl.cdiv(depth, DEPTH_OF_STAGE)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    both = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    # A barrier tells only this round of the ring from the next one: waiting for a stage two rounds ahead
+    # would end at once. The first tile of all has nobody to wait for.
+    mbarrier.wait(turns.index(GROUP), (number // 2 & 1) ^ (1 - GROUP))
+    for k in range(0, depth, DEPTH_OF_STAGE):
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        transposed = columns.index(stage).slice(0, COLUMNS).permute((1, 0))
+        both = warpgroup_mma(rows.index(stage), transposed, both, is_async=True)
+        both = warpgroup_mma_wait(1, deps=(both,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    mbarrier.arrive(turns.index(1 - GROUP))
+    both = warpgroup_mma_wait(0, deps=(both,))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return both
