@@ -24,7 +24,7 @@ from rollout_cases import SHAPES
 from colocate.engines.native.kernels.gate import silu_mul
 from colocate.engines.native.kernels.swiglu import pays, swiglu
 
-NUM_ROWS = (64, 128, 256, 384, 512, 1024, 8192)
+NUM_ROWS = (64, 128, 256, 384, 512, 1024, 2048)
 NUM_LAYERS = {"0.5b": 24, "1.5b": 14, "7b": 4}
 REPETITIONS = 3
 

@@ -40,11 +40,16 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Whether kernels of such tiles take x [T, in] and weights [out, in], both contiguous."""
+    """Whether kernels of such tiles take x [T, in] and weights [out, in]."""
     return (
         x.is_cuda
+        and x.dtype == weight.dtype
         and x.dtype in (torch.bfloat16, torch.float16)
-        and x.shape[1] % 8 == 0  # rows begin at whole 16 bytes
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        # The copy engine wants every row to begin at whole 16 bytes.
+        and x.shape[1] % 8 == 0
+        and weight.data_ptr() % 16 == 0
         and torch.cuda.get_device_capability(x.device)[0] == 9
     )
 

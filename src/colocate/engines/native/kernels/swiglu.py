@@ -34,8 +34,8 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     """Whether `swiglu` takes these tensors, and was measured faster than two kernels (H200, 0.5 to 7 B).
 
     Args:
-        x: [T, in], contiguous.
-        weight: [2i, in], contiguous.
+        x: [T, in].
+        weight: [2i, in].
     """
     return (
         can_multiply(x, weight)
