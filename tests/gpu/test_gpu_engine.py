@@ -184,14 +184,16 @@ def test_stop_tokens_are_those_of_the_cpu(start_engine):
 # ── Log-probs and the trainer ────────────────────────────────────────────────────────────────────────────
 
 
-def test_bfloat16_log_probs_are_as_exact_as_the_trainers(start_engine):
+@pytest.mark.parametrize("num_samples", [8, 20, 40, 120])
+def test_bfloat16_log_probs_are_as_exact_as_the_trainers(start_engine, num_samples):
+    """In steps of 32, 64, 128 and 384 rows, which take different kernels."""
     size = dict(
         hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8, vocab_size=5000,
         max_position_embeddings=512, initializer_range=0.05,
     )  # fmt: skip
     model = make_model("qwen2", **size).bfloat16().cuda()
-    prompts = make_prompts([64, 200, 130], 8)
-    completions = start_engine(model).generate(prompts, SamplingParams(max_tokens=100))
+    prompts = make_prompts([64, 200, 130], num_samples)
+    completions = start_engine(model).generate(prompts, SamplingParams(max_tokens=50))
     samples = [
         Sample(
             prompt_ids=torch.tensor(prompt.token_ids, device="cuda"),
