@@ -41,6 +41,20 @@ def rollout_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def swiglu_table(result: dict[str, Any]) -> list[str]:
+    """Of `decode_swiglu.py`'s result: speedups by model and number of rows."""
+    rows = result["repetitions"]
+    counts = sorted({row["num_rows"] for row in rows})
+    lines = [f"| rows | {' | '.join(f'{count:,}' for count in counts)} |", "|---" * (len(counts) + 1) + "|"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells = []
+        for count in counts:
+            speedup = result["claims"].get(f"speedup_{model.replace('.', 'p')}_{count}rows")
+            cells.append("–" if speedup is None else f"{speedup:.2f}")
+        lines.append(f"| {model.upper()} | {' | '.join(cells)} |")
+    return lines
+
+
 def mode_name(row: dict[str, Any]) -> str:
     size, copies = row["tensor_parallel_size"], row["weights"] == "buckets"
     return NAMES[row["mode"]] + (f", TP {size}" if size > 1 else "") + (", copied weights" if copies else "")
@@ -142,8 +156,13 @@ def curves_section(result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     result = json.loads(Path(sys.argv[1]).read_text())
-    part = {"rollout": rollout_table, "modes": modes_section, "curves": curves_section}[result["name"]]
-    print(*part(result), sep="\n")
+    parts = {
+        "rollout": rollout_table,
+        "decode-swiglu": swiglu_table,
+        "modes": modes_section,
+        "curves": curves_section,
+    }
+    print(*parts[result["name"]](result), sep="\n")
 
 
 if __name__ == "__main__":

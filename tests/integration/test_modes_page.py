@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,16 @@ def check_curves(section: str, result: dict[str, Any]) -> None:
     assert f"differ by {claims['final_reward_difference']:.3f} at most" in section
     assert f"deviation of {claims['final_reward_seed_std']:.3f}" in section
     assert f"one of {claims['final_reward_difference_std']:.3f}" in section
+
+
+def test_the_table_of_products_is_the_generated_one() -> None:
+    result = json.loads((RESULTS / "decode-swiglu-h200.json").read_text())
+    table = "\n".join(pages.swiglu_table(result))
+    assert f"\n{table}\n\n" in (ROOT / "docs/benchmarks.md").read_text()
+    for row in result["repetitions"]:
+        one, two = (statistics.median(row["seconds"][way]) for way in ("one kernel", "two kernels"))
+        name = f"speedup_{row['model'].replace('.', 'p')}_{row['num_rows']}rows"
+        assert result["claims"][name] == pytest.approx(two / one)
 
 
 def test_the_table_of_rollouts_is_the_generated_one() -> None:

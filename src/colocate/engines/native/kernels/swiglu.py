@@ -17,7 +17,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from colocate.engines.native.kernels.gate import silu
 from colocate.engines.native.kernels.ping_pong import (
     DEPTH,
-    ROW_TILE,
     can_multiply,
     fills_tiles,
     num_multiprocessors,
@@ -26,6 +25,9 @@ from colocate.engines.native.kernels.swiglu_many_rows import Tiling, many_rows
 
 FEW_ROWS = 64
 """Rows of the smallest warp-group product."""
+MIN_WAVES = 2.2
+"""Of tiles for many rows. With fewer, cuBLAS's other shapes of tiles are as good, and the kernel takes three
+seconds to compile when it is first needed."""
 MAX_X_BYTES = 25 * 2**20
 """x is read once for every 64 columns, which is cheap as long as it stays in the L2 cache beside weights."""
 
@@ -40,8 +42,8 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     return (
         can_multiply(x, weight)
         and len(weight) % 16 == 0  # the output's rows begin at whole 16 bytes
-        and (len(x) == FEW_ROWS or fills_tiles(len(x)))
         and x.nbytes <= MAX_X_BYTES
+        and (len(x) in (FEW_ROWS, 2 * FEW_ROWS) or is_for_many_rows(len(x), _tiling(x, weight)))
     )
 
 
@@ -56,14 +58,21 @@ def swiglu(x: Tensor, weight: Tensor) -> Tensor:
         [T, i], contiguous.
     """
     assert x.is_contiguous() and weight.is_contiguous(), "x or weight has gaps"
-    num_rows, width = len(x), len(weight) // 2
-    output = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    tiling = Tiling.of(num_rows, width, num_multiprocessors(x.device.index))
-    if num_rows > ROW_TILE or (num_rows > FEW_ROWS and tiling.num_waves >= 2):
+    output = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+    tiling = _tiling(x, weight)
+    if is_for_many_rows(len(x), tiling):
         many_rows(x, weight, output, tiling)
     else:
         few_rows(x, weight, output)
     return output
+
+
+def _tiling(x: Tensor, weight: Tensor) -> Tiling:
+    return Tiling.of(len(x), len(weight) // 2, num_multiprocessors(x.device.index))
+
+
+def is_for_many_rows(num_rows: int, tiling: Tiling) -> bool:
+    return num_rows > FEW_ROWS and fills_tiles(num_rows) and tiling.num_waves >= MIN_WAVES
 
 
 def few_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
