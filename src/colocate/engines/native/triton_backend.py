@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers.activations import SiLUActivation
 
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
-from colocate.engines.native.kernels import gate, layers, lora, sampling, steps, swiglu
-from colocate.engines.native.kernels import head as heads
+from colocate.engines.native.kernels import gate, layers, lora, sampling, steps
 from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.engines.native.prefixes import SharedPrefixes
 from colocate.engines.native.sampler import Sampler
@@ -29,6 +29,10 @@ if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12
     _GROUPED_QUERIES["enable_gqa"] = True
 
 SILU = (nn.SiLU, SiLUActivation)
+
+HAS_GLUON_KERNELS = triton.__version__.startswith("3.6.")
+"""Gluon, the language below Triton, is experimental: kernels in it run with versions they were tested with.
+With others products are cuBLAS's, and what follows them has kernels of its own."""
 
 
 class TritonBackend(TorchBackend):
@@ -140,8 +144,11 @@ class TritonBackend(TorchBackend):
         self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
     ) -> Tensor:
         is_plain = adapted.bias is None and not adapted.adapters and isinstance(activation, SILU)
-        if is_plain and swiglu.pays(x, adapted.weight):
-            return swiglu.swiglu(x, adapted.weight)
+        if is_plain and HAS_GLUON_KERNELS:
+            from colocate.engines.native.kernels import swiglu
+
+            if swiglu.pays(x, adapted.weight):
+                return swiglu.swiglu(x, adapted.weight)
         return super().gated_linear(activation, x, adapted)
 
     def prefill_attention(
@@ -239,10 +246,13 @@ class TritonBackend(TorchBackend):
         rows: slice,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if out is None or not sampler.is_plain or not heads.pays(hidden, head):
-            return super().draw(hidden, head, sampler, batch, rows, out)
-        parts = heads.logits_and_parts(hidden, head, sampler.sampling.temperature, out)
-        return self._draw(out, sampler, batch, rows, parts)
+        if out is not None and sampler.is_plain and HAS_GLUON_KERNELS:
+            from colocate.engines.native.kernels.head import logits_and_parts, pays
+
+            if pays(hidden, head):
+                parts = logits_and_parts(hidden, head, sampler.sampling.temperature, out)
+                return self._draw(out, sampler, batch, rows, parts)
+        return super().draw(hidden, head, sampler, batch, rows, out)
 
     def sample(
         self, logits: Tensor, sampler: Sampler, batch: DecodeBatch, rows: slice

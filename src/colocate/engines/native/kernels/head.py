@@ -15,11 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from colocate.engines.native.kernels.ping_pong import (
     COLUMN_TILE,
+    COLUMNS,
     DEPTH,
     LOADER_REGISTERS,
     REGISTERS,
     ROW_TILE,
     ROWS,
+    STEP,
     can_multiply,
     descriptor,
     fills_tiles,
@@ -29,9 +31,6 @@ from colocate.engines.native.kernels.ping_pong import (
     num_multiprocessors,
 )
 from colocate.engines.native.kernels.sampling import LOG2_E, PART_SIZE, Parts
-
-_DEPTH = gl.constexpr(DEPTH)
-_COLUMNS = gl.constexpr(COLUMN_TILE)
 
 assert PART_SIZE == COLUMN_TILE, "a tile leaves one maximum and one sum for each of its rows"
 
@@ -90,7 +89,7 @@ def head_kernel(
     scale,
     IS_WHOLE: gl.constexpr,
 ):
-    ring = make_ring(hidden, weight, _COLUMNS)
+    ring = make_ring(hidden, weight, COLUMNS)
     outputs = (logits, maxima, sums)
     work = (row_tiles, num_tiles, depth)
     shape = (num_rows, vocab_size, num_parts)
@@ -111,9 +110,9 @@ def _load(ring, hidden, weight, work):
     step = 0
     # Row tiles first: programs that run at the same time read the same weights.
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        row, column = tile % row_tiles * ROWS, tile // row_tiles * _COLUMNS
-        for k in range(0, depth, _DEPTH):
-            rows, columns, copied = next_stage(ring, step, _COLUMNS)
+        row, column = tile % row_tiles * ROWS, tile // row_tiles * COLUMNS
+        for k in range(0, depth, STEP):
+            rows, columns, copied = next_stage(ring, step, COLUMNS)
             tma.async_copy_global_to_shared(hidden, [row, k], copied, rows)
             tma.async_copy_global_to_shared(weight, [column, k], copied, columns)
             step += 1
@@ -126,7 +125,7 @@ def _multiply(ring, outputs, work, shape, scale, GROUP: gl.constexpr, IS_WHOLE: 
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         number = tile // gl.num_programs(0)
         if number % 2 == GROUP:
-            values = multiply_tile(ring, number, depth, GROUP, _COLUMNS)
+            values = multiply_tile(ring, number, depth, GROUP, COLUMNS)
             _store_and_reduce(outputs, shape, values, tile % row_tiles, tile // row_tiles, scale, IS_WHOLE)
 
 
@@ -137,7 +136,7 @@ def _store_and_reduce(outputs, shape, values, row_tile, part, scale, IS_WHOLE: g
     num_rows, vocab_size, num_parts = shape
     layout: gl.constexpr = values.type.layout
     rows = row_tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    columns = part * _COLUMNS + gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, layout))
+    columns = part * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     is_row = rows < num_rows
     mask = is_row[:, None]
     pointers = logits + (rows.to(gl.int64) * vocab_size)[:, None] + columns[None, :]

@@ -31,7 +31,8 @@ MAX_PADDING = 1.15
 """Rows of tiles over those there are. Copies of tiles that hang over the end take longer than others."""
 
 ROWS = gl.constexpr(ROW_TILE)
-DEPTH_OF_STAGE = gl.constexpr(DEPTH)
+COLUMNS = gl.constexpr(COLUMN_TILE)
+STEP = gl.constexpr(DEPTH)
 STAGES = gl.constexpr(6)
 """Of 32 KiB, six of the seven that fit into a program's 227."""
 REGISTERS = gl.constexpr(232)
@@ -73,14 +74,14 @@ def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def make_ring(x, weight, COLUMNS: gl.constexpr):
+def make_ring(x, weight, WIDTH: gl.constexpr):
     """Stages, and barriers.
 
     A stage is `full` when the copies into it have arrived, `empty` when its product is done. A group of warps
     has its `turn` when the other one has started its last product.
     """
-    rows = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH_OF_STAGE], x.layout)
-    columns = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, DEPTH_OF_STAGE], weight.layout)
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, STEP], x.layout)
+    columns = gl.allocate_shared_memory(x.dtype, [STAGES, WIDTH, STEP], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -94,7 +95,7 @@ def make_ring(x, weight, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def next_stage(ring, step, COLUMNS: gl.constexpr):
+def next_stage(ring, step, WIDTH: gl.constexpr):
     """Wait until stage `step`, counted from the program's start, is empty.
 
     Returns its rows, its columns and the barrier that the copies into them arrive at.
@@ -102,29 +103,29 @@ def next_stage(ring, step, COLUMNS: gl.constexpr):
     rows, columns, full, empty, _ = ring
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(stage), (ROWS + COLUMNS) * DEPTH_OF_STAGE * 2)
+    mbarrier.expect(full.index(stage), (ROWS + WIDTH) * STEP * 2)
     return rows.index(stage), columns.index(stage), full.index(stage)
 
 
 @gluon.jit
-def multiply_tile(ring, number, depth, GROUP: gl.constexpr, COLUMNS: gl.constexpr):
-    """The program's tile `number`, [128, COLUMNS] float32."""
+def multiply_tile(ring, number, depth, GROUP: gl.constexpr, WIDTH: gl.constexpr):
+    """The program's tile `number`, [128, WIDTH] float32."""
     rows, columns, full, empty, turns = ring
-    step = number * gl.cdiv(depth, DEPTH_OF_STAGE)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    both = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    step = number * gl.cdiv(depth, STEP)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    total = gl.zeros([ROWS, WIDTH], gl.float32, layout)
     # A barrier tells only this round of the ring from the next one: waiting for a stage two rounds ahead
     # would end at once. The first tile of all has nobody to wait for.
     mbarrier.wait(turns.index(GROUP), (number // 2 & 1) ^ (1 - GROUP))
-    for k in range(0, depth, DEPTH_OF_STAGE):
+    for k in range(0, depth, STEP):
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        transposed = columns.index(stage).slice(0, COLUMNS).permute((1, 0))
-        both = warpgroup_mma(rows.index(stage), transposed, both, is_async=True)
-        both = warpgroup_mma_wait(1, deps=(both,))
+        transposed = columns.index(stage).slice(0, WIDTH).permute((1, 0))
+        total = warpgroup_mma(rows.index(stage), transposed, total, is_async=True)
+        total = warpgroup_mma_wait(1, deps=(total,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
         step += 1
     mbarrier.arrive(turns.index(1 - GROUP))
-    both = warpgroup_mma_wait(0, deps=(both,))
+    total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return both
+    return total

@@ -1,9 +1,10 @@
 """The draw of `sampler.py` on the GPU, in one pass over the logits.
 
 The two-level Gumbel-max needs only each block's log-sum-exp to pick the block and 256 logits to pick the
-token. So the pass over the logits (B * V * itemsize bytes: nearly all of the time) reduces blocks to maximum
-and sum of exponentials and does nothing else, and a second, tiny kernel draws: V / 256 + 256 noises a row,
-where one noise per token would cost several times what reading the logits does.
+token. So the pass over the logits (B * V * itemsize bytes: nearly all of the time) reduces halves of blocks
+to maximum and sum of exponentials and does nothing else, and a second, tiny kernel draws: V / 256 + 256
+noises a row, where one noise per token would cost several times what reading the logits does. Of many rows
+the product that makes the logits has done the pass's work (`head.py`).
 """
 
 from __future__ import annotations

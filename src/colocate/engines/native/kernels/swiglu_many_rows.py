@@ -21,6 +21,7 @@ from colocate.engines.native.kernels.ping_pong import (
     REGISTERS,
     ROW_TILE,
     ROWS,
+    STEP,
     descriptor,
     make_ring,
     multiply_tile,
@@ -30,8 +31,6 @@ from colocate.engines.native.kernels.ping_pong import (
 COLUMN_TILE = 64
 """Of gate, and as many of up."""
 NARROW_TILES = (16, 32, 64)
-
-_DEPTH = gl.constexpr(DEPTH)
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _load(ring, x, weight, narrow_weight, width, work, COLUMNS: gl.constexpr, NA
 
 @gluon.jit
 def _load_tile(ring, x, weight, row, gate_row, up_row, depth, step, COLUMNS: gl.constexpr):
-    for k in range(0, depth, _DEPTH):
+    for k in range(0, depth, STEP):
         rows, both, copied = next_stage(ring, step, 2 * COLUMNS)
         tma.async_copy_global_to_shared(x, [row, k], copied, rows)
         tma.async_copy_global_to_shared(weight, [gate_row, k], copied, both.slice(0, COLUMNS))
