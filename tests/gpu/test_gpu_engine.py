@@ -193,7 +193,7 @@ def test_bfloat16_log_probs_are_as_exact_as_the_trainers(start_engine, num_sampl
     )  # fmt: skip
     model = make_model("qwen2", **size).bfloat16().cuda()
     prompts = make_prompts([64, 200, 130], num_samples)
-    completions = start_engine(model).generate(prompts, SamplingParams(max_tokens=50))
+    completions = start_engine(model).generate(prompts, SamplingParams(max_tokens=100))
     samples = [
         Sample(
             prompt_ids=torch.tensor(prompt.token_ids, device="cuda"),

@@ -24,21 +24,32 @@ sys.path.remove(str(SCRIPTS))
 NUM_LAYERS = 3
 
 
-def step_names(*, has_prefixes: bool = True, num_splits: int = 1) -> list[tuple[str, str]]:
+def step_names(
+    *, has_prefixes: bool = True, num_splits: int = 1, in_products: bool = False
+) -> list[tuple[str, str]]:
     """Kernels in the order of a captured step, and what they are for."""
     attention = [
         *([("prefix_kernel", "attention, prompts")] if has_prefixes else []),
         ("suffix_kernel", "attention, completions"),
         *([("merge_kernel", "attention, completions")] if num_splits > 1 else []),
     ]
+    gate_up = [
+        ("nvjet_tst_128x256_TNT", "product, gate and up"),
+        ("_silu_mul_kernel", "activation"),
+    ]
+    head = [("gemm", "product, head"), ("_reduce_parts_kernel", "sampler")]
+    if in_products:
+        gate_up, head = (
+            [("swiglu_many_rows_kernel", "product, gate and up")],
+            [("head_kernel", "product, head")],
+        )
     layer = [
         ("_add_rms_norm_kernel", "norms"),
         ("nvjet_tst_64x128_v_bz_TNN", "product, qkv"),
         *attention,
         ("nvjet_tst_64x128_v_bz_TNN", "product, o"),
         ("_add_rms_norm_kernel", "norms"),
-        ("nvjet_tst_128x256_TNT", "product, gate and up"),
-        ("_silu_mul_kernel", "activation"),
+        *gate_up,
         ("nvjet_tst_splitK", "product, down"),
         ("splitKreduce_kernel", "product, down"),
     ]
@@ -48,8 +59,7 @@ def step_names(*, has_prefixes: bool = True, num_splits: int = 1) -> list[tuple[
         ("vectorized_gather_kernel", "bookkeeping"),
         *NUM_LAYERS * layer,
         ("_add_rms_norm_kernel", "norms"),
-        ("gemm", "product, head"),
-        ("_reduce_parts_kernel", "sampler"),
+        *head,
         ("_draw_kernel", "sampler"),
         ("_end_step_kernel", "bookkeeping"),
     ]
@@ -65,8 +75,9 @@ def kernels(names: list[tuple[str, str]], start_s: float = 0.0) -> list[Any]:
 
 @pytest.mark.parametrize("has_prefixes", [True, False])
 @pytest.mark.parametrize("num_splits", [1, 4])
-def test_every_kernel_of_a_step_has_its_role(has_prefixes: bool, num_splits: int) -> None:
-    names = step_names(has_prefixes=has_prefixes, num_splits=num_splits)
+@pytest.mark.parametrize("in_products", [False, True])
+def test_every_kernel_of_a_step_has_its_role(has_prefixes: bool, num_splits: int, in_products: bool) -> None:
+    names = step_names(has_prefixes=has_prefixes, num_splits=num_splits, in_products=in_products)
     assert decode_profile.roles(kernels(names)) == [role for _, role in names]
 
 

@@ -251,17 +251,10 @@ class TritonBackend(TorchBackend):
 
             if pays(hidden, head):
                 parts = logits_and_parts(hidden, head, sampler.sampling.temperature, out)
-                return self._draw(out, sampler, batch, rows, parts)
+                return self.sample(out, sampler, batch, rows, parts)
         return super().draw(hidden, head, sampler, batch, rows, out)
 
     def sample(
-        self, logits: Tensor, sampler: Sampler, batch: DecodeBatch, rows: slice
-    ) -> tuple[Tensor, Tensor]:
-        if not sampler.is_plain:
-            return super().sample(logits, sampler, batch, rows)
-        return self._draw(logits, sampler, batch, rows)
-
-    def _draw(
         self,
         logits: Tensor,
         sampler: Sampler,
@@ -269,6 +262,8 @@ class TritonBackend(TorchBackend):
         rows: slice,
         parts: sampling.Parts | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if not sampler.is_plain:
+            return super().sample(logits, sampler, batch, rows)
         return sampling.sample(
             logits,
             seed=batch.seed,

@@ -51,21 +51,17 @@ def logits_and_parts(hidden: Tensor, weight: Tensor, temperature: float, out: Te
     """
     assert hidden.is_contiguous() and weight.is_contiguous() and out.is_contiguous(), "a tensor has gaps"
     (num_rows, depth), vocab_size = hidden.shape, len(weight)
-    row_tiles, num_parts = triton.cdiv(num_rows, ROW_TILE), triton.cdiv(vocab_size, PART_SIZE)
     parts = Parts.empty(num_rows, vocab_size, out.device)
-    num_tiles = row_tiles * num_parts
+    num_tiles = triton.cdiv(num_rows, ROW_TILE) * triton.cdiv(vocab_size, COLUMN_TILE)
     head_kernel[(min(num_multiprocessors(hidden.device.index), num_tiles),)](
         descriptor(hidden, ROW_TILE, DEPTH),
         descriptor(weight, COLUMN_TILE, DEPTH),
         out,
         parts.maxima,
         parts.sums,
-        row_tiles,
-        num_tiles,
-        depth,
         num_rows,
         vocab_size,
-        num_parts,
+        depth,
         LOG2_E / (temperature or 1.0),
         IS_WHOLE=vocab_size % COLUMN_TILE == 0,
         num_warps=4,
@@ -73,25 +69,23 @@ def logits_and_parts(hidden: Tensor, weight: Tensor, temperature: float, out: Te
     return parts
 
 
-@gluon.jit(do_not_specialize=["row_tiles", "num_tiles", "depth", "num_rows", "num_parts"])
+@gluon.jit(do_not_specialize=["num_rows", "depth"])
 def head_kernel(
     hidden,
     weight,
     logits,
     maxima,
     sums,
-    row_tiles,
-    num_tiles,
-    depth,
     num_rows,
     vocab_size,
-    num_parts,
+    depth,
     scale,
     IS_WHOLE: gl.constexpr,
 ):
     ring = make_ring(hidden, weight, COLUMNS)
     outputs = (logits, maxima, sums)
-    work = (row_tiles, num_tiles, depth)
+    row_tiles, num_parts = gl.cdiv(num_rows, ROWS), gl.cdiv(vocab_size, COLUMNS)
+    work = (row_tiles, row_tiles * num_parts, depth)
     shape = (num_rows, vocab_size, num_parts)
     gl.warp_specialize(
         [

@@ -43,7 +43,7 @@ def pays(x: Tensor, weight: Tensor) -> bool:
         can_multiply(x, weight)
         and len(weight) % 16 == 0  # the output's rows begin at whole 16 bytes
         and x.nbytes <= MAX_X_BYTES
-        and (len(x) in (FEW_ROWS, 2 * FEW_ROWS) or is_for_many_rows(len(x), _tiling(x, weight)))
+        and takes(len(x), _tiling(x, weight))
     )
 
 
@@ -69,6 +69,11 @@ def swiglu(x: Tensor, weight: Tensor) -> Tensor:
 
 def _tiling(x: Tensor, weight: Tensor) -> Tiling:
     return Tiling.of(len(x), len(weight) // 2, num_multiprocessors(x.device.index))
+
+
+def takes(num_rows: int, tiling: Tiling) -> bool:
+    """Whether either kernel is for so many rows."""
+    return num_rows in (FEW_ROWS, 2 * FEW_ROWS) or is_for_many_rows(num_rows, tiling)
 
 
 def is_for_many_rows(num_rows: int, tiling: Tiling) -> bool:

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from colocate.engines.native.kernels.gate import silu
 from colocate.engines.native.kernels.ping_pong import (
     DEPTH,
     LOADER_REGISTERS,
@@ -170,8 +171,7 @@ def _multiply(ring, outputs, work, GROUP: gl.constexpr, COLUMNS: gl.constexpr, N
 def _store_tile(output, result, both, row, column, COLUMNS: gl.constexpr):
     dtype: gl.constexpr = output.dtype
     gate, up = both.reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]).split()
-    gate = gate.to(dtype).to(gl.float32)
-    activated = (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
+    activated = silu(gate.to(dtype).to(gl.float32), dtype) * up.to(dtype).to(gl.float32)
     tma.store_wait(0)  # the last tile has left shared memory
     result = result._reinterpret(dtype, [ROWS, COLUMNS], output.layout)
     result.store(activated.to(dtype))
