@@ -1,6 +1,8 @@
-"""Parts of docs/benchmarks.md, as Markdown from their results: the table of rollouts, the sections on modes.
+"""Parts of docs/benchmarks.md, as Markdown from their results: tables of the engine, the sections on modes.
 
 python benchmarks/pages.py benchmarks/results/rollout-h200.json
+python benchmarks/pages.py benchmarks/results/decode-profile-h200.json
+python benchmarks/pages.py benchmarks/results/decode-swiglu-h200.json
 python benchmarks/pages.py benchmarks/results/modes-h200x2.json
 python benchmarks/pages.py benchmarks/results/curves-h200.json
 """
@@ -53,6 +55,18 @@ def swiglu_table(result: dict[str, Any]) -> list[str]:
             cells.append("–" if speedup is None else f"{speedup:.2f}")
         lines.append(f"| {model.upper()} | {' | '.join(cells)} |")
     return lines
+
+
+def profile_table(result: dict[str, Any]) -> list[str]:
+    """Of `decode_profile.py`'s result: a row for each part of a step, the longest first."""
+    seconds, least = result["setup"]["seconds"], result["setup"]["least_s"]
+    lines = ["| part of a step | µs | at least |", "|---|---|---|"]
+    for part, part_s in sorted(seconds.items(), key=lambda item: -item[1]):
+        bound = f"{least[part] * 1e6:,.0f}" if part in least else "–"
+        lines.append(f"| {part} | {part_s * 1e6:,.0f} | {bound} |")
+    claims = result["claims"]
+    whole, bound = (f"{claims[name] * 1e6:,.0f}" for name in ("traced_step_s", "least_step_s"))
+    return [*lines, f"| whole step | {whole} | {bound} |"]
 
 
 def mode_name(row: dict[str, Any]) -> str:
@@ -159,6 +173,7 @@ def main() -> None:
     parts = {
         "rollout": rollout_table,
         "decode-swiglu": swiglu_table,
+        "decode-profile": profile_table,
         "modes": modes_section,
         "curves": curves_section,
     }

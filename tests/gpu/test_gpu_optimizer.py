@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -35,6 +36,9 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def own_memory() -> Iterator[None]:
+    # Whatever earlier tests left in a large segment keeps it, and this test's tensors may lie beside it.
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)

@@ -103,6 +103,17 @@ def test_the_table_of_products_is_the_generated_one() -> None:
         assert result["claims"][name] == pytest.approx(two / one)
 
 
+def test_the_table_of_a_steps_parts_is_the_generated_one() -> None:
+    result = json.loads((RESULTS / "decode-profile-h200.json").read_text())
+    table = "\n".join(pages.profile_table(result))
+    assert f"\n{table}\n\n" in (ROOT / "docs/benchmarks.md").read_text()
+    seconds, least = result["setup"]["seconds"], result["setup"]["least_s"]
+    assert sum(seconds.values()) == pytest.approx(result["claims"]["traced_step_s"], rel=0.02)
+    assert sum(least.values()) == pytest.approx(result["claims"]["least_step_s"])
+    rollout = json.loads((RESULTS / "rollout-h200.json").read_text())
+    assert result["setup"]["machine"] in list(rollout["setup"]["runs"])[3], "the page says run D"
+
+
 def test_the_table_of_rollouts_is_the_generated_one() -> None:
     result = json.loads((RESULTS / "rollout-h200.json").read_text())
     table = "\n".join(pages.rollout_table(result))
