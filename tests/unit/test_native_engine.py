@@ -356,7 +356,7 @@ class Windowed(TorchBackend):
         qkv[live] = part
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     steps_per_look=st.integers(1, 9),
     max_num_seqs=st.integers(1, 9),

@@ -208,7 +208,11 @@ def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None)
         title or f"Memory through one step (step {run.x[index]:.0f})",
         Axis.around([0.0, run.wall_s[index], *(span["end_s"] for span in spans)], tight=True, num_ticks=6),
         Axis.around([0.0, highest, *([limit * 1.04] if shows_limit else [])], zero=True),
-        legend=[(_category_label(name, names), colors[name], "box") for name in names],
+        legend=[
+            (_category_label(name, names), colors[name], "box")
+            for name in names
+            if name != "other" or "workspace" not in names
+        ],
         width=size[0],
         height=size[1],
         x_label="seconds since the step began",
@@ -455,7 +459,7 @@ def _sizes(part: dict) -> dict[str, float]:
 def _category_label(name: str, names: Sequence[str]) -> str:
     if name == "in use" and len(names) > 1:
         return "activations, gradients, other"
-    if name == "workspace" and "other" not in names:
+    if name == "workspace":  # the two have one colour
         return "workspace, other"
     return name.replace("_", " ").replace("kv", "KV")
 
