@@ -28,10 +28,11 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not multi_gpu and not vllm"
 
-# Real vLLM on a CPU.
+# Real vLLM on a CPU. What takes longest comes first, and tests with a vLLM of their own are groups of their own.
 vllm-test: $(VLLM_VENV)/.installed
 	OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -m pytest -n 2 --dist loadgroup -m "vllm and not gpu" \
-		tests/unit/test_engine_contract.py tests/integration/test_vllm_*.py tests/integration/test_seed_script.py
+		tests/unit/test_engine_contract.py tests/integration/test_vllm_server.py \
+		tests/integration/test_vllm_*.py tests/integration/test_seed_script.py
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .
