@@ -26,7 +26,8 @@ def pytest_collection_modifyitems(items):
     """With `--dist loadgroup` a file's tests stay in one process, unless they have a group of their own."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+            is_alone = item.get_closest_marker("own_vllm") is not None
+            item.add_marker(pytest.mark.xdist_group(item.name if is_alone else item.path.name))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,13 +28,13 @@ def run(case: str, directory: Path, num_processes: int = 1) -> list[dict]:
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(num_processes)]
 
 
-@pytest.mark.xdist_group("shared_weights_need_no_publication")
+@pytest.mark.own_vllm
 def test_shared_weights_need_no_publication(tmp_path):
     (found,) = run("shared", tmp_path)
     assert found == {"equal": [True] * 4, "shares": True, "published_bytes": 0, "outside": 0}
 
 
-@pytest.mark.xdist_group("adapters_are_copied_beside_shared_weights")
+@pytest.mark.own_vllm
 def test_adapters_are_copied_beside_shared_weights(tmp_path):
     (found,) = run("shared_lora", tmp_path)
     assert found["equal"] == [True] * 4 and found["shares"]
@@ -46,7 +46,7 @@ def test_adapters_are_copied_beside_shared_weights(tmp_path):
     assert found["lost_equal"] == [True] * 3
 
 
-@pytest.mark.xdist_group("a_vllm_with_other_adapters_inside_is_refused_or_gets_copies")
+@pytest.mark.own_vllm
 def test_a_vllm_with_other_adapters_inside_is_refused_or_gets_copies(tmp_path):
     (found,) = run("unknown_slot", tmp_path)
     assert "vllm_weights='shared' is not possible: vLLM takes the adapters of qkv_proj as" in found["error"]
@@ -54,7 +54,7 @@ def test_a_vllm_with_other_adapters_inside_is_refused_or_gets_copies(tmp_path):
     assert "['q_proj', 'k_proj', 'v_proj']" in found["reason"]
 
 
-@pytest.mark.xdist_group("copies_are_renewed_in_place")
+@pytest.mark.own_vllm
 def test_copies_are_renewed_in_place(tmp_path):
     (found,) = run("in_place", tmp_path)
     assert found["equal"] == [True] * 3 and found["lora_equal"] == [True] * 2
@@ -65,7 +65,7 @@ def test_copies_are_renewed_in_place(tmp_path):
     assert found["published_bytes"] == found["model_bytes"]
 
 
-@pytest.mark.xdist_group("two_processes_run_one_engine")
+@pytest.mark.own_vllm
 def test_two_processes_run_one_engine(tmp_path):
     first, second = run("tensor_parallel", tmp_path, num_processes=2)
     assert first["equal"] == second["equal"] == [True] * 3

@@ -159,7 +159,7 @@ def test_port_taken():
     assert f"Port {server.port} of 127.0.0.1 cannot be had" in result.stderr
 
 
-@pytest.mark.xdist_group("ready_is_said_once_and_ctrl_c_ends_everything")
+@pytest.mark.own_vllm
 def test_ready_is_said_once_and_ctrl_c_ends_everything(mortal_of_two):
     mortal = mortal_of_two
 
@@ -198,7 +198,7 @@ def kill_and_start_again(server: ServerProcess) -> threading.Thread:
     return thread
 
 
-@pytest.mark.xdist_group("killed_within_a_rollout_and_within_a_publish")
+@pytest.mark.own_vllm
 def test_killed_within_a_rollout_and_within_a_publish(tied_model, mortal, monkeypatch):
     model = tied_model
     engine = make_engine(model, mortal, on_server_loss="wait", bucket_bytes=40_000)
@@ -237,7 +237,7 @@ def test_killed_within_a_rollout_and_within_a_publish(tied_model, mortal, monkey
         engine.close()
 
 
-@pytest.mark.xdist_group("killed_without_waiting_is_an_error_with_a_remedy")
+@pytest.mark.own_vllm
 def test_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal_of_two):
     model, mortal = tied_model, mortal_of_two
     engine = make_engine(model, mortal)

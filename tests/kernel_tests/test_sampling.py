@@ -220,9 +220,9 @@ def draw_counts(
     return tokens.long().bincount(minlength=logits.shape[0]).cpu()
 
 
-def test_distribution_is_softmax(device):
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_distribution_is_softmax(device, temperature):
     """Three blocks, the last one cut off. The test would notice a temperature that is half of what it was."""
-    temperature = 0.7
     logits = 2.5 * torch.randn(600, generator=torch.Generator().manual_seed(5))
     counts = draw_counts(logits, 300, temperature, device)
     statistic, critical = chi_square(counts, (logits.double() / temperature).softmax(0))
