@@ -155,7 +155,7 @@ class GRPOTrainer:
         self._frozen_checksum = snapshot.checksum(self.policy.frozen_weights())
         self.requests = RequestBuilder(self.processing_class, args, assembly.context_length(self.model, args))
         for dataset in (self.train_dataset, *assembly.evaluation_sets(self.eval_dataset).values()):
-            self.requests.check_longest(dataset)
+            self.requests.check_extremes(dataset)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train until `max_steps`; from a checkpoint directory, or the newest in `output_dir` with True."""

@@ -83,7 +83,7 @@ def test_max_prompt_length_keeps_the_last_tokens(tokenizer):
 
 
 def test_prompts_that_cannot_be_tokenized_are_refused(tokenizer):
-    for prompt in (3, None, [], ["text"], {"role": "user"}):
+    for prompt in (3, None, [], ["text"], {"role": "user"}, [*ask("what"), "text"]):
         with pytest.raises(ValueError, match="A prompt is a string or a non-empty list of messages"):
             tokenize_prompts([{"prompt": prompt}], tokenizer)
     with pytest.raises(ValueError, match="other than text"):
@@ -93,8 +93,41 @@ def test_prompts_that_cannot_be_tokenized_are_refused(tokenizer):
     with pytest.raises(ValueError, match="no chat template"):
         tokenize_prompts([{"prompt": ask("what")}], bare)
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
-    with pytest.raises(ValueError, match="has no tokens"):
-        tokenize_prompts([{"prompt": ""}], bare)
+    with pytest.raises(ValueError, match=r"Row 1 .*has no tokens"):
+        tokenize_prompts([{"prompt": "what"}, {"prompt": ""}], bare)
+
+
+SILENT = [{"role": "user"}, {"role": "user", "content": None}, {"role": "assistant", "tool_calls": []}]
+
+
+@pytest.mark.parametrize("message", SILENT)
+def test_a_message_without_content_is_refused_and_not_read_as_none(tokenizer, message):
+    rows = [{"prompt": ask("what")}] * 5 + [{"prompt": [*ask("two"), message, *ask("four")]}]
+    with pytest.raises(ValueError, match=r"Row 5 .*: A message has no content: .*'role'"):
+        tokenize_prompts(rows, tokenizer)
+    with pytest.raises(ValueError, match=r"Row 5 .*: A message has no content"):
+        validate_columns(datasets.Dataset.from_list(rows))
+    with pytest.raises(ValueError, match=r"Row 0 .*: A message has no content"):
+        validate_columns(datasets.Dataset.from_list(rows[5:]).to_iterable_dataset())
+
+
+def test_a_message_that_calls_a_tool_needs_no_content(tokenizer):
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+    rows = [{"prompt": [*ask("two plus two"), call, {"role": "tool", "content": "four"}]}]
+    assert tokenize_prompts(rows, tokenizer)
+    validate_columns(datasets.Dataset.from_list(rows))
+    assert tokenize_prompts([{"prompt": ask("")}], tokenizer)  # empty is not missing
+
+
+def test_what_a_chat_template_raises_names_the_row(tokenizer):
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{{ raise_exception('Unknown role: ' + messages[0].role) }}"
+    with pytest.raises(ValueError, match=r"prompt 37: The chat template .*Unknown role: user[\s\S]*'what'"):
+        tokenize_prompts([{"prompt": ask("what")}], strict, names=["prompt 37"])
+    with pytest.raises(ValueError, match=r"Row 0 .*: A message has no content"):
+        tokenize_prompts([{"prompt": ask([{"type": "text", "text": None}])}], tokenizer)
+    with pytest.raises(ValueError, match=r"Row 0 .*: A message has no role"):
+        tokenize_prompts([{"prompt": [*ask("what"), {"content": "two"}]}], tokenizer)
 
 
 def test_completions_take_the_form_of_their_prompts(tokenizer):
@@ -139,6 +172,10 @@ def test_datasets_that_cannot_be_trained_on_are_refused(columns, message, as_str
 
 
 def test_good_datasets_pass():
+    questions = datasets.Dataset.from_dict({"question": ["what is", "two plus"]})
+    validate_columns(
+        questions.with_transform(lambda rows: {"prompt": [q + " two" for q in rows["question"]]})
+    )
     validate_columns(datasets.Dataset.from_list(ROWS))
     validate_columns(datasets.Dataset.from_list([{"prompt": ask("what"), "completion": "x"}]))
 

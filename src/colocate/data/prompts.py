@@ -27,9 +27,12 @@ def is_conversational(prompt: Any) -> bool:
 def validate_columns(dataset: datasets.Dataset | datasets.IterableDataset) -> None:
     """Refuse a dataset that cannot be trained on, before anything is loaded or allocated.
 
+    Every prompt of a dataset with a length is looked at (half a second for 100,000 conversations), but not
+    tokenized; of a stream the first one is.
+
     Raises:
-        ValueError: the dataset is empty, has no `prompt`, has images, or a column whose name is one of the
-            reward functions' own arguments.
+        ValueError: the dataset is empty, has no `prompt`, has images, a column whose name is one of the
+            reward functions' own arguments, or a prompt that is no text and no conversation.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -50,7 +53,21 @@ def validate_columns(dataset: datasets.Dataset | datasets.IterableDataset) -> No
             f"The column {reserved[0]!r} has the name of an argument that every reward function receives. "
             f"Rename it: dataset.rename_column({reserved[0]!r}, <another name>)."
         )
-    _check_prompt(first["prompt"])
+    is_stream = isinstance(dataset, datasets.IterableDataset)
+    for row, prompt in enumerate([first["prompt"]] if is_stream else all_prompts(dataset)):
+        _check_prompt(prompt, row_name(row))
+
+
+def all_prompts(dataset: datasets.Dataset) -> list[Any]:
+    """The prompts of a dataset with a length."""
+    if "prompt" not in dataset.column_names:  # a transform makes them
+        return [row["prompt"] for row in dataset]  # type: ignore[call-overload]
+    return dataset["prompt"][:]  # at once: one by one takes several times as long
+
+
+def row_name(row: int) -> str:
+    """What errors call a row of a dataset."""
+    return f"Row {row} (from 0)"
 
 
 def tokenize_prompts(
@@ -59,6 +76,7 @@ def tokenize_prompts(
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[tuple[int, ...]]:
     """The token ids of each row's `prompt`, never padded.
 
@@ -68,26 +86,28 @@ def tokenize_prompts(
     Args:
         max_prompt_length: Longer prompts keep their last `max_prompt_length` tokens, the generation prompt
             and the end of the question among them.
+        names: What errors call the rows; by default their numbers here.
 
     Raises:
-        ValueError: a prompt is empty or neither form, the tokenizer has no chat template for conversational
-            prompts, or `max_prompt_length` is not positive.
+        ValueError: a prompt is empty or neither form, the chat template refuses it, the tokenizer has none
+            for conversational prompts, or `max_prompt_length` is not positive.
     """
     if max_prompt_length is not None and max_prompt_length < 1:
         raise ValueError(
             f"max_prompt_length={max_prompt_length} would leave no token of the prompt; None keeps all."
         )
     token_ids = []
-    for row in rows:
+    for index, row in enumerate(rows):
         prompt = row["prompt"]
-        _check_prompt(prompt)
+        name = row_name(index) if names is None else names[index]
+        _check_prompt(prompt, name)
         if is_conversational(prompt):
-            ids = _apply_chat_template(row, tokenizer, chat_template_kwargs or {})
+            ids = _apply_chat_template(row, tokenizer, chat_template_kwargs or {}, name)
         else:
             ids = tokenizer(text=prompt)["input_ids"]
         if not ids:
             raise ValueError(
-                f"The prompt {prompt!r} has no tokens: a completion needs at least one to follow."
+                f"{name}: The prompt {prompt!r} has no tokens: a completion needs at least one to follow."
             )
         # The oldest tokens go, as with TRL's `max_prompt_length`: the question comes last.
         token_ids.append(tuple(ids if max_prompt_length is None else ids[-max_prompt_length:]))
@@ -95,7 +115,10 @@ def tokenize_prompts(
 
 
 def _apply_chat_template(
-    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+    row: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any],
+    name: str,
 ) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(
@@ -105,31 +128,52 @@ def _apply_chat_template(
         )
     # Arrow gives every row all the keys that any row has and fills in None; those were never set.
     own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
-    encoded: Any = tokenizer.apply_chat_template(
-        row["prompt"],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        **{**chat_template_kwargs, **own},
-    )
+    try:
+        encoded: Any = tokenizer.apply_chat_template(
+            row["prompt"],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **{**chat_template_kwargs, **own},
+        )
+    except Exception as error:  # templates are programs that refuse what they like, and fail as they like
+        raise ValueError(
+            f"{name}: The chat template of the tokenizer raised {type(error).__name__}: {error}\n"
+            f"The prompt is {row['prompt']!r:.500}"
+        ) from error
     return encoded["input_ids"]
 
 
-def _check_prompt(prompt: Any) -> None:
+# What an assistant's message may have instead of content.
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
+
+
+def _check_prompt(prompt: Any, name: str) -> None:
     if isinstance(prompt, str):
         return
-    if not is_conversational(prompt):
+    if not is_conversational(prompt) or not all(isinstance(message, Mapping) for message in prompt):
         raise ValueError(
-            "A prompt is a string or a non-empty list of messages like "
+            f"{name}: A prompt is a string or a non-empty list of messages like "
             f"{{'role': 'user', 'content': '...'}}; got {type(prompt).__name__}: {prompt!r:.200}"
         )
     for message in prompt:
-        content = message.get("content")
-        blocks = content if isinstance(content, list) else []
-        if any(isinstance(block, Mapping) and block.get("type") not in (None, "text") for block in blocks):
-            raise ValueError(
-                f"A message has content other than text, which cannot be trained on: {message!r:.200}"
-            )
+        _check_message(message, name)
+
+
+def _check_message(message: Mapping[str, Any], name: str) -> None:
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"{name}: A message has no role, such as 'user': {message!r:.200}")
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and any(map(message.get, _INSTEAD_OF_CONTENT)):
+        return
+    blocks = [block for block in content if isinstance(block, Mapping)] if isinstance(content, list) else []
+    if any(block.get("type") not in (None, "text") for block in blocks):
+        raise ValueError(
+            f"{name}: A message has content other than text, which cannot be trained on: {message!r:.200}"
+        )
+    # Templates would write the word "None", or nothing.
+    if content is None or any(block.get("text") is None for block in blocks):
+        raise ValueError(f"{name}: A message has no content: {message!r:.200}")
 
 
 def decode_completions(

@@ -16,7 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from colocate.algorithms.advantages import Advantages, compute_advantages, nanstd
 from colocate.algorithms.masks import is_truncated
 from colocate.config import GRPOConfig
-from colocate.data.prompts import check_context_length, decode_completions, tokenize_prompts
+from colocate.data.prompts import (
+    all_prompts,
+    check_context_length,
+    decode_completions,
+    row_name,
+    tokenize_prompts,
+)
 from colocate.data.sampler import PromptBatch, rank_slice
 from colocate.reporting.completions import CompletionTable
 from colocate.reporting.journal import Journal
@@ -62,7 +68,9 @@ class RequestBuilder:
         share = rank_slice(len(batch.rows), args.num_generations, args.process_index, args.world_size)
         rows = [batch.rows[index] for index, _ in share]
         keys = [batch.keys[index] for index, _ in share]
-        return self._request(rows, keys, [members for _, members in share], args.num_generations)
+        # The dataset's own row numbers are gone by now: a stream has none, and the order is random.
+        names = [f"The run's prompt {key} (from 0)" for key in keys]
+        return self._request(rows, keys, [members for _, members in share], args.num_generations, names)
 
     def evaluation(self, rows: Sequence[dict[str, Any]]) -> RolloutRequest:
         """This rank's share of all held-out prompts, with their whole groups.
@@ -77,38 +85,47 @@ class RequestBuilder:
         # Negative keys: a held-out prompt never shares its random numbers with a training prompt.
         keys = [-1 - index for index in share]
         members = [range(num_generations)] * len(share)
-        return self._request([rows[index] for index in share], keys, members, num_generations)
+        names = [row_name(index) for index in share]
+        return self._request([rows[index] for index in share], keys, members, num_generations, names)
 
-    def check_longest(self, dataset: datasets.Dataset | datasets.IterableDataset) -> None:
-        """Find prompts too long for the context before anything is generated.
+    def check_extremes(self, dataset: datasets.Dataset | datasets.IterableDataset) -> None:
+        """Find prompts too long for the context, or without a token, before anything is generated.
 
-        Tokenizing a large dataset takes minutes. Its longest prompts by characters take milliseconds, and
-        hold the longest by tokens in all but odd cases, which are found when their batch comes.
+        Tokenizing a large dataset takes minutes. Its longest and shortest prompts by characters take
+        milliseconds, and hold the longest and shortest by tokens in all but odd cases, which are found when
+        their batch comes, as those of a stream are.
 
         Raises:
-            ValueError: prompt and completion do not fit the context together.
+            ValueError: prompt and completion do not fit the context together, or there is no prompt.
         """
         if isinstance(dataset, datasets.IterableDataset):
             return
-        lengths = [len(str(prompt)) for prompt in dataset["prompt"]]
-        longest = sorted(range(len(lengths)), key=lengths.__getitem__)[-16:]
-        self._tokenize([dataset[index] for index in longest])
+        lengths = [len(str(prompt)) for prompt in all_prompts(dataset)]
+        by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+        extremes = sorted({*by_length[:16], *by_length[-16:]})
+        self._tokenize([dataset[row] for row in extremes], [row_name(row) for row in extremes])
 
     def _request(
-        self, rows: list[dict[str, Any]], keys: list[int], members: list[range], num_generations: int
+        self,
+        rows: list[dict[str, Any]],
+        keys: list[int],
+        members: list[range],
+        num_generations: int,
+        names: list[str],
     ) -> RolloutRequest:
-        parts = zip(self._tokenize(rows), keys, members, strict=True)
+        parts = zip(self._tokenize(rows, names), keys, members, strict=True)
         return RolloutRequest(
             rows, [Prompt(ids, key, samples) for ids, key, samples in parts], num_generations
         )
 
-    def _tokenize(self, rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+    def _tokenize(self, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[tuple[int, ...]]:
         args = self._args
         token_ids = tokenize_prompts(
             rows,
             self._tokenizer,
             chat_template_kwargs=args.chat_template_kwargs,
             max_prompt_length=args.max_prompt_length,
+            names=names,
         )
         for ids in token_ids:
             check_context_length(len(ids), args.max_completion_length, self._context_length)
