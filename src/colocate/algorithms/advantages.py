@@ -15,10 +15,10 @@ STD_OFFSET = 1e-4
 
 @dataclass(frozen=True)
 class Advantages:
-    """Shapes: N completions."""
+    """Shapes: N completions. Floats have the type of the rewards they come from."""
 
-    advantages: Tensor  # [N] float32, 0 for a completion that no reward function scored
-    rewards: Tensor  # [N] float32 weighted sum; NaN for a completion that no reward function scored
+    advantages: Tensor  # [N], 0 for a completion that no reward function scored
+    rewards: Tensor  # [N] weighted sum; NaN for a completion that no reward function scored
     is_std_zero: Tensor  # [N] bool, True where the rewards that were compared did not differ
 
 
@@ -45,7 +45,8 @@ def compute_advantages(
     one of a group is scored there is nothing to compare, and its normalised reward is 0.
 
     Args:
-        rewards_per_func: [N, F], every completion of all ranks.
+        rewards_per_func: [N, F], every completion of all ranks; in float64 no square of a deviation overflows
+            if float32 holds the rewards.
         num_generations: G; divides N.
         reward_weights: [F].
         scale_rewards: group, batch or none.

@@ -27,6 +27,7 @@ from colocate.data.sampler import PromptBatch, rank_slice
 from colocate.reporting.completions import CompletionTable
 from colocate.reporting.journal import Journal
 from colocate.rewards.base import RewardFunctions, RewardTable
+from colocate.rewards.errors import RewardError
 from colocate.types import Completion, Prompt, Sample
 
 
@@ -167,7 +168,7 @@ class Scorer:
         self._tokenizer = tokenizer
         self._accelerator = accelerator
         self._journal = journal
-        self._weights = reward_functions.weights
+        self._weights = reward_functions.weights.double()
         self._scale = scale_rewards
         self._aggregation = multi_objective_aggregation
         self._mask_truncated = mask_truncated_completions
@@ -177,7 +178,8 @@ class Scorer:
         """Turn completions into samples with advantages.
 
         Raises:
-            RewardError: a reward function raised, or did not return a number or None per completion.
+            RewardError: a reward function raised, did not return a number or None per completion, or returned
+                one that makes an advantage larger than float32 holds.
         """
         pairs = request.per_completion()
         prompts = [row["prompt"] for row, _ in pairs]
@@ -192,10 +194,12 @@ class Scorer:
             scores = RewardTable(torch.empty(0, len(self.reward_functions.names)))
 
         first = sum(gather_object([len(completions)])[: self._accelerator.process_index])
-        rewards = torch.tensor(gather_object(scores.rewards.tolist()), dtype=torch.float32)  # [N, F]
+        # Float64: of rewards that float32 holds, the squares of a deviation need not fit.
+        rewards = torch.tensor(gather_object(scores.rewards.tolist()), dtype=torch.float64)  # [N, F]
         compared = compute_advantages(
             rewards, request.num_generations, self._weights, self._scale, self._aggregation
         )
+        self._check_advantages(rewards, compared)
         cut = [is_truncated(ids, self._end_token_ids) for ids in completion_ids]
         local_advantages = compared.advantages[first : first + len(completions)].tolist()
         samples = [
@@ -235,6 +239,16 @@ class Scorer:
             advantage=advantage,
             rollout_logprobs=None if logprobs is None else torch.tensor(logprobs, device=device),
             prompt_key=prompt.key,
+        )
+
+    def _check_advantages(self, rewards: torch.Tensor, compared: Advantages) -> None:
+        if compared.advantages.float().isfinite().all():
+            return
+        row, i = divmod(int((rewards * self._weights).nan_to_num().abs().argmax()), rewards.shape[1])
+        raise RewardError(
+            f"The reward of completion {row} (over all ranks) by {self.reward_functions.names[i]!r}, "
+            f"{rewards[row, i]:g} with weight {self._weights[i]:g}, makes an advantage that float32 does not "
+            "hold. Scale the reward down, lower its weight, or set scale_rewards='group'."
         )
 
     def _reward_metrics(self, rewards: torch.Tensor, compared: Advantages) -> dict[str, float]:
