@@ -1,0 +1,79 @@
+"""What reward functions log beside their rewards: columns of the completions table, and metrics."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from colocate.reporting.run_log import RESERVED_KEYS
+from colocate.rewards.errors import RewardError
+
+TABLE_COLUMNS = frozenset({"step", "prompt", "completion", "advantage"})
+"""Columns of the completions table beside one for each reward function."""
+
+TRAINER_METRICS = RESERVED_KEYS.union(
+    ("loss", "policy_loss", "learning_rate", "grad_norm", "skipped_updates", "num_tokens", "step_time"),
+    ("reward", "reward_std", "frac_reward_zero_std", "entropy", "entropy_trained", "entropy_coef", "kl"),
+    (f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")),
+    ("cispo_clip_ratio", "vespo/phi_seq_mean"),
+    (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max")),
+    (f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
+    (f"completions/{name}_length" for name in ("mean", "min", "max")),
+    (f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
+    ("completions/clipped_ratio",),
+)
+"""Metrics of the trainer's own, which a function's would replace, or be replaced by."""
+
+
+class FunctionLog:
+    """What one function logs; one per function, since async ones log from another thread."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+        self.columns: dict[str, list] = defaultdict(list)
+        self.metrics: dict[str, list[float]] = defaultdict(list)
+
+    def log_extra(self, column: str, values: Iterable) -> None:
+        self.columns[column].extend(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics[name].append(float(value))
+
+
+def merge_logs(
+    logs: Sequence[FunctionLog], num_completions: int
+) -> tuple[dict[str, list], dict[str, list[float]]]:
+    """The columns and the metrics of all functions.
+
+    Raises:
+        RewardError: a column or metric has the name of one that is not the function's, or a column has not
+            one value per completion.
+    """
+    functions = [log.function for log in logs]
+    reserved_columns = TABLE_COLUMNS.union(functions)
+    reserved_metrics = TRAINER_METRICS.union(
+        f"rewards/{f}/{what}" for f in functions for what in ("mean", "std")
+    )
+    columns: dict[str, list] = {}
+    metrics: dict[str, list[float]] = defaultdict(list)
+    for log in logs:
+        _refuse(log, "column", reserved_columns & log.columns.keys())
+        _refuse(log, "metric", reserved_metrics & log.metrics.keys())
+        for name, values in log.columns.items():
+            if len(values) != num_completions:
+                raise RewardError(
+                    f"The reward function {log.function!r} logged {len(values)} values in the column "
+                    f"{name!r}, but {num_completions} were expected, one per completion."
+                )
+            columns[f"{log.function}/{name}" if name in columns else name] = values
+        for name, numbers in log.metrics.items():
+            metrics[name].extend(numbers)
+    return columns, dict(metrics)
+
+
+def _refuse(log: FunctionLog, kind: str, names: Iterable[str]) -> None:
+    for name in sorted(names):
+        raise RewardError(
+            f"The reward function {log.function!r} logged the {kind} {name!r}, which is the name of one of "
+            f"the trainer's own: call it, say, {f'{log.function}/{name}'!r}."
+        )
