@@ -412,6 +412,7 @@ def build_rewards(
         reward_weights=args.reward_weights,
         chat_template_kwargs=args.chat_template_kwargs,
         model_init_kwargs={"trust_remote_code": args.trust_remote_code},
+        timeout_s=args.reward_timeout_s,
     )
     for model in rewards.models:
         model.to(device)

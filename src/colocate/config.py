@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
@@ -230,6 +231,9 @@ class GRPOConfig(TrainingArguments):
 
     reward_weights: list[float] | None = None
     """One weight per reward function; None weighs all by 1."""
+    reward_timeout_s: float | None = None
+    """How long each reward function may take for the completions of a rollout; None waits for ever. One that
+    takes longer ends the run with an error that names it. Needs the main thread."""
     scale_rewards: str | bool = "group"
     """Divide advantages by the standard deviation of the "group" (True), the "batch", or "none" (False)."""
     multi_objective_aggregation: str = "sum_then_normalize"
@@ -399,6 +403,9 @@ class GRPOConfig(TrainingArguments):
                 "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "
                 "sync_ref_model=False."
             )
+        for index, weight in enumerate(self.reward_weights or ()):
+            if not abs(weight) <= torch.finfo(torch.float32).max:  # which NaN is not
+                raise ValueError(f"reward_weights[{index}]={weight!r} is not a finite number (in float32).")
         self.objective_params()
 
     @property

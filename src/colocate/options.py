@@ -46,7 +46,7 @@ HONOURED: frozenset[str] = _names(
     vllm_importance_sampling_clip_min off_policy_mask_threshold mask_truncated_completions
     top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max
     entropy_coef_delta entropy_target sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
-    reward_weights scale_rewards multi_objective_aggregation
+    reward_weights reward_timeout_s scale_rewards multi_objective_aggregation
 
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim weight_decay adam_beta1 adam_beta2
     adam_epsilon max_grad_norm bf16 tf32 activation_checkpointing activation_checkpointing_kwargs
@@ -280,6 +280,7 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1),
     ),
     **dict.fromkeys(_names("min_p top_entropy_quantile ref_model_mixup_alpha"), _FRACTION),
+    "reward_timeout_s": ("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9),
     "top_k": ("must not be negative", lambda v: v >= 0),
 }
 """What a number must satisfy, in words and as a test. None is for the caller to judge."""

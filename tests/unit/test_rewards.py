@@ -1,8 +1,11 @@
 import asyncio
 import builtins
+import copy
 import functools
+import itertools
 import logging
 import math
+import operator
 import pickle
 import threading
 
@@ -132,17 +135,20 @@ def test_async_functions_keep_one_loop_and_run_inside_a_running_one():
         [True, np.False_, torch.tensor(2)],
         [np.float32(1), np.int64(0), torch.tensor([2.0])],
         (x for x in (1, 0, 2)),
+        [1, 0, torch.finfo(torch.float32).max],
     ],
 )
 def test_numbers_of_any_kind_are_rewards(values):
-    assert score(constant(values)).rewards.tolist() == [[1.0], [0.0], [2.0]]
+    largest = torch.finfo(torch.float32).max
+    assert score(constant(values)).rewards.tolist() in ([[1], [0], [2]], [[1], [0], [largest]])
 
 
 # --- errors ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "bad", [math.nan, math.inf, -math.inf, "1", b"1", [1], {}, torch.ones(2), 1j, 10**400, np.nan]
+    "bad",
+    [math.nan, math.inf, -math.inf, "1", b"1", [1], {}, torch.ones(2), 1j, 10**400, np.nan, 1e39, -1e39],
 )
 def test_a_reward_that_is_no_finite_number_is_refused_with_its_completion(bad):
     def reward(**kwargs):
@@ -162,6 +168,65 @@ def test_wrong_counts_are_refused(values):
 def test_outputs_that_are_no_list_are_refused(output):
     with pytest.raises(RewardError, match="but a list of 3 rewards was expected"):
         score(constant(output))
+
+
+@pytest.mark.parametrize("values", [{1, 0, 2}, frozenset({1, 0, 2})])
+def test_a_set_is_refused_because_it_has_no_order(values):
+    with pytest.raises(RewardError, match=r"'lambda' returned a (frozen)?set, which has no order"):
+        score(constant(values))
+
+
+def test_what_a_generator_raises_is_its_functions_error():
+    def halves(completions, **kwargs):
+        for completion in completions:
+            yield 1 / (completion != "it is four")
+
+    with pytest.raises(RewardError, match=r"'halves' raised ZeroDivisionError[\s\S]*on completion 1 \("):
+        score(halves)
+    with pytest.raises(RewardError, match="returned 4 rewards, but 3"):
+        score(lambda **kwargs: itertools.count())
+
+
+class Doom(BaseException):
+    """Like pytest's own."""
+
+
+def leave(error):
+    raise error
+
+
+async def judge_together(completions, leave):
+    async def ask(completion):
+        return leave() if completion == "it is four" else 0
+
+    return await asyncio.gather(*map(ask, completions))
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(), Doom("now")])
+def test_whatever_leaves_a_function_is_an_error(error):
+    """A completion that is executed may call `exit()`: the run must not end as if all were well."""
+
+    def plain(completions, **kwargs):
+        return [leave(error) if completion == "it is four" else 0 for completion in completions]
+
+    async def awaited(completions, **kwargs):
+        return plain(completions)
+
+    async def together(completions, **kwargs):  # raised by a task, where asyncio would leave the loop
+        return await judge_together(completions, lambda: leave(error))
+
+    def generated(completions, **kwargs):
+        return (reward for reward in plain(completions))
+
+    for func in (plain, awaited, together, generated):
+        functions = RewardFunctions(func)
+        for _ in range(2):  # the loop of the async ones is still there
+            with pytest.raises(
+                RewardError, match=f"'{func.__name__}' raised {type(error).__name__}: "
+            ) as caught:
+                functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
+            assert "working on completion 1 ('it is four' to" in str(caught.value)
+        functions.close()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -284,6 +349,61 @@ def test_logged_columns_and_metrics_are_collected():
         "other": [1, 2, 3],
     }
     assert table.metrics == {"accuracy": [0.5, 1.0, 0.0]}
+
+
+@pytest.mark.parametrize("name", ["reward", "loss", "step", "num_tokens", "kl", "rewards/judge/mean"])
+def test_metrics_of_the_trainers_own_names_are_refused(name):
+    def judge(log_metric, **kwargs):
+        log_metric(name, 777)
+        return [0, 0, 0]
+
+    with pytest.raises(RewardError, match=f"'judge' logged the metric '{name}'.*'judge/{name}'"):
+        score(judge)
+
+
+@pytest.mark.parametrize("name", ["prompt", "completion", "advantage", "step", "other"])
+def test_columns_of_the_completions_table_are_refused(name):
+    def judge(log_extra, **kwargs):
+        log_extra(name, "abc")
+        return [0, 0, 0]
+
+    def other(**kwargs):
+        return [0, 0, 0]
+
+    with pytest.raises(RewardError, match=f"'judge' logged the column '{name}'"):
+        score([judge, other])
+
+
+def test_functions_may_change_what_they_are_given():
+    message = {"role": "user", "content": "what is two"}
+    prompt = [message]  # one object for a whole group
+    prompts, columns = [prompt] * 3, {"tests": [[{"in": [1]}]] * 3, "array": [np.zeros(2)] * 3}
+    completions = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
+    ids = [[1, 2], [3], [4, 5, 6]]
+    before = copy.deepcopy((prompts, completions, ids, columns))
+    seen = []
+
+    def spoil(prompts, completions, completion_ids, tests, array, **kwargs):
+        for p, c, i, t, a in zip(prompts, completions, completion_ids, tests, array, strict=True):
+            seen.append((len(p), p[0]["content"], len(c), i[-1], t[0]["in"], a.sum().item()))
+            p.append(c.pop())
+            p[0]["content"] += "?"
+            i.clear()
+            t[0]["in"] = [*t[0]["in"], 2]
+            a += 1
+        prompts.clear()
+        return [0, 0, 0]
+
+    async def spoil_too(**kwargs):
+        return spoil(**kwargs)
+
+    functions = RewardFunctions([spoil, spoil_too, spoil])
+    functions.score(prompts, completions, ids, columns, None)
+    functions.close()
+    assert sorted(seen) == sorted(3 * [(1, "what is two", 1, end, [1], 0.0) for end in (2, 3, 6)])
+    assert all(map(operator.is_, prompts, [prompt] * 3)) and prompt == before[0][0]
+    assert (completions, ids, columns["tests"]) == (before[1], before[2], before[3]["tests"])
+    assert not any(array.any() for array in columns["array"])
 
 
 def test_a_logged_column_of_another_length_is_refused():

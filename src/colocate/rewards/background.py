@@ -3,36 +3,106 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import traceback
 from collections.abc import Awaitable
 from concurrent.futures import Future
+from types import FrameType
 from typing import Any
+
+from colocate.rewards.errors import RewardTimeout
+
+# The loop ends what is late by itself, unless something blocks it: so much later its caller gives it up.
+SLACK_S = 0.5
 
 
 class BackgroundLoop:
-    """One loop for the life of a run: what a function keeps (connections, semaphores) belongs to it."""
+    """One loop for the life of a run: what a function keeps (connections, semaphores) belongs to it.
 
-    def __init__(self) -> None:
+    Args:
+        timeout_s: How long an awaitable may take; None for as long as it wants.
+    """
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, awaitable: Awaitable) -> Future:
-        """Start it on the loop; the first call starts the thread."""
+        """Start it on the loop; the first call starts the thread. For `result`."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # A daemon: a run that ends with an exception must not wait for it.
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name="rewards", daemon=True)
             self._thread.start()
-        return asyncio.run_coroutine_threadsafe(_result(awaitable), self._loop)
+        return asyncio.run_coroutine_threadsafe(_settle(awaitable, self._timeout_s), self._loop)
+
+    def result(self, future: Future) -> Any:
+        """Wait for what was submitted.
+
+        Raises:
+            RewardTimeout: it took longer than `timeout_s`.
+        """
+        # The loop counts from the beginning; this is for one that something blocks.
+        patience_s = None if self._timeout_s is None else self._timeout_s + SLACK_S
+        try:
+            value, error = future.result(patience_s)
+        except TimeoutError:
+            assert self._timeout_s is not None
+            raise RewardTimeout(self._timeout_s, self._places()) from None
+        if error is not None:
+            raise error
+        return value
 
     def close(self) -> None:
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(timeout=SLACK_S)
+        if not self._thread.is_alive():  # else something blocks it, and it ends with the process
+            self._loop.close()
         self._loop = self._thread = None
 
+    def _places(self) -> list[tuple[FrameType, int]]:
+        """Where the loop's thread is, outermost first."""
+        assert self._thread is not None and self._thread.ident is not None
+        frame = sys._current_frames().get(self._thread.ident)
+        return list(traceback.walk_stack(frame))[::-1] if frame is not None else []
 
-async def _result(awaitable: Awaitable) -> Any:
-    return await awaitable
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            loop.run_forever()
+            break
+        except (SystemExit, KeyboardInterrupt):
+            # The task that raised it has kept it for whoever awaits it, but asyncio leaves the loop too.
+            continue
+    rest = asyncio.all_tasks(loop)
+    for task in rest:
+        task.cancel()
+    if rest:
+        loop.run_until_complete(asyncio.wait(rest))
+
+
+async def _settle(awaitable: Awaitable, timeout_s: float | None) -> tuple[Any, BaseException | None]:
+    """What it returned, or what it raised: SystemExit, raised here, would end the loop."""
+    value: Any = None
+    error: BaseException | None = None
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            value = await awaitable
+    except asyncio.CancelledError:
+        raise
+    except BaseException as raised:
+        error = raised
+    # What blocked the loop was not interrupted, and what swallowed the interruption went on.
+    if limit.expired() or (timeout_s is not None and clock() - start > timeout_s):
+        assert timeout_s is not None
+        cancelled = error.__cause__ if isinstance(error, TimeoutError) and error.__cause__ else error
+        trace = None if cancelled is None else cancelled.__traceback__
+        error = RewardTimeout(timeout_s).with_traceback(trace)
+    return value, error

@@ -6,22 +6,27 @@ import functools
 import inspect
 import logging
 import math
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from colocate.rewards.arguments import own_arguments
 from colocate.rewards.background import BackgroundLoop
 from colocate.rewards.errors import RewardError, blaming, describe
+from colocate.rewards.logs import FunctionLog, merge_logs
 from colocate.rewards.models import RewardModel
+from colocate.rewards.time_limit import TimeLimit
 
 logger = logging.getLogger(__name__)
 
 RewardFunc = str | nn.Module | Callable[..., Any]
+
+_LARGEST = torch.finfo(torch.float32).max
 
 # What is not handed on from the dataset, because the rollout's own takes its place.
 REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
@@ -51,6 +56,7 @@ class RewardFunctions:
         reward_weights: A weight per function; 1 by default.
         chat_template_kwargs: For conversations read by reward models.
         model_init_kwargs: For loading reward models given by id.
+        timeout_s: How long each function may take for its completions; None for as long as it wants.
 
     Attributes:
         names: [F] names for metrics, as in TRL; a second function of the same name is called `<name>_2`.
@@ -72,6 +78,7 @@ class RewardFunctions:
         reward_weights: Sequence[float] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         model_init_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         if not funcs:
@@ -101,7 +108,8 @@ class RewardFunctions:
             _check_length("reward_weights", reward_weights, len(funcs))
             self.weights = torch.tensor(reward_weights, dtype=torch.float32)
         self.models: list[nn.Module] = [func.model for func in self._funcs if isinstance(func, RewardModel)]
-        self._loop = BackgroundLoop()
+        self._limit = TimeLimit(timeout_s)
+        self._loop = BackgroundLoop(timeout_s)
 
     def score(
         self,
@@ -116,7 +124,7 @@ class RewardFunctions:
         Async functions run concurrently in a background thread while the others run here. Each function gets
         keyword arguments: `prompts`, `completions`, `completion_ids`, each of the `columns` but `prompt`,
         `completion` and `completion_ids`, `trainer_state`, `log_extra(column, values)` and
-        `log_metric(name, value)`.
+        `log_metric(name, value)`. Lists, dicts, arrays and tensors are its own: it may change them.
 
         Args:
             prompts: N prompts, each completion's own.
@@ -126,8 +134,11 @@ class RewardFunctions:
             trainer_state: The trainer's `TrainerState`.
 
         Raises:
-            RewardError: a function raised, or did not return one finite number or None per completion.
+            RewardError: a function raised, took longer than `timeout_s`, did not return one finite number
+                or None per completion, or logged under a name of the trainer's.
+            RuntimeError: there is a `timeout_s`, and this is not the main thread.
         """
+        self._limit.check_thread()
         shared = {
             "prompts": prompts,
             "completions": completions,
@@ -135,13 +146,11 @@ class RewardFunctions:
             **{name: values for name, values in columns.items() if name not in REPLACED_COLUMNS},
             "trainer_state": trainer_state,
         }
-        logs = [_Log(name) for name in self.names]
-        outputs = self._call_all(shared, logs)
-        rewards = [
-            _check_rewards(name, output, prompts, completions)
-            for name, output in zip(self.names, outputs, strict=True)
-        ]
-        table = _merge_logs(torch.tensor(rewards, dtype=torch.float32).T.contiguous(), logs, len(prompts))
+        logs = [FunctionLog(name) for name in self.names]
+        rewards = self._call_all(shared, logs)
+        table = RewardTable(
+            torch.tensor(rewards, dtype=torch.float32).T.contiguous(), *merge_logs(logs, len(prompts))
+        )
         self._warn_unrewarded(table.rewards, shared)
         return table
 
@@ -149,25 +158,35 @@ class RewardFunctions:
         """End the thread of the async functions."""
         self._loop.close()
 
-    def _call_all(self, shared: dict[str, Any], logs: list[_Log]) -> list[Any]:
-        outputs: list[Any] = [None] * len(self._funcs)
+    def _call_all(self, shared: dict[str, Any], logs: list[FunctionLog]) -> list[list[float]]:
+        """N rewards by each of the F functions."""
+        prompts, completions = shared["prompts"], shared["completions"]
+        rewards: list[list[float]] = [[] for _ in self._funcs]
         pending = {}
         # The async ones first: they are on their way (waiting for a judge, say) while the others compute.
         order = sorted(range(len(self._funcs)), key=lambda i: not _is_async(self._funcs[i]))
         try:
             for i in order:
-                with blaming(self.names[i], shared["prompts"], shared["completions"]):
-                    log = logs[i]
-                    outputs[i] = self._funcs[i](**shared, log_extra=log.log_extra, log_metric=log.log_metric)
-                if isinstance(outputs[i], Awaitable):
-                    pending[i] = self._loop.submit(outputs[i])
-            for i, future in pending.items():
-                with blaming(self.names[i], shared["prompts"], shared["completions"]):
-                    outputs[i] = future.result()
+                self._limit.arm_last_resort()
+                name, log = self.names[i], logs[i]
+                own = own_arguments(shared) | {"log_extra": log.log_extra, "log_metric": log.log_metric}
+                with blaming(name, prompts, completions, own["completions"]):
+                    call = functools.partial(_call, self._funcs[i], own, len(prompts))
+                    output = self._limit.call(name, call)
+                    if isinstance(output, Awaitable):
+                        pending[i] = (self._loop.submit(output), list(own["completions"]))
+                    else:
+                        rewards[i] = _check_rewards(name, output, prompts, completions)
+            for i, (future, completions_given) in pending.items():
+                self._limit.arm_last_resort()
+                name = self.names[i]
+                with blaming(name, prompts, completions, completions_given):
+                    rewards[i] = _check_rewards(name, self._loop.result(future), prompts, completions)
         finally:
-            for future in pending.values():
+            self._limit.disarm_last_resort()
+            for future, _ in pending.values():
                 future.cancel()  # harmless to those that are done; the rest would outlive an error
-        return outputs
+        return rewards
 
     def _warn_unrewarded(self, rewards: Tensor, shared: dict[str, Any]) -> None:
         unrewarded = rewards.isnan().all(dim=1)
@@ -190,23 +209,21 @@ class RewardFunctions:
         )
 
 
-class _Log:
-    """What one function logs; one per function, since async ones log from another thread."""
-
-    def __init__(self, function: str) -> None:
-        self.function = function
-        self.columns: dict[str, list] = defaultdict(list)
-        self.metrics: dict[str, list[float]] = defaultdict(list)
-
-    def log_extra(self, column: str, values: Iterable) -> None:
-        self.columns[column].extend(values)
-
-    def log_metric(self, name: str, value: float) -> None:
-        self.metrics[name].append(float(value))
+def _call(func: Callable[..., Any], arguments: dict[str, Any], num_completions: int) -> Any:
+    """What the function returns; of an iterator what it yields, so that its errors are the function's."""
+    output = func(**arguments)
+    if isinstance(output, Iterator):
+        return list(islice(output, num_completions + 1))  # one too many is an error; it may have no end
+    return output
 
 
 def _check_rewards(name: str, output: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-    """N finite numbers, NaN in place of None."""
+    """N numbers that float32 holds, NaN in place of None."""
+    if isinstance(output, Set):
+        raise RewardError(
+            f"The reward function {name!r} returned a {type(output).__name__}, which has no order: return a "
+            f"list of {len(prompts)} rewards, one per completion."
+        )
     try:
         values = None if isinstance(output, (str, bytes, Mapping)) else list(output)
     except TypeError:  # not iterable, or a 0-d tensor
@@ -228,7 +245,8 @@ def _check_rewards(name: str, output: Any, prompts: Sequence[Any], completions: 
             raise RewardError(
                 f"The reward function {name!r} returned {str(values[index])[:100]!r} "
                 f"({type(values[index]).__name__}) for {describe(prompts, completions, index)}. "
-                "A reward is a finite number, or None to leave this completion to the other functions."
+                f"A reward is a finite number of up to {_LARGEST:.1e}, as float32 holds, or None to leave "
+                "this completion to the other functions."
             )
     return [number for number in numbers if number is not None]
 
@@ -243,23 +261,7 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several elements
         return None
-    return number if math.isfinite(number) else None
-
-
-def _merge_logs(rewards: Tensor, logs: list[_Log], num_completions: int) -> RewardTable:
-    columns: dict[str, list] = {}
-    metrics: dict[str, list[float]] = defaultdict(list)
-    for log in logs:
-        for name, values in log.columns.items():
-            if len(values) != num_completions:
-                raise RewardError(
-                    f"The reward function {log.function!r} logged {len(values)} values in the column "
-                    f"{name!r}, but {num_completions} were expected, one per completion."
-                )
-            columns[f"{log.function}/{name}" if name in columns else name] = values
-        for name, numbers in log.metrics.items():
-            metrics[name].extend(numbers)
-    return RewardTable(rewards, columns, dict(metrics))
+    return number if abs(number) <= _LARGEST else None  # which NaN is not
 
 
 def _is_async(func: Callable) -> bool:

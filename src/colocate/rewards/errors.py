@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,20 +16,56 @@ class RewardError(ValueError):
     """A reward function failed or returned something that is not one number per completion."""
 
 
+class RewardTimeout(BaseException):
+    """Raised within a reward function that takes too long; what comes out of `blaming` is a RewardError.
+
+    Not an Exception, because functions that execute code have `except Exception` around it.
+
+    Attributes:
+        timeout_s: The limit in seconds.
+        blocked_at: Frames and lines, outermost first, of what blocks the loop of the async functions; None if
+            the function was interrupted, and the traceback says where.
+    """
+
+    def __init__(self, timeout_s: float, blocked_at: Sequence[tuple[FrameType, int]] | None = None) -> None:
+        super().__init__(timeout_s)
+        self.timeout_s = timeout_s
+        self.blocked_at = blocked_at
+
+
 @contextmanager
-def blaming(function: str, prompts: Sequence[Any], completions: Sequence[Any]) -> Iterator[None]:
-    """Turn an exception into a RewardError that names the function and, if it can be told, the completion."""
+def blaming(
+    function: str, prompts: Sequence[Any], completions: Sequence[Any], own: Sequence[Any] | None = None
+) -> Iterator[None]:
+    """Turn what a function raises into a RewardError that names it and, if it can be told, the completion.
+
+    SystemExit is an error like any other: a completion whose code is executed may call `exit()`, and the run
+    must not end with status 0. KeyboardInterrupt is the user's and passes.
+
+    Args:
+        own: The copies of the completions that the function was given, if it got copies.
+    """
+    own = list(completions if own is None else own)  # the function may change its list
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise  # a reward model's: not a fault of the function, and the trainer may know a remedy
-    except Exception as error:
+    # Running out of memory is a reward model's: no fault of the function, and the trainer may know a remedy.
+    except (RewardError, KeyboardInterrupt, torch.OutOfMemoryError):
+        raise
+    except RewardTimeout as timeout:
+        message = f"The reward function {function!r} took longer than reward_timeout_s={timeout.timeout_s:g}"
+        raise RewardError(message + _circumstances(timeout, prompts, completions, own)) from timeout
+    except BaseException as error:
         message = f"The reward function {function!r} raised {type(error).__name__}: {error}"
-        index = _completion_at_hand(error.__traceback__, completions)
+        index = _completion_at_hand(traceback.walk_tb(error.__traceback__), own)
         if index is not None:
             message += f"\nIt was working on {describe(prompts, completions, index)}."
         if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
             message += "\nReward functions receive more arguments than they need: declare **kwargs."
+        if isinstance(error, SystemExit):
+            message += (
+                "\nCode of a completion that the function executes may have called exit(): catch SystemExit, "
+                "or execute such code in a process of its own."
+            )
         raise RewardError(message) from error
 
 
@@ -41,20 +79,60 @@ def _shorten(value: Any) -> str:
     return repr(text if len(text) <= 200 else f"{text[:100]} ... {text[-100:]}")
 
 
-def _completion_at_hand(traceback: TracebackType | None, completions: Sequence[Any]) -> int | None:
+def _circumstances(
+    timeout: RewardTimeout, prompts: Sequence[Any], completions: Sequence[Any], own: Sequence[Any]
+) -> str:
+    """Where the function was, at which completion, and what to do."""
+    places = list(timeout.blocked_at or traceback.walk_tb(timeout.__traceback__))
+    users = [(frame, line) for frame, line in places if not _is_machinery(frame)]
+    index = _completion_at_hand(places, own)
+    text = ""
+    if users:
+        code = users[-1][0].f_code
+        text = f", at {code.co_filename}:{users[-1][1]} in {code.co_name}"
+    if timeout.blocked_at is not None:
+        text += ", which blocks the one loop of all async functions: `await asyncio.to_thread(...)` would not"
+    if index is not None:
+        return f"{text}. It was working on {describe(prompts, completions, index)}." + _REMEDY
+    return (
+        f"{text}. It was given the completions 0 to {len(completions) - 1}, first "
+        f"{describe(prompts, completions, 0)}; which one it was working on is not known: a variable that "
+        "holds one completion, as in `for completion in completions`, tells." + _REMEDY
+    )
+
+
+_REMEDY = "\nMend the function, or raise reward_timeout_s."
+
+
+def _is_machinery(frame: FrameType) -> bool:
+    """Whether the frame is Python's or calls reward functions: not where the user would look."""
+    module = str(frame.f_globals.get("__name__"))
+    callers = ("time_limit", "background", "base", "errors")
+    return module.partition(".")[0] in sys.stdlib_module_names or module in {
+        f"{__package__}.{name}" for name in callers
+    }
+
+
+def _completion_at_hand(places: Iterable[tuple[FrameType, int]], completions: Sequence[Any]) -> int | None:
     """Which completion a variable of the failing code is, the innermost call's first; None if none is."""
     # By identity: in `for completion in completions` the variable is the very object. Strings of fewer than
     # two characters are shared throughout the interpreter and prove nothing.
     indices = {
-        id(completion): index
+        id(value): index
         for index, completion in enumerate(completions)
-        if not isinstance(completion, str) or len(completion) > 1
+        for value in _tell_tales(completion)
+        if not isinstance(value, str) or len(value) > 1
     }
     found = None
-    while traceback is not None:
-        frame = traceback.tb_frame
-        at_hand = [indices[id(value)] for value in frame.f_locals.values() if id(value) in indices]
+    for frame, _ in places:
+        at_hand = {indices[id(value)] for value in frame.f_locals.values() if id(value) in indices}
         # Several completions at hand in one function are a comparison, or leftovers: not evidence.
-        found = at_hand[0] if len(set(at_hand)) == 1 else found
-        traceback = traceback.tb_next
+        found = at_hand.pop() if len(at_hand) == 1 else found
     return found
+
+
+def _tell_tales(completion: Any) -> list[Any]:
+    """The objects of which a variable shows that the function is at this completion."""
+    if isinstance(completion, list) and completion and isinstance(completion[0], dict):
+        return [completion, completion[0], completion[0].get("content")]
+    return [completion]

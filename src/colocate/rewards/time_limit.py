@@ -1,0 +1,141 @@
+"""A limit to the time that a function takes in the main thread."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from colocate.rewards.errors import RewardTimeout
+
+logger = logging.getLogger(__name__)
+
+REPEAT_S = 1.0
+"""A function that has swallowed its interruption is interrupted again after so long."""
+GRACE_S = 10.0
+"""A function that goes on for so long nevertheless ends the process."""
+
+_STDERR = 2
+
+
+class TimeLimit:
+    """Calls functions and interrupts those that take too long, by an exception from a signal's handler.
+
+    The function stays in the main thread, where math-verify and others use signals of their own. Three
+    things watch it. A thread sends SIGVTALRM when the time is over, which ends Python code and waiting
+    (locks, pipes, `time.sleep`). A timer of the process's CPU time sends it, too, while C code keeps all
+    threads from running: regular expressions and large integers look for signals. Where nothing helps, C code
+    that never looks or a function that swallows the exception, `faulthandler` prints where each thread is and
+    ends the process with status 1, `GRACE_S` seconds later: better than a run that hangs.
+
+    Args:
+        timeout_s: Seconds for each call; None calls without a limit.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+
+    def check_thread(self) -> None:
+        """Raise a RuntimeError outside the main thread, the only one that can be interrupted."""
+        thread = threading.current_thread()
+        if self.timeout_s is not None and thread is not threading.main_thread():
+            raise RuntimeError(
+                f"reward_timeout_s={self.timeout_s:g}, but the trainer runs in the thread {thread.name!r}, "
+                "and only the main thread can be interrupted. Train there, or set reward_timeout_s=None."
+            )
+
+    def arm_last_resort(self) -> None:
+        """From now on the process has `timeout_s` + `GRACE_S` until this is called again, or `disarm`.
+
+        A thread of `faulthandler`'s sees to it, which needs no turn from the interpreter. To be armed before
+        anything starts that could keep the interpreter to itself, in another thread too.
+        """
+        if self.timeout_s is not None:
+            faulthandler.dump_traceback_later(self.timeout_s + GRACE_S, exit=True, file=_STDERR)
+
+    def disarm_last_resort(self) -> None:
+        if self.timeout_s is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def call(self, name: str, function: Callable[[], Any]) -> Any:
+        """What `function` returns; in the main thread.
+
+        Args:
+            name: For the log.
+
+        Raises:
+            RewardTimeout: it took longer than `timeout_s`.
+        """
+        if self.timeout_s is None:
+            return function()
+        watch = _Watch(name, self.timeout_s)
+        try:
+            watch.start()
+            result = function()
+        finally:
+            # No call before this line: an interruption could come between, and leave the watch running.
+            watch.is_over = True
+            watch.stop()
+        if watch.is_late:  # something swallowed the interruption, or came before it
+            raise RewardTimeout(self.timeout_s)
+        return result
+
+
+class _Watch:
+    """Watches one call."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.is_over = False
+        self._name = name
+        self._timeout_s = timeout_s
+        self._deadline = self._next = time.monotonic() + timeout_s
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._send, name="reward_timeout_s", daemon=True)
+        self._main = threading.get_ident()
+        self._previous: Any = signal.SIG_DFL
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def start(self) -> None:
+        self._previous = signal.signal(signal.SIGVTALRM, self._interrupt)
+        # CPU time of one thread does not overtake the clock, and that of several only makes it look early.
+        signal.setitimer(signal.ITIMER_VIRTUAL, self._timeout_s, 0.1)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, signal.SIG_DFL if self._previous is None else self._previous)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        # Never twice at once: the first may have come while the watch was being stopped.
+        if self.is_over or now < self._next:
+            return
+        self._next = now + REPEAT_S
+        raise RewardTimeout(self._timeout_s)
+
+    def _send(self) -> None:
+        if self._end.wait(self._timeout_s):
+            return
+        signal.pthread_kill(self._main, signal.SIGVTALRM)
+        if self._end.wait(REPEAT_S):
+            return
+        logger.error(
+            "The reward function %r goes on after it was interrupted. Unless it ends, the process ends "
+            "reward_timeout_s + %g = %g s after it was called.",
+            self._name,
+            GRACE_S,
+            self._timeout_s + GRACE_S,
+        )
+        while not self._end.wait(REPEAT_S):
+            signal.pthread_kill(self._main, signal.SIGVTALRM)
