@@ -8,17 +8,22 @@ import json
 import logging
 import math
 import threading
+import time
 
 import pyarrow.parquet
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerState
 
 from colocate import GRPOTrainer
+from colocate.rewards.errors import RewardError
+from colocate.rewards.logs import TRAINER_METRICS
 from tiny import (
     StubEngine,
     changed_weights,
     count_digits,
+    make_config,
     make_reward_model,
     make_tokenizer,
     make_trainer,
@@ -237,6 +242,110 @@ def test_reward_function_that_raises_says_which_and_where(tmp_path):
     with pytest.raises(Exception, match="careless") as error:
         trainer.train()
     assert "ground_truth" in str(error.value) or "ground_truth" in str(error.value.__cause__)
+
+
+def test_reward_function_that_takes_too_long_ends_the_run_where_it_can_go_on(tmp_path):
+    def judge(completions, trainer_state, **kwargs):
+        for completion in completions:
+            if trainer_state.global_step == 1 and completion is completions[2]:
+                time.sleep(60)
+        return num_threes(completions)
+
+    trainer = make_trainer(
+        tmp_path, reward_funcs=judge, reward_timeout_s=0.3, save_strategy="steps", save_steps=1
+    )
+    trainer.engine = StubEngine(fixed_length)
+    with pytest.raises(
+        RewardError, match=r"'judge' took longer than reward_timeout_s=0\.3.*on completion 2 \("
+    ):
+        trainer.train()
+    resumed = make_trainer(tmp_path, reward_funcs=num_threes)
+    resumed.engine = StubEngine(fixed_length)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 2
+
+
+def test_reward_function_that_exits_does_not_end_the_run_as_a_success(tmp_path):
+    def judge(completions, **kwargs):
+        try:
+            exec("exit()")  # as a completion may say
+        except Exception:
+            return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match="'judge' raised SystemExit"):
+        make_trainer(tmp_path, reward_funcs=judge).train()
+
+
+def test_metrics_that_the_trainer_logs_are_no_functions_to_log(tmp_path):
+    trainer = make_trainer(
+        tmp_path, max_steps=1, beta=0.1, entropy_coef=0.1, top_entropy_quantile=0.5, reward_funcs=num_threes
+    )
+    trainer.train()
+    ours = {name for name in trainer.state.log_history[0] if not name.startswith("rewards/")}
+    assert {"loss", "kl", "entropy", "reward"} <= ours
+    assert ours - TRAINER_METRICS == set()
+    written = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert written.keys() - TRAINER_METRICS == {f"rewards/num_threes/{what}" for what in ("mean", "std")}
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_large_rewards_count_like_small_ones(tmp_path, scale):
+    """The square of a deviation of 2e38 is beyond float32."""
+    weights, deviations = [], []
+    for factor in (1.0, 1e38):
+        trainer = make_trainer(
+            tmp_path / str(factor),
+            reward_funcs=lambda completions, f=factor, **kwargs: [f * n for n in num_threes(completions)],
+            reward_weights=[0.75],
+            scale_rewards=scale,
+            max_steps=1,
+        )
+        trainer.engine = StubEngine(lambda prompt, member: [8] * (member % 3 + 1) + [1])
+        assert train(trainer)
+        weights.append(weights_of(trainer.model))
+        deviations.append(logged(trainer, "reward_std")[0] / factor)
+    assert deviations[1] == pytest.approx(deviations[0])
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-4, rtol=1e-4)
+
+
+def test_advantages_beyond_float32_are_refused(tmp_path):
+    def judge(completions, **kwargs):
+        return [3e38 * (-1) ** i for i in range(len(completions))]
+
+    trainer = make_trainer(tmp_path, reward_funcs=judge, reward_weights=[5.0], scale_rewards="none")
+    with pytest.raises(
+        RewardError, match=r"completion 0 .* by 'judge', 3e\+38 with weight 5, makes an advantage"
+    ):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("reward_weights", [1.0, math.nan], r"reward_weights\[1\]=nan is not a finite number"),
+        ("reward_weights", [-math.inf], r"reward_weights\[0\]=-inf"),
+        ("reward_weights", [1e39], r"reward_weights\[0\]=1e\+39"),
+        *(
+            ("reward_timeout_s", value, "reward_timeout_s=.* must be")
+            for value in (0, -1, math.nan, math.inf)
+        ),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path, option, value, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(tmp_path, **{option: value})
+
+
+@pytest.mark.parametrize("row", [0, 37])
+def test_an_empty_prompt_is_found_before_anything_is_generated(tmp_path, row):
+    prompts = [f"{i} + 1 =" for i in range(100)]
+    prompts[row] = ""
+    with pytest.raises(ValueError, match=rf"Row {row} .*The prompt '' has no tokens"):
+        make_trainer(tmp_path, train_dataset=Dataset.from_dict({"prompt": prompts}))
+    stream = Dataset.from_dict({"prompt": prompts[row:]}).to_iterable_dataset()
+    trainer = make_trainer(tmp_path, train_dataset=stream, shuffle_dataset=False)
+    with pytest.raises(ValueError, match=r"The run's prompt 0 .*The prompt '' has no tokens"):
+        trainer.train()
 
 
 def test_rewards_in_the_run_record(tmp_path):

@@ -44,10 +44,19 @@ def completion(prompt_ids, member: int, call: int) -> list[int]:
     return ids if len(ids) == MAX_COMPLETION_LENGTH else [*ids, EOS]
 
 
-def their_trainer(output_dir, model_dir, *, callbacks=(), train_dataset=None, eval_dataset=None, **options):
+def their_trainer(
+    output_dir,
+    model_dir,
+    *,
+    reward_func=count_digits,
+    callbacks=(),
+    train_dataset=None,
+    eval_dataset=None,
+    **options,
+):
     return trl.GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(model_dir),
-        reward_funcs=[count_digits],
+        reward_funcs=[reward_func],
         args=trl.GRPOConfig(output_dir=str(output_dir), **{**SHARED, **options}),
         train_dataset=sums() if train_dataset is None else train_dataset,
         eval_dataset=eval_dataset,
@@ -56,10 +65,19 @@ def their_trainer(output_dir, model_dir, *, callbacks=(), train_dataset=None, ev
     )
 
 
-def our_trainer(output_dir, model_dir, *, callbacks=(), train_dataset=None, eval_dataset=None, **options):
+def our_trainer(
+    output_dir,
+    model_dir,
+    *,
+    reward_func=count_digits,
+    callbacks=(),
+    train_dataset=None,
+    eval_dataset=None,
+    **options,
+):
     return GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(model_dir),
-        reward_funcs=[count_digits],
+        reward_funcs=[reward_func],
         args=GRPOConfig(output_dir=str(output_dir), **{**SHARED, **options}),
         train_dataset=sums() if train_dataset is None else train_dataset,
         eval_dataset=eval_dataset,
@@ -163,6 +181,37 @@ def test_same_completions_give_the_same_weights_and_logs(tmp_path, model_dir, na
             is_average = is_accumulated and key.startswith(AVERAGED_DIFFERENTLY)
             if key != "step_time" and not is_average:
                 assert our_log[key] == pytest.approx(value, rel=2e-4, abs=2e-5), (key, their_log["step"])
+
+
+def test_reward_function_that_changes_its_arguments(tmp_path, model_dir):
+    """A judge that appends the completion to the prompt, as is natural, and drops the end of the tokens."""
+    seen = []
+
+    def judge(prompts, completions, completion_ids, **kwargs):
+        rewards = []
+        for prompt, completion, ids in zip(prompts, completions, completion_ids, strict=True):
+            prompt.append(completion[0])
+            seen.append((len(prompt), len(ids)))
+            ids.pop()
+            rewards.append(float(len(ids) + 3 * len(prompt)))
+        return rewards
+
+    options = dict(
+        reward_func=judge,
+        train_dataset=sums(conversational=True),
+        mask_truncated_completions=True,
+        max_steps=2,
+    )
+    theirs, ours = (make(tmp_path, model_dir, **options) for make in (their_trainer, our_trainer))
+    with_scripted_completions(theirs, ours)
+    train_theirs(theirs, ours.args.seed)
+    they_saw = seen.copy()
+    seen.clear()
+    ours.train()
+    assert seen == they_saw and {num_messages for num_messages, _ in seen} == {2}
+    for key in ("reward", "completions/mean_terminated_length", "grad_norm"):
+        their_values, our_values = ([e[key] for e in t.state.log_history[:-1]] for t in (theirs, ours))
+        assert our_values == pytest.approx(their_values, rel=2e-4)
 
 
 def test_clipping_was_seen(tmp_path, model_dir):
