@@ -55,6 +55,7 @@ from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import make_reference
 from colocate.policy.stack import runs_packed
+from colocate.redaction import check_complete
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm, has_layout
@@ -83,7 +84,11 @@ def set_up_process(args: GRPOConfig) -> None:
 
     On CUDA PyTorch's allocator gets expandable segments, unless the environment configures it: what one phase
     frees, another can then use in pieces of any size, and gigabytes less are lost between the pieces.
+
+    Raises:
+        ValueError: `args` were read from a file, where a secret is left out.
     """
+    check_complete(vars(args))
     atexit.unregister(leave_process_group)
     atexit.register(leave_process_group)
     is_configured = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from colocate import __version__
+from colocate.redaction import redacted
 
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig
@@ -59,9 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
         if known.debug:
-            traceback.print_exc()
+            print(redacted(traceback.format_exc()), file=sys.stderr)
         else:
-            print(f"colocate {known.command}: {error}\n(--debug shows where)", file=sys.stderr)
+            message = redacted(str(error))  # also what other libraries say
+            print(f"colocate {known.command}: {message}\n(--debug shows where)", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if known.debug:

@@ -5,6 +5,7 @@ What happens to each inherited option (honoured, unnecessary, refused) is the ta
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -19,13 +20,14 @@ from transformers.utils import is_torch_bf16_gpu_available
 from colocate.algorithms.choices import check_choice
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.options import CHOICES, RANGES, RENAMED, check_range, check_support
+from colocate.redaction import check_complete, redacted
 
 logger = logging.getLogger(__name__)
 
 _GENERATION_KWARGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-@dataclass(repr=False)  # TrainingArguments' own representation hides tokens
+@dataclass(repr=False)
 class GRPOConfig(TrainingArguments):
     """Options of a GRPO run: those of TRL 1.16's `GRPOConfig` and of `transformers.TrainingArguments`.
 
@@ -276,6 +278,7 @@ class GRPOConfig(TrainingArguments):
     warmup_ratio: float | None = None
 
     def __post_init__(self) -> None:
+        check_complete(vars(self))
         notices = self._resolve_renamed()
         if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
             self.engine = "vllm_server"
@@ -413,6 +416,27 @@ class GRPOConfig(TrainingArguments):
         """`output_dir` as a path."""
         assert self.output_dir is not None, "TrainingArguments fills in a name where none is given"
         return Path(self.output_dir)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain values, without secrets; what trackers write down."""
+        # transformers puts a placeholder also where there is no token.
+        return {
+            name: None if getattr(self, name) is None else redacted(value, name)
+            for name, value in super().to_dict().items()
+        }
+
+    def without_secrets(self) -> GRPOConfig:
+        """A copy to be written to a file."""
+        shared = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(shared, name, redacted(value, name))
+        return shared
+
+    def __repr__(self) -> str:
+        options = "".join(f"{name}={value},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{options})"
+
+    __str__ = __repr__
 
     def objective_params(self) -> ObjectiveParams:
         """The loss's share of the options.

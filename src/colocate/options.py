@@ -23,6 +23,7 @@ from typing import Any
 
 from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES
 from colocate.memory.train_plan import ACTIVATION_POLICIES
+from colocate.redaction import redacted
 
 
 def _names(text: str) -> frozenset[str]:
@@ -338,9 +339,8 @@ def _is_undecided(config: Any) -> bool:
 def _check_replaced(config: Any, engine: str) -> None:
     for name, remedy in REPLACED_BY.get(engine, {}).items():
         if getattr(config, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} is not read with engine={engine!r}. Set {remedy}."
-            )
+            value = redacted(getattr(config, name), name)
+            raise ValueError(f"{name}={value!r} is not read with engine={engine!r}. Set {remedy}.")
 
 
 def _notices(config: Any, names: Collection[str]) -> list[str]:
@@ -350,6 +350,7 @@ def _notices(config: Any, names: Collection[str]) -> list[str]:
         name, value = field.name, getattr(config, field.name)
         if name not in names or value == default_of(field):
             continue
+        value = redacted(value, name)
         if name in UNNECESSARY:
             notices.append(f"{name}={value!r} is not needed: {UNNECESSARY[name]}.")
         else:

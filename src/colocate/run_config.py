@@ -25,6 +25,7 @@ import yaml
 
 from colocate.config import GRPOConfig
 from colocate.options import HONOURED, UNNECESSARY_WITH_LAYOUT, default_of, nearest
+from colocate.redaction import check_complete, redacted
 
 
 @dataclass
@@ -144,8 +145,10 @@ def parse_run(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
     Returns the `RunConfig` and the keyword arguments of `GRPOConfig` (which derives values as it is made).
 
     Raises:
-        ValueError: an unknown option, or a value that is not of its option's type.
+        ValueError: an unknown option, a value that is not of its option's type, or one that stands for a
+            secret.
     """
+    check_complete(values)
     run_types, option_types = _types_of(RunConfig), _types_of(GRPOConfig)
     run, options = {}, {}
     for name, value in values.items():
@@ -184,7 +187,7 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
         except (TypeError, ValueError):
             continue
     wanted = " or ".join(_type_name(member) for member in members)
-    raise ValueError(f"{name}={value!r} is not {wanted}.")
+    raise ValueError(f"{name}={redacted(value, name)!r} is not {wanted}.")
 
 
 def _width(member: Any) -> int:
@@ -250,13 +253,14 @@ def _require(value: Any, condition: bool) -> Any:
 
 # ── Writing ──────────────────────────────────────────────────────────────────────────────────────────────
 
-# Where a run is launched from, not what it is; and what must not lie in a file.
-_NOT_SAVED = ("resume_from_checkpoint", "hub_token")
+# Where a run is launched from, not what it is.
+_NOT_SAVED = ("resume_from_checkpoint",)
 
 
 def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of the run as it was given or by default, so that later defaults cannot change it.
 
+    In the place of a secret stands its name, and a run from the file asks for it (`colocate.redaction`).
     Values that `GRPOConfig` derives (batch sizes, bfloat16) stay underived: they depend on the machine.
     """
     # Whoever sets what a layout makes unnecessary is told so: a saved default must not look as if set.
@@ -264,7 +268,7 @@ def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {f.name: default_of(f) for f in fields(GRPOConfig) if f.name in saved}
     values = {f.name: getattr(run, f.name) for f in fields(run)} | defaults | dict(options)
     return {
-        name: value.value if isinstance(value, enum.Enum) else value
+        name: value.value if isinstance(value, enum.Enum) else redacted(value, name)
         for name, value in values.items()
         if name not in _NOT_SAVED
     }

@@ -6,7 +6,6 @@ and training (the engine sleeps and its memory is the trainer's). Everything it 
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -434,9 +433,7 @@ class GRPOTrainer:
         if self.accelerator.is_main_process:
             self.model.save_pretrained(directory)
             self.processing_class.save_pretrained(directory)
-            args = copy.copy(self.args)
-            args.hub_token = None  # the directory may be shared
-            torch.save(args, directory / "training_args.bin")
+            torch.save(self.args.without_secrets(), directory / "training_args.bin")
 
     def push_to_hub(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from colocate.redaction import redacted
 from colocate.weights.layouts import causal_lm
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def load_model(
     if not isinstance(model, str):
         if kwargs:
             raise ValueError(
-                f"model_init_kwargs={kwargs} cannot apply to a {type(model).__name__} that exists already. "
+                f"model_init_kwargs={redacted(kwargs)} cannot apply to a {type(model).__name__} that exists already. "
                 "Pass the model by name, or drop model_init_kwargs."
             )
         if getattr(causal_lm(model), "get_output_embeddings", lambda: None)() is None:

@@ -17,6 +17,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 import colocate
 from colocate.config import GRPOConfig
+from colocate.redaction import redacted
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress
@@ -101,7 +102,8 @@ class Journal:
                 "transformers": transformers.__version__,
                 "python": platform.python_version(),
             }
-            self._run_log.describe({"run_name": self.args.run_name, **description, "versions": versions})
+            description = {"run_name": self.args.run_name, **description, "versions": versions}
+            self._run_log.describe(redacted(description))
         self._last_logged_step = self.state.global_step
         self.event("on_train_begin")
 

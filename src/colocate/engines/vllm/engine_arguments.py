@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from colocate.redaction import redacted
+
 OWN_ARGUMENTS = {
     **dict.fromkeys(("model", "tokenizer", "skip_tokenizer_init"), "tokens go in and out, by the trainer"),
     **dict.fromkeys(
@@ -37,6 +39,6 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name in OWN_ARGUMENTS:
             raise ValueError(
-                f"vllm_engine_kwargs has {name!r}={kwargs[name]!r}, which is not for it: "
+                f"vllm_engine_kwargs has {name!r}={redacted(kwargs[name], name)!r}, which is not for it: "
                 f"{OWN_ARGUMENTS[name]}."
             )

@@ -18,6 +18,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from colocate.redaction import redacted
+
 T = TypeVar("T")
 
 _MAX_DELAY_S = 8.0
@@ -57,10 +59,10 @@ class HttpClient:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or parts.hostname is None:
             raise ValueError(
-                f"The server's address is {base_url!r}, but it must look like http://HOST:PORT. Behind TLS, "
+                f"The server's address is {redacted(base_url)!r}, but it must look like http://HOST:PORT. Behind TLS, "
                 "forward a local port to it (ssh -L) and give that."
             )
-        self.base_url = base_url.rstrip("/")
+        self.base_url = redacted(base_url.rstrip("/"))  # for messages
         self.host, self.port = parts.hostname, parts.port or 80
         self._prefix = parts.path.rstrip("/")
         self._max_attempts = max_attempts

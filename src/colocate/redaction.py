@@ -1,0 +1,137 @@
+"""What must lie in no file and go nowhere: tokens, passwords and keys that are given as options.
+
+Whatever is written down or shown of a run's options (config.yaml, training_args.bin, run.json, the trackers'
+copies, messages) goes through `redacted`. A secret becomes its name, `<HF_TOKEN>`, as in transformers'
+`TrainingArguments.to_dict`; a run that is started from such a file is told which secret is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+_SECRETS = frozenset(
+    """
+    token password passwd passphrase passcode pwd secret secrets passwords credential credentials
+    authorization cookie apikey
+    """.split()
+)
+_SECRET_KEYS = frozenset(
+    "api secret access private server auth shared signing encryption ssh account service license".split()
+)
+"""What makes a `..._key` a secret: a `sort_key` is none."""
+_TEXT_TOKENS = frozenset(
+    """
+    pad eos bos unk sep cls mask stop start end image video audio special next first last begin per new think
+    """.split()
+)
+"""What makes a `..._token` a piece of text: an `eos_token` is no secret."""
+_PLURALS = frozenset("api auth access bearer hf hub refresh session".split())
+
+_NAME = r"[A-Za-z][\w.-]*"
+_URL_USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#]*@")
+_IN_QUERY = re.compile(rf"(?P<before>[?&;](?P<name>{_NAME})=)(?P<value>[^&;#\s'\"]+)")
+_QUOTED = re.compile(
+    rf"(?P<before>(?P<name>{_NAME})['\"]?\s*[=:]\s*b?)(?P<quote>['\"])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)"
+)
+_OPTION = re.compile(rf"(?P<before>--(?P<name>{_NAME})(?:\s+|=))(?P<value>[^\s'\"-]\S*)")
+_KNOWN_FORMS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b"
+    r"|(?<=\bBearer )[A-Za-z0-9._~+/=-]{8,}"
+)
+_USER = "<USER>"
+_ANY = "<REDACTED_SECRET>"
+_PLACEHOLDER = re.compile(r"(?:^|[=:]\s*['\"]?)<([A-Z][A-Z0-9_-]*)>")
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option or key of this name holds a secret: `hf_token`, `apiKey`, `AWS_SECRET_ACCESS_KEY`."""
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", str(name))]
+    if not words:
+        return False
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last == "token":
+        return before not in _TEXT_TOKENS
+    if last in ("key", "keys"):
+        return before in _SECRET_KEYS
+    return last in _SECRETS or (last == "tokens" and before in _PLURALS)
+
+
+def redacted(value: Value, name: str = "") -> Value:
+    """`value` without the secrets in it, at any depth; the same object if there are none.
+
+    Mappings, lists and tuples are searched for keys that `is_secret` knows; text for addresses with a user
+    (`http://user:password@host`), for `name='value'` and `?name=value` with such a name, and for what tokens
+    of well-known services look like. None and truth values, which say whether there is a secret, stay; so do
+    numbers called `..._token`, which are token ids.
+
+    Args:
+        name: of the option that has this value.
+    """
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    if is_secret(name) and not (isinstance(value, int | float) and name.lower().endswith("token")):
+        return _placeholder(name)  # type: ignore[return-value]
+    if isinstance(value, str):
+        text = _redacted_text(value)
+        return value if text == value else text  # type: ignore[return-value]  # an enum's text stays one
+    if isinstance(value, Mapping):
+        items = {key: redacted(item, str(key)) for key, item in value.items()}
+        return value if all(items[key] is value[key] for key in items) else items  # type: ignore[return-value]
+    if type(value) in (list, tuple):
+        parts = [redacted(item) for item in value]
+        is_same = all(part is item for part, item in zip(parts, value, strict=True))
+        return value if is_same else type(value)(parts)
+    return value
+
+
+def check_complete(options: Mapping[str, Any]) -> None:
+    """Refuse options that were read from where secrets are left out.
+
+    Raises:
+        ValueError: a value holds what `redacted` puts in a secret's place; the message says where.
+    """
+    for name, value in options.items():
+        for place, text in _placeholders(value, name):
+            whole = "" if place == name else ", the whole mapping"
+            raise ValueError(
+                f"{place}={text!r} stands for a secret: those are never written to a file. Give it again (on "
+                f"the command line with --{name}{whole}), or remove it if this machine needs none."
+            )
+
+
+def _placeholders(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Where in an option's value something stands for a secret (`model_init_kwargs.token`), and the text."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _placeholders(item, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _placeholders(item, f"{place}[{index}]")
+    elif isinstance(value, str) and (
+        any(is_secret(name) for name in _PLACEHOLDER.findall(value))
+        or f"://{_USER}@" in value
+        or _ANY in value
+    ):
+        yield place, value
+
+
+def _placeholder(name: str) -> str:
+    return f"<{name.rpartition('.')[2].upper()}>"
+
+
+def _redacted_text(text: str) -> str:
+    text = _URL_USER.sub(rf"\g<scheme>{_USER}@", text)
+    for pattern in (_IN_QUERY, _QUOTED, _OPTION):
+        text = pattern.sub(_without_value, text)
+    return _KNOWN_FORMS.sub(_ANY, text)
+
+
+def _without_value(match: re.Match[str]) -> str:
+    if not is_secret(match["name"]):
+        return match[0]
+    quote = match.groupdict().get("quote") or ""
+    return f"{match['before']}{quote}{_placeholder(match['name'])}{quote}"
