@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 
 from colocate.algorithms.choices import check_choice
@@ -299,6 +300,7 @@ class GRPOConfig(TrainingArguments):
                 self.activation_checkpointing_kwargs or self.gradient_checkpointing_kwargs
             )
 
+        is_metric_given = self.metric_for_best_model is not None
         super().__post_init__()
 
         if self.n_gpu > 1:
@@ -308,6 +310,7 @@ class GRPOConfig(TrainingArguments):
             )
             self._n_gpu = 1  # else TrainingArguments.train_batch_size counts all of them
         self._resolve_generation_kwargs()
+        notices += self._check_best(is_metric_given)
         self._derive_batch_sizes()
         self.validate()
         if self.process_index == 0:
@@ -322,6 +325,34 @@ class GRPOConfig(TrainingArguments):
                 setattr(self, new, value)
                 setattr(self, old, None)
         return notices
+
+    def _check_best(self, is_metric_given: bool) -> list[str]:
+        """What keeping the best checkpoint needs beyond transformers' own checks."""
+        asked = [
+            name
+            for name, is_set in (
+                ("save_strategy='best'", self.save_strategy == SaveStrategy.BEST),
+                ("load_best_model_at_end=True", self.load_best_model_at_end),
+            )
+            if is_set
+        ]
+        if asked and self.eval_strategy == "no":
+            raise ValueError(
+                f"{' and '.join(asked)}: which checkpoint is the best shows in evaluations, but "
+                "eval_strategy='no'. Set eval_strategy='steps' with eval_steps, and pass an eval_dataset."
+            )
+        if asked and self.metric_for_best_model is None:
+            raise ValueError(
+                "save_strategy='best' needs a metric to compare: set metric_for_best_model='eval_reward'."
+            )
+        if self.load_best_model_at_end and not is_metric_given:
+            return [
+                "load_best_model_at_end=True compares eval_loss, as in transformers. GRPO's loss says little "
+                "of how good a policy is: set metric_for_best_model='eval_reward'."
+            ]
+        if self.greater_is_better is not None and self.metric_for_best_model is None:
+            return [f"greater_is_better={self.greater_is_better} needs metric_for_best_model to be set."]
+        return []
 
     def _resolve_generation_kwargs(self) -> None:
         if isinstance(self.generation_kwargs, str):

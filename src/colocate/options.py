@@ -60,7 +60,8 @@ HONOURED: frozenset[str] = _names(
 
     eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size num_generations_eval
 
-    save_strategy save_steps save_total_limit save_only_model resume_from_checkpoint
+    save_strategy save_steps save_total_limit save_only_model load_best_model_at_end metric_for_best_model
+    greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint
     push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_revision
     """
 )
@@ -146,9 +147,6 @@ was asked for."""
 
 _ONE_GPU_MODEL = "a model must fit on one device in this version; use fewer parameters or use_peft"
 _NATIVE_BATCHING = "the native engine batches continuously already; set engine='native' (or 'auto')"
-_NO_BEST = (
-    "every checkpoint is a plain directory with its metrics in trainer_state.json: load the best yourself"
-)
 
 REFUSED: dict[str, str] = {
     "vllm_mode": "with this engine, or without use_vllm=True, no server is asked. Set engine='vllm_server', "
@@ -188,12 +186,7 @@ REFUSED: dict[str, str] = {
     "accelerator_config": "batches are cut by the repeat sampler itself; remove it",
     "debug": "not supported; steps that are not finite are reported by name (see max_skipped_steps)",
     "save_on_each_node": "a checkpoint is one directory for all nodes; put output_dir on shared storage",
-    "load_best_model_at_end": _NO_BEST,
-    "metric_for_best_model": _NO_BEST,
-    "greater_is_better": _NO_BEST,
     "ignore_data_skip": "a resumed run continues its data where it stopped; start a new run instead",
-    "restore_callback_states_from_checkpoint": "callbacks start anew on resuming; keep their state in "
-    "TrainerState instead",
     "enable_jit_checkpoint": "not supported yet; set save_steps to what you can afford to lose",
 }
 
@@ -252,8 +245,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
         *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
     ),
-    "save_strategy": ("no", "steps", "epoch"),
-    "hub_strategy": ("end", "every_save"),
+    "save_strategy": ("no", "steps", "epoch", "best"),
+    "hub_strategy": ("end", "every_save", "checkpoint", "all_checkpoints"),
 }
 """Values that are honoured, where not every value of the type is."""
 

@@ -13,23 +13,28 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
-_SECRETS = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SECRETS = _names(
     """
     token password passwd passphrase passcode pwd secret secrets passwords credential credentials
     authorization cookie apikey
-    """.split()
+    """
 )
-_SECRET_KEYS = frozenset(
-    "api secret access private server auth shared signing encryption ssh account service license".split()
+_SECRET_KEYS = _names(
+    "api secret access private server auth shared signing encryption ssh account service license"
 )
 """What makes a `..._key` a secret: a `sort_key` is none."""
-_TEXT_TOKENS = frozenset(
+_TEXT_TOKENS = _names(
     """
     pad eos bos unk sep cls mask stop start end image video audio special next first last begin per new think
-    """.split()
+    """
 )
 """What makes a `..._token` a piece of text: an `eos_token` is no secret."""
-_PLURALS = frozenset("api auth access bearer hf hub refresh session".split())
+_PLURALS = _names("api auth access bearer hf hub refresh session")
 
 _NAME = r"[A-Za-z][\w.-]*"
 _URL_USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#]*@")

@@ -21,11 +21,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
-from transformers.trainer_utils import TrainOutput, speed_metrics
+from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from colocate import assembly
 from colocate.algorithms.objective import Objective
-from colocate.checkpoints import hub, sealed, snapshot
+from colocate.checkpoints import best, hub, sealed, snapshot
 from colocate.checkpoints.interruption import StopRequest
 from colocate.config import GRPOConfig
 from colocate.data.sampler import PromptBatch
@@ -129,6 +129,9 @@ class GRPOTrainer:
         )
         self.optimizer.register_step_pre_hook(lambda *_: self.journal.event("on_pre_optimizer_step"))
         self.optimizer.register_step_post_hook(lambda *_: self.journal.event("on_optimizer_step"))
+        self.best = best.BestCheckpoint(
+            args.metric_for_best_model, greater_is_better=bool(args.greater_is_better)
+        )
         self.timeline = Timeline(device, on_phase=self.journal.set_phase, pooled=self.engine.pooled_bytes)
         self.timeline.watch("weights", lambda: sum(p.nbytes for p in self.model.parameters()))
         self.timeline.watch("optimizer", lambda: self.policy.optimizer.num_bytes)
@@ -300,7 +303,7 @@ class GRPOTrainer:
         """Do what the callbacks asked for, in transformers' order; save and leave if asked to stop."""
         self.journal.log_if_asked()
         if self.control.should_evaluate:
-            self.evaluate()
+            self.judge(self.evaluate())
         stop_requested = stop.received()
         if self.control.should_save or stop_requested:
             with self.phase("save"):
@@ -373,6 +376,12 @@ class GRPOTrainer:
         self.journal.log_eval(metrics)
         return metrics
 
+    def judge(self, metrics: dict[str, float]) -> None:
+        """Find out whether the model just evaluated is the best so far, and has to be saved for that."""
+        metrics = gather_object([metrics])[0]  # times differ between ranks, and all must come to one verdict
+        if self.best.judge(self.state, metrics) and self.args.save_strategy == SaveStrategy.BEST:
+            self.control.should_save = True
+
     def _evaluation_metrics(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         request = self.requests.evaluation(rows)
         with self.phase("evaluate/rollout"):
@@ -417,16 +426,38 @@ class GRPOTrainer:
         summary = speed_metrics("train", start_s, num_samples=num_samples, num_steps=num_steps)
         summary.update(train_loss=self.journal.train_loss, epoch=self.state.epoch)
         self.journal.log(summary)
+        self._keep_best()
         self.journal.close()
         return TrainOutput(self.state.global_step, summary["train_loss"], summary)
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def _keep_best(self) -> None:
+        """Load the best checkpoint, if the run is to end with it; with a limit of one delete all others."""
+        directory = self.state.best_model_checkpoint
+        if directory is None:
+            if self.args.load_best_model_at_end:
+                logger.warning(
+                    "load_best_model_at_end=True, but no checkpoint was evaluated as the best: the model has "
+                    "the weights of the last step."
+                )
+            return
+        if self.args.load_best_model_at_end:
+            best.load_weights(self.model, Path(directory))
+            self.policy.take_parameters()
+            self.publish()
+            logger.info(f"The weights are those of {directory}, the best ({self.state.best_metric}).")
+        if self.args.save_total_limit == 1:
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                best.delete_others(Path(directory), self.args.run_dir)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a plain Hugging Face (or PEFT) directory, by default the run's own.
 
-        It holds model, tokenizer and `training_args.bin`. With `push_to_hub=True` it is uploaded too.
+        It holds model, tokenizer and `training_args.bin`. With `push_to_hub=True` it is uploaded too, unless
+        it is an `_internal_call` (transformers' argument).
         """
         self._write_model(Path(output_dir or self.args.run_dir))
-        if self.args.push_to_hub:
+        if self.args.push_to_hub and not _internal_call:
             self.push_to_hub("Model save")
 
     def _write_model(self, directory: Path) -> None:
@@ -444,7 +475,7 @@ class GRPOTrainer:
         private: bool | None = None,
         **card: Any,
     ) -> Any:
-        """Upload `output_dir` without its checkpoints to `hub_model_id`, by default named like the directory.
+        """Upload the model to `hub_model_id`, by default named like `output_dir`; see `hub.MODEL_FILES`.
 
         Args:
             blocking: wait for the upload; otherwise a future is returned.
@@ -457,15 +488,18 @@ class GRPOTrainer:
             return None
         self.journal.handler.on_push_begin(self.args, self.state, self.control)
         hub.write_model_card(directory, base_model=causal_lm(self.model).config.name_or_path, **card)
-        return hub.upload(
-            directory,
-            name=self.args.hub_model_id or directory.name,
-            commit_message=commit_message,
-            blocking=blocking,
-            token=token or self.args.hub_token,
-            revision=revision or self.args.hub_revision,
-            private=self.args.hub_private_repo if private is None else private,
-        )
+        repository = hub.repository_of(self.args, token=token, revision=revision, private=private)
+        files = hub.model_files(directory, self.model, self.processing_class)
+        return repository.upload_model(directory, files, commit_message=commit_message, blocking=blocking)
+
+    def _push_checkpoint(self, directory: Path) -> None:
+        """Upload the model, and the checkpoint where `hub_strategy` says so, after each save."""
+        message = f"Step {self.state.global_step}"
+        self.push_to_hub(message)
+        folder = hub.checkpoint_folder(self.args.hub_strategy, directory)
+        if folder is not None and self.accelerator.is_main_process:
+            repository = hub.repository_of(self.args)
+            repository.upload_checkpoint(directory, folder=folder, commit_message=f"{message}, checkpoint")
 
     def save_checkpoint(self) -> Path:
         """Write `output_dir/checkpoint-<step>`, whole or not at all.
@@ -478,6 +512,8 @@ class GRPOTrainer:
         is_main = self.accelerator.is_main_process
         with sealed.writing(directory, is_main=is_main, gather=gather_object) as partial:
             self._write_model(partial)
+            self.best.note_saving(self.state, directory)
+            self.journal.note_callbacks()
             if is_main:
                 self.state.save_to_json(str(partial / "trainer_state.json"))
             if not self.args.save_only_model:
@@ -488,8 +524,8 @@ class GRPOTrainer:
         if is_main:
             sealed.rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
         self.journal.event("on_save")
-        if self.args.push_to_hub and self.args.hub_strategy == "every_save":
-            self.push_to_hub(f"Step {self.state.global_step}")
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            self._push_checkpoint(directory)
         return directory
 
     def load_checkpoint(self, directory: Path) -> None:
@@ -508,6 +544,7 @@ class GRPOTrainer:
         snapshot.load_rank_state(directory, rank, self._resumable_parts(), self._identity())
         self.policy.load_state_dict(torch.load(directory / "optimizer.pt", map_location="cpu"))
         self.objective.entropy_coef = self.entropy.applied_coef
+        self.best.find_again(self.state, directory)
         self.publish()
 
     def _resumable_parts(self) -> dict[str, snapshot.Resumable]:

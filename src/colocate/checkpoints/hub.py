@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from transformers import TrainingArguments
+from transformers.trainer_utils import HubStrategy
 
 import colocate
 
 TAGS = ("colocate", "grpo")
-IGNORED = ("checkpoint-*", "partial-*", "completions*", "skipped_step_*")
-"""What stays at home: optimizer states, three times the model in size, and prompts, which may be private."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *ADAPTER_FILES,
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *("modeling_*.py", "configuration_*.py", "tokenization_*.py"),  # of a model that brings its code
+    *("training_args.bin", "README.md"),
+)
+"""What is uploaded: what `from_pretrained` reads, how it was trained, and the card. All else stays at home:
+options, metrics, and above all prompts and completions, which may be private."""
+
+LAST_CHECKPOINT = "last-checkpoint"
+"""Folder of the repository that holds the newest checkpoint with hub_strategy="checkpoint"."""
 
 _CARD = """---
 {data}
@@ -63,24 +78,78 @@ def write_model_card(
     ModelCard(text).save(directory / "README.md")
 
 
-def upload(
-    directory: Path,
-    *,
-    name: str,
-    commit_message: str | None,
-    blocking: bool,
-    token: str | None,
-    revision: str | None,
-    private: bool | None,
-) -> Any:
-    """Upload a directory to the repository `name`, made if there is none; a future if not `blocking`."""
-    api = HfApi(token=token)
-    repository = api.create_repo(name, private=private, exist_ok=True).repo_id
-    return api.upload_folder(
-        repo_id=repository,
-        folder_path=directory,
-        commit_message=commit_message,
-        revision=revision,
-        run_as_future=not blocking,  # type: ignore[call-overload]
-        ignore_patterns=list(IGNORED),
+def model_files(directory: Path, model: Any, tokenizer: Any) -> list[str]:
+    """The files in a run's directory that make up its model, relative to it, in alphabetical order.
+
+    Args:
+        model: its adapters beside the default one have folders of their own.
+        tokenizer: names its vocabulary's files.
+    """
+    adapters = getattr(model, "peft_config", {})
+    patterns = (
+        *MODEL_FILES,
+        *getattr(tokenizer, "vocab_files_names", {}).values(),
+        *(f"{adapter}/{name}" for adapter in adapters for name in ADAPTER_FILES),
     )
+    found = {file for pattern in patterns for file in directory.glob(pattern) if file.is_file()}
+    return sorted(file.relative_to(directory).as_posix() for file in found)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository on the Hub, made when something is first uploaded.
+
+    Args:
+        name: its id, or the part behind the user's name.
+        token: of a user who may write; None takes that of the machine's login.
+        revision: branch to commit to; None is the main one.
+        private: for a repository that is made; None is the user's or organization's default.
+    """
+
+    name: str
+    token: str | None = None
+    revision: str | None = None
+    private: bool | None = None
+
+    def upload_model(
+        self, directory: Path, files: Collection[str], *, commit_message: str | None, blocking: bool = True
+    ) -> Any:
+        """Upload these files of a run's directory, and nothing else there; a future if not `blocking`."""
+        return self._upload(
+            directory, commit_message=commit_message, run_as_future=not blocking, allow_patterns=list(files)
+        )
+
+    def upload_checkpoint(self, directory: Path, *, folder: str, commit_message: str) -> None:
+        """Upload a whole checkpoint into `folder`, with all that resuming from it needs.
+
+        That is the optimizer's state, and the prompts and completions that were not yet trained on.
+        """
+        self._upload(directory, commit_message=commit_message, run_as_future=False, path_in_repo=folder)
+
+    def _upload(self, directory: Path, **options: Any) -> Any:
+        api = HfApi(token=self.token)
+        repository = api.create_repo(self.name, private=self.private, exist_ok=True).repo_id
+        return api.upload_folder(repo_id=repository, folder_path=directory, revision=self.revision, **options)
+
+
+def repository_of(
+    args: TrainingArguments,
+    *,
+    token: str | None = None,
+    revision: str | None = None,
+    private: bool | None = None,
+) -> Repository:
+    """The repository that a run's options name, unless given otherwise."""
+    return Repository(
+        name=args.hub_model_id or Path(str(args.output_dir)).name,
+        token=token or args.hub_token,
+        revision=revision or args.hub_revision,
+        private=args.hub_private_repo if private is None else private,
+    )
+
+
+def checkpoint_folder(hub_strategy: HubStrategy | str, directory: Path) -> str | None:
+    """Where in the repository a checkpoint goes; None: it is not uploaded."""
+    if hub_strategy == HubStrategy.CHECKPOINT:
+        return LAST_CHECKPOINT
+    return directory.name if hub_strategy == HubStrategy.ALL_CHECKPOINTS else None

@@ -115,7 +115,9 @@ def _generate_task(task: str, *, seed: int = TASK_SEED, **parameters: Any) -> da
     try:
         problems = factory.create_dataset(task, **parameters)
     except AssertionError as error:  # how reasoning_gym's configurations refuse a value
-        raise ValueError(f"The task {task!r} refuses its parameters {redacted(parameters)}: {error}") from error
+        raise ValueError(
+            f"The task {task!r} refuses its parameters {redacted(parameters)}: {error}"
+        ) from error
     entries = [problems[index] for index in range(len(problems))]
     return datasets.Dataset.from_dict(
         {

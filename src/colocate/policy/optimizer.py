@@ -250,6 +250,13 @@ class PolicyOptimizer:
         self.scheduler.load_state_dict(state["scheduler"])
         self._publish()
 
+    @torch.no_grad()
+    def take_parameters(self) -> None:
+        """Make the masters what the parameters are now, after somebody else has changed them."""
+        self._host.fetch()
+        for name, master in self._masters.items():
+            master.copy_(self._parameters[name])
+
     @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device

@@ -195,6 +195,11 @@ class Policy:
         assert isinstance(self.reference, FrozenCopy), "sync_ref_model is refused with an adapter"
         self.reference.sync(self.model, mixup_alpha)
 
+    def take_parameters(self) -> None:
+        """Go on from weights that were copied into the model's parameters."""
+        self.optimizer.take_parameters()
+        self.version += 1
+
     def state_dict(self) -> dict[str, Any]:
         """Weights, masters, moments, schedule and version; the reference if it has moved."""
         return {

@@ -52,12 +52,11 @@ class Journal:
         self.control = TrainerControl()
         integrations = get_reporting_integration_callbacks(args.report_to)
         self.handler = CallbackHandler([DefaultFlowCallback, *integrations, *callbacks], **references)
-        exportable = [*self.handler.callbacks, self.control]
         self.state = TrainerState(
             is_local_process_zero=accelerator.is_local_main_process,
             is_world_process_zero=accelerator.is_main_process,
-            stateful_callbacks=[part for part in exportable if isinstance(part, ExportableState)],  # type: ignore[misc]
         )
+        self.note_callbacks()
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(max_steps / steps_per_epoch)
         self.state.train_batch_size = args.per_device_train_batch_size
@@ -91,6 +90,13 @@ class Journal:
                 f"A callback set should_epoch_stop in {name}, but an epoch cannot be cut short here: set "
                 "should_training_stop, or train on fewer rows."
             )
+
+    def note_callbacks(self) -> None:
+        """Put what callbacks keep (such as `EarlyStoppingCallback` its patience) into the trainer's state."""
+        parts = [
+            part for part in (*self.handler.callbacks, self.control) if isinstance(part, ExportableState)
+        ]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=parts).stateful_callbacks  # type: ignore[arg-type]
 
     def open(self, description: dict[str, Any], *, resumed: bool) -> None:
         """Begin or continue the run's record."""
@@ -207,6 +213,9 @@ class Journal:
             "losses": (self._loss_sum, self._num_losses),
             "table": self._table if self.state.is_world_process_zero else None,  # several steps train on it
             "state": self._trainer_state(),
+            "callbacks": {
+                type(callback).__name__: callback.state() for callback in self._stateful_callbacks()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,9 +225,17 @@ class Journal:
         self._table = state["table"]
         for name, value in state["state"].items():
             setattr(self.state, name, value)
+        if self.args.restore_callback_states_from_checkpoint:
+            for callback in self._stateful_callbacks():
+                saved = state["callbacks"].get(type(callback).__name__, {})
+                for name, value in saved.get("attributes", {}).items():
+                    setattr(callback, name, value)
+
+    def _stateful_callbacks(self) -> list[Any]:
+        return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
 
     def _trainer_state(self) -> dict[str, Any]:
         # What this run sets itself (max_steps, the log intervals) may differ from what the checkpoint's had.
         counts = ("global_step", "epoch", "num_input_tokens_seen", "log_history")
-        best = ("best_metric", "best_global_step", "best_model_checkpoint")  # for callbacks to set
+        best = ("best_metric", "best_global_step", "best_model_checkpoint")  # `checkpoints/best.py`
         return {name: getattr(self.state, name) for name in (*counts, *best)}

@@ -59,8 +59,8 @@ class HttpClient:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or parts.hostname is None:
             raise ValueError(
-                f"The server's address is {redacted(base_url)!r}, but it must look like http://HOST:PORT. Behind TLS, "
-                "forward a local port to it (ssh -L) and give that."
+                f"The server's address is {redacted(base_url)!r}, but it must look like http://HOST:PORT. "
+                "Behind TLS, forward a local port to it (ssh -L) and give that."
             )
         self.base_url = redacted(base_url.rstrip("/"))  # for messages
         self.host, self.port = parts.hostname, parts.port or 80

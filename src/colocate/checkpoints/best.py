@@ -1,0 +1,117 @@
+"""The best checkpoint of a run by a metric of its evaluations, as transformers' trainers keep it.
+
+What is known of it is in `TrainerState` (`best_metric`, `best_global_step`, `best_model_checkpoint`), where
+callbacks such as `EarlyStoppingCallback` read it and checkpoints keep it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerState
+
+from colocate.checkpoints import sealed
+from colocate.options import nearest
+
+logger = logging.getLogger(__name__)
+
+
+class BestCheckpoint:
+    """Finds out at each evaluation whether the model is the best so far, and where that one is saved.
+
+    Args:
+        metric: with or without "eval_" before it; None compares nothing.
+        greater_is_better: whether a higher value of it is better.
+    """
+
+    def __init__(self, metric: str | None, *, greater_is_better: bool) -> None:
+        self._metric = metric
+        self._sign = 1.0 if greater_is_better else -1.0
+        self._last_saved: tuple[int, Path] | None = None
+
+    def judge(self, state: TrainerState, metrics: Mapping[str, float]) -> bool:
+        """Whether the model just evaluated is better than all before; then it is noted in `state`.
+
+        A value that is not a number is never the best.
+
+        Raises:
+            ValueError: the evaluation did not give the metric.
+        """
+        if self._metric is None:
+            return False
+        name = self._metric if self._metric.startswith("eval_") else f"eval_{self._metric}"
+        if name not in metrics:
+            raise ValueError(
+                f"metric_for_best_model={self._metric!r}, but an evaluation gives no {name!r}"
+                f"{nearest(name, metrics)} It gives {', '.join(sorted(metrics))}."
+            )
+        best = float("-inf") if state.best_metric is None else self._sign * state.best_metric
+        if not self._sign * metrics[name] > best:
+            return False
+        state.best_metric = metrics[name]
+        state.best_global_step = state.global_step
+        if self._last_saved is not None and self._last_saved[0] == state.global_step:
+            state.best_model_checkpoint = str(self._last_saved[1])
+        return True
+
+    def note_saving(self, state: TrainerState, directory: Path) -> None:
+        """Take note that the model is about to be saved there."""
+        self._last_saved = (state.global_step, directory)
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(directory)
+
+    @staticmethod
+    def find_again(state: TrainerState, resumed_from: Path) -> None:
+        """Look for the best checkpoint of a resumed run beside the one resumed from, if it was moved."""
+        if state.best_model_checkpoint is None:
+            return
+        saved = Path(state.best_model_checkpoint)
+        candidates = [saved, resumed_from.parent / saved.name]
+        found = next((directory for directory in candidates if directory.is_dir()), None)
+        if found is None:
+            logger.warning(
+                f"The best checkpoint so far, {saved}, is not there any more and is forgotten; its value, "
+                f"{state.best_metric}, stays the one to beat."
+            )
+        state.best_model_checkpoint = None if found is None else str(found)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, directory: Path) -> None:
+    """Copy the weights that a checkpoint holds into the model's parameters, in the storage that they have.
+
+    Of a PEFT model these are its adapters.
+
+    Raises:
+        CheckpointError: the checkpoint is not there or corrupt.
+    """
+    sealed.verify(directory)
+    if hasattr(model, "peft_config"):
+        from peft import load_peft_weights, set_peft_model_state_dict
+
+        for adapter in model.peft_config:  # type: ignore[union-attr]
+            folder = directory if adapter == "default" else directory / adapter
+            weights = load_peft_weights(str(folder), device="cpu")
+            set_peft_model_state_dict(model, weights, adapter_name=adapter)
+        return
+    # The model's own way to read its files: names and shapes there need not be those of the parameters.
+    model_class: Any = type(model)
+    saved = dict(model_class.from_pretrained(directory, dtype="auto").named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.copy_(saved[name])
+
+
+def delete_others(best: Path, output_dir: Path) -> None:
+    """Delete all checkpoints but the best one: at the end nobody resumes from the newest any more."""
+    for directory in sealed.list_checkpoints(output_dir):
+        if directory.resolve() != best.resolve():
+            with contextlib.suppress(OSError):
+                directory = directory.rename(directory.with_name(f"partial-{directory.name}"))
+                shutil.rmtree(directory)
