@@ -36,13 +36,19 @@ _TEXT_TOKENS = _names(
 """What makes a `..._token` a piece of text: an `eos_token` is no secret."""
 _PLURALS = _names("api auth access bearer hf hub refresh session")
 
-_NAME = r"[A-Za-z][\w.-]*"
-_URL_USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#]*@")
-_IN_QUERY = re.compile(rf"(?P<before>[?&;](?P<name>{_NAME})=)(?P<value>[^&;#\s'\"]+)")
-_QUOTED = re.compile(
-    rf"(?P<before>(?P<name>{_NAME})['\"]?\s*[=:]\s*b?)(?P<quote>['\"])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)"
-)
-_OPTION = re.compile(rf"(?P<before>--(?P<name>{_NAME})(?:\s+|=))(?P<value>[^\s'\"-]\S*)")
+_NAME = r"(?P<name>(?<![\w.])[A-Za-z][\w.-]*)"
+_WORD = r"(?P<value>[^\s'\",;&#<>(){}\[\]]+)"
+_URL_USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*:/{1,2})(?!/)[^/\s?#]*@")
+_NAMED = [
+    re.compile(pattern)
+    for pattern in (
+        rf"(?P<before>{_NAME}['\"]?\s*[=:]\s*b?)(?P<quote>['\"])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)",
+        rf"(?P<before>{_NAME}=){_WORD}",  # also in an address: ?name=value
+        rf"(?P<before>[{{,]\s*{_NAME}\s*:\s*){_WORD}",  # YAML
+        rf"(?P<before>--{_NAME}\s+)(?!-){_WORD}",
+    )
+]
+"""Texts that give a value to a name."""
 _KNOWN_FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b"
     r"|(?<=\bBearer )[A-Za-z0-9._~+/=-]{8,}"
@@ -99,13 +105,16 @@ def check_complete(options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a value holds what `redacted` puts in a secret's place; the message says where.
     """
-    for name, value in options.items():
-        for place, text in _placeholders(value, name):
-            whole = "" if place == name else ", the whole mapping"
-            raise ValueError(
-                f"{place}={text!r} stands for a secret: those are never written to a file. Give it again (on "
-                f"the command line with --{name}{whole}), or remove it if this machine needs none."
-            )
+    missing = {
+        place: (name, text) for name, value in options.items() for place, text in _placeholders(value, name)
+    }
+    if missing:
+        what = ", ".join(f"{place}={text!r}" for place, (_, text) in missing.items())
+        flags = ", ".join(dict.fromkeys(f"--{name}" for name, _ in missing.values()))
+        raise ValueError(
+            f"{what}: that stands for a secret, which is never written to a file. Give it again (on the "
+            f"command line with {flags}; a mapping as a whole), or remove it if this machine needs none."
+        )
 
 
 def _placeholders(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -130,13 +139,13 @@ def _placeholder(name: str) -> str:
 
 def _redacted_text(text: str) -> str:
     text = _URL_USER.sub(rf"\g<scheme>{_USER}@", text)
-    for pattern in (_IN_QUERY, _QUOTED, _OPTION):
+    for pattern in _NAMED:
         text = pattern.sub(_without_value, text)
     return _KNOWN_FORMS.sub(_ANY, text)
 
 
 def _without_value(match: re.Match[str]) -> str:
-    if not is_secret(match["name"]):
+    if not is_secret(match["name"]) or match["value"] in ("None", "True", "False", "null", "true", "false"):
         return match[0]
     quote = match.groupdict().get("quote") or ""
     return f"{match['before']}{quote}{_placeholder(match['name'])}{quote}"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from fnmatch import fnmatch
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerState
 
 from colocate.checkpoints import hub
-from tiny import make_model, make_trainer, sums, weights_of
+from tiny import CHAT_TEMPLATE, make_model, make_trainer, sums, weights_of
 
 
 def same_weights(a, b) -> bool:
@@ -98,8 +100,9 @@ def test_results_as_scripts_save_them(tmp_path):
 
 
 class FakeHub:
-    """Takes the place of `huggingface_hub.HfApi`."""
+    """Takes the place of `huggingface_hub.HfApi`; its repository is a directory."""
 
+    repository: Path
     uploads: list[dict]
 
     def __init__(self, token=None):
@@ -109,39 +112,100 @@ class FakeHub:
         assert exist_ok
         return type("Repo", (), {"repo_id": f"someone/{name}"})
 
-    def upload_folder(self, *, folder_path, **options):
-        files = {path.name for path in folder_path.iterdir()}
-        self.uploads.append({**options, "files": files, "token": self.token})
+    def upload_folder(self, *, folder_path, path_in_repo=".", allow_patterns=None, **options):
+        present = [f.relative_to(folder_path).as_posix() for f in folder_path.rglob("*") if f.is_file()]
+        files = set(filter_repo_objects(present, allow_patterns=allow_patterns))
+        self.uploads.append({**options, "folder": path_in_repo, "files": files, "token": self.token})
+        for name in files:
+            target = self.repository / path_in_repo / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(folder_path / name, target)
         return "commit"
 
 
 @pytest.fixture
-def uploads(monkeypatch):
+def uploads(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "HfApi", FakeHub)
-    FakeHub.uploads = []
+    FakeHub.uploads, FakeHub.repository = [], tmp_path / "repository"
     return FakeHub.uploads
 
 
+MODEL = {"config.json", "generation_config.json", "model.safetensors"}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+BESIDE = {"README.md", "training_args.bin"}
+
+
 def test_push_to_hub(tmp_path, uploads):
-    trainer = make_trainer(tmp_path / "my-model", max_steps=1, hub_token="secret")
+    """All that a run leaves in its directory, and what a user may have put there; prompts stay at home."""
+    directory = tmp_path / "my-model"
+    options = dict(log_completions=True, save_strategy="steps", save_steps=1, max_steps=1)
+    trainer = make_trainer(directory, hub_token="secret", **options)
     trainer.train()
+    trainer.save_state()
+    for name in (
+        "config.yaml",
+        "report.html",
+        "skipped_step_3_rank0.jsonl",
+        "notes.txt",
+        ".env",
+        "data/x.json",
+    ):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("private")
     assert uploads == []
     assert trainer.push_to_hub(dataset_name="someone/sums", tags="arithmetic") == "commit"
     (upload,) = uploads
     assert upload["repo_id"] == "someone/my-model" and upload["commit_message"] == "End of training"
     assert upload["token"] == "secret" and upload["run_as_future"] is False
-    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= upload["files"]
-    kept_home = [name for name in upload["files"] if any(fnmatch(name, p) for p in upload["ignore_patterns"])]
-    assert kept_home == ["completions.jsonl"]
-    assert b"secret" not in (tmp_path / "my-model" / "training_args.bin").read_bytes()
-    card = (tmp_path / "my-model" / "README.md").read_text()
+    assert upload["files"] == MODEL | TOKENIZER | BESIDE
+    for name in BESIDE:
+        assert b"secret" not in (directory / name).read_bytes()
+    card = (directory / "README.md").read_text()
     assert "someone/sums" in card and "- arithmetic" in card and "library_name: transformers" in card
-    assert "secret" not in card
+    assert same_weights(AutoModelForCausalLM.from_pretrained(FakeHub.repository), trainer.model)
+    assert AutoTokenizer.from_pretrained(FakeHub.repository).chat_template == CHAT_TEMPLATE
 
 
-def test_push_at_every_save(tmp_path, uploads):
-    options = dict(push_to_hub=True, hub_strategy="every_save", hub_model_id="my-model")
-    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, **options)
+def test_push_of_an_adapter_and_of_a_vocabulary_file(tmp_path, uploads):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = make_trainer(tmp_path / "run", peft_config=lora)
+    trainer.processing_class.vocab_files_names = {"vocab_file": "letters.model"}
+    (tmp_path / "run" / "letters.model").write_text("a b c")
+    trainer.push_to_hub()
+    adapter = {"adapter_config.json", "adapter_model.safetensors", "letters.model"}
+    assert uploads[0]["files"] == adapter | TOKENIZER | BESIDE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("end", []),
+        ("every_save", [(".", "Step 1"), (".", "Step 2")]),
+        (
+            "checkpoint",
+            [
+                *((".", "Step 1"), ("last-checkpoint", "Step 1, checkpoint")),
+                *((".", "Step 2"), ("last-checkpoint", "Step 2, checkpoint")),
+            ],
+        ),
+        (
+            "all_checkpoints",
+            [
+                *((".", "Step 1"), ("checkpoint-1", "Step 1, checkpoint")),
+                *((".", "Step 2"), ("checkpoint-2", "Step 2, checkpoint")),
+            ],
+        ),
+    ],
+)
+def test_what_is_pushed_when(tmp_path, uploads, strategy, expected):
+    options = dict(push_to_hub=True, hub_strategy=strategy, hub_model_id="my-model")
+    trainer = make_trainer(tmp_path / "run", save_strategy="steps", save_steps=1, **options)
     trainer.train()
     trainer.save_model()
-    assert [upload["commit_message"] for upload in uploads] == ["Step 1", "Step 2", "Model save"]
+    trainer.save_model(str(tmp_path / "elsewhere"), _internal_call=True)
+    done = [(upload["folder"], upload["commit_message"]) for upload in uploads]
+    assert done == [*expected, (".", "Model save")]
+    if len(expected) == 4:  # what was uploaded last is a checkpoint to go on from
+        again = make_trainer(tmp_path / "again", max_steps=2)
+        again.train(resume_from_checkpoint=str(FakeHub.repository / expected[-1][0]))
+        assert again.state.global_step == 2 and same_weights(again.model, trainer.model)

@@ -157,8 +157,11 @@ def test_a_saved_run_holds_defaults_but_no_secrets_and_nothing_derived(tmp_path)
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert saved["num_generations"] == 4 and saved["loss_type"] == "dapo"
     assert saved["generation_batch_size"] is None and saved["bf16"] is None
-    assert not {"hub_token", "resume_from_checkpoint"} & set(saved)
-    _, again = parse_run(read_file(tmp_path / "config.yaml"))
+    assert "resume_from_checkpoint" not in saved and "secret" not in yaml.dump(saved)
+    values = read_file(tmp_path / "config.yaml")
+    with pytest.raises(ValueError, match="hub_token='<HUB_TOKEN>': that stands for a secret"):
+        parse_run(values)
+    _, again = parse_run({**values, "hub_token": "another"})
     GRPOConfig(**again)
 
 

@@ -50,7 +50,7 @@ class BestCheckpoint:
         if name not in metrics:
             raise ValueError(
                 f"metric_for_best_model={self._metric!r}, but an evaluation gives no {name!r}"
-                f"{nearest(name, metrics)} It gives {', '.join(sorted(metrics))}."
+                f"{nearest(name, metrics) or '.'} It gives {', '.join(sorted(metrics))}."
             )
         best = float("-inf") if state.best_metric is None else self._sign * state.best_metric
         if not self._sign * metrics[name] > best:
