@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
-
-Value = TypeVar("Value")
+from typing import Any
 
 
 def _names(text: str) -> frozenset[str]:
@@ -42,7 +40,7 @@ _URL_USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*:/{1,2})(?!/)[^/\s?
 _NAMED = [
     re.compile(pattern)
     for pattern in (
-        rf"(?P<before>{_NAME}['\"]?\s*[=:]\s*b?)(?P<quote>['\"])(?P<value>(?:\\.|(?!(?P=quote)).)+)(?P=quote)",
+        rf"(?P<before>{_NAME}['\"]?\s*[=:]\s*b?)(?P<quote>['\"])(?P<value>(?:\\.|(?!(?P=quote))[^\\])+)(?P=quote)",
         rf"(?P<before>{_NAME}=){_WORD}",  # also in an address: ?name=value
         rf"(?P<before>[{{,]\s*{_NAME}\s*:\s*){_WORD}",  # YAML
         rf"(?P<before>--{_NAME}\s+)(?!-){_WORD}",
@@ -71,7 +69,7 @@ def is_secret(name: str) -> bool:
     return last in _SECRETS or (last == "tokens" and before in _PLURALS)
 
 
-def redacted(value: Value, name: str = "") -> Value:
+def redacted(value: Any, name: str = "") -> Any:
     """`value` without the secrets in it, at any depth; the same object if there are none.
 
     Mappings, lists and tuples are searched for keys that `is_secret` knows; text for addresses with a user
@@ -82,20 +80,19 @@ def redacted(value: Value, name: str = "") -> Value:
     Args:
         name: of the option that has this value.
     """
-    if value is None or isinstance(value, bool) or value == "":
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and not value):
         return value
     if is_secret(name) and not (isinstance(value, int | float) and name.lower().endswith("token")):
-        return _placeholder(name)  # type: ignore[return-value]
+        return _placeholder(name)
     if isinstance(value, str):
         text = _redacted_text(value)
-        return value if text == value else text  # type: ignore[return-value]  # an enum's text stays one
+        return value if text == value else text  # an enum's text stays one
     if isinstance(value, Mapping):
         items = {key: redacted(item, str(key)) for key, item in value.items()}
-        return value if all(items[key] is value[key] for key in items) else items  # type: ignore[return-value]
-    if type(value) in (list, tuple):
-        parts = [redacted(item) for item in value]
-        is_same = all(part is item for part, item in zip(parts, value, strict=True))
-        return value if is_same else type(value)(parts)
+        return value if all(items[key] is value[key] for key in items) else items
+    if type(value) is list or type(value) is tuple:
+        parts = type(value)(redacted(item) for item in value)
+        return value if all(part is item for part, item in zip(parts, value, strict=True)) else parts
     return value
 
 
@@ -134,7 +131,7 @@ def _placeholders(value: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def _placeholder(name: str) -> str:
-    return f"<{name.rpartition('.')[2].upper()}>"
+    return "<" + re.sub(r"\W+", "_", name.rpartition(".")[2]).upper() + ">"
 
 
 def _redacted_text(text: str) -> str:

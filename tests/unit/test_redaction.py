@@ -52,7 +52,7 @@ def test_secrets_in_text(text, expected):
 plain = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["a", "1 @ b"])
 )
-names = st.sampled_from(["revision", "eos_token", "n", "token", "api_key", "nested"])
+names = st.sampled_from(["revision", "eos_token", "n", "token", "api key", "nested"])
 values = st.recursive(plain, lambda v: st.lists(v, max_size=3) | st.dictionaries(names, v, max_size=3))
 
 
@@ -63,7 +63,7 @@ def test_a_secret_at_any_depth_is_found_and_nothing_else_changes(value, secret):
 
     def with_secret(item, key="nested"):
         if isinstance(item, dict):
-            return {k: secret if k in ("token", "api_key") else with_secret(v, k) for k, v in item.items()}
+            return {k: secret if k in ("token", "api key") else with_secret(v, k) for k, v in item.items()}
         return [with_secret(v) for v in item] if isinstance(item, list) else item
 
     given, hidden = with_secret(value), redacted(with_secret(value))
@@ -71,7 +71,7 @@ def test_a_secret_at_any_depth_is_found_and_nothing_else_changes(value, secret):
     assert secret not in after
     assert after.replace("<TOKEN>", secret).replace("<API_KEY>", secret) == before
     if secret in before:
-        with pytest.raises(ValueError, match=r"option.*(token|api_key).* stands for a secret.*--option"):
+        with pytest.raises(ValueError, match=r"option.*(token|api key).* stands for a secret.*--option"):
             check_complete({"option": hidden})
     else:
         assert redacted(given) is given

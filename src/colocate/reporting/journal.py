@@ -213,9 +213,6 @@ class Journal:
             "losses": (self._loss_sum, self._num_losses),
             "table": self._table if self.state.is_world_process_zero else None,  # several steps train on it
             "state": self._trainer_state(),
-            "callbacks": {
-                type(callback).__name__: callback.state() for callback in self._stateful_callbacks()
-            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -225,17 +222,20 @@ class Journal:
         self._table = state["table"]
         for name, value in state["state"].items():
             setattr(self.state, name, value)
-        if self.args.restore_callback_states_from_checkpoint:
-            for callback in self._stateful_callbacks():
-                saved = state["callbacks"].get(type(callback).__name__, {})
-                for name, value in saved.get("attributes", {}).items():
-                    setattr(callback, name, value)
+        self._restore_callbacks(state["state"]["stateful_callbacks"])
 
-    def _stateful_callbacks(self) -> list[Any]:
-        return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]
+    def _restore_callbacks(self, saved: dict[str, Any]) -> None:
+        """Give callbacks back what they kept, where `restore_callback_states_from_checkpoint` asks for it."""
+        if not self.args.restore_callback_states_from_checkpoint:
+            return
+        for name, states in saved.items():
+            # Of several callbacks of one class there is a list.
+            own = [c for c in self.handler.callbacks if type(c).__name__ == name]
+            for callback, state in zip(own, states if isinstance(states, list) else [states], strict=False):
+                vars(callback).update(state["attributes"])
 
     def _trainer_state(self) -> dict[str, Any]:
         # What this run sets itself (max_steps, the log intervals) may differ from what the checkpoint's had.
         counts = ("global_step", "epoch", "num_input_tokens_seen", "log_history")
         best = ("best_metric", "best_global_step", "best_model_checkpoint")  # `checkpoints/best.py`
-        return {name: getattr(self.state, name) for name in (*counts, *best)}
+        return {name: getattr(self.state, name) for name in (*counts, *best, "stateful_callbacks")}
