@@ -25,7 +25,8 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from colocate import assembly
 from colocate.algorithms.objective import Objective
-from colocate.checkpoints import best, hub, sealed, snapshot
+from colocate.checkpoints import hub, sealed, snapshot
+from colocate.checkpoints.best import BestCheckpoint
 from colocate.checkpoints.interruption import StopRequest
 from colocate.config import GRPOConfig
 from colocate.data.sampler import PromptBatch
@@ -129,9 +130,7 @@ class GRPOTrainer:
         )
         self.optimizer.register_step_pre_hook(lambda *_: self.journal.event("on_pre_optimizer_step"))
         self.optimizer.register_step_post_hook(lambda *_: self.journal.event("on_optimizer_step"))
-        self.best = best.BestCheckpoint(
-            args.metric_for_best_model, greater_is_better=bool(args.greater_is_better)
-        )
+        self.best = BestCheckpoint(args)
         self.timeline = Timeline(device, on_phase=self.journal.set_phase, pooled=self.engine.pooled_bytes)
         self.timeline.watch("weights", lambda: sum(p.nbytes for p in self.model.parameters()))
         self.timeline.watch("optimizer", lambda: self.policy.optimizer.num_bytes)
@@ -418,7 +417,7 @@ class GRPOTrainer:
         self.journal.event("on_epoch_begin")
 
     def finish(self) -> TrainOutput:
-        """Log the run's summary and close its record."""
+        """Log the run's summary, go back to the best weights if asked to, and close the record."""
         start_s, first_step = self._start
         num_steps = self.state.global_step - first_step
         num_samples = num_steps * self.args.gradient_accumulation_steps * self.args.train_batch_size
@@ -426,29 +425,14 @@ class GRPOTrainer:
         summary = speed_metrics("train", start_s, num_samples=num_samples, num_steps=num_steps)
         summary.update(train_loss=self.journal.train_loss, epoch=self.state.epoch)
         self.journal.log(summary)
-        self._keep_best()
-        self.journal.close()
-        return TrainOutput(self.state.global_step, summary["train_loss"], summary)
-
-    def _keep_best(self) -> None:
-        """Load the best checkpoint, if the run is to end with it; with a limit of one delete all others."""
-        directory = self.state.best_model_checkpoint
-        if directory is None:
-            if self.args.load_best_model_at_end:
-                logger.warning(
-                    "load_best_model_at_end=True, but no checkpoint was evaluated as the best: the model has "
-                    "the weights of the last step."
-                )
-            return
-        if self.args.load_best_model_at_end:
-            best.load_weights(self.model, Path(directory))
+        if self.best.load_at_end(self.state, self.model):
             self.policy.take_parameters()
             self.publish()
-            logger.info(f"The weights are those of {directory}, the best ({self.state.best_metric}).")
-        if self.args.save_total_limit == 1:
-            self.accelerator.wait_for_everyone()
-            if self.accelerator.is_main_process:
-                best.delete_others(Path(directory), self.args.run_dir)
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self.best.delete_others(self.state, self.args.run_dir)
+        self.journal.close()
+        return TrainOutput(self.state.global_step, summary["train_loss"], summary)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a plain Hugging Face (or PEFT) directory, by default the run's own.

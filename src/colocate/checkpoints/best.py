@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
 from colocate.checkpoints import sealed
 from colocate.options import nearest
@@ -27,13 +28,12 @@ class BestCheckpoint:
     """Finds out at each evaluation whether the model is the best so far, and where that one is saved.
 
     Args:
-        metric: with or without "eval_" before it; None compares nothing.
-        greater_is_better: whether a higher value of it is better.
+        args: read for `metric_for_best_model` (None compares nothing), `greater_is_better`,
+            `load_best_model_at_end` and `save_total_limit`.
     """
 
-    def __init__(self, metric: str | None, *, greater_is_better: bool) -> None:
-        self._metric = metric
-        self._sign = 1.0 if greater_is_better else -1.0
+    def __init__(self, args: TrainingArguments) -> None:
+        self._args = args
         self._last_saved: tuple[int, Path] | None = None
 
     def judge(self, state: TrainerState, metrics: Mapping[str, float]) -> bool:
@@ -44,16 +44,18 @@ class BestCheckpoint:
         Raises:
             ValueError: the evaluation did not give the metric.
         """
-        if self._metric is None:
+        metric = self._args.metric_for_best_model
+        if metric is None:
             return False
-        name = self._metric if self._metric.startswith("eval_") else f"eval_{self._metric}"
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
         if name not in metrics:
             raise ValueError(
-                f"metric_for_best_model={self._metric!r}, but an evaluation gives no {name!r}"
+                f"metric_for_best_model={metric!r}, but an evaluation gives no {name!r}"
                 f"{nearest(name, metrics) or '.'} It gives {', '.join(sorted(metrics))}."
             )
-        best = float("-inf") if state.best_metric is None else self._sign * state.best_metric
-        if not self._sign * metrics[name] > best:
+        sign = 1.0 if self._args.greater_is_better else -1.0
+        best_so_far = -math.inf if state.best_metric is None else sign * state.best_metric
+        if not sign * metrics[name] > best_so_far:  # not "<=": a NaN is neither
             return False
         state.best_metric = metrics[name]
         state.best_global_step = state.global_step
@@ -82,6 +84,33 @@ class BestCheckpoint:
             )
         state.best_model_checkpoint = None if found is None else str(found)
 
+    def load_at_end(self, state: TrainerState, model: nn.Module) -> bool:
+        """Copy the best weights into the model, if the run is to end with them; returns whether it did.
+
+        Raises:
+            CheckpointError: the best checkpoint is not there or corrupt.
+        """
+        if not self._args.load_best_model_at_end:
+            return False
+        if state.best_model_checkpoint is None:
+            logger.warning(
+                "load_best_model_at_end=True, but no checkpoint of a best evaluation was saved: the model "
+                "has the weights of the last step."
+            )
+            return False
+        load_weights(model, Path(state.best_model_checkpoint))
+        logger.info(f"The weights are those of {state.best_model_checkpoint} ({state.best_metric}).")
+        return True
+
+    def delete_others(self, state: TrainerState, output_dir: Path) -> None:
+        """Keep the best checkpoint alone, if one may stay: at the end nobody resumes from the newest."""
+        if state.best_model_checkpoint is None or self._args.save_total_limit != 1:
+            return
+        for directory in sealed.list_checkpoints(output_dir):
+            if directory.resolve() != Path(state.best_model_checkpoint).resolve():
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(directory.rename(directory.with_name(f"partial-{directory.name}")))
+
 
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: Path) -> None:
@@ -106,12 +135,3 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     saved = dict(model_class.from_pretrained(directory, dtype="auto").named_parameters())
     for name, parameter in model.named_parameters():
         parameter.copy_(saved[name])
-
-
-def delete_others(best: Path, output_dir: Path) -> None:
-    """Delete all checkpoints but the best one: at the end nobody resumes from the newest any more."""
-    for directory in sealed.list_checkpoints(output_dir):
-        if directory.resolve() != best.resolve():
-            with contextlib.suppress(OSError):
-                directory = directory.rename(directory.with_name(f"partial-{directory.name}"))
-                shutil.rmtree(directory)
