@@ -83,6 +83,7 @@ def test_the_run_ends_with_the_best_weights(tmp_path, options):
     assert storages == {name: p.data_ptr() for name, p in trainer.model.named_parameters()}
     leaves = trainer.policy.optimizer.state_dict()["weights"]
     assert all(torch.equal(leaf.to(now[name].dtype), now[name]) for name, leaf in leaves.items())
+    assert trainer.engine.policy_version == trainer.policy.version == 3 + 1  # the engine was told
     trainer.save_model(str(tmp_path / "saved"))
     ends = "adapter_model.safetensors" if "peft_config" in options else "model.safetensors"
     assert (tmp_path / "saved" / ends).read_bytes() == (directory / ends).read_bytes()
