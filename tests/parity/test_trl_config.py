@@ -78,6 +78,7 @@ def test_resolved_defaults_are_trls(tmp_path):
     reasons = {
         **OTHER_DEFAULTS,
         "bf16": "TRL: True everywhere; here only where the device is a GPU that has it",
+        "hub_token": "TRL: '<HUB_TOKEN>' also where there is none, which a config made of it would log in with",
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
