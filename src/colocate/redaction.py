@@ -34,9 +34,10 @@ _TEXT_TOKENS = _names(
 """What makes a `..._token` a piece of text: an `eos_token` is no secret."""
 _PLURALS = _names("api auth access bearer hf hub refresh session")
 
-_NAME = r"(?P<name>(?<![\w.])[A-Za-z][\w.-]*)"
+# Bounded, since an unbounded one takes a time quadratic in a text such as "a-a-a-...".
+_NAME = r"(?P<name>(?<![\w.])[A-Za-z][\w.-]{0,80})"
 _WORD = r"(?P<value>[^\s'\",;&#<>(){}\[\]]+)"
-_URL_USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*:/{1,2})(?!/)[^/\s?#]*@")
+_URL_USER = re.compile(r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2})(?!/)[^/\s?#]*@")
 _NAMED = [
     re.compile(pattern)
     for pattern in (

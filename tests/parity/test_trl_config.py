@@ -78,7 +78,7 @@ def test_resolved_defaults_are_trls(tmp_path):
     reasons = {
         **OTHER_DEFAULTS,
         "bf16": "TRL: True everywhere; here only where the device is a GPU that has it",
-        "hub_token": "TRL: '<HUB_TOKEN>' also where there is none, which a config made of it would log in with",
+        "hub_token": "TRL: '<HUB_TOKEN>' also where there is none, and a config made of it logs in with that",
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -87,3 +88,12 @@ def test_what_is_no_secret_keeps_its_type():
     }
     assert redacted(options) is options
     assert redacted({"password": 1234, "stop_token": 5}) == {"password": "<PASSWORD>", "stop_token": 5}
+
+
+@pytest.mark.parametrize(
+    "text", ["a-" * 20_000, "token='" + "\\" * 20_000, "http://" * 5_000, "--" + "a." * 20_000]
+)
+def test_the_time_is_linear_in_the_text(text):
+    started = time.process_time()
+    assert redacted(text) == text
+    assert time.process_time() - started < 2.0  # of 60 s that a quadratic search took
