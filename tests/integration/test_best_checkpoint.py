@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerState, TrainingArguments
 
-from colocate.checkpoints.best import BestCheckpoint
-from tiny import count_digits, make_config, make_model, make_trainer, sums, weights_of
+from colocate.checkpoints.best import BestCheckpoint, load_weights
+from colocate.checkpoints.sealed import CheckpointError
+from tiny import changed_weights, count_digits, make_config, make_model, make_trainer, sums, weights_of
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -103,6 +104,20 @@ def test_completions_after_the_end_are_the_best_models(tmp_path):
     logprobs = best(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
     expected = logprobs[len(prompts[0].token_ids) - 1 :]
     torch.testing.assert_close(torch.tensor(completions[0].logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_checkpoint_without_all_weights_is_not_loaded(tmp_path):
+    trainer = make_trainer(tmp_path, save_strategy="steps", max_steps=1)
+    trainer.train()
+    before = weights_of(trainer.model)
+    larger = make_model(num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"no weights for \d+ .*model\.layers\.2\."):
+        load_weights(larger, tmp_path / "checkpoint-1")
+    load_weights(trainer.model, tmp_path / "checkpoint-1")
+    assert not changed_weights(trainer.model, before)
+    (tmp_path / "checkpoint-1" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+        load_weights(trainer.model, tmp_path / "checkpoint-1")
 
 
 def test_best_only_saves_when_better_and_the_oldest_best_goes(tmp_path):

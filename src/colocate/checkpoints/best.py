@@ -119,7 +119,7 @@ def load_weights(model: nn.Module, directory: Path) -> None:
     Of a PEFT model these are its adapters.
 
     Raises:
-        CheckpointError: the checkpoint is not there or corrupt.
+        CheckpointError: the checkpoint is not there, corrupt or of another model.
     """
     sealed.verify(directory)
     if hasattr(model, "peft_config"):
@@ -127,11 +127,18 @@ def load_weights(model: nn.Module, directory: Path) -> None:
 
         for adapter in model.peft_config:  # type: ignore[union-attr]
             folder = directory if adapter == "default" else directory / adapter
-            weights = load_peft_weights(str(folder), device="cpu")
-            set_peft_model_state_dict(model, weights, adapter_name=adapter)
+            set_peft_model_state_dict(
+                model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter
+            )
         return
     # The model's own way to read its files: names and shapes there need not be those of the parameters.
     model_class: Any = type(model)
-    saved = dict(model_class.from_pretrained(directory, dtype="auto").named_parameters())
-    for name, parameter in model.named_parameters():
-        parameter.copy_(saved[name])
+    saved, report = model_class.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    parameters, weights = dict(model.named_parameters()), dict(saved.named_parameters())
+    # transformers makes up what its report has as missing.
+    if missing := sorted((parameters.keys() - weights.keys()) | set(report["missing_keys"])):
+        raise sealed.CheckpointError(
+            f"{directory} has no weights for {len(missing)} of the model's parameters, {missing[0]} for one."
+        )
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
