@@ -17,7 +17,7 @@ import trl.trainer.grpo_trainer
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from colocate import GRPOConfig, GRPOTrainer
-from tiny import EOS, VOCAB_SIZE, StubEngine, count_digits, make_tokenizer, sums, weights_of
+from tiny import EOS, PAD, VOCAB_SIZE, StubEngine, count_digits, make_tokenizer, sums, weights_of
 
 MAX_COMPLETION_LENGTH = 10
 SHARED: dict[str, Any] = dict(
@@ -38,9 +38,10 @@ SHARED: dict[str, Any] = dict(
 
 
 def completion(prompt_ids, member: int, call: int) -> list[int]:
-    """Random tokens, a stop token at a random place or none at all; a function of its arguments."""
+    """Random tokens, the pad token among them, and a stop token or none; a function of its arguments."""
     rng = random.Random(repr((tuple(prompt_ids), member, call)))
-    ids = [rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randint(1, MAX_COMPLETION_LENGTH))]
+    tokens = (PAD, *range(5, VOCAB_SIZE))
+    ids = [rng.choice(tokens) for _ in range(rng.randint(1, MAX_COMPLETION_LENGTH))]
     return ids if len(ids) == MAX_COMPLETION_LENGTH else [*ids, EOS]
 
 

@@ -113,6 +113,19 @@ def test_every_activation_policy_gives_the_gradients_of_whole_sequences(name, lo
             assert_equal(got, results[0][:2], 1e-12)
 
 
+def test_padding_inside_a_completion_has_the_modules_gradient():
+    """A row that `padding_idx` keeps at 0 has norm 0: RMSNorm would enlarge its gradient a thousandfold."""
+    model = double_model("qwen3")
+    embedding = model.model.embed_tokens
+    embedding.padding_idx = 3
+    embedding.weight.data[3] = 0.0
+    samples = [replace(s, completion_ids=s.completion_ids.clone()) for s in samples_of(GROUPS)]
+    samples[0].completion_ids[1] = samples[2].prompt_ids[0] = 3
+    want = one_at_a_time(model, samples)
+    assert not want[1]["model.embed_tokens.weight"][3].any()
+    assert_equal(by_stack(model, samples), want, 1e-4)
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 @given(
     groups=st.lists(

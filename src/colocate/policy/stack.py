@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from colocate.memory.train_plan import ActivationPolicy
 from colocate.policy import operations
@@ -70,7 +69,7 @@ class DecoderStack:
     def hidden_states(self, pack: Pack, policy: ActivationPolicy) -> Tensor:
         """The normed last hidden states that predict completion tokens, [N, hidden], differentiable."""
         layout = self._layout
-        x = F.embedding(pack.token_ids, layout.embed_tokens.weight)
+        x = layout.embed_tokens(pack.token_ids)  # its own forward: `padding_idx` has no gradient
         with torch.no_grad():
             cos, sin = (part[0] for part in layout.rotary_emb(x[None], pack.position_ids[None]))
         if not torch.is_grad_enabled():
