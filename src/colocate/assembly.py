@@ -48,6 +48,7 @@ from colocate.policy.loading import (
     check_vocabulary,
     disable_dropout,
     enable_gradient_checkpointing,
+    freeze_what_text_does_not_reach,
     load_model,
     set_pad_token,
 )
@@ -151,6 +152,7 @@ def prepare_model(
             "model by name, or drop quantization_config."
         )
     loaded = load_model(model, bf16=bool(args.bf16), model_init_kwargs=init_kwargs)
+    freeze_what_text_does_not_reach(loaded)
     originals = cast_to_bf16(loaded) if args.bf16 else {}
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
@@ -391,10 +393,10 @@ def evaluation_sets(eval_dataset: EvalDataset | None) -> dict[str, TrainDataset]
 def context_length(model: nn.Module, args: GRPOConfig) -> int:
     """Tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if fewer."""
     limits = [
-        getattr(causal_lm(model).config, "max_position_embeddings", None),
+        getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None),
         args.vllm_max_model_length,
     ]
-    return min(limit for limit in (*limits, 1 << 62) if limit is not None)
+    return min(limit for limit in (*limits, 1 << 62) if limit is not None and limit > 0)  # XLNet's is -1
 
 
 def entropy_controller(args: GRPOConfig) -> EntropyController:

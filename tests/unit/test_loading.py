@@ -4,7 +4,15 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    SeedOssConfig,
+    XGLMConfig,
+)
 
 from colocate.policy.loading import (
     add_adapter,
@@ -89,6 +97,10 @@ def test_adapter_errors():
     "config",
     [
         LlamaConfig(**CONFIG, attention_dropout=0.5),
+        SeedOssConfig(
+            **CONFIG, num_key_value_heads=2, head_dim=8, residual_dropout=0.5, attention_dropout=0.0
+        ),
+        XGLMConfig(vocab_size=32, d_model=16, ffn_dim=24, num_layers=1, attention_heads=2, dropout=0.5),
         GPT2Config(
             vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, embd_pdrop=0.5, attn_pdrop=0.5
         ),

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from colocate.redaction import redacted
 from colocate.weights.layouts import causal_lm
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,10 +40,12 @@ def load_model(
     """A causal language model by Hub id or path, or the object given.
 
     With `bf16` a model loads in its checkpoint's own precision, since `cast_to_bf16` keeps what is finer;
-    without, in `model_init_kwargs["dtype"]` or, as TRL does, float32.
+    without, in `model_init_kwargs["dtype"]` or, as TRL does, float32. A checkpoint that holds more than a
+    language model is loaded whole, so that it can be saved whole.
 
     Raises:
-        ValueError: an unknown dtype, or `model_init_kwargs` together with a model object.
+        ValueError: an unknown dtype, `model_init_kwargs` together with a model object, or a checkpoint of
+            no causal language model.
         TypeError: the object is no causal language model.
     """
     kwargs = dict(model_init_kwargs or {})
@@ -52,7 +67,72 @@ def load_model(
             f"model_init_kwargs dtype={dtype!r}: use 'auto', a torch.dtype or one of {', '.join(DTYPES)}."
         )
     kwargs["dtype"] = DTYPES.get(dtype, dtype)
-    return AutoModelForCausalLM.from_pretrained(model, **kwargs)
+    return _class_for(model, kwargs).from_pretrained(model, **kwargs)
+
+
+_CONFIG_OPTIONS = (
+    *("trust_remote_code", "revision", "code_revision", "subfolder", "token"),
+    *("cache_dir", "force_download", "local_files_only"),
+)
+"""What of `from_pretrained`'s arguments says where a checkpoint's configuration is."""
+
+
+def _class_for(
+    name: str, kwargs: Mapping[str, Any]
+) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    """The class that loads all of a checkpoint.
+
+    Of a vision-language model `AutoModelForCausalLM` may load the text part only (Qwen3.5, Llama 4): what is
+    saved after training would be another, smaller model.
+    """
+    config = kwargs.get("config")
+    if config is None:
+        try:
+            config = AutoConfig.from_pretrained(
+                name, **{k: kwargs[k] for k in _CONFIG_OPTIONS if k in kwargs}
+            )
+        except (OSError, ValueError):
+            return (
+                AutoModelForCausalLM  # the directory of an adapter has none; of others it says what is wrong
+            )
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(_why_no_causal_lm(name, config))
+    text_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    is_whole = text_class.config_class is type(config) or config.architectures == [text_class.__name__]
+    if is_whole or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+def _why_no_causal_lm(name: str, config: PretrainedConfig) -> str:
+    what = f"model={name!r} is a {', '.join(config.architectures or [config.model_type])}"
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return (
+            f"{what}, a vision-language model, and images are not supported yet. Train a model of text; or, "
+            "to train this one's text part on text alone, load it with "
+            "AutoModelForImageTextToText.from_pretrained and pass the model itself, and its tokenizer as "
+            "processing_class."
+        )
+    return f"{what}, which is no causal language model. Choose one that AutoModelForCausalLM can load."
+
+
+def freeze_what_text_does_not_reach(model: PreTrainedModel | PeftModel) -> None:
+    """Freeze the vision tower and the like: without images they have no gradient, so moments and masters of
+    theirs would be memory for nothing, and weight decay would shrink them."""
+    if hasattr(model, "peft_config") or model.config.get_text_config() is model.config:
+        return
+    text_modules = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    reached = {id(p) for module in text_modules for p in module.parameters()}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in reached]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    if frozen:
+        logger.warning(
+            f"{type(model).__name__} is trained on text: {sum(p.numel() for p in frozen):,} parameters "
+            "outside its language model, which text does not reach, stay as they are and are saved with the rest."
+        )
 
 
 @torch.no_grad()
@@ -112,16 +192,27 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
 def disable_dropout(model: nn.Module) -> None:
     """No dropout anywhere, attention's included, so that policy and rollout log-probabilities agree."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, _DropoutNd):
             module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+            continue
+        # Others call the function with a rate of their own: `attention_dropout`, `residual_dropout`, `layerdrop`.
+        for name in [name for name, x in vars(module).items() if "drop" in name and isinstance(x, float)]:
+            setattr(module, name, 0.0)
 
 
 def enable_gradient_checkpointing(
     model: PreTrainedModel | PeftModel, kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """Recompute activations in backward. Without re-entrant autograd, unless `kwargs` asks for it."""
+    """Recompute activations in backward. Without re-entrant autograd, unless `kwargs` asks for it.
+
+    An architecture that cannot keeps them all, and a line says so.
+    """
+    if not causal_lm(model).supports_gradient_checkpointing:
+        logger.warning(
+            f"{type(causal_lm(model)).__name__} does not support gradient checkpointing: its activations are "
+            "kept. If memory does not suffice, lower max_tokens_per_microbatch."
+        )
+        return
     options = {"use_reentrant": False, **(kwargs or {})}
     causal_lm(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if options["use_reentrant"] and hasattr(model, "peft_config"):

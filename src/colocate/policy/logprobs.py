@@ -16,7 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from colocate.policy.products import multiply, wide_product
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import body, causal_lm
+
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names of the soft cap in Gemma's, RecurrentGemma's and xLSTM's configurations."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ def output_head(model: torch.nn.Module) -> OutputHead:
     config = lm.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    softcaps = (getattr(config, name, None) for name in SOFTCAPS)
+    softcap = next((cap for cap in softcaps if cap), None)
     return OutputHead(module.weight, getattr(module, "bias", None), float(scale), softcap)
 
 
@@ -407,7 +411,14 @@ def check_output_head(model: torch.nn.Module) -> None:
     seen: list[Tensor] = []
 
     def enlarge(module, args, output):
-        states = output.last_hidden_state
+        states = getattr(output, "last_hidden_state", None)
+        if states is None:  # a head that is called decoder
+            return output
+        if states.shape[-1] != head.weight.shape[-1]:
+            raise ValueError(
+                f"{_unknown_head(lm)}: the head reads {head.weight.shape[-1]} values and the layers below "
+                f"it make {states.shape[-1]}."
+            )
         largest = _logits(states[0], OutputHead(head.weight, head.bias, head.scale)).abs().max()
         output.last_hidden_state = states * (32 / largest.clamp(min=1e-6)).to(states.dtype)
         seen.append(output.last_hidden_state[0])
@@ -415,20 +426,33 @@ def check_output_head(model: torch.nn.Module) -> None:
 
     training = lm.training
     lm.eval()
-    handle = lm.base_model.register_forward_hook(enlarge)
+    # Some go past the body to the decoder inside it (OPT). Enlarged twice is enlarged once.
+    modules = {id(module): module for module in (body(model), lm.get_decoder())}
+    handles = [module.register_forward_hook(enlarge) for module in modules.values()]
     try:
         ids = torch.arange(1, 9, device=head.weight.device)[None] % len(head.weight)
         theirs = lm(input_ids=ids, use_cache=False).logits[0].float()
+        if not seen:
+            raise ValueError(f"{_unknown_head(lm)}: it makes logits without {type(body(model)).__name__}.")
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         lm.train(training)
-    error = (F.log_softmax(_logits(seen[0], head).float(), -1) - F.log_softmax(theirs, -1)).abs().max().item()
+    error = (
+        (F.log_softmax(_logits(seen[-1], head).float(), -1) - F.log_softmax(theirs, -1)).abs().max().item()
+    )
     # Logits up to 32: bf16 rounds them by up to 1/16, a log-softmax by twice that.
     tolerance = 1e-2 if theirs.dtype == head.weight.dtype == torch.float32 else 0.5
     if not error <= tolerance:
         raise ValueError(
-            f"{type(lm).__name__} computes its logits in a way this version does not know: log-probabilities "
-            f"from the hidden states differ from the model's own by up to {error:.3g} (tolerance "
-            f"{tolerance}). Known are a bias, config.logit_scale, config.logits_scaling (a divisor) and "
-            "config.final_logit_softcapping."
+            f"{_unknown_head(lm)}: log-probabilities from the hidden states differ from the model's own by "
+            f"up to {error:.3g} (tolerance {tolerance})."
         )
+
+
+def _unknown_head(lm: Any) -> str:
+    return (
+        f"{type(lm).__name__} computes its logits in a way this version does not know (a bias, "
+        f"config.logit_scale, the divisor config.logits_scaling and the soft caps config.{', '.join(SOFTCAPS)} "
+        "are known), so it cannot be trained"
+    )

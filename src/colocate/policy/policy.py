@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
 from colocate.memory.train_plan import TrainPlan
-from colocate.policy.forward import padded_hidden_states
+from colocate.policy.forward import check_causal, padded_hidden_states
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
@@ -72,7 +72,8 @@ class Policy:
         mark: told what has just been launched, and what takes memory only while it runs.
 
     Raises:
-        ValueError: temperature 0; the LM head does something unknown (`check_output_head`).
+        ValueError: temperature 0; the LM head does something unknown (`check_output_head`); the model is not causal
+            (`check_causal`).
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class Policy:
                 layout_for(model)
             )  # now, and not in the first step: an engine may capture graphs before it
         else:
-            check_output_head(model)  # a layout has a plain head
+            check_output_head(model)  # a layout has a plain head, and is causal
+            check_causal(model)
         self.model = model
         self.optimizer = optimizer
         self.reference = reference

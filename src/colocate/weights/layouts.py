@@ -111,6 +111,16 @@ def causal_lm(model: nn.Module) -> Any:
     return get_base_model() if get_base_model is not None else model
 
 
+def body(model: nn.Module) -> Any:
+    """What is below the head: the module whose `last_hidden_state` the head reads."""
+    lm = causal_lm(model)
+    if lm.base_model is not lm:
+        return lm.base_model
+    # Mllama and Llama 4 name as their base what is above them. The latter with its vision tower has a causal
+    # language model inside.
+    return lm.model if hasattr(lm, "model") else body(lm.language_model)
+
+
 def has_layout(model: nn.Module) -> bool:
     """Whether the native engine can run this model exactly."""
     return prompt_learning_adapter(model) is None and _why_not(causal_lm(model)) is None
