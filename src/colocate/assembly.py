@@ -55,6 +55,7 @@ from colocate.policy.loading import (
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import make_reference
+from colocate.policy.router_loss import router_loss_coef
 from colocate.policy.stack import runs_packed
 from colocate.redaction import check_complete
 from colocate.rewards.base import RewardFunctions
@@ -200,6 +201,7 @@ def build_policy(
         plan=plan,
         max_grad_norm=args.max_grad_norm,
         reference=reference,
+        router_loss_coef=router_loss_coef(model, args.router_aux_loss_coef),
     )
 
 

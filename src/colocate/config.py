@@ -220,6 +220,8 @@ class GRPOConfig(TrainingArguments):
     """How far one optimizer step moves the coefficient."""
     entropy_target: float = 0.2
     """Mean entropy per token, in nats, at or below which the bonus acts."""
+    router_aux_loss_coef: float | None = None
+    """Weight of a mixture of experts' load-balancing loss; None takes the model's own, 0 leaves it out."""
     off_policy_mask_threshold: float | None = None
     """Drop completions with negative advantage whose mean log-ratio to the old policy exceeds this."""
     vllm_importance_sampling_correction: bool = True
@@ -253,7 +255,6 @@ class GRPOConfig(TrainingArguments):
 
     # ── Accepted so that existing scripts run, or refused: `options.py` says which and why ───────────────
 
-    router_aux_loss_coef: float | None = None
     cast_lm_head_to_fp32: bool = False
     use_vllm: bool = False
     vllm_mode: str = "colocate"

@@ -47,7 +47,7 @@ HONOURED: frozenset[str] = _names(
     vllm_importance_sampling_clip_min off_policy_mask_threshold mask_truncated_completions
     top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max
     entropy_coef_delta entropy_target sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
-    reward_weights reward_timeout_s scale_rewards multi_objective_aggregation
+    router_aux_loss_coef reward_weights reward_timeout_s scale_rewards multi_objective_aggregation
 
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim weight_decay adam_beta1 adam_beta2
     adam_epsilon max_grad_norm bf16 tf32 activation_checkpointing activation_checkpointing_kwargs
@@ -161,7 +161,6 @@ REFUSED: dict[str, str] = {
     "use_transformers_paged": _NATIVE_BATCHING,
     "max_tool_calling_iterations": "tools are not supported yet; remove it",
     "log_completions_hub_repo": "completions are written to output_dir; upload that directory instead",
-    "router_aux_loss_coef": "mixture-of-experts models are not supported yet; remove it",
     "cast_lm_head_to_fp32": "trainer and engine share the head; logits are already turned into "
     "log-probabilities in float32",
     "fp16": "float16 needs loss scaling, which rare large gradients upset; set bf16=True",

@@ -14,7 +14,7 @@ import pytest
 import torch
 import trl
 import trl.trainer.grpo_trainer
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, TrainerCallback
 
 from colocate import GRPOConfig, GRPOTrainer
 from tiny import EOS, PAD, VOCAB_SIZE, StubEngine, count_digits, make_tokenizer, sums, weights_of
@@ -34,6 +34,18 @@ SHARED: dict[str, Any] = dict(
     use_cpu=True,
     bf16=False,
     disable_tqdm=True,
+)
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    num_experts_per_tok=2,
+    initializer_range=0.2,
 )
 
 
@@ -213,6 +225,45 @@ def test_reward_function_that_changes_its_arguments(tmp_path, model_dir):
     for key in ("reward", "completions/mean_terminated_length", "grad_norm"):
         their_values, our_values = ([e[key] for e in t.state.log_history[:-1]] for t in (theirs, ours))
         assert our_values == pytest.approx(their_values, rel=2e-4)
+
+
+MIXTURES = {
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, moe_intermediate_size=16, router_aux_loss_coef=0.5
+    ),
+    # Whether the configuration asks for the routers' logits changes nothing.
+    "mixtral": MixtralConfig(
+        **SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1
+    ),
+}
+MIXTURE_CASES = [
+    ("qwen3-moe", dict(gradient_checkpointing=True, loss_type="grpo")),
+    ("mixtral", dict(router_aux_loss_coef=1.0)),
+    ("mixtral", dict(router_aux_loss_coef=0.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), MIXTURE_CASES, ids=str)
+def test_a_mixture_of_experts_has_trls_auxiliary_loss(tmp_path, name, options):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MIXTURES[name]).save_pretrained(tmp_path / "model")
+    options = dict(max_steps=3, learning_rate=1.0, optim="sgd", max_grad_norm=0.0, **options)
+    theirs, ours = (make(tmp_path, tmp_path / "model", **options) for make in (their_trainer, our_trainer))
+    initial = weights_of(ours.model)
+    with_scripted_completions(theirs, ours)
+    train_theirs(theirs, ours.args.seed)
+    ours.train()
+    expected, actual = weights_of(theirs.model), weights_of(ours.model)
+    for router in [name for name in actual if name.endswith("gate.weight")]:
+        moved = expected[router] - initial[router]
+        assert (actual[router] - expected[router]).norm() < 1e-3 * moved.norm(), router
+    assert all(
+        (actual[n] - expected[n]).norm() < 1e-3 * (expected[n] - initial[n]).norm() + 1e-6 for n in actual
+    )
+    for their_log, our_log in zip(theirs.state.log_history[:-1], ours.state.log_history[:-1], strict=True):
+        assert ("aux_loss" in our_log) == (options.get("router_aux_loss_coef") != 0.0)
+        for key in {"loss", "grad_norm", "aux_loss"} & their_log.keys():
+            assert our_log[key] == pytest.approx(their_log[key], rel=1e-3, abs=1e-5), key
 
 
 def test_clipping_was_seen(tmp_path, model_dir):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,34 @@ def padded_hidden_states(model: torch.nn.Module, samples: Sequence[Sample]) -> T
     """
     # Nothing is predicted from the last completion token, so it is not read.
     rows = [torch.cat([sample.prompt_ids, sample.completion_ids[:-1]]) for sample in samples]
-    output = body(model)(
-        input_ids=pad_sequence(rows, batch_first=True),
-        attention_mask=pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
-        use_cache=False,
-    )
-    states = zip(output.last_hidden_state, rows, samples, strict=True)
-    return torch.cat([state[len(s.prompt_ids) - 1 : len(row)] for state, row, s in states])
+    return _predicting(body(model)(**_padded(rows)).last_hidden_state, samples)
+
+
+def padded_with_router_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Likewise of a mixture of experts, and the loss of its routers over all tokens, a scalar."""
+    rows = [torch.cat([sample.prompt_ids, sample.completion_ids]) for sample in samples]
+    seen: list[Tensor] = []
+    handle = body(model).register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state))
+    try:
+        # The causal language model knows the loss, and need not make more logits than one row's.
+        output = causal_lm(model)(**_padded(rows), output_router_logits=True, logits_to_keep=1)
+    finally:
+        handle.remove()
+    return _predicting(seen[0], samples), output.aux_loss
+
+
+def _padded(rows: Sequence[Tensor]) -> dict[str, Any]:
+    return {
+        "input_ids": pad_sequence(list(rows), batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+        "use_cache": False,
+    }
+
+
+def _predicting(states: Tensor, samples: Sequence[Sample]) -> Tensor:
+    starts = [len(sample.prompt_ids) - 1 for sample in samples]
+    parts = zip(states, starts, samples, strict=True)
+    return torch.cat([state[start : start + len(s.completion_ids)] for state, start, s in parts])
 
 
 @torch.no_grad()

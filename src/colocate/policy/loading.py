@@ -131,7 +131,7 @@ def freeze_what_text_does_not_reach(model: PreTrainedModel | PeftModel) -> None:
     if frozen:
         logger.warning(
             f"{type(model).__name__} is trained on text: {sum(p.numel() for p in frozen):,} parameters "
-            "outside its language model, which text does not reach, stay as they are and are saved with the rest."
+            "outside its language model, which text does not reach, stay as they are and are saved."
         )
 
 
@@ -195,7 +195,7 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, _DropoutNd):
             module.p = 0.0
             continue
-        # Others call the function with a rate of their own: `attention_dropout`, `residual_dropout`, `layerdrop`.
+        # Others call the function with a rate of their own: `attention_dropout`, `layerdrop`.
         for name in [name for name, x in vars(module).items() if "drop" in name and isinstance(x, float)]:
             setattr(module, name, 0.0)
 

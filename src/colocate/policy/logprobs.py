@@ -453,6 +453,6 @@ def check_output_head(model: torch.nn.Module) -> None:
 def _unknown_head(lm: Any) -> str:
     return (
         f"{type(lm).__name__} computes its logits in a way this version does not know (a bias, "
-        f"config.logit_scale, the divisor config.logits_scaling and the soft caps config.{', '.join(SOFTCAPS)} "
-        "are known), so it cannot be trained"
+        "config.logit_scale, the divisor config.logits_scaling and the soft caps "
+        f"config.{', '.join(SOFTCAPS)} are known), so it cannot be trained"
     )

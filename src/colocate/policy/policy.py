@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
 from colocate.memory.train_plan import TrainPlan
-from colocate.policy.forward import check_causal, padded_hidden_states
+from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
@@ -68,12 +69,13 @@ class Policy:
         share_prompts: compute the prompt of samples with an equal `prompt_key` once.
         max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
         reference: needed for `reference_logprobs` only.
+        router_loss_coef: weight of a mixture of experts' load-balancing loss; 0 leaves it out.
         retry: calls what it is given, and again if it ran out of memory and less is needed now.
         mark: told what has just been launched, and what takes memory only while it runs.
 
     Raises:
-        ValueError: temperature 0; the LM head does something unknown (`check_output_head`); the model is not causal
-            (`check_causal`).
+        ValueError: temperature 0; the LM head does something unknown (`check_output_head`); the model is not
+            causal (`check_causal`).
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Policy:
         share_prompts: bool = True,
         max_grad_norm: float | None,
         reference: Reference | None = None,
+        router_loss_coef: float = 0.0,
         retry: Retry = lambda work: work(),
         mark: Callable[[str, str], None] = lambda name, transient: None,
     ) -> None:
@@ -109,6 +112,7 @@ class Policy:
         self.num_skipped_updates = 0
         """In a row, up to now."""
         self.plan = plan or TrainPlan()
+        self._router_loss_coef = router_loss_coef
         self._temperature = temperature
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
@@ -158,6 +162,10 @@ class Policy:
                 pad_sequence(list(entropies), batch_first=True),
                 _loss_batch(microbatch),
             )
+            if self._router_loss_coef:
+                _, router_loss = self.retry(partial(padded_with_router_loss, self.model, microbatch))
+                share = len(microbatch) / len(samples)
+                part = part + self._weighted(router_loss, share, part_metrics)
             loss += part
             metrics.merge(part_metrics)
         metrics.add_mean("loss", loss, 1)
@@ -238,26 +246,40 @@ class Policy:
         loss = torch.zeros((), device=self._device)
         for indices in self._microbatches(samples, packed=stack is not None):
             microbatch = [samples[i] for i in indices]
-            part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective)
+            share = len(indices) / len(samples)
+            part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective, share)
             loss += part
             metrics.merge(part_metrics)
             logprobs.update(zip(indices, part_logprobs, strict=True))
         return loss, metrics, [logprobs[i] for i in range(len(samples))]
 
     def _accumulate(
-        self, stack: DecoderStack | None, samples: list[Sample], objective: LossFunction
+        self, stack: DecoderStack | None, samples: list[Sample], objective: LossFunction, share: float
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
-        """Forward and backward of one micro-batch; gradients stay in the optimizer's leaves."""
+        """Forward and backward of one micro-batch, `share` of the step's sequences; gradients stay in the
+        optimizer's leaves."""
+        router_loss = None
+        if self._router_loss_coef:
+            hidden, router_loss = padded_with_router_loss(self.model, samples)
+        else:
+            hidden = self._hidden_states(self.model, stack, samples)
         entropy_gradient = getattr(objective, "has_entropy_bonus", True)
-        logprobs, entropies = self._forward(self.model, stack, samples, entropy_gradient=entropy_gradient)
+        logprobs, entropies = self._logprobs(self.model, hidden, samples, entropy_gradient=entropy_gradient)
         loss, metrics = objective(
             pad_sequence(logprobs, batch_first=True),
             pad_sequence(entropies, batch_first=True),
             _loss_batch(samples),
         )
+        if router_loss is not None:
+            loss = loss + self._weighted(router_loss, share, metrics)
         loss.backward()
         self.mark("backward", "workspace")
         return loss.detach(), metrics, [x.detach() for x in logprobs]
+
+    def _weighted(self, router_loss: Tensor, share: float, metrics: Metrics) -> Tensor:
+        """What a micro-batch's router loss adds to the loss of the step."""
+        metrics.add_mean("aux_loss", router_loss.detach() * share, share)
+        return self._router_loss_coef * share * router_loss
 
     def _evaluate(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         model.eval()
@@ -265,7 +287,8 @@ class Policy:
         results: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in self._microbatches(samples, packed=stack is not None):
             microbatch = [samples[i] for i in indices]
-            logprobs, entropies = self._forward(model, stack, microbatch, entropy_gradient=False)
+            hidden = self._hidden_states(model, stack, microbatch)
+            logprobs, entropies = self._logprobs(model, hidden, microbatch, entropy_gradient=False)
             results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
         return [results[i] for i in range(len(samples))]
 
@@ -275,16 +298,18 @@ class Policy:
             return None
         return DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
 
-    def _forward(
-        self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample], *, entropy_gradient: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probabilities and entropies of every completion, each [C]."""
+    def _hidden_states(self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]) -> Tensor:
+        """Those that predict completion tokens, [N, hidden]."""
         if stack is None:
-            hidden = padded_hidden_states(model, samples)
-        else:
-            packed = stack.pack(samples)
-            self._largest_microbatch = max(self._largest_microbatch, packed.num_tokens)
-            hidden = stack.hidden_states(packed, self.plan.activation_policy)
+            return padded_hidden_states(model, samples)
+        packed = stack.pack(samples)
+        self._largest_microbatch = max(self._largest_microbatch, packed.num_tokens)
+        return stack.hidden_states(packed, self.plan.activation_policy)
+
+    def _logprobs(
+        self, model: nn.Module, hidden: Tensor, samples: list[Sample], *, entropy_gradient: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probabilities and entropies of every completion, each [C], from its hidden states."""
         self.mark("layers", "workspace")
         logprobs, entropies = token_logprobs(
             hidden,

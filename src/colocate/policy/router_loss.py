@@ -1,0 +1,67 @@
+"""The load-balancing loss of a mixture of experts' routers (Switch Transformer, arXiv:2101.03961, eqs. 4-6).
+
+Over the tokens of a batch, padding left out, with f_i the share of (token, choice) pairs that go to expert i
+and P_i the mean probability that the router gives it: aux_loss = E · sum_i f_i P_i. It is the architecture's
+own code that computes it. A product of two means is no sum over tokens, so the loss of a step depends on how
+it is cut: TRL takes the mean over its micro-batches, here each counts by its sequences, which is the same
+where they are equally large.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from colocate.weights.layouts import causal_lm
+
+logger = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def router_loss_coef(model: nn.Module, asked: float | None) -> float:
+    """Weight of the router's loss, by TRL's rule: what is asked, else what the model's configuration says.
+
+    Args:
+        asked: `router_aux_loss_coef`; None leaves it to the model, 0 turns the loss off.
+
+    Returns:
+        0.0 for a model that has no such loss.
+
+    Raises:
+        ValueError: it is asked for, and the model has none.
+    """
+    lm = causal_lm(model)
+    config = lm.config.get_text_config()
+    coef = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
+    if not coef:
+        return 0.0
+    if hasattr(config, "output_router_logits") and _has_router_loss(lm):
+        return float(coef)
+    if asked is not None:
+        raise ValueError(
+            f"router_aux_loss_coef={asked}, but {type(lm).__name__} is no mixture of experts that returns "
+            "its routers' logits, so there is no auxiliary loss to weigh. Remove it."
+        )
+    if hasattr(config, "output_router_logits"):
+        logger.warning(
+            f"{type(lm).__name__} is trained without an auxiliary loss of its routers: its configuration has "
+            f"router_aux_loss_coef={coef}, but transformers computes none for it."
+        )
+    return 0.0
+
+
+def _has_router_loss(lm: nn.Module) -> bool:
+    ids = torch.arange(1, 5, device=next(lm.parameters()).device)[None]
+    training = lm.training
+    lm.eval()
+    try:
+        output = lm(
+            input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, output_router_logits=True
+        )
+    except TypeError:  # an unknown argument
+        return False
+    finally:
+        lm.train(training)
+    return isinstance(getattr(output, "aux_loss", None), torch.Tensor)
