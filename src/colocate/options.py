@@ -23,6 +23,7 @@ from typing import Any
 
 from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES
 from colocate.memory.train_plan import ACTIVATION_POLICIES
+from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
 from colocate.redaction import redacted
 
 
@@ -49,10 +50,11 @@ HONOURED: frozenset[str] = _names(
     entropy_coef_delta entropy_target sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
     router_aux_loss_coef reward_weights reward_timeout_s scale_rewards multi_objective_aggregation
 
-    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim weight_decay adam_beta1 adam_beta2
-    adam_epsilon max_grad_norm bf16 tf32 activation_checkpointing activation_checkpointing_kwargs
-    gradient_checkpointing gradient_checkpointing_kwargs max_tokens_per_microbatch logprob_chunk_size
-    activation_policy share_prompts offload_optimizer max_skipped_steps use_cpu ddp_backend ddp_timeout
+    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args optim_target_modules
+    weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 tf32 activation_checkpointing
+    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
+    max_tokens_per_microbatch logprob_chunk_size activation_policy share_prompts offload_optimizer
+    max_skipped_steps use_cpu ddp_backend ddp_timeout
 
     logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
     run_name project trackio_space_id trackio_bucket_id trackio_static_space_id log_completions
@@ -170,8 +172,6 @@ REFUSED: dict[str, str] = {
     "label_smoothing_factor": "GRPO has no labels; remove it",
     "neftune_noise_alpha": "noise on the embeddings would make trainer and engine disagree; remove it",
     "train_sampling_strategy": "use shuffle_dataset=False for the data's own order; packing balances lengths",
-    "optim_args": "set learning_rate, weight_decay and adam_*, or pass `optimizers` to the trainer",
-    "optim_target_modules": "projected-gradient optimizers are not supported; use use_peft to train less",
     "torch_compile": "not supported yet; remove it",
     "torch_compile_backend": "torch_compile is not supported yet; remove it",
     "torch_compile_mode": "torch_compile is not supported yet; remove it",
@@ -235,11 +235,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "activation_policy": ("auto", *ACTIVATION_POLICIES),
     "scale_rewards": REWARD_SCALES,
     "multi_objective_aggregation": AGGREGATIONS,
-    # All of these step in place, so that memory cannot run out with half of the weights moved. Of the 8-bit
-    # ones, paged_adamw_8bit lets the driver move its state between any two kernels, which offload_optimizer
-    # does once and in time, and a resumed run would have it unpaged; torchao's is compiled for every shape of
-    # a weight. The trainer's `optimizers` argument takes any optimizer object.
-    "optim": ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "adamw_8bit", "sgd"),
+    "optim": OPTIMIZERS,
     "lr_scheduler_type": (
         *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
         *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
@@ -307,6 +303,8 @@ def check_support(config: Any) -> list[str]:
             `REPLACED_BY` another with this engine.
     """
     _check_replaced(config, config.engine)
+    optim = str(getattr(config.optim, "value", config.optim))
+    check_optimizer(optim, config.optim_args, config.optim_target_modules)
     honoured = HONOURED | HONOURED_BY.get(config.engine, frozenset())
     waiting = _WAITING if _is_undecided(config) else frozenset()
     return _notices(config, {field.name for field in fields(config)} - honoured - waiting)

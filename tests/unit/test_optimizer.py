@@ -7,9 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
+from colocate.config import GRPOConfig
+from colocate.planning.accounting import MOMENTS_BYTES
 from colocate.policy.loading import cast_to_bf16
 from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer_names import ARGUMENTS, REFUSED_OPTIMIZERS
+from colocate.policy.optimizer_names import OPTIMIZERS as NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +35,38 @@ def small_model(seed: int = 0) -> nn.Sequential:
     return model
 
 
-def backward(model: nn.Module, step: int) -> None:
+AVAILABLE = [
+    *(
+        "adamw_torch_fused",
+        "adamw_torch",
+        "sgd",
+        "adafactor",
+        "adagrad",
+        "rmsprop",
+        "adamw_8bit",
+        "adamw_bnb_8bit",
+    ),
+    *(
+        "paged_adamw_32bit",
+        "paged_adamw_8bit",
+        "lion_32bit",
+        "lion_8bit",
+        "paged_lion_32bit",
+        "paged_lion_8bit",
+    ),
+    *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+]
+"""Of transformers' optimizers those that PyTorch, transformers and bitsandbytes bring."""
+
+
+def backward(model: nn.Module, step: int) -> float:
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(32, 16, generator=generator).bfloat16()
     targets = torch.randint(8, (32,), generator=generator)
-    F.cross_entropy(model(inputs.to(next(model.parameters()).dtype)).float(), targets).backward()
+    loss = F.cross_entropy(model(inputs.to(next(model.parameters()).dtype)).float(), targets)
+    loss.backward()
+    return loss.item()
 
 
 def moved(model_or_masters, start) -> torch.Tensor:
@@ -79,9 +111,12 @@ def test_gradients_add_up_in_fp32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "adamw_8bit", "sgd", "adafactor"])
+@pytest.mark.parametrize("optim", AVAILABLE)
 def test_state_round_trip_continues_bit_for_bit(optim, dtype):
-    args = arguments(optim=optim, learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=2)
+    momentum = "momentum=0.9" if optim in ("sgd", "rmsprop", "rmsprop_bnb") else None
+    args = arguments(
+        optim=optim, optim_args=momentum, learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=2
+    )
 
     def make(seed):
         model = small_model(seed).to(dtype)
@@ -130,11 +165,31 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize("optim", AVAILABLE)
+def test_it_learns_with_the_state_that_the_planner_counts(optim, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 300), nn.Tanh(), nn.Linear(300, 8)).to(torch.bfloat16)
+    is_slow = optim.startswith("sgd")
+    optimizer = PolicyOptimizer(model, arguments(optim=optim, learning_rate=0.5 if is_slow else 3e-3), 40)
+    losses = []
+    for _ in range(40):
+        losses.append(backward(model, 0))
+        optimizer.step()
+    assert losses[-1] < 0.5 * losses[0]
+    assert (optim in MOMENTS_BYTES) != ("the planner does not know" in caplog.text)
+    if optim in MOMENTS_BYTES:
+        sizes = [leaf.numel() for leaf in optimizer.leaves]
+        # bitsandbytes' table of the 256 values is shared by all; masters are float32; torch counts steps.
+        tables_bytes = 2 * 4 * 256 if "8bit" in optim else 0
+        counted = sum(map(MOMENTS_BYTES[optim], sizes)) + 4 * sum(sizes)
+        assert 0 <= optimizer.num_bytes - counted <= tables_bytes + 4 * len(sizes)
+
+
 OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_bnb_8bit", "sgd"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optim", [*OPTIMIZERS, "adafactor", "own momentum"])
+@pytest.mark.parametrize("optim", [*OPTIMIZERS, "adafactor", "adagrad", "ademamix_8bit", "own momentum"])
 def test_offloaded_between_steps_trains_bit_for_bit(optim, dtype):
     def make():
         model = large_model().to(dtype)
@@ -223,7 +278,7 @@ def num_allocations_of_first_step(monkeypatch, make) -> int:
         return 10**6 - counter.num_left
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bnb_8bit", "own foreach"])
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bnb_8bit", "ademamix", "own foreach"])
 def test_a_step_that_ran_out_of_memory_is_repeated_bit_for_bit(optim, monkeypatch):
     args = arguments(
         optim="sgd" if optim.startswith("own") else optim, learning_rate=1e-2, weight_decay=0.1,
@@ -361,6 +416,59 @@ def test_users_optimizer_is_used_as_it_is(caplog):
     assert "bf16=False" in caplog.text
 
 
+def test_projected_gradients_are_those_of_the_masters(monkeypatch, caplog):
+    """GaLore's and APOLLO's groups name parameters of the model; what steps are the masters."""
+
+    class Projecting(torch.optim.SGD):
+        def __init__(self, params, lr):
+            self.ranks = [group.pop("rank", None) for group in params]
+            super().__init__(params, lr)
+
+    def choose(args, model):
+        groups = [
+            {"params": [p for n, p in model.named_parameters() if n != "2.weight"]},
+            {"params": [model[2].weight], "rank": 4},
+        ]
+        return Projecting, {"lr": args.learning_rate, "params": groups}
+
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(choose))
+    model = small_model().to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    before = model[2].weight.detach().clone()
+    optimizer = PolicyOptimizer(model, arguments(optim="galore_adamw", learning_rate=1.0), 10)
+    assert "no run can be resumed" in caplog.text
+    assert optimizer.optimizer.ranks == [None, 4]
+    held = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(leaf) for leaf in optimizer.leaves} and len(held) == 4
+    backward(model, 0)
+    optimizer.step()
+    assert not torch.equal(model[2].weight, before)
+
+
+def test_every_optimizer_of_transformers_is_taken_or_refused_with_a_reason():
+    names = {optimizer.value for optimizer in OptimizerNames}
+    assert {*NAMES, *REFUSED_OPTIMIZERS} == names and not {*NAMES} & REFUSED_OPTIMIZERS.keys()
+    assert {*AVAILABLE, *ARGUMENTS} <= {*NAMES}
+    for name in REFUSED_OPTIMIZERS:
+        with pytest.raises(ValueError, match=f"optim='{name}' is not supported: it "):
+            GRPOConfig("unused", optim=name, use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(optim_args="momentum=0.9"), "'adamw_torch_fused' does not read momentum: it reads none"),
+        (dict(optim="sgd", optim_args="momentun=0.9"), "may set momentum, dampening, nesterov"),
+        (dict(optim="sgd", optim_args="momentum"), "no list like"),
+        (dict(optim="galore_adamw"), "name them in optim_target_modules"),
+        (dict(optim="sgd", optim_target_modules=["q_proj"]), "only read with optim=galore_adamw"),
+    ],
+)
+def test_arguments_that_nothing_would_read_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GRPOConfig("unused", use_cpu=True, **options)
+
+
 def test_errors_say_what_to_do(monkeypatch):
     model = small_model()
     with pytest.raises(ValueError, match="holds none of the 6 trainable parameters"):
@@ -378,11 +486,15 @@ def test_errors_say_what_to_do(monkeypatch):
     state["weights"][name] = weight.double()
     with pytest.raises(ValueError, match=f"1 differ, {name} for one"):
         PolicyOptimizer(small_model(), arguments(), 10).load_state_dict(state)
+    with pytest.raises(
+        ImportError, match="'grokadamw' needs a library that is not installed: Please install"
+    ):
+        PolicyOptimizer(model, arguments(optim="grokadamw"), 10)
     missing = staticmethod(lambda args, model: exec("raise ImportError('install `bitsandbytes`')"))
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", missing)
     with pytest.raises(ImportError, match=r"'adamw_bnb_8bit' needs .* pip install 'bitsandbytes>="):
         PolicyOptimizer(model, arguments(optim="adamw_bnb_8bit"), 10)
-    factory = staticmethod(lambda args, model: (torch.optim.SGD, {"params": []}))
+    factory = staticmethod(lambda args, model: (torch.optim.SGD, {"model": model}))
     monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", factory)
     with pytest.raises(ValueError, match="adamw_torch_fused"):
         PolicyOptimizer(model, arguments(), 10)

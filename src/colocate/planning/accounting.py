@@ -39,9 +39,17 @@ def _adam_8bit_bytes(num_elements: int) -> int:
 
     bitsandbytes leaves tensors of fewer than 4,096 elements in float32.
     """
+    return 2 * _one_moment_8bit_bytes(num_elements)
+
+
+def _one_moment_8bit_bytes(num_elements: int) -> int:
     if num_elements < 4096:
-        return _adam_bytes(num_elements)
-    return 2 * (num_elements + _FLOAT32_BYTES * -(-num_elements // 256))
+        return _FLOAT32_BYTES * num_elements
+    return num_elements + _FLOAT32_BYTES * -(-num_elements // 256)
+
+
+def _one_moment_bytes(num_elements: int) -> int:
+    return _FLOAT32_BYTES * num_elements
 
 
 MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
@@ -50,6 +58,13 @@ MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
     "adamw_bnb_8bit": _adam_8bit_bytes,
     "adamw_8bit": _adam_8bit_bytes,
     "sgd": lambda num_elements: 0,
+    "lion_32bit": _one_moment_bytes,
+    "lion_8bit": _one_moment_8bit_bytes,
+    "rmsprop_bnb": _one_moment_bytes,
+    "rmsprop_bnb_32bit": _one_moment_bytes,
+    "rmsprop_bnb_8bit": _one_moment_8bit_bytes,
+    "ademamix": lambda num_elements: 3 * _one_moment_bytes(num_elements),
+    "ademamix_8bit": lambda num_elements: 3 * _one_moment_8bit_bytes(num_elements),
 }
 """Optimizer state of one trained tensor, by its number of elements."""
 

@@ -83,8 +83,8 @@ def planner_for(model: nn.Module, args: GRPOConfig) -> Planner | None:
     parameter = next(model.parameters())
     if parameter.device.type != "cuda" or not has_layout(model):
         return None
-    if OptimizerNames(args.optim).value not in MOMENTS_BYTES:
-        return None
+    if OptimizerNames(args.optim).value not in MOMENTS_BYTES or args.optim_args:
+        return None  # `optim_args` may add state: momentum to SGD's none
     shapes = ModelShapes.of(model)
     dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
     has_cudnn = cudnn_attention.has_cudnn(parameter.device, dtype, shapes.head_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 from colocate.memory.offload import HostStore
+from colocate.policy.optimizer_names import shortcomings
 
 SMALLEST_OFFLOADED_BYTES = 2048
 """Smaller state stays on the device: step counters, and tables that an optimizer also refers to elsewhere."""
@@ -40,8 +42,8 @@ class PolicyOptimizer:
 
     Args:
         model: its trainable parameters are optimized, with transformers' weight-decay groups.
-        args: read for `optim`, `learning_rate`, `weight_decay`, the Adam and `lr_scheduler_*` and warm-up
-            options.
+        args: read for `optim`, its `optim_args` and `optim_target_modules`, `learning_rate`, `weight_decay`, the
+            Adam and `lr_scheduler_*` and warm-up options.
         num_training_steps: length of the schedule in optimizer steps.
         original_weights: by parameter name, what the weights were before a cast to bf16
             (`loading.cast_to_bf16`); they become the masters, so the cast loses nothing.
@@ -49,7 +51,7 @@ class PolicyOptimizer:
 
     Raises:
         ImportError: the library that `optim` needs is not installed.
-        ValueError: `optim` needs the model itself (layer-wise and factory optimizers); the schedule needs an
+        ValueError: `optim` needs the model itself (LOMO, layer-wise optimizers); the schedule needs an
             evaluation metric; the user's optimizer holds none of the model's trainable parameters; nothing is
             trainable.
     """
@@ -170,8 +172,8 @@ class PolicyOptimizer:
 
         Raises:
             torch.OutOfMemoryError: raised before anything has changed; the same step can be done again.
-            RuntimeError: memory ran out inside the optimizer, where part of the weights may have moved. Those
-                of `optim` do not allocate there (`_build_optimizer`); the user's own may.
+            RuntimeError: memory ran out inside the optimizer, where part of the weights may have moved. Most
+                of `optim` do not allocate there; some (`optimizer_names.shortcomings`) and a user's own may.
         """
         self._host.fetch()
         self._make_state()
@@ -181,8 +183,8 @@ class PolicyOptimizer:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__} ran out of memory in the middle of its step: some weights "
                 "may have moved and others not, so the step cannot be repeated. Go on from the last "
-                "checkpoint with an optimizer chosen by `optim`, which needs no memory to step, or with "
-                "less to train (use_peft=True)."
+                "checkpoint with optim='adamw_torch_fused' or 'adamw_bnb_8bit', which need no memory to "
+                "step, or with less to train (use_peft=True)."
             ) from error
         self.scheduler.step()
         self._publish()
@@ -296,22 +298,24 @@ def _build_optimizer(
     model: nn.Module, args: TrainingArguments, leaves: Mapping[str, nn.Parameter]
 ) -> Optimizer:
     name = OptimizerNames(args.optim).value
-    try:
-        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
-    except ImportError as error:
-        remedy = ": pip install 'bitsandbytes>=0.46'" if "bitsandbytes" in str(error) else ""
-        raise ImportError(f"optim={name!r} needs a library that is not installed{remedy}.") from error
+    optimizer_class, kwargs = _class_and_kwargs(name, model, args)
     is_plain = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
-    if not is_plain or {"params", "model", "optimizer_dict"} & kwargs.keys():
+    if not is_plain or {"model", "optimizer_dict"} & kwargs.keys():
         raise ValueError(
             f"optim={name!r} steps on the model's own modules, which cannot be combined with fp32 "
             "masters and gradients that are reduced before the step. Choose another, such as "
             "'adamw_torch_fused'."
         )
+    if (line := shortcomings(name)) is not None and args.process_index == 0:
+        logger.warning(line)
     if optimizer_class in (torch.optim.AdamW, torch.optim.SGD):
         # In place, in one kernel. The other implementations hold temporaries as large as all the weights, and
         # may run out of memory between one weight and the next.
         kwargs["fused"] = True
+    elif optimizer_class in (torch.optim.Adagrad, torch.optim.RMSprop):
+        kwargs["foreach"] = False  # temporaries as large as one weight, not as all
+    if "params" in kwargs:  # of GaLore and APOLLO: some of the model's parameters are projected
+        return optimizer_class(_over_leaves(kwargs.pop("params"), model, leaves), **kwargs)
     # Does not use the trainer it is a method of; asking it keeps the groups those of the installed
     # transformers.
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
@@ -320,6 +324,43 @@ def _build_optimizer(
         {"params": [p for n, p in leaves.items() if n not in decayed], "weight_decay": 0.0},
     ]
     return optimizer_class([group for group in groups if group["params"]], **kwargs)
+
+
+def _class_and_kwargs(name: str, model: nn.Module, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
+    """transformers' choice for `optim`.
+
+    Raises:
+        ImportError: the library is not installed.
+    """
+    try:
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    except (ImportError, ValueError) as error:
+        # Of some libraries transformers says so by a ValueError.
+        if isinstance(error, ValueError) and not re.search("install|failed to import", str(error)):
+            raise
+        remedy = "pip install 'bitsandbytes>=0.46'" if "bitsandbytes" in str(error) else str(error)
+        raise ImportError(f"optim={name!r} needs a library that is not installed: {remedy}") from error
+    # `optim_args` reaches some optimizers as text.
+    return optimizer_class, {key: _number(x) if isinstance(x, str) else x for key, x in kwargs.items()}
+
+
+def _number(text: str) -> float | bool | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text
+
+
+def _over_leaves(
+    groups: list[dict[str, Any]], model: nn.Module, leaves: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
+    """The groups with what the optimizer steps on in place of the model's parameters, without frozen ones."""
+    of_parameter = {id(parameter): leaves.get(name) for name, parameter in model.named_parameters()}
+    groups = [group | {"params": [of_parameter[id(p)] for p in group["params"]]} for group in groups]
+    groups = [group | {"params": [leaf for leaf in group["params"] if leaf is not None]} for group in groups]
+    return [group for group in groups if group["params"]]
 
 
 def _initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None:
