@@ -8,8 +8,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from test_policy import make_samples
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from colocate.memory.train_plan import TrainPlan
+from colocate.reporting.metrics import Metrics
 from tiny import EOS, PAD, VOCAB_SIZE, changed_weights, make_tokenizer, make_trainer, weights_of
 
 ENDS: dict[str, Any] = dict(vocab_size=VOCAB_SIZE, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=2)
@@ -72,6 +76,59 @@ def test_it_trains_a_step_on_its_own_rollout(tmp_path, name):
 def test_it_is_refused_by_name(tmp_path, name, options, reason):
     with pytest.raises(ValueError, match=reason):
         make_trainer(tmp_path, model=make_model(config_of(name, **options)))
+
+
+# ── Mixtures of experts ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_routers_loss_of_a_step_counts_each_micro_batch_by_its_sequences(tmp_path):
+    """By hand: the mean over single sequences, and over a micro-batch of three and one of one."""
+    config = config_of("Mixtral", **SIZES | dict(vocab_size=61), **EXPERTS, router_aux_loss_coef=0.25)
+    model = make_model(config)
+    policy = make_trainer(tmp_path, model=model).policy
+    samples = make_samples([(3, 5), (2, 4), (4, 4), (1, 9)])
+
+    def by_module(part) -> torch.Tensor:
+        rows = [torch.cat([s.prompt_ids, s.completion_ids]) for s in part]
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        ids = pad_sequence(rows, batch_first=True)
+        return model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss.detach()
+
+    def nothing(logprobs, entropies, batch):
+        return 0.0 * logprobs.sum(), Metrics()
+
+    longest = [samples[3], samples[0], samples[2]]
+    for tokens, parts in ((1, [[s] for s in samples]), (30, [longest, [samples[1]]])):
+        policy.plan = TrainPlan(tokens_per_microbatch=tokens)
+        assert sorted(map(len, policy._microbatches(samples, packed=False))) == sorted(map(len, parts))
+        want = sum(len(part) * by_module(part) for part in parts) / len(samples)
+        metrics = policy.evaluate(samples, nothing).compute()
+        assert metrics["aux_loss"] == pytest.approx(want.item(), rel=1e-5)
+        assert metrics["loss"] == pytest.approx(0.25 * want.item(), rel=1e-5)
+    update = policy.update(samples, nothing).metrics.compute()
+    assert update["loss"] == pytest.approx(metrics["loss"], rel=1e-5) and update["grad_norm"] > 0
+
+
+def test_a_routers_loss_that_the_model_does_not_have(tmp_path, caplog):
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.1, but Qwen3ForCausalLM is no mixture"):
+        make_trainer(tmp_path, router_aux_loss_coef=0.1)
+    make_trainer(tmp_path, model=make_model(config_of("Llama4Text", **STARTS["Llama4Text"])))
+    assert "Llama4ForCausalLM is trained without an auxiliary loss of its routers" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [dict(optim="lion_8bit"), dict(optim="adagrad"), dict(optim="adafactor")], ids=str
+)
+def test_a_resumed_run_has_the_optimizers_state(tmp_path, options):
+    options = dict(
+        options, learning_rate=1e-2, save_strategy="steps", save_steps=1, lr_scheduler_type="constant"
+    )
+    whole = make_trainer(tmp_path / "whole", max_steps=2, **options)
+    whole.train()
+    make_trainer(tmp_path / "cut", max_steps=1, **options).train()
+    resumed = make_trainer(tmp_path / "cut", max_steps=2, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert not changed_weights(resumed.model, weights_of(whole.model))
 
 
 # ── Vision-language checkpoints ──────────────────────────────────────────────────────────────────────────

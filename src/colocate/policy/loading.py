@@ -99,7 +99,7 @@ def _class_for(
         return AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(_why_no_causal_lm(name, config))
-    text_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     is_whole = text_class.config_class is type(config) or config.architectures == [text_class.__name__]
     if is_whole or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForCausalLM

@@ -42,8 +42,8 @@ class PolicyOptimizer:
 
     Args:
         model: its trainable parameters are optimized, with transformers' weight-decay groups.
-        args: read for `optim`, its `optim_args` and `optim_target_modules`, `learning_rate`, `weight_decay`, the
-            Adam and `lr_scheduler_*` and warm-up options.
+        args: read for `optim`, its `optim_args` and `optim_target_modules`, `learning_rate`, `weight_decay`,
+            the Adam and `lr_scheduler_*` and warm-up options.
         num_training_steps: length of the schedule in optimizer steps.
         original_weights: by parameter name, what the weights were before a cast to bf16
             (`loading.cast_to_bf16`); they become the masters, so the cast loses nothing.
