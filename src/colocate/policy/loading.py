@@ -92,9 +92,8 @@ def _class_for(
                 name, **{k: kwargs[k] for k in _CONFIG_OPTIONS if k in kwargs}
             )
         except (OSError, ValueError):
-            return (
-                AutoModelForCausalLM  # the directory of an adapter has none; of others it says what is wrong
-            )
+            # The directory of an adapter has no configuration. Of anything else the class says what is wrong.
+            return AutoModelForCausalLM
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
