@@ -169,6 +169,7 @@ class StubEngine:
     rollout_weight_bytes = 0
     pooled_bytes = NOTHING_POOLED
     policy_version = 0
+    num_restarts = 0
 
     def __init__(self, complete: Callable[[Prompt, int], list[int]]) -> None:
         self._complete = complete

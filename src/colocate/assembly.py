@@ -33,6 +33,7 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.engines.vllm.in_process import VLLMEngine
+from colocate.engines.vllm.logprobs_mode import mode_for
 from colocate.engines.vllm.memory import MAX_NUM_SEQS, whole_kv_cache_bytes
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.versions import installed_version
@@ -262,6 +263,7 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
             reserve_bytes=_moments_to_come(model, args),
             usable_kv_cache_bytes=_usable_kv_cache_bytes(model, args),
             weights=args.vllm_weights,
+            logprobs_mode=mode_for(sampling_params(args, ())),
             enable_sleep_mode=args.vllm_enable_sleep_mode is not False,
             model_impl=args.vllm_model_impl,
             trust_remote_code=args.trust_remote_code,
@@ -312,7 +314,7 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
     return SamplingParams(
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
-        top_k=args.top_k,
+        top_k=max(args.top_k or 0, 0),
         top_p=args.top_p,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,

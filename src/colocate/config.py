@@ -130,7 +130,7 @@ class GRPOConfig(TrainingArguments):
     top_p: float = 1.0
     """Sample among the fewest tokens whose probability reaches this; 1 for all."""
     top_k: int = 0
-    """Sample among this many most likely tokens; 0 for all."""
+    """Sample among this many most likely tokens; 0 for all, and so do -1 (vLLM's word for it) and None."""
     min_p: float | None = None
     """Drop tokens less likely than this times the most likely one."""
     repetition_penalty: float = 1.0

@@ -270,7 +270,7 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     **dict.fromkeys(_names("min_p top_entropy_quantile ref_model_mixup_alpha"), _FRACTION),
     "reward_timeout_s": ("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9),
-    "top_k": ("must not be negative", lambda v: v >= 0),
+    "top_k": ("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1),
 }
 """What a number must satisfy, in words and as a test. None is for the caller to judge."""
 

@@ -57,6 +57,12 @@ class SamplingParams:
     """A completion ends with the first of these, which it includes."""
     seed: int = 0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether temperature is all there is: no filter and no penalty."""
+        filters = (self.top_k, self.top_p, self.min_p)
+        return filters == (0, 1.0, 0.0) and self.repetition_penalty == 1.0
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -65,8 +71,9 @@ class Completion:
     token_ids: tuple[int, ...]
     """[C] with the stop token, if one was drawn."""
     logprobs: tuple[float, ...] | None
-    """[C] log-probability of each token under the distribution it was drawn from (after temperature and
-    filters), or None when the engine cannot tell."""
+    """[C] log-probability of each token under the policy, softmax(logits / temperature), whatever filters and
+    penalties it was drawn with: what training computes, so that the two may be compared and divided. Greedy
+    decoding counts as temperature 1. None when the engine cannot tell."""
     finish_reason: Literal["stop", "length"]
     policy_version: int
     """The version of the weights that generated it."""

@@ -303,7 +303,7 @@ def test_runs_are_deterministic(tmp_path, tmp_path_factory):
         dict(loss_type="luspo", importance_sampling_level="sequence"),
         dict(loss_type="cispo", epsilon_high=0.01),
         dict(loss_type="sapo"),
-        dict(loss_type="vespo", vllm_importance_sampling_mode="token_truncate"),
+        dict(loss_type="vespo"),
         dict(importance_sampling_level="sequence"),
         dict(importance_sampling_level="sequence", loss_type="grpo"),
         dict(epsilon=0.01, epsilon_high=0.9),

@@ -433,7 +433,9 @@ def test_a_whole_step_s_policy_loss_is_reported_once():
         ({"vllm_importance_sampling_clip_max": None}, "truncates to bounds that are not set"),
         ({"vllm_importance_sampling_clip_max": 0.9}, "0 <= min <= 1 <= max"),
         ({"vllm_importance_sampling_clip_min": 2.0}, "0 <= min <= 1 <= max"),
-        ({"loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, "'token_truncate' or"),
+        ({"off_policy_mask_threshold": math.nan}, "off_policy_mask_threshold=nan"),
+        ({"vllm_importance_sampling_clip_max": math.nan}, "clip_max=nan"),
+        ({"vespo_k_pos": math.inf}, "vespo_k_pos=inf"),
     ],
 )
 def test_bad_options_are_refused_with_a_remedy(options: dict, message: str):
@@ -443,11 +445,41 @@ def test_bad_options_are_refused_with_a_remedy(options: dict, message: str):
 
 def test_bounds_do_not_matter_without_correction():
     make_params(vllm_importance_sampling_correction=False, vllm_importance_sampling_clip_max=None)
-    make_params(
-        loss_type="vespo",
-        vllm_importance_sampling_correction=False,
-        vllm_importance_sampling_mode="sequence_mask",
+
+
+@given(seeds)
+@few
+def test_vespo_weighs_a_sequence_alike_by_its_tokens_and_by_itself(seed: int):
+    # Bounds that no token and no sequence reaches: then the one ratio is the product of the many.
+    policy, entropies, batch = make_step(seed)
+    losses = [
+        Objective(
+            make_params(
+                loss_type="vespo",
+                vllm_importance_sampling_mode=f"{level}_truncate",
+                vllm_importance_sampling_clip_max=1e30,
+            )
+        )(policy, entropies, batch)[0]
+        for level in IMPORTANCE_SAMPLING_LEVELS
+    ]
+    torch.testing.assert_close(*losses)
+
+
+def test_vespo_leaves_out_what_the_sequence_mask_does():
+    # Two sequences of one advantage; the engine thought the second e^3 times less likely than the trainer does.
+    old = torch.zeros(2, 3)
+    batch = LossBatch(
+        mask=torch.ones(2, 3),
+        advantages=torch.ones(2),
+        loss_weights=torch.ones(2),
+        entropy_weights=torch.zeros(2),
+        old_logprobs=old,
+        rollout_logprobs=old - torch.tensor([[0.0], [1.0]]),
     )
+    policy = old.clone().requires_grad_()
+    loss, _ = Objective(ObjectiveParams(loss_type="vespo"))(policy, torch.zeros(2, 3), batch)
+    loss.backward()
+    torch.testing.assert_close(policy.grad, torch.tensor([[-1.0] * 3, [0.0] * 3]))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import process_logits
 from colocate.engines.transformers_engine import TransformersEngine
+from colocate.engines.vllm.logprobs_mode import PROCESSED, RAW, tells_policys
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import causal_lm
 from vllm_unpacked import unpacked
@@ -46,6 +47,8 @@ class EngineCase:
     logprob_atol: float = 1e-5
     process_logits: Callable[..., torch.Tensor] = process_logits
     """The distribution it draws from, as a function of logits, sampling and the tokens seen."""
+    logprobs_mode: str | None = None
+    """vLLM's, which decides with which sampling it has log-probs of the policy; others always have."""
     shares_weights: bool = True
     is_kept: bool = False
     """It takes long to start: one serves all tests, and gets the first weights back before each."""
@@ -93,6 +96,7 @@ def unpacked_vllm_engine(model: Any) -> RolloutEngine:
 def vllm_case(make_model: Callable[[], Any], **fields: Any) -> EngineCase:
     # Other kernels than the trainer's, in float32.
     defaults = {"logprob_atol": 1e-4, "process_logits": min_p_first, "is_kept": True}
+    defaults |= {"logprobs_mode": PROCESSED}
     return EngineCase(make_model, vllm_engine, **{**defaults, **fields})
 
 
@@ -125,7 +129,11 @@ ENGINES_ON_GPU = {
 # Sizes of heads for which vLLM has attention on a CPU.
 ENGINES_WITH_VLLM = {
     "vllm": vllm_case(lambda: make_model("qwen3", head_dim=32), shares_weights=False),
-    "vllm-gpt2": vllm_case(lambda: make_gpt2(n_embd=64, n_head=2), shares_weights=False),
+    # For sampling with filters at temperature 1.
+    "vllm-gpt2": dataclasses.replace(
+        vllm_case(lambda: make_gpt2(n_embd=64, n_head=2), shares_weights=False, logprobs_mode=RAW),
+        make_engine=lambda model: vllm_engine(model, logprobs_mode=RAW),
+    ),
     "vllm-lora": vllm_case(lambda: make_lora("qwen2", hidden_size=128), shares_weights=False),
     # Whole blocks of vocabulary: vLLM pads others, which cannot be shared.
     "vllm-lora-shared": dataclasses.replace(
@@ -284,11 +292,13 @@ def test_greedy_with_repetition_penalty_is_model_generate(engine, model):
         {"temperature": 0},
         {"temperature": 1.0},
         {"temperature": 0.7},
+        {"top_k": 20, "top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.7},
         {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
     ],
     ids=lambda options: "-".join(options),
 )
-def test_logprobs_are_those_of_the_distribution_drawn_from(engine, model, case, options):
+def test_logprobs_are_the_policys_whatever_filters_the_draw(engine, model, case, options):
     prompts = make_prompts([1, 6, 11], 2)
     sampling = SamplingParams(max_tokens=10, seed=3, **options)
     completions = engine.generate(prompts, sampling)
@@ -298,8 +308,12 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(engine, model, case, 
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for i in range(len(logits)):
             seen[i, list(prompt.token_ids + completion.token_ids[:i])] = True
-        expected = token_logprobs(case.process_logits(logits, sampling, seen), completion.token_ids)
-        assert expected.isfinite().all()
+        drawn_from = token_logprobs(case.process_logits(logits, sampling, seen), completion.token_ids)
+        assert drawn_from.isfinite().all(), "a filtered token was drawn"
+        if case.logprobs_mode is not None and not tells_policys(case.logprobs_mode, sampling):
+            assert completion.logprobs is None
+            continue
+        expected = token_logprobs(logits / (sampling.temperature or 1.0), completion.token_ids)
         torch.testing.assert_close(
             torch.tensor(completion.logprobs), expected, atol=case.logprob_atol, rtol=1e-5
         )

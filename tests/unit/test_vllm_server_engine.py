@@ -340,7 +340,7 @@ def test_another_model_is_served(make_engine, fake):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"logprobs_mode": "raw_logprobs"}, r"'raw_logprobs'.*needs 'processed_logprobs'.*--logprobs-mode"),
+        ({"logprobs_mode": "raw_logits"}, r"'raw_logits'.*needs 'processed_logprobs' or.*--logprobs-mode"),
         ({"generation_config": "auto"}, r"generation_config='auto'.*--generation-config vllm"),
         ({"data_parallel_size": 2}, "2 replicas.*--data-parallel-size"),
     ],

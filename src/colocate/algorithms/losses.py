@@ -93,7 +93,8 @@ def vespo_weights(
         log_ratios: [B, T] log π_θ − log π_old.
         mask: [B, T].
         advantages: [B, 1].
-        correction_ratios: [B, T] token-level ratios of `importance_sampling.correction_ratios`, or None.
+        correction_ratios: of `importance_sampling.correction_ratios`: [B, T] token-level ratios, whose product
+            is taken, [B, 1] ratios of whole sequences, or None.
 
     Returns:
         [B, 1].
@@ -102,7 +103,9 @@ def vespo_weights(
     if correction_ratios is not None:
         # A ratio masked to 0 has no logarithm; the lower bound makes its whole sequence negligible instead.
         log_corrections = correction_ratios.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT)
-        log_weights = log_weights + (log_corrections * mask).sum(dim=-1, keepdim=True)
+        if log_corrections.shape == mask.shape:
+            log_corrections = (log_corrections * mask).sum(dim=-1, keepdim=True)
+        log_weights = log_weights + log_corrections
     log_weights = log_weights.clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT)
     k = _where(advantages >= 0, k_pos, k_neg, dtype=log_weights.dtype)
     decay = _where(advantages >= 0, lambda_pos, lambda_neg, dtype=log_weights.dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from colocate.algorithms.choices import (
     CLIPPED_LOSSES,
@@ -12,6 +13,9 @@ from colocate.algorithms.choices import (
     LOSS_TYPES,
     check_choice,
 )
+
+_UPPER_BOUNDS = ("epsilon_high", "delta", "off_policy_mask_threshold", "vllm_importance_sampling_clip_max")
+"""Infinite they bound nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class ObjectiveParams:
         check_choice(
             "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, IMPORTANCE_SAMPLING_MODES
         )
+        self._check_numbers()
         self._check_clipping()
         self._check_coefficients()
         self._check_importance_sampling()
@@ -63,6 +68,14 @@ class ObjectiveParams:
     def has_entropy_bonus(self) -> bool:
         """Whether gradients flow through the entropies; under adaptive control always."""
         return self.entropy_coef != 0.0 or self.use_adaptive_entropy
+
+    def _check_numbers(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, float) or math.isfinite(value):
+                continue
+            if math.isnan(value) or field.name not in _UPPER_BOUNDS:
+                raise ValueError(f"{field.name}={value} makes a loss that is not finite: set a finite number.")
 
     def _check_clipping(self) -> None:
         if not 0 <= self.epsilon <= 1:
@@ -121,12 +134,6 @@ class ObjectiveParams:
             raise ValueError(
                 f"vllm_importance_sampling_mode={mode!r} truncates to bounds that are not set: set "
                 "vllm_importance_sampling_clip_max (e.g. 3.0), vllm_importance_sampling_clip_min or both."
-            )
-        if self.loss_type == "vespo" and mode.startswith("sequence_"):
-            raise ValueError(
-                f"loss_type='vespo' forms its sequence ratio from token ratios, but with "
-                f"vllm_importance_sampling_mode={mode!r} there is one ratio per sequence: set it to "
-                "'token_truncate' or 'token_mask'."
             )
 
     def _warn_of_unusual_pairs(self) -> None:

@@ -26,6 +26,8 @@ class RolloutEngine(Protocol):
     """Version of the weights the next `generate` uses; stamped on every completion."""
     pooled_bytes: PooledBytes
     """The engine's share in what PyTorch's allocator counts, if it maps that memory itself; never changes."""
+    num_restarts: int
+    """How often what generates was lost and is back; only one that outlives the run can be."""
 
     @property
     def kv_cache_bytes(self) -> int:

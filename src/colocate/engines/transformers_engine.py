@@ -40,6 +40,7 @@ class TransformersEngine:
     kv_cache_bytes = 0  # `generate` makes and drops its cache within each batch
     rollout_weight_bytes = 0
     pooled_bytes = NOTHING_POOLED
+    num_restarts = 0
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, max_num_seqs: int = 64) -> None:
         if max_num_seqs < 1:

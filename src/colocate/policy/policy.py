@@ -67,7 +67,8 @@ class Policy:
         plan: how a step is cut and what it keeps. Bounds the memory, does not change the gradient; may be
             replaced between calls.
         share_prompts: compute the prompt of samples with an equal `prompt_key` once.
-        max_grad_norm: the gradient is scaled down to this norm; None or 0 does not clip.
+        max_grad_norm: the gradient is scaled down to this norm; None, 0 or less does not clip, as in
+            transformers.
         reference: needed for `reference_logprobs` only.
         router_loss_coef: weight of a mixture of experts' load-balancing loss; 0 leaves it out.
         retry: calls what it is given, and again if it ran out of memory and less is needed now.
@@ -139,7 +140,7 @@ class Policy:
             self.optimizer.zero_grad()
             self.num_skipped_updates += 1
         else:
-            if self._max_grad_norm:
+            if self._max_grad_norm is not None and self._max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
             self.retry(self.optimizer.step)
             self.mark("optimizer step", "workspace")

@@ -61,6 +61,7 @@ class NativeEngine:
 
     shares_weights = True
     pooled_bytes = NOTHING_POOLED  # its arena is mapped without PyTorch
+    num_restarts = 0
 
     def __init__(
         self,

@@ -39,8 +39,7 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Whether temperature is all there is: no filter and no penalty."""
-        s = self.sampling
-        return s.top_k == 0 and s.top_p == 1.0 and s.min_p == 0.0 and not self.needs_seen_tokens
+        return self.sampling.is_plain
 
     def __call__(
         self, logits: Tensor, prompt_keys: Tensor, samples: Tensor, positions: Tensor, seen: Tensor | None
@@ -55,18 +54,29 @@ class Sampler:
             seen: [B, V] bool, tokens of prompt and completion so far; needed with a repetition penalty.
 
         Returns:
-            tokens [B] int64 and their log-probabilities [B] float32 under the distribution drawn from; greedy
-            decoding reports them at temperature 1.
+            tokens [B] int64 and their log-probabilities [B] float32 under softmax(logits / temperature), which
+            knows no filter and no penalty; greedy decoding reports them at temperature 1.
         """
-        logits = process_logits(logits, self.sampling, seen)
+        processed = process_logits(logits, self.sampling, seen)
         if self.sampling.temperature == 0:
-            tokens = logits.argmax(dim=-1)
-            total = logits.logsumexp(dim=-1)
+            tokens = processed.argmax(dim=-1)
+            total = processed.logsumexp(dim=-1)
         else:
             num_blocks = -(-logits.shape[1] // BLOCK_SIZE)
             noise = gumbel_noise(self.sampling.seed, prompt_keys, samples, positions, num_blocks=num_blocks)
-            tokens, total = _draw(logits, *noise)
-        return tokens, logits.gather(1, tokens[:, None])[:, 0] - total
+            tokens, total = _draw(processed, *noise)
+        if not self.is_plain:
+            processed = policy_logits(logits, self.sampling)
+            total = processed.logsumexp(dim=-1)
+        return tokens, processed.gather(1, tokens[:, None])[:, 0] - total
+
+
+def policy_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """The logits of the policy's own distribution, [B, V]: at the temperature, before filters and penalties.
+
+    It is what training computes log-probabilities of; greedy decoding counts as temperature 1.
+    """
+    return logits if sampling.temperature in (0, 1.0) else logits / sampling.temperature
 
 
 def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None) -> Tensor:
@@ -82,8 +92,7 @@ def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None
         logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     if sampling.temperature == 0:
         return logits
-    if sampling.temperature != 1.0:
-        logits = logits / sampling.temperature
+    logits = policy_logits(logits, sampling)
     if 0 < sampling.top_k < logits.shape[1]:
         smallest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)

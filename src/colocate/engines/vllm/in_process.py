@@ -33,6 +33,7 @@ from colocate.engines.vllm.adapter_slot import AdapterSlot, has_adapters, slot_a
 from colocate.engines.vllm.engine_arguments import check_engine_kwargs
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.llm_request import LLMRequest, llm_requests
+from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.engines.vllm.memory import (
     CPU_KV_CACHE_BYTES,
     KV_CACHE_SHARE,
@@ -90,6 +91,7 @@ class VLLMEngine:
             be taken from the trainer before each rollout. Both are read only for
             `gpu_memory_utilization=None`.
         weights: "shared", "buckets" (vLLM has a copy), or "auto": shared where possible.
+        logprobs_mode: `mode_for` the sampling to come. With other sampling completions may have no log-probs.
         enable_sleep_mode: give memory back while asleep. False keeps it: the device must hold both.
         model_impl: vLLM's implementation of the model: "auto", "vllm" or "transformers".
         trust_remote_code: run code that comes with the model.
@@ -102,6 +104,8 @@ class VLLMEngine:
             groups, or weights="shared" is impossible for this model.
     """
 
+    num_restarts = 0
+
     def __init__(
         self,
         model: nn.Module,
@@ -113,6 +117,7 @@ class VLLMEngine:
         reserve_bytes: int = 0,
         usable_kv_cache_bytes: int | None = None,
         weights: str = "auto",
+        logprobs_mode: str = PROCESSED,
         enable_sleep_mode: bool = True,
         model_impl: str = "vllm",
         trust_remote_code: bool = False,
@@ -132,6 +137,7 @@ class VLLMEngine:
         self._device = next(self._base.parameters()).device
         self._group = TensorParallelGroup(tensor_parallel_size)
         self._bucket_bytes = bucket_bytes
+        self._reported = ReportedLogprobs(logprobs_mode, is_main=self._group.rank == 0)
         # vLLM sleeps on GPUs only. Without, asleep is a word that keeps the protocol.
         on_gpu = self._device.type == "cuda"
         self._frees_memory = enable_sleep_mode and on_gpu
@@ -192,7 +198,7 @@ class VLLMEngine:
         except ValueError as refused:
             error = refused
         requests = [] if error else list(llm_requests(prompts, sampling))
-        return self._group.run(requests, self._generate, error=error)
+        return self._reported.of(self._group.run(requests, self._generate, error=error), sampling)
 
     def sleep(self, keep_bytes: int = 0) -> None:
         """Give all memory back, whatever may be kept: vLLM cannot give back a part."""
@@ -334,7 +340,7 @@ class VLLMEngine:
                         skip_tokenizer_init=True,
                         generation_config="vllm",
                         dtype=str(self._base.get_input_embeddings().weight.dtype).removeprefix("torch."),
-                        logprobs_mode="processed_logprobs",
+                        logprobs_mode=self._reported.mode,
                         distributed_executor_backend="external_launcher",
                         tensor_parallel_size=self._group.size,
                         enable_sleep_mode=self._frees_memory,

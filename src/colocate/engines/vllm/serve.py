@@ -59,7 +59,7 @@ def serve(
         *(sys.executable, "-m", *_entry_point(model)),
         *("--host", host, "--port", str(port)),
         *("--tensor-parallel-size", str(tensor_parallel_size)),
-        # The log-probs of the distribution drawn from: after temperature, penalties and filters.
+        # The policy's own log-probs for any temperature; with filters or penalties see `logprobs_mode`.
         *("--logprobs-mode", "processed_logprobs"),
         # No defaults, nor a cap on max_tokens, from the model's own generation_config.
         *("--generation-config", "vllm"),

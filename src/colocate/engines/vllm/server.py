@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from colocate.engines.requests import check_requests
 from colocate.engines.vllm.completions import parser_for, requests_of
 from colocate.engines.vllm.http import HttpClient, MalformedResponse, RequestRefused, ServerUnreachable
+from colocate.engines.vllm.logprobs_mode import MODES, PROCESSED, ReportedLogprobs
 from colocate.engines.vllm.versions import check_version
 from colocate.engines.vllm.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.engines.vllm.weight_wire import SHAPE
@@ -74,6 +75,7 @@ class VLLMServerEngine:
     kv_cache_bytes = 0  # the server's is not on the trainer's device
     rollout_weight_bytes = 0
     pooled_bytes = NOTHING_POOLED
+    num_restarts = 0
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class VLLMServerEngine:
         self._server_timeout_s = server_timeout_s
         self._request_timeout_s = request_timeout_s
         self._is_awake = False
+        self._reported = self._report_in(PROCESSED)
         self._pushed_to: str | None = None
         self._client = HttpClient(base_url, max_in_flight=max_in_flight)
         self._workers = Workers(self._client)
@@ -215,7 +218,8 @@ class VLLMServerEngine:
             raise
         if state != (start_id, self._token):
             raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted during a rollout.")
-        return [completion for future in futures for completion in future.result()]
+        completions = (completion for future in futures for completion in future.result())
+        return self._reported.of(completions, sampling)
 
     def _await_all(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
         """Return when all are done; raise as soon as one fails, or as the server falls silent."""
@@ -284,6 +288,7 @@ class VLLMServerEngine:
                 self._pusher.reset()
                 self._await_server()
                 self._served_name, self._max_len = self._check_server()
+                self.num_restarts += 1
         raise RuntimeError(
             f"The vLLM server at {self._client.base_url} was lost {_MAX_LOSSES} times in a row; the last "
             f"time: {last} Look into its log."
@@ -335,12 +340,14 @@ class VLLMServerEngine:
                 "reach one for sure. Start it without --data-parallel-size; for more GPUs there is "
                 "--tensor-parallel-size."
             )
-        for setting, needed in (("logprobs_mode", "processed_logprobs"), ("generation_config", "vllm")):
-            if workers[0][setting] != needed:
+        for setting, suitable in (("logprobs_mode", MODES), ("generation_config", ("vllm",))):
+            if workers[0][setting] not in suitable:
                 raise ValueError(
                     f"The server at {url} runs with {setting}={workers[0][setting]!r}, and training needs "
-                    f"{needed!r}. {HOW_TO_START}."
+                    f"{' or '.join(map(repr, suitable))}. {HOW_TO_START}."
                 )
+        if workers[0]["logprobs_mode"] != self._reported.mode:
+            self._reported = self._report_in(workers[0]["logprobs_mode"])
         dtype = str(causal_lm(self._model).get_input_embeddings().weight.dtype).removeprefix("torch.")
         if self._is_main and workers[0]["dtype"] != dtype:
             logger.warning(
@@ -349,6 +356,10 @@ class VLLMServerEngine:
                 "have one policy."
             )
         return str(offered["id"]), int(offered["max_model_len"])
+
+    def _report_in(self, mode: str) -> ReportedLogprobs:
+        how_to_start = "Start the server with `colocate serve MODEL -- --logprobs-mode {}`"
+        return ReportedLogprobs(mode, how_to_start=how_to_start, is_main=self._is_main)
 
     def _check_model(self, model: nn.Module, served: dict[str, Any], served_name: str) -> None:
         config: Any = causal_lm(model).config.get_text_config()
