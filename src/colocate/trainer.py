@@ -30,6 +30,7 @@ from colocate.checkpoints.best import BestCheckpoint
 from colocate.checkpoints.interruption import StopRequest
 from colocate.config import GRPOConfig
 from colocate.data.sampler import PromptBatch
+from colocate.experience.agreement import Agreement
 from colocate.experience.rollout import RequestBuilder, Rollout, Scorer
 from colocate.experience.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
 from colocate.experience.window import TrainingWindow
@@ -114,6 +115,7 @@ class GRPOTrainer:
         self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
         self.engine = assembly.build_engine(self.model, args, self.accelerator)
         self.sampling = assembly.sampling_params(args, stop_token_ids(self.processing_class, self.model))
+        self.agreement = Agreement(self.sampling)
         self.objective = Objective(args.objective_params())
         self.entropy = assembly.entropy_controller(args)
         self.window = TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device)
@@ -172,6 +174,7 @@ class GRPOTrainer:
                     with self.phase("score"):
                         rollout = self.scorer.score(request, completions)
                     with self.phase("train"):
+                        self.agreement.check(rollout.samples, self.engine, self.policy)
                         self.window.add(self.slices_of(rollout, batch), self.old_logprobs)
                 with self.phase("train"):
                     samples = self.next_samples()

@@ -466,7 +466,7 @@ def test_vespo_weighs_a_sequence_alike_by_its_tokens_and_by_itself(seed: int):
 
 
 def test_vespo_leaves_out_what_the_sequence_mask_does():
-    # Two sequences of one advantage; the engine thought the second e^3 times less likely than the trainer does.
+    # Two sequences of one advantage; to the engine the second is e^3 times less likely than to the trainer.
     old = torch.zeros(2, 3)
     batch = LossBatch(
         mask=torch.ones(2, 3),

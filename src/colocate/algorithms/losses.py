@@ -93,8 +93,8 @@ def vespo_weights(
         log_ratios: [B, T] log π_θ − log π_old.
         mask: [B, T].
         advantages: [B, 1].
-        correction_ratios: of `importance_sampling.correction_ratios`: [B, T] token-level ratios, whose product
-            is taken, [B, 1] ratios of whole sequences, or None.
+        correction_ratios: of `importance_sampling.correction_ratios`: [B, T] by token, whose product is
+            taken, [B, 1] by sequence, or None.
 
     Returns:
         [B, 1].

@@ -75,7 +75,9 @@ class ObjectiveParams:
             if not isinstance(value, float) or math.isfinite(value):
                 continue
             if math.isnan(value) or field.name not in _UPPER_BOUNDS:
-                raise ValueError(f"{field.name}={value} makes a loss that is not finite: set a finite number.")
+                raise ValueError(
+                    f"{field.name}={value} makes a loss that is not finite: set a finite number."
+                )
 
     def _check_clipping(self) -> None:
         if not 0 <= self.epsilon <= 1:

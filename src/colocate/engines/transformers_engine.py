@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
+from colocate.engines.batching import PADDED, batches, choose_batching
+from colocate.engines.logprob_noise import largest_mean_noise
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.memory.timeline import NOTHING_POOLED
@@ -20,7 +22,10 @@ from colocate.weights.layouts import causal_lm
 
 
 class TransformersEngine:
-    """Generates with `model.generate` in left-padded batches. Any causal language model of transformers.
+    """Generates with `model.generate`. Any causal language model of transformers.
+
+    Batches are padded on the left unless the architecture reads the padding, which the first rollout finds
+    out (see `batching`): then prompts of equal length go together, or each sequence goes alone.
 
     Tokens are drawn by the native engine's sampler inside a logits processor: nothing is taken from or left
     in a global random state, one log-probability per token is kept instead of a step's logits, and equal
@@ -51,6 +56,7 @@ class TransformersEngine:
         self._base: Any = causal_lm(model)
         self._pad_token_id = pad_token_id
         self._max_num_seqs = max_num_seqs
+        self._batching: str | None = None
         self._is_awake = False
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -70,11 +76,15 @@ class TransformersEngine:
             for prompt in prompts
             for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True)
         ]
-        completions: list[Completion] = []
+        completions: dict[int, Completion] = {}
         with torch.no_grad(), _set_up_for_generation(self._base):
-            for start in range(0, len(requests), self._max_num_seqs):
-                completions += self._generate_batch(requests[start : start + self._max_num_seqs], sampling)
-        return completions
+            if requests and self._batching is None:
+                self._batching = self._choose_batching()
+            lengths = [len(prompt.token_ids) for prompt, _, _ in requests]
+            for batch in batches(lengths, self._batching or PADDED, self._max_num_seqs):
+                generated = self._generate_batch([requests[index] for index in batch], sampling)
+                completions.update(zip(batch, generated, strict=True))
+        return [completions[index] for index in range(len(requests))]
 
     def sleep(self, keep_bytes: int = 0) -> None:
         """Nothing to give back: the KV cache lives only inside `generate`."""
@@ -103,6 +113,24 @@ class TransformersEngine:
         """Let go of the model."""
         self.sleep()
         self._base = None
+
+    def _choose_batching(self) -> str:
+        embedding = self._base.get_input_embeddings().weight
+        sampling = SamplingParams(max_tokens=4)
+
+        def score(prompt: Prompt, completion: Completion) -> Tensor:
+            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=embedding.device)
+            logits = self._base(ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]
+            drawn = ids[0, len(prompt.token_ids) :, None]
+            return logits.float().log_softmax(dim=-1).gather(1, drawn)[:, 0].cpu()
+
+        return choose_batching(
+            lambda prompts: self._generate_batch([(prompt, 0, 4) for prompt in prompts], sampling),
+            score,
+            vocab_size=len(embedding),
+            largest_difference=largest_mean_noise(embedding.dtype, embedding.device),
+            name=type(self._base).__name__,
+        )
 
     def _generate_batch(
         self, requests: Sequence[tuple[Prompt, int, int]], sampling: SamplingParams

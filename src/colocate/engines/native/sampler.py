@@ -54,8 +54,8 @@ class Sampler:
             seen: [B, V] bool, tokens of prompt and completion so far; needed with a repetition penalty.
 
         Returns:
-            tokens [B] int64 and their log-probabilities [B] float32 under softmax(logits / temperature), which
-            knows no filter and no penalty; greedy decoding reports them at temperature 1.
+            tokens [B] int64 and their log-probabilities [B] float32 under softmax(logits / temperature),
+            without filters and penalties; greedy decoding reports them at temperature 1.
         """
         processed = process_logits(logits, self.sampling, seen)
         if self.sampling.temperature == 0:

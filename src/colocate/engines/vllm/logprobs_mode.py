@@ -69,7 +69,8 @@ class ReportedLogprobs:
             remedy = self._how_to_start.format(needed)
         return (
             f"With temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}, "
-            f"min_p={sampling.min_p} and repetition_penalty={sampling.repetition_penalty}, vLLM's {self.mode} "
-            "are not log-probs of the policy. They are not used: nothing is corrected for differences between "
-            f"engine and trainer (vllm_importance_sampling_correction). {remedy}."
+            f"min_p={sampling.min_p} and repetition_penalty={sampling.repetition_penalty}, vLLM's "
+            f"{self.mode} are not log-probs of the policy. They are not used: nothing is corrected for "
+            "differences between engine and trainer (vllm_importance_sampling_correction), and ratios are "
+            f"those to the policy itself. {remedy}."
         )

@@ -1,0 +1,98 @@
+"""Whether engine and policy are one model: the log-probs of a run's first rollout, side by side."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from colocate.engines.base import RolloutEngine
+from colocate.engines.logprob_noise import largest_mean_noise
+from colocate.policy.policy import Policy
+from colocate.types import Sample, SamplingParams
+from colocate.weights.layouts import causal_lm
+
+logger = logging.getLogger(__name__)
+
+NUM_COMPARED = 8
+"""Completions that are scored again, spread over the rollout."""
+_NUM_ERRORS = 6.0
+"""Standard errors by which tokens may be less likely than the policy's entropy has it."""
+_SMALLEST_SURPRISE = 0.1
+"""Nats per token: what kernels explain in bfloat16, however many tokens there are."""
+_LOOK_AT = (
+    "They should be one model: look at whether the engine has the run's weights, adapter and precision, and "
+    "whether another run publishes to it; sampling/sampling_logp_difference is logged for every step."
+)
+
+
+class Agreement:
+    """Compares an engine's log-probs with the policy's: once, and again when the engine was lost and is back.
+
+    Where the engine tells log-probs, their mean distance must be within what rounding explains. Where it
+    tells none, the tokens themselves are looked at: drawn from the policy, E[log π(y)] = −H, and each token's
+    log π(y) + H is a martingale difference, so their mean is near 0 with a known standard error. Filters keep
+    the likely tokens and make it larger; only a mean far below 0 shows that another model has drawn them. A
+    repetition penalty does so too, and nothing is concluded then.
+    """
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
+        self._num_restarts_seen = -1
+
+    def check(self, samples: Sequence[Sample], engine: RolloutEngine, policy: Policy) -> None:
+        """Warn if a rollout is not the policy's. Costs a look at a number but for the first time.
+
+        Args:
+            samples: a rollout's of this process, on which the policy has not been trained yet.
+        """
+        if not samples or engine.num_restarts == self._num_restarts_seen:
+            return
+        self._num_restarts_seen = engine.num_restarts
+        compared = samples[:: math.ceil(len(samples) / NUM_COMPARED)]
+        logprobs, entropies = (torch.cat(part) for part in zip(*policy.logprobs(compared), strict=True))
+        told = [sample.rollout_logprobs for sample in compared if sample.rollout_logprobs is not None]
+        name = type(engine).__name__
+        if len(told) == len(compared):
+            dtype = causal_lm(policy.model).get_input_embeddings().weight.dtype
+            problem = _distance(name, torch.cat(told), logprobs, dtype, self._sampling.temperature)
+        elif self._sampling.repetition_penalty == 1.0:
+            problem = _surprise(name, logprobs, entropies)
+        else:
+            problem = None
+        if problem is not None:
+            logger.warning(f"{problem} {_LOOK_AT}")
+
+
+def _distance(
+    name: str, told: Tensor, logprobs: Tensor, dtype: torch.dtype, temperature: float
+) -> str | None:
+    """What is wrong with an engine's log-probs `told` [N], if rounding does not explain it."""
+    difference = (told - logprobs).abs()
+    difference = difference[~difference.isnan()]
+    noise = largest_mean_noise(dtype, told.device, temperature)
+    if len(difference) == 0 or (mean := float(difference.mean())) <= noise:
+        return None
+    return (
+        f"The log-probs of {name} differ from the policy's by {mean:.3g} nats per token on average and "
+        f"{float(difference.max()):.3g} at most, over {len(difference):,} tokens of the rollout; rounding in "
+        f"{str(dtype).removeprefix('torch.')} explains {noise:.2g}."
+    )
+
+
+def _surprise(name: str, logprobs: Tensor, entropies: Tensor) -> str | None:
+    """What is wrong with tokens that are too unlikely under the policy; both [N]."""
+    surprise = -(logprobs + entropies)
+    if len(surprise) < 2:
+        return None
+    mean, error = float(surprise.mean()), float(surprise.std()) / math.sqrt(len(surprise))
+    if mean <= max(_NUM_ERRORS * error, _SMALLEST_SURPRISE):
+        return None
+    return (
+        f"{name} tells no log-probs of the policy, and its tokens are less likely than the policy's own "
+        f"would be: by {mean:.3g} nats per token on average and {float(surprise.max()):.3g} at most, over "
+        f"{len(surprise):,} tokens of the rollout, which chance explains up to {_NUM_ERRORS * error:.2g}."
+    )
