@@ -16,7 +16,9 @@ def rewards(output_dir, **options) -> list[float]:
     """The mean reward of each step, under gradients that are used as large as they are."""
     model = make_model()
     with torch.no_grad():
-        model.get_input_embeddings().weight[PAD].normal_(std=0.2)  # padding is drawn, too; zeros have no scale
+        model.get_input_embeddings().weight[PAD].normal_(
+            std=0.2
+        )  # padding is drawn, too; zeros have no scale
     defaults = dict(
         per_device_train_batch_size=16,
         num_generations=8,

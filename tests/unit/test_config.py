@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 from transformers import TrainingArguments
 
+from colocate.assembly import sampling_params
 from colocate.config import GRPOConfig
 from colocate.options import (
     CHOICES,
@@ -275,6 +276,11 @@ def test_unknown_values_get_the_nearest_name(name, typo, meant, make):
 def test_values_out_of_range(name, value, make):
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
         make(**{name: value})
+
+
+@pytest.mark.parametrize("options", [{"top_k": -1}, {"top_k": None}, {"generation_kwargs": {"top_k": -1}}])
+def test_no_top_k_in_every_dialect_keeps_all(options, make):
+    assert sampling_params(make(**options), ()) == sampling_params(make(), ())
 
 
 def test_generation_kwargs_win_and_unknown_ones_are_refused(make):

@@ -217,10 +217,15 @@ def test_a_restart_within_a_rollout_is_survived(make_engine, fake, model, fault,
     engine = make_engine(on_server_loss="wait", max_in_flight=1)
     prompts = make_prompts([3, 5, 2], 2)
     expected = engine.generate(prompts, SAMPLING)
+    assert engine.num_restarts == 0
     fake.faults[COMPLETIONS] = [None] * num_answered + [fault]
     # The restarted server would complete the rest with the weights it started with, had it not been noticed.
     assert engine.generate(prompts, SAMPLING) == expected
     assert loaded_exactly(fake, model) and set(fake.loaded.num_loads.values()) == {1}
+    assert engine.num_restarts == 1
+    fake.restart()
+    engine.generate(prompts, SAMPLING)
+    assert engine.num_restarts == 2, "a restart between rollouts was not noticed"
 
 
 def test_a_restart_within_a_rollout_is_an_error_by_default(make_engine, fake):
@@ -350,6 +355,29 @@ def test_unsuitable_settings(make_engine, fake, settings, message):
     fake.restart()
     with pytest.raises(ValueError, match=message):
         make_engine()
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "remedy"),
+    [
+        ("processed_logprobs", {"temperature": 0.6}, None),
+        ("processed_logprobs", {"temperature": 0}, None),
+        ("processed_logprobs", {"top_k": 5}, "--logprobs-mode raw_logprobs"),
+        ("processed_logprobs", {"repetition_penalty": 1.2, "temperature": 0}, "--logprobs-mode raw_logprobs"),
+        ("processed_logprobs", {"min_p": 0.1, "temperature": 0.6}, "set temperature=1, or engine='native'"),
+        ("raw_logprobs", {"top_p": 0.9, "repetition_penalty": 1.2}, None),
+        ("raw_logprobs", {"repetition_penalty": 1.2, "temperature": 0}, None),
+        ("raw_logprobs", {"temperature": 0.6}, "--logprobs-mode processed_logprobs"),
+    ],
+)
+def test_only_log_probs_of_the_policy_are_taken(make_engine, fake, caplog, mode, options, remedy):
+    fake.settings = {"logprobs_mode": mode}
+    fake.restart()
+    engine = make_engine()
+    for _ in range(2):
+        (completion,) = engine.generate(make_prompts([3]), SamplingParams(max_tokens=3, **options))
+        assert (completion.logprobs is None) == (remedy is not None)
+    assert [remedy in message for message in caplog.messages] == ([True] if remedy else [])
 
 
 def test_another_precision_is_said(make_engine, fake, caplog):

@@ -107,6 +107,7 @@ class VLLMServerEngine:
         self._request_timeout_s = request_timeout_s
         self._is_awake = False
         self._reported = self._report_in(PROCESSED)
+        self._start_id: str | None = None
         self._pushed_to: str | None = None
         self._client = HttpClient(base_url, max_in_flight=max_in_flight)
         self._workers = Workers(self._client)
@@ -262,8 +263,10 @@ class VLLMServerEngine:
     def _state(self) -> tuple[str, str | None]:
         """Identities of the server's start and of its weights, None where its workers do not agree."""
         states = self._workers.call("state", deadline_s=_CALL_S)
-        tokens = {state["token"] for state in states}
-        return "+".join(state["start_id"] for state in states), tokens.pop() if len(tokens) == 1 else None
+        start_id, tokens = "+".join(state["start_id"] for state in states), {s["token"] for s in states}
+        self.num_restarts += self._start_id not in (None, start_id)
+        self._start_id = start_id
+        return start_id, tokens.pop() if len(tokens) == 1 else None
 
     # ── The server ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -288,7 +291,6 @@ class VLLMServerEngine:
                 self._pusher.reset()
                 self._await_server()
                 self._served_name, self._max_len = self._check_server()
-                self.num_restarts += 1
         raise RuntimeError(
             f"The vLLM server at {self._client.base_url} was lost {_MAX_LOSSES} times in a row; the last "
             f"time: {last} Look into its log."

@@ -1,0 +1,85 @@
+"""`model.generate` in batches against the model's own uncached forward, on architectures that read padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_models import (
+    MAX_POSITION,
+    VOCAB_SIZE,
+    make_gpt2,
+    make_model,
+    make_prompts,
+    plain_logits,
+    token_logprobs,
+)
+from transformers import MiniMaxConfig, MiniMaxForCausalLM, RwkvConfig, RwkvForCausalLM
+
+from colocate.engines.batching import ALONE, EQUAL_LENGTHS, PADDED, batches
+from colocate.engines.transformers_engine import TransformersEngine
+from colocate.types import SamplingParams
+
+
+def wide(model):
+    """Weights for which what is read matters."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return model.eval()
+
+
+def make_rwkv():
+    sizes = dict(hidden_size=32, attention_hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    return wide(RwkvForCausalLM(RwkvConfig(vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0, **sizes)))
+
+
+def make_minimax():
+    sizes = dict(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    )
+    config = MiniMaxConfig(
+        **sizes,
+        vocab_size=VOCAB_SIZE,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        max_position_embeddings=MAX_POSITION,
+        block_size=8,
+    )
+    return wide(MiniMaxForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("make", "batching"),
+    [
+        (make_rwkv, "batches of one"),
+        (make_minimax, "batches of prompts of one length"),
+        (make_gpt2, None),
+        (lambda: make_model("qwen3"), None),
+    ],
+    ids=["rwkv", "minimax", "gpt2", "qwen3"],
+)
+def test_completions_are_the_models_own(caplog, make, batching):
+    model = make()
+    engine = TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
+    engine.wake_up()
+    prompts = make_prompts([3, 12, 7, 1, 7], 2)
+    completions = engine.generate(prompts, SamplingParams(max_tokens=6, seed=1, temperature=0.8))
+    owners = [prompt for prompt in prompts for _ in prompt.samples]
+    for prompt, completion in zip(owners, completions, strict=True):
+        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
+        expected = token_logprobs(logits / 0.8, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=1e-5)
+    said = [message for message in caplog.messages if "generates in" in message]
+    assert [f"generates in {batching}," in message for message in said] == [True] * (batching is not None)
+    engine.generate(prompts, SamplingParams(max_tokens=2))
+    assert len([m for m in caplog.messages if "generates in" in m]) == len(said), "tried again without need"
+
+
+def test_batches_hold_every_sequence_once():
+    lengths = [3, 5, 3, 3, 5]
+    assert list(batches(lengths, PADDED, 2)) == [[0, 1], [2, 3], [4]]
+    assert list(batches(lengths, EQUAL_LENGTHS, 2)) == [[0, 2], [3], [1, 4]]
+    assert list(batches(lengths, ALONE, 2)) == [[0], [1], [2], [3], [4]]
