@@ -1,4 +1,4 @@
-"""Runs with defaults learn, and with filters as without: nothing between engine and loss takes the gradient."""
+"""Runs with defaults learn, and with filters as without: the gradient survives from engine to loss."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def rewards(output_dir, **options) -> list[float]:
     """The mean reward of each step, under gradients that are used as large as they are."""
     model = make_model()
     with torch.no_grad():
-        model.get_input_embeddings().weight[PAD].normal_(
-            std=0.2
-        )  # padding is drawn, too; zeros have no scale
+        # Padding is drawn, too, and a norm of its zeros has an enormous gradient.
+        model.get_input_embeddings().weight[PAD].normal_(std=0.2)
     defaults = dict(
         per_device_train_batch_size=16,
         num_generations=8,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from engine_models import greedy_reference, make_model, make_prompts, plain_logits, token_logprobs
@@ -11,6 +14,7 @@ from quantized_models import make_4bit_model
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native import prefixes
 from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.types import Completion, SamplingParams
@@ -75,6 +79,20 @@ def test_kernels_and_operations_generate_the_same(make, device, monkeypatch):
         torch.testing.assert_close(
             torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=2e-5, rtol=1e-5
         )
+
+
+def test_log_probs_of_filtered_draws_are_the_policys(device):
+    sampling = SamplingParams(3, temperature=0.7, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3)
+    logits = torch.randn(4, 97, generator=torch.Generator().manual_seed(0)).to(device) * 3
+    batch: Any = SimpleNamespace(
+        prompt_keys=torch.arange(4, device=device),
+        samples=torch.zeros(4, dtype=torch.int32, device=device),
+        num_generated=torch.zeros(4, dtype=torch.int32, device=device),
+        seen=torch.rand(4, 97, device=device) < 0.3,
+    )
+    tokens, logprobs = TritonBackend().sample(logits.clone(), Sampler(sampling), batch, slice(0, 4))
+    expected = (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None].long())[:, 0]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 PROMPTS = make_prompts([3], 2)

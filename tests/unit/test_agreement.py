@@ -1,4 +1,4 @@
-"""The first rollout's log-probs against the policy's: silent where they are one model, a warning where not."""
+"""The first rollout's log-probs against the policy's: a warning where they are not one model."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ def test_another_model_is_said_once_and_again_after_a_loss(caplog, tells):
             distances.append(-(drawn - (logprobs.exp() * logprobs).sum(-1)))
     expected = torch.cat(distances)
     assert f"NativeEngine{' differ from the policy' if tells else ' tells no log-probs'}" in caplog.text
-    assert (
-        f"by {expected.mean():.3g} nats per token on average and {expected.max():.3g} at most" in caplog.text
-    )
+    mean, largest = expected.mean(), expected.max()
+    assert f"by {mean:.3g} nats per token on average and {largest:.3g} at most" in caplog.text
 
 
 def test_a_penalty_makes_tokens_unlikely_and_proves_nothing(caplog):

@@ -1,4 +1,4 @@
-"""`model.generate` in batches against the model's own uncached forward, on architectures that read padding."""
+"""`model.generate` in batches against the model's own uncached forward, where padding is read and not."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def make_rwkv():
 
 
 def make_minimax():
-    sizes = dict(
-        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
-    )
     config = MiniMaxConfig(
-        **sizes,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
         vocab_size=VOCAB_SIZE,
         num_hidden_layers=2,
         layer_types=["linear_attention", "full_attention"],
