@@ -98,3 +98,18 @@ def test_the_kv_cache_that_a_rollout_fills(build, options, num_seqs, share_of_he
 def test_nothing_says_how_long_sequences_get(build):
     assert build(make_model("qwen3"), engine="vllm")["usable_kv_cache_bytes"] is None
     assert build(make_gpt2(), vllm_max_model_length=40)["usable_kv_cache_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode"),
+    [
+        ({"temperature": 0.7}, "processed_logprobs"),
+        ({"top_k": -1, "top_p": 1.0}, "processed_logprobs"),
+        ({"top_p": 0.9}, "raw_logprobs"),
+        ({"repetition_penalty": 1.2}, "raw_logprobs"),
+        ({"generation_kwargs": {"min_p": 0.1}}, "raw_logprobs"),
+        ({"top_p": 0.9, "temperature": 0.7}, "processed_logprobs"),  # neither has them
+    ],
+)
+def test_vllm_starts_in_the_mode_that_tells_log_probs_of_the_policy(build, sampling, mode):
+    assert build(make_model("qwen3"), engine="vllm", **sampling)["logprobs_mode"] == mode
