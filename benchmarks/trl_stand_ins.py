@@ -1,7 +1,7 @@
-"""Stand-ins for the models and data sets that TRL's tests load from the Hub: same names, random weights, no network.
+"""Stand-ins for the models and data sets that TRL's tests load from the Hub: same names, random weights.
 
-`from_pretrained` and `load_dataset` take a directory of the name asked for before they ask the Hub, so a process
-that starts where `make_stand_ins` has been finds them without being changed.
+`from_pretrained` and `load_dataset` take a directory of the name asked for before they ask the Hub, so a
+process that starts where `make_stand_ins` has been finds them without being changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL_ID = 8192
-"""Where the special tokens begin. So many others make it unlikely that a random model ends a completion, on which a
-test relies, and so few that hundreds of steps take minutes."""
+"""Where the special tokens begin. With so many others a random model hardly ever ends a completion, on
+which a test relies; with as many as Qwen's a run would take an hour."""
 
 PROMPTS = [  # a test expects the first twelve in this order
     "Beautiful is better than",

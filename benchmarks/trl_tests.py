@@ -2,9 +2,9 @@
 
     python benchmarks/trl_tests.py path/to/trl/tests/test_grpo_trainer.py
 
-TRL's packages hold no tests: take the file from its repository. Models and data are stand-ins of the same names
-(`trl_stand_ins.py`). Each side is one pytest process in a directory with the stand-ins, a copy of the file and of
-its helpers; a side that is finished there is not run again.
+TRL's packages hold no tests: take the file from its repository. Models and data are stand-ins of the same
+names (`trl_stand_ins.py`). Each side is one pytest process in a directory with the stand-ins, a copy of the
+file and of its helpers; a side that is finished there is not run again.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def main() -> None:
             claims(repetitions),
             repetitions,
             commit,
-            test_file={"name": "huggingface/trl: tests/test_grpo_trainer.py", "version": options.file_version},
+            test_file="huggingface/trl, tests/test_grpo_trainer.py",
+            test_file_version=options.file_version,
         )
     )
 
@@ -105,7 +106,15 @@ def run(side: str, file: Path, work: Path, expression: str) -> dict[str, Outcome
         partial = report.with_suffix(".unfinished")
         subprocess.run(
             [
-                *(sys.executable, "-m", "pytest", f"with_{side}/tests/{file.name}", "-q", "-p", "no:cacheprovider"),
+                *(
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    f"with_{side}/tests/{file.name}",
+                    "-q",
+                    "-p",
+                    "no:cacheprovider",
+                ),
                 *("--tb=short", "--rootdir", str(work), f"--junitxml={partial}"),
                 *("-k", f"({expression}) and {chosen}" if expression else chosen),
             ],

@@ -29,6 +29,7 @@ from colocate.algorithms.entropy import EntropyController
 from colocate.config import GRPOConfig
 from colocate.data.prompts import validate_columns
 from colocate.data.sampler import PromptBatches
+from colocate.data.streams import settle_stream_options
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
@@ -150,8 +151,8 @@ def prepare_model(
             init_kwargs["quantization_config"] = quantization_config
     elif quantization_config is not None:
         raise ValueError(
-            "quantization_config applies while a model loads, but the model is loaded already: pass the "
-            "model by name, or drop quantization_config."
+            "quantization_config applies while a model loads, but your model is already instantiated: pass "
+            "it by name, or drop quantization_config."
         )
     loaded = load_model(model, bf16=bool(args.bf16), model_init_kwargs=init_kwargs)
     freeze_what_text_does_not_reach(loaded)
@@ -371,12 +372,14 @@ def check_datasets(
         ValueError: no training data, an empty dataset, no prompts, images, or evaluation without data.
     """
     if train_dataset is None:
-        raise ValueError("GRPOTrainer needs a train_dataset: a datasets.Dataset with a column 'prompt'.")
+        raise ValueError("`train_dataset` is required: a datasets.Dataset with a column 'prompt'.")
     if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
         raise ValueError(
             f"eval_strategy={str(args.eval_strategy)!r}, but there is no eval_dataset: pass one, or set "
             "eval_strategy='no'."
         )
+
+    settle_stream_options(args, train_dataset, evaluation_sets(eval_dataset).values())
 
     def checked(dataset: TrainDataset) -> TrainDataset:
         validate_columns(dataset)

@@ -315,7 +315,7 @@ class GRPOConfig(TrainingArguments):
         self._derive_batch_sizes()
         self.validate()
         if self.process_index == 0:
-            for notice in notices:
+            for notice in (*notices, *self.objective_params().unusual_pairs()):
                 logger.warning(notice)
 
     def _resolve_renamed(self) -> list[str]:

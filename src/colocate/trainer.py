@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
+from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from colocate import assembly
@@ -32,6 +32,7 @@ from colocate.config import GRPOConfig
 from colocate.data.sampler import PromptBatch
 from colocate.experience.agreement import Agreement
 from colocate.experience.rollout import RequestBuilder, Rollout, Scorer
+from colocate.experience.slices import SliceRows
 from colocate.experience.weighting import shuffled_slices, weighted_for_evaluation, with_entropy_threshold
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
@@ -42,13 +43,14 @@ from colocate.policy.loading import stop_token_ids
 from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
+from colocate.trl_names import TRLNames
 from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
 
 
-class GRPOTrainer:
+class GRPOTrainer(TRLNames):
     """Trains a language model with GRPO and its variants (DeepSeekMath, arXiv 2402.03300).
 
     The arguments are TRL's. `tools`, `rollout_func` and `environment_factory` are not supported yet and
@@ -119,6 +121,7 @@ class GRPOTrainer:
         self.objective = Objective(args.objective_params())
         self.entropy = assembly.entropy_controller(args)
         self.window = TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device)
+        self.slice_rows = SliceRows(self.window)
         self.journal = Journal(
             args,
             self.accelerator,
@@ -169,6 +172,7 @@ class GRPOTrainer:
                 while not self.window.ready:
                     batch = next(self.batches)
                     request = self.requests.training(batch)
+                    self.slice_rows.add(request)
                     with self.phase("rollout"):
                         completions = self.engine.generate(request.prompts, self.sampling)
                     with self.phase("score"):
@@ -177,9 +181,7 @@ class GRPOTrainer:
                         self.agreement.check(rollout.samples, self.engine, self.policy)
                         self.window.add(self.slices_of(rollout, batch), self.old_logprobs)
                 with self.phase("train"):
-                    samples = self.next_samples()
-                    update = self.policy.update(samples, self.objective)
-                    self.window.advance(update.logprobs)
+                    samples, update = self.slice_rows.take_step(self.train_slice)
                 with self.phase("publish"):
                     self.publish()
                 self.report(samples, update, stop)
@@ -231,6 +233,13 @@ class GRPOTrainer:
         """Log-probs under the policy as it is, before it moves away from what generated the samples."""
         return [logprobs for logprobs, _ in self.policy.logprobs(samples)]
 
+    def optimizer_step(self) -> tuple[list[Sample], UpdateResult]:
+        """Train on what is next in the window, all slices together."""
+        samples = self.next_samples()
+        update = self.policy.update(samples, self.objective)
+        self.window.advance(update.logprobs)
+        return samples, update
+
     def next_samples(self) -> list[Sample]:
         """The samples of the next optimizer step."""
         slices = self.window.peek()
@@ -248,34 +257,7 @@ class GRPOTrainer:
         weights = () if self.engine.shares_weights else self.model.named_parameters()
         self.engine.update_weights(weights, self.policy.version)
 
-    # ── What transformers' trainers offer besides ────────────────────────────────────────────────────────
-
-    log_metrics = trainer_pt_utils.log_metrics
-    save_metrics = trainer_pt_utils.save_metrics
-    save_state = trainer_pt_utils.save_state
-
-    def is_world_process_zero(self) -> bool:
-        return self.state.is_world_process_zero
-
-    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        self.journal.handler.add_callback(callback)
-
-    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove a callback, or the first one of a class, and return it; None if there is none."""
-        return self.journal.handler.pop_callback(callback)
-
-    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        self.journal.handler.remove_callback(callback)
-
     # ── Reporting ────────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def state(self) -> TrainerState:
-        return self.journal.state
-
-    @property
-    def control(self) -> TrainerControl:
-        return self.journal.control
 
     def report(self, samples: list[Sample], update: UpdateResult, stop: StopRequest) -> None:
         """Count the step; log, evaluate and save as the callbacks ask; stop if somebody asked for it."""

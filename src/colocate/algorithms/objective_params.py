@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, fields
 
 from colocate.algorithms.choices import (
@@ -57,7 +56,6 @@ class ObjectiveParams:
         self._check_clipping()
         self._check_coefficients()
         self._check_importance_sampling()
-        self._warn_of_unusual_pairs()
 
     @property
     def upper_epsilon(self) -> float:
@@ -138,24 +136,28 @@ class ObjectiveParams:
                 "vllm_importance_sampling_clip_max (e.g. 3.0), vllm_importance_sampling_clip_min or both."
             )
 
-    def _warn_of_unusual_pairs(self) -> None:
-        level = self.importance_sampling_level
+    def unusual_pairs(self) -> list[str]:
+        """One line for each two options that are allowed but seldom meant, in the words of TRL's warnings."""
+        level, lines = self.importance_sampling_level, []
         if self.loss_type == "luspo" and level != "sequence":
-            _warn("loss_type='luspo' is defined with importance_sampling_level='sequence', not 'token'.")
+            lines.append(
+                "loss_type='luspo' is defined with sequence-level ratios: `importance_sampling_level` should "
+                "be set to `'sequence'`, not 'token'."
+            )
         if self.loss_type == "vespo" and level != "token":
-            _warn("loss_type='vespo' forms sequence ratios itself: set importance_sampling_level='token'.")
+            lines.append(
+                "loss_type='vespo' computes sequence-level importance weights internally: "
+                "`importance_sampling_level` should be set to `'token'`."
+            )
         if self.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo") and level == "sequence":
-            _warn(
-                f"loss_type={self.loss_type!r} sums over tokens, so with importance_sampling_level="
-                "'sequence' long sequences weigh more. GSPO as published is loss_type='grpo'."
+            lines.append(
+                f"loss_type={self.loss_type!r} sums over tokens, which with importance_sampling_level="
+                "'sequence' effectively weights each sequence by its completion length. GSPO as published is "
+                "loss_type='grpo'."
             )
         if self.loss_type == "cispo" and self.upper_epsilon < 1:
-            _warn(
+            lines.append(
                 f"loss_type='cispo' caps the ratio itself at epsilon_high={self.upper_epsilon}, so even "
                 f"unchanged tokens weigh {self.upper_epsilon} instead of 1. ScaleRL recommends 5."
             )
-
-
-def _warn(message: str) -> None:
-    # The frames between: here, _warn_of_unusual_pairs, __post_init__, the generated __init__.
-    warnings.warn(message, UserWarning, stacklevel=5)
+        return lines

@@ -47,6 +47,8 @@ class UpdateResult:
     metrics: Metrics
     """The objective's, and `loss`, `grad_norm` (before clipping), `learning_rate`, `skipped_updates`; of this
     rank's samples, except for the gradient's."""
+    loss: Tensor
+    """Scalar, of this rank's samples."""
     logprobs: list[Tensor]
     """[C] per sample, before the step: the old log-probabilities of later passes over the same samples."""
     skipped: bool
@@ -146,7 +148,7 @@ class Policy:
             self.mark("optimizer step", "workspace")
             self.version += 1
             self.num_skipped_updates = 0
-        return UpdateResult(metrics, logprobs, skipped, self._largest_microbatch)
+        return UpdateResult(metrics, loss, logprobs, skipped, self._largest_microbatch)
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Sample], objective: LossFunction) -> Metrics:

@@ -98,6 +98,23 @@ class Journal:
         ]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=parts).stateful_callbacks  # type: ignore[arg-type]
 
+    def replace_state(self, state: TrainerState) -> None:
+        """Continue with another state, but for what this run sets itself."""
+        own = (
+            *(
+                "max_steps",
+                "num_train_epochs",
+                "train_batch_size",
+                "logging_steps",
+                "eval_steps",
+                "save_steps",
+            ),
+            *("is_local_process_zero", "is_world_process_zero", "stateful_callbacks"),
+        )
+        for name in own:
+            setattr(state, name, getattr(self.state, name))
+        self.state = state
+
     def open(self, description: dict[str, Any], *, resumed: bool) -> None:
         """Begin or continue the run's record."""
         if self.state.is_world_process_zero:

@@ -81,8 +81,10 @@ class RewardFunctions:
         timeout_s: float | None = None,
     ) -> None:
         funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        if not funcs:
-            raise ValueError("No reward function: pass at least one in `reward_funcs`.")
+        if not funcs or funcs == [None]:
+            raise ValueError(
+                "No reward source provided: pass at least one function or model in `reward_funcs`."
+            )
         if reward_processing_classes is None:
             tokenizers: list = [None] * len(funcs)
         elif isinstance(reward_processing_classes, (list, tuple)):
@@ -154,6 +156,16 @@ class RewardFunctions:
         self._warn_unrewarded(table.rewards, shared)
         return table
 
+    @property
+    def functions(self) -> list[Callable[..., Any] | nn.Module]:
+        """[F] what was given, models loaded."""
+        return [func.model if isinstance(func, RewardModel) else func for func in self._funcs]
+
+    @property
+    def tokenizers(self) -> list[PreTrainedTokenizerBase | None]:
+        """[F] of the models; None for a function."""
+        return [func.tokenizer if isinstance(func, RewardModel) else None for func in self._funcs]
+
     def close(self) -> None:
         """End the thread of the async functions."""
         self._loop.close()
@@ -192,20 +204,16 @@ class RewardFunctions:
         unrewarded = rewards.isnan().all(dim=1)
         if not unrewarded.any():
             return
-        if unrewarded.all():
-            logger.warning(
-                "All reward functions (%s) returned None for all %d completions: "
-                "their advantages are zero, and nothing is learnt from them.",
-                ", ".join(self.names),
-                len(rewards),
-            )
-            return
         row = int(unrewarded.nonzero()[0])
         example = {key: values[row] for key, values in shared.items() if key != "trainer_state"}
         logger.warning(
             "All reward functions returned None for the following kwargs:\n%s\n"
-            "Please ensure that at least one reward function returns a valid reward.",
+            "That is one of %d completions of %d without a reward (from %s): nothing is learnt from them. "
+            "Let one function return a number.",
             example,
+            int(unrewarded.sum()),
+            len(rewards),
+            ", ".join(self.names),
         )
 
 
@@ -287,5 +295,6 @@ def _unique_names(funcs: Sequence[Callable]) -> list[str]:
 def _check_length(option: str, values: Sequence, num_functions: int) -> None:
     if len(values) != num_functions:
         raise ValueError(
-            f"Got {len(values)} {option} for {num_functions} reward functions: pass one for each, in order."
+            f"Got {len(values)} {option} for {num_functions} reward functions, but their numbers must match: "
+            "pass one for each, in order."
         )

@@ -1,0 +1,356 @@
+"""What scripts written for TRL's and transformers' trainers read, call and override on a trainer.
+
+Here are names only: each says what another part knows. `trainer.py` has the loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
+
+from colocate import assembly
+from colocate.algorithms.entropy import EntropyController
+from colocate.algorithms.masks import entropy_threshold, off_policy_sequence_mask
+from colocate.checkpoints import hub
+from colocate.config import GRPOConfig
+from colocate.data.loaders import eval_loader, train_loader
+from colocate.experience.rollout import Scorer
+from colocate.experience.slices import SliceRows
+from colocate.experience.window import TrainingWindow
+from colocate.policy.policy import Policy, UpdateResult
+from colocate.policy.reference import FrozenCopy
+from colocate.reporting.journal import Journal
+from colocate.types import Sample
+from colocate.weights.layouts import causal_lm
+
+_LOSS = (
+    "the loss is composed in colocate.algorithms.objective; a new one is a function in algorithms/losses.py"
+)
+_ROLLOUT = "completions come from an engine: implement colocate.engines.base.RolloutEngine"
+_REWARDS = "a reward function sees every column and `trainer_state`, and logs by `log_metric` and `log_extra`"
+_DATA = "the order is the dataset's with shuffle_dataset=False; pass the rows in the order you want"
+_PREDICTION = "evaluate(dataset) generates for held-out prompts and rewards them; nothing else is predicted"
+_OPTIMIZER = "set `optim` and lr_scheduler_type, or pass `optimizers` to the trainer"
+_CHECKPOINT = "use a callback's on_save, or save_checkpoint and load_checkpoint"
+
+NOT_CALLED: dict[str, str] = {
+    **dict.fromkeys(("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"), _LOSS),
+    **dict.fromkeys(
+        (
+            *("_prepare_inputs", "_generate_and_score_completions", "_generate", "_generate_single_turn"),
+            *("vllm_generation", "llm", "vllm_client", "generation_config", "_generate_completions"),
+        ),
+        _ROLLOUT,
+    ),
+    **dict.fromkeys(("_calculate_rewards", "_metrics", "_logs"), _REWARDS),
+    **dict.fromkeys(
+        ("_get_train_sampler", "_get_eval_sampler", "_get_dataloader", "get_test_dataloader"), _DATA
+    ),
+    **dict.fromkeys(("predict", "prediction_step", "evaluation_loop"), _PREDICTION),
+    **dict.fromkeys(
+        (
+            *("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler"),
+            "get_optimizer_cls_and_kwargs",
+        ),
+        _OPTIMIZER,
+    ),
+    **dict.fromkeys(
+        ("_save", "_save_checkpoint", "_load_from_checkpoint", "_save_optimizer_and_scheduler"), _CHECKPOINT
+    ),
+    "_maybe_log_save_evaluate": "use a callback's on_step_end",
+    "hyperparameter_search": "start a run for each choice, for example with `colocate train`",
+    "tokenizer": "it is called processing_class",
+}
+"""Names of TRL's and transformers' trainers that there are none of here, and what to use instead."""
+
+NOT_OVERRIDDEN: dict[str, str] = {
+    **NOT_CALLED,
+    **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader"), _DATA),
+    "log": "use a callback's on_log",
+}
+"""Names that a subclass would define in vain."""
+
+
+class Option:
+    """An option of `args` under the trainer's own name, as TRL keeps it. The parts of a run have read it."""
+
+    def __init__(self, option: str | None = None) -> None:
+        self._option = option
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._option = self._option or name
+        self.__doc__ = f"`args.{self._option}`."
+
+    def __get__(self, trainer: TRLNames | None, owner: type) -> Any:
+        return self if trainer is None else getattr(trainer.args, str(self._option))
+
+    def __set__(self, trainer: TRLNames, value: Any) -> None:
+        raise AttributeError(
+            f"{self._option}={value!r} comes too late: it was read when the trainer was built. Set it in "
+            "GRPOConfig."
+        )
+
+
+class TRLNames:
+    """The part of `GRPOTrainer` that is there for scripts written for TRL."""
+
+    args: GRPOConfig
+    accelerator: Accelerator
+    model: Any
+    train_dataset: assembly.TrainDataset
+    eval_dataset: assembly.EvalDataset | None
+    journal: Journal
+    policy: Policy
+    scorer: Scorer
+    entropy: EntropyController
+    window: TrainingWindow
+    slice_rows: SliceRows
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, advice in NOT_OVERRIDDEN.items():
+            if name in vars(cls):
+                raise TypeError(
+                    f"{cls.__name__} overrides {name}, which colocate's trainer never calls: {advice}."
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        advice = f": {NOT_CALLED[name]}" if name in NOT_CALLED else ""
+        raise AttributeError(
+            f"{type(self).__name__!r} has no attribute {name!r}{advice}", name=name, obj=self
+        )
+
+    # ── Options ──────────────────────────────────────────────────────────────────────────────────────────
+
+    num_generations = Option()
+    num_iterations = Option()
+    max_completion_length = Option()
+    chat_template_kwargs = Option()
+    temperature = Option()
+    top_p = Option()
+    top_k = Option()
+    min_p = Option()
+    repetition_penalty = Option()
+    use_vllm = Option()
+    vllm_mode = Option()
+    beta = Option()
+    loss_type = Option()
+    epsilon_low = Option("epsilon")
+    scale_rewards = Option()
+    importance_sampling_level = Option()
+    multi_objective_aggregation = Option()
+    off_policy_mask_threshold = Option()
+    mask_truncated_completions = Option()
+    top_entropy_quantile = Option()
+    use_adaptive_entropy = Option()
+    shuffle_dataset = Option()
+    log_completions = Option()
+
+    @property
+    def num_generations_eval(self) -> int:
+        """Completions of each held-out prompt."""
+        return self.args.num_generations_eval or self.num_generations
+
+    @property
+    def epsilon_high(self) -> float:
+        """The upper clipping bound, which defaults to the lower one."""
+        return self.args.objective_params().upper_epsilon
+
+    @property
+    def entropy_coef(self) -> float:
+        """The entropy bonus's coefficient as it is now: adaptive control moves it."""
+        return self.entropy.coef
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether a router's auxiliary loss is trained on."""
+        return False
+
+    # ── Parts ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The model: nothing wraps it."""
+        return self.model
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference model; None without KL penalty, and where the reference lies in the policy's model
+        under the adapter."""
+        reference = self.policy.reference
+        if not isinstance(reference, FrozenCopy):
+            return None
+        with reference.model() as model:
+            return model
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """[F] functions and models, in the order given."""
+        return self.scorer.reward_functions.functions
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """[F] names under which rewards are logged."""
+        return self.scorer.reward_functions.names
+
+    @property
+    def reward_weights(self) -> Tensor:
+        """[F] float32."""
+        return self.scorer.reward_functions.weights
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """[F] tokenizers of the reward models; None for a function."""
+        return self.scorer.reward_functions.tokenizers
+
+    @property
+    def callback_handler(self) -> Any:
+        """transformers' handler, which holds the callbacks."""
+        return self.journal.handler
+
+    @property
+    def state(self) -> TrainerState:
+        """What the run has come to. May be replaced; what this run itself sets (its length, the intervals of
+        logs, evaluations and checkpoints, the rank) stays as it is."""
+        return self.journal.state
+
+    @state.setter
+    def state(self, state: TrainerState) -> None:
+        self.journal.replace_state(state)
+
+    @property
+    def control(self) -> TrainerControl:
+        """What callbacks have asked for."""
+        return self.journal.control
+
+    # ── Data ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def get_train_dataloader(self) -> DataLoader:
+        """This rank's rows of each slice of an epoch, one per completion. The loop does not read it."""
+        return train_loader(self.train_dataset, self.args)
+
+    def get_eval_dataloader(
+        self, eval_dataset: str | datasets.Dataset | datasets.IterableDataset | None = None
+    ) -> DataLoader:
+        """Held-out rows, one per completion. `evaluate` does not read it.
+
+        Args:
+            eval_dataset: one, or the name of one of several; the trainer's own if None.
+
+        Raises:
+            ValueError: there is no such dataset.
+        """
+        sets = assembly.evaluation_sets(self.eval_dataset)
+        if isinstance(eval_dataset, str):
+            if eval_dataset not in sets:
+                raise ValueError(f"There is no eval_dataset {eval_dataset!r}, but {sorted(sets)}.")
+            return eval_loader(sets[eval_dataset], self.args)
+        if eval_dataset is None:
+            if "" not in sets:
+                raise ValueError(
+                    "There is no eval_dataset: pass one here or to the trainer."
+                    if not sets
+                    else f"There are several evaluation sets: name one of {sorted(sets)}."
+                )
+            eval_dataset = sets[""]
+        return eval_loader(eval_dataset, self.args)
+
+    # ── One step ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def train_slice(self, inputs: list[dict[str, Any]]) -> None:
+        """Call `training_step` for one slice; a subclass may have another."""
+        self.training_step(self.model, inputs)
+
+    def training_step(
+        self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Train on one slice of an optimizer step (`per_device_train_batch_size` completions).
+
+        The loop calls it `gradient_accumulation_steps` times per optimizer step, as TRL's does, so that a
+        subclass can do something around it. Micro-batches are packed over the whole step, so that the last of
+        these calls does the work of all of them.
+
+        Args:
+            model: the trainer's.
+            inputs: this rank's rows of the generation batch that the slice is from, one per completion; empty
+                for completions which a run before a resume has generated.
+            num_items_in_batch: not read; loss weights are worked out over the whole step.
+
+        Returns:
+            This rank's loss of the step from the last call, 0 from the others.
+
+        Raises:
+            RuntimeError: there are no completions to train on, since `train()` has not generated any.
+        """
+        return self.slice_rows.visit(self.optimizer_step)
+
+    def optimizer_step(self) -> tuple[list[Sample], UpdateResult]:
+        raise NotImplementedError  # the trainer's
+
+    # ── What transformers' trainers offer besides ────────────────────────────────────────────────────────
+
+    log_metrics = trainer_pt_utils.log_metrics
+    save_metrics = trainer_pt_utils.save_metrics
+    save_state = trainer_pt_utils.save_state
+
+    def is_world_process_zero(self) -> bool:
+        return self.state.is_world_process_zero
+
+    def is_local_process_zero(self) -> bool:
+        return self.state.is_local_process_zero
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add numbers to `state.log_history` and to every tracker, with the averages since the last log."""
+        self.journal.log(dict(logs))
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = None
+    ) -> None:
+        """Write `README.md` into `output_dir`."""
+        if self.accelerator.is_main_process:
+            hub.write_model_card(
+                self.args.run_dir,
+                base_model=causal_lm(self.model).config.name_or_path,
+                model_name=model_name,
+                dataset_name=dataset_name,
+                tags=tags,
+            )
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        self.journal.handler.add_callback(callback)
+
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Remove a callback, or the first one of a class, and return it; None if there is none."""
+        return self.journal.handler.pop_callback(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        self.journal.handler.remove_callback(callback)
+
+    # ── TRL's functions of tensors ───────────────────────────────────────────────────────────────────────
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Tensor,
+        per_token_logps: Tensor,
+        sampling_per_token_logps: Tensor,
+        mask: Tensor,
+        off_policy_threshold: float,
+    ) -> Tensor:
+        """`algorithms.masks.off_policy_sequence_mask` with TRL's order of arguments; [B, 1]."""
+        return off_policy_sequence_mask(
+            per_token_logps, sampling_per_token_logps, advantages, mask, threshold=off_policy_threshold
+        )
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """[B, T] bool: the tokens at or above the `threshold`-quantile of all ranks' entropies."""
+        local = entropies[mask.bool()].float()
+        # Ranks differ in tokens; entropies are never negative.
+        padded = self.accelerator.pad_across_processes(local, dim=0, pad_index=-1)
+        gathered = self.accelerator.gather(padded)
+        bound = entropy_threshold(gathered[gathered >= 0], 1 - threshold)
+        return (entropies >= bound) & mask.bool()
