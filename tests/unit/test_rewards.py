@@ -325,7 +325,8 @@ def test_a_batch_that_no_function_rewards_is_warned_of_and_goes_on(caplog):
     with caplog.at_level(logging.WARNING):
         table = score(constant([None, None, None]))
     assert table.rewards.isnan().all()
-    assert "(lambda) returned None for all 3 completions" in caplog.text
+    assert "All reward functions returned None for the following kwargs:" in caplog.text
+    assert "3 completions of 3 without a reward (from lambda)" in caplog.text
 
 
 def test_logged_columns_and_metrics_are_collected():

@@ -208,8 +208,8 @@ class RewardFunctions:
         example = {key: values[row] for key, values in shared.items() if key != "trainer_state"}
         logger.warning(
             "All reward functions returned None for the following kwargs:\n%s\n"
-            "That is one of %d completions of %d without a reward (from %s): nothing is learnt from them. "
-            "Let one function return a number.",
+            "That is one of %d completions of %d without a reward (from %s): their advantages are zero. "
+            "Let at least one function return a number.",
             example,
             int(unrewarded.sum()),
             len(rewards),
