@@ -122,7 +122,7 @@ def test_vocabulary_must_fit():
         check_vocabulary(make_tokenizer(33), make_model())
 
 
-def test_pad_and_stop_tokens():
+def test_pad_and_stop_tokens(caplog):
     model, tokenizer = make_model(), make_tokenizer(32, eos_token="t5")
     model.generation_config.eos_token_id = [7, 5]
     assert set_pad_token(tokenizer, model) == 5
@@ -130,6 +130,8 @@ def test_pad_and_stop_tokens():
     assert stop_token_ids(tokenizer, model) == (5, 7)
     model.generation_config.eos_token_id = 5
     assert stop_token_ids(tokenizer, model) == (5,)
+    assert "aligned with the tokenizer" not in caplog.text  # the model had none
     assert set_pad_token(make_tokenizer(32, eos_token="t5", pad_token="t9"), model) == 9
+    assert "PAD token 9 differs from the model config and generation config (5)" in caplog.text
     with pytest.raises(ValueError, match="eos_token"):
         set_pad_token(make_tokenizer(32), model)

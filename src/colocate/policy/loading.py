@@ -249,8 +249,15 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> int:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     lm = causal_lm(model)
-    lm.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    lm.generation_config.pad_token_id = tokenizer.pad_token_id
+    configs = (lm.config.get_text_config(), lm.generation_config)
+    others = {c.pad_token_id for c in configs} - {None, tokenizer.pad_token_id}
+    if others:
+        logger.warning(
+            f"The tokenizer's PAD token {tokenizer.pad_token_id} differs from the model config and "
+            f"generation config ({', '.join(map(str, others))}), which were aligned with the tokenizer."
+        )
+    for config in configs:
+        config.pad_token_id = tokenizer.pad_token_id
     return tokenizer.pad_token_id
 
 
