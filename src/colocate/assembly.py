@@ -83,6 +83,14 @@ def refuse_unsupported(**arguments: Any) -> None:
             raise ValueError(f"GRPOTrainer does not take {name}: {NOT_SUPPORTED[name]}.")
 
 
+def check_reward_source(reward_funcs: Any) -> None:
+    """Raises ValueError if there is nothing to reward completions with."""
+    if reward_funcs is None or (isinstance(reward_funcs, (list, tuple)) and not reward_funcs):
+        raise ValueError(
+            "No reward source provided: pass a function, a sequence classifier or its name in `reward_funcs`."
+        )
+
+
 def set_up_process(args: GRPOConfig) -> None:
     """Seeds every global generator and sets how much is logged, as transformers' trainers do.
 

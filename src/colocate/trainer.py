@@ -90,6 +90,7 @@ class GRPOTrainer(TRLNames):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
+        assembly.check_reward_source(reward_funcs)
         assembly.refuse_unsupported(
             tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
         )

@@ -152,6 +152,16 @@ def test_what_is_refused_does_not_exist_and_says_what_does(trained):
         trained.beta = 0.5
 
 
+def test_missing_arguments_are_named_in_trls_words(tmp_path):
+    for nothing in (None, []):
+        with pytest.raises(ValueError, match="No reward source provided"):
+            make_trainer(tmp_path, reward_funcs=nothing)
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        make_trainer(tmp_path, train_dataset=None)
+    with pytest.raises(ValueError, match="must match"):
+        make_trainer(tmp_path, reward_funcs=[count_digits] * 2, reward_processing_classes=make_tokenizer())
+
+
 def test_the_state_can_be_replaced(tmp_path):
     trainer = make_trainer(tmp_path)
     mine = TrainerState(best_metric=0.25)

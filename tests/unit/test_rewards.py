@@ -301,7 +301,7 @@ def test_wrong_numbers_of_weights_and_tokenizers_are_refused():
         RewardFunctions([zero, zero], reward_weights=[1, 2, 3])
     with pytest.raises(ValueError, match="1 reward_processing_classes for 2 reward functions"):
         RewardFunctions([zero, zero], [None])
-    with pytest.raises(ValueError, match="No reward source provided"):
+    with pytest.raises(ValueError, match="No reward function"):
         RewardFunctions([])
     with pytest.raises(TypeError, match="a callable, a model or a model id; got 3"):
         RewardFunctions([zero, 3])

@@ -81,10 +81,8 @@ class RewardFunctions:
         timeout_s: float | None = None,
     ) -> None:
         funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        if not funcs or funcs == [None]:
-            raise ValueError(
-                "No reward source provided: pass at least one function or model in `reward_funcs`."
-            )
+        if not funcs:
+            raise ValueError("No reward function: pass at least one in `reward_funcs`.")
         if reward_processing_classes is None:
             tokenizers: list = [None] * len(funcs)
         elif isinstance(reward_processing_classes, (list, tuple)):
