@@ -52,8 +52,8 @@ def load_model(
     if not isinstance(model, str):
         if kwargs:
             raise ValueError(
-                f"model_init_kwargs={redacted(kwargs)} cannot apply: your model is already instantiated, as a "
-                f"{type(model).__name__}. Pass it by name, or drop model_init_kwargs."
+                f"model_init_kwargs={redacted(kwargs)} cannot apply: your model is already instantiated, as "
+                f"a {type(model).__name__}. Pass it by name, or drop model_init_kwargs."
             )
         if getattr(causal_lm(model), "get_output_embeddings", lambda: None)() is None:
             raise TypeError(

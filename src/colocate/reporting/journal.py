@@ -101,15 +101,8 @@ class Journal:
     def replace_state(self, state: TrainerState) -> None:
         """Continue with another state, but for what this run sets itself."""
         own = (
-            *(
-                "max_steps",
-                "num_train_epochs",
-                "train_batch_size",
-                "logging_steps",
-                "eval_steps",
-                "save_steps",
-            ),
-            *("is_local_process_zero", "is_world_process_zero", "stateful_callbacks"),
+            *("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps"),
+            *("save_steps", "is_local_process_zero", "is_world_process_zero", "stateful_callbacks"),
         )
         for name in own:
             setattr(state, name, getattr(self.state, name))
