@@ -287,6 +287,7 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
             is_main=accelerator.is_main_process,
             barrier=accelerator.wait_for_everyone,
             run_id=run_id,
+            output_dir=os.path.abspath(args.output_dir or "."),
             on_server_loss=args.vllm_on_server_loss,  # type: ignore[arg-type]  # checked by the configuration
             server_timeout_s=args.vllm_server_timeout,
             group_host=args.vllm_group_host,

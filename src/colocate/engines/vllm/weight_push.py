@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from colocate.engines.vllm.http import HttpClient, MalformedResponse, ServerUnreachable
 from colocate.engines.vllm.internals import plain_segments
 from colocate.engines.vllm.process import free_port
-from colocate.engines.vllm.weight_wire import NcclGroup, ipc_handle, layout_of, pack, visible_gpus
+from colocate.engines.vllm.weight_wire import (
+    GROUP_TIMEOUT_S,
+    PROBE,
+    NcclGroup,
+    ipc_handle,
+    layout_of,
+    pack,
+    visible_gpus,
+)
 from colocate.engines.vllm.workers import WorkerError, Workers
 from colocate.weights.buckets import buckets, tied_head
 
@@ -36,7 +44,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class PushInterrupted(RuntimeError):
-    """The server lost what it had received: it restarted, or another process pushed. Push again, whole."""
+    """The server does not know a push any more: it restarted, or gave up one that was silent. Push again."""
 
 
 class Transport(Protocol):
@@ -86,7 +94,7 @@ class FileTransport:
         self._path = self.directory / f"{self._num_files}.safetensors"
         self._num_files += 1
         save_file({"chunk": flat}, self._path)
-        return {"path": str(self._path)}
+        return {"file": self._path.name}
 
     def transmit(self, flat: Tensor) -> None:
         """Nothing: the file is there."""
@@ -213,6 +221,7 @@ class WeightPusher:
         self._directory = directory
         self._timeout_s = timeout_s
         self._transport: Transport | None = None
+        self._transport_is_to: list[str] = []
         self._push_id: str | None = None
 
     def push(self, model: nn.Module, token: str) -> int:
@@ -246,11 +255,14 @@ class WeightPusher:
             self._transport = None
 
     def _push(self, model: nn.Module, token: str, replaces: str | None, deadline: float) -> int:
-        if not self._begin(token, replaces, tied_head(model), deadline):
+        start_ids = self._begin(token, replaces, tied_head(model), deadline)
+        if start_ids is None:
             return 0
+        if start_ids != self._transport_is_to:
+            self.reset()  # workers that have started since know of no group and no directory
         if self._transport is None:
             device = next(model.parameters()).device
-            self._transport = self._choose(device, deadline)
+            self._transport, self._transport_is_to = self._choose(device, deadline), start_ids
         sent_bytes = num_chunks = 0
         for bucket in buckets(model, self._bucket_bytes):
             places, size_bytes = layout_of(bucket)
@@ -280,8 +292,14 @@ class WeightPusher:
         _check(finished, "finished")
         return sent_bytes
 
-    def _begin(self, token: str, replaces: str | None, tied_head: str | None, deadline: float) -> bool:
-        """Stop generation and open the push; False if the server turns out to have these weights."""
+    def _begin(
+        self, token: str, replaces: str | None, tied_head: str | None, deadline: float
+    ) -> list[str] | None:
+        """Stop generation and open the push.
+
+        Returns:
+            Identities of the workers' starts, None if the server turns out to have these weights.
+        """
         unless: str | None = token
         while True:
             self._tell("/pause?mode=abort", deadline)
@@ -295,9 +313,9 @@ class WeightPusher:
             )
             kinds = {answer["is"] for answer in answers}
             if kinds == {"ready"}:
-                return True
+                return [answer["start_id"] for answer in answers]
             if kinds == {"current"}:
-                return False
+                return None
             if "busy" not in kinds:
                 unless = None  # an earlier push was finished on some workers only
                 continue
@@ -347,23 +365,26 @@ class WeightPusher:
             )
         host = self._group_host or self._own_address()
         port = self._group_port or free_port(host)
-        return NcclTransport(self._workers, len(workers), device, host, port, _remaining_s(deadline))
+        timeout_s = min(_remaining_s(deadline), GROUP_TIMEOUT_S)
+        return NcclTransport(self._workers, len(workers), device, host, port, timeout_s)
 
     def _file_transport(self, deadline: float) -> FileTransport:
         parent = self._directory
         if parent is None and _SHARED_MEMORY.is_dir():
             parent = str(_SHARED_MEMORY)
         transport = FileTransport(parent)
-        secret = uuid.uuid4().hex
-        probe = transport.directory / "probe"
-        probe.write_text(secret)
+        mark = uuid.uuid4().hex
+        probe = transport.directory / PROBE
+        probe.write_text(mark)
         try:
-            answers = self._workers.call("read_file", path=str(probe), deadline_s=_remaining_s(deadline))
+            answers = self._workers.call(
+                "share", directory=str(transport.directory), mark=mark, deadline_s=_remaining_s(deadline)
+            )
         except BaseException:
             transport.close()
             raise
         probe.unlink()
-        if any(answer["text"] != secret for answer in answers):
+        if not all(answer["is_shared"] for answer in answers):
             transport.close()
             raise ValueError(
                 f"Weights cannot go to the server by file: it does not see {transport.directory.parent} "
@@ -389,7 +410,7 @@ def _check(answers: list[dict[str, Any]], expected: str) -> None:
     kinds = {answer["is"] for answer in answers}
     if kinds != {expected}:
         raise PushInterrupted(
-            "The server does not know this push any more: it restarted, or another took over."
+            "The server does not know this push any more: it restarted, or gave it up because it was silent."
         )
 
 

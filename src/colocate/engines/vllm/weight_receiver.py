@@ -2,6 +2,8 @@
 
     vllm serve MODEL --worker-extension-cls colocate.engines.vllm.weight_receiver.WeightReceiver ...
 
+It listens to nobody without the server's key, and for most things only to the run that holds the server.
+
 `--worker-extension-cls` and `/collective_rpc` are vLLM's public interface. What is not, and holds for vLLM
 0.25 to 0.33: the worker's attributes `device`, `rank`, `vllm_config` and `get_model()`, and what stands in
 `internals`.
@@ -13,17 +15,26 @@ them is None.
 
 from __future__ import annotations
 
-import json
 import logging
+import os
+import re
+import stat
 import time
 import uuid
+from contextlib import suppress
+from hmac import compare_digest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colocate.engines.vllm.internals import end_reload, has_packed_head, load_weights, start_reload
+from colocate.engines.vllm.key import VARIABLE, key_from_environment
+from colocate.engines.vllm.lease import Lease, Run, ServerHeld
+from colocate.engines.vllm.messages import opened_message, sealed_answer
 from colocate.engines.vllm.weight_wire import (
+    GROUP_TIMEOUT_S,
+    PROBE,
     SHAPE,
     NcclGroup,
     open_ipc_handle,
@@ -33,42 +44,50 @@ from colocate.engines.vllm.weight_wire import (
 
 logger = logging.getLogger(__name__)
 
-_LEASE_S = 60.0
-"""A push that has been silent for this long may be taken over by another trainer process."""
+_PUSH_LEASE_S = 60.0
+"""A push that has been silent for this long may be taken over by another process of the same run."""
+_CHUNK_FILE = re.compile(r"[0-9]{1,12}\.safetensors")
 
 
 class WeightReceiver:
     """Mixed into vLLM's worker; `colocate_receive` is called through `/collective_rpc`."""
 
-    def colocate_receive(self, message: str) -> dict[str, Any]:
-        """Do what a JSON message asks; never raises, as vLLM would answer an exception with a bare error 500.
+    def colocate_receive(self, message: str, signature: str) -> dict[str, Any]:
+        """Do what a signed message asks; never raises, as vLLM would answer that with a bare error 500.
 
         Args:
-            message: {"do": one of `_Receiver.ACTIONS`, ...arguments of that method}.
+            message: {"do": what, "run": who asks, ...arguments}; see `_Receiver.answer`.
+            signature: see `messages`.
 
         Returns:
-            What the method returns, or {"error": message}.
+            What the method returns, {"error": message}, or {"holder": ...} if another run holds the server;
+            signed. {"error": message} without a signature to whoever has not the key.
         """
         receiver = self.__dict__.get("_colocate_receiver")
         if receiver is None:
             receiver = self.__dict__["_colocate_receiver"] = _Receiver(self)
         try:
-            arguments = json.loads(message)
-            action = arguments.pop("do")
-            if action not in _Receiver.ACTIONS:
-                raise ValueError(
-                    f"unknown message {action!r}: trainer and server have other versions of colocate"
-                )
-            return getattr(receiver, action)(**arguments)
+            key = key_from_environment()
+            if key is None:
+                raise PermissionError(f"the server was started without {VARIABLE}")
+            arguments = opened_message(key, message, signature)
+        except Exception as error:
+            logger.warning(f"colocate: a message was refused: {error}")
+            return {"error": str(error)}
+        try:
+            return sealed_answer(key, receiver.answer(**arguments), signature)
+        except ServerHeld as error:
+            return sealed_answer(key, {"holder": error.holder}, signature)
         except Exception as error:
             logger.exception("A message of the trainer failed")
-            return {"error": f"{type(error).__name__}: {error}"}
+            return sealed_answer(key, {"error": f"{type(error).__name__}: {error}"}, signature)
 
 
 class _Receiver:
     """The state of one worker's weights."""
 
-    ACTIONS = ("describe", "state", "read_file", "join_group", "begin", "receive_chunk", "finish")
+    OF_ANYBODY = ("describe", "abandon")
+    OF_THE_HOLDER = ("claim", "release", "state", "share", "join_group", "begin", "receive_chunk", "finish")
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -85,6 +104,30 @@ class _Receiver:
         self._loaded_names: set[str] | None = set()
         self._group: NcclGroup | None = None
         self._mapped: tuple[dict[str, Any], Tensor] | None = None
+        self._lease = Lease()
+        self._directory: str | None = None
+
+    def answer(
+        self, do: str, run: dict[str, Any] | None = None, instead_of: str | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        """Do what a message asks.
+
+        Args:
+            run: who asks; see `lease.Run`. What is its holder's takes and renews the server's lease.
+            instead_of: see `Lease.claim`.
+
+        Raises:
+            ServerHeld: another run holds the server.
+        """
+        if do in self.OF_THE_HOLDER:
+            if run is None:
+                raise ValueError(
+                    f"{do!r} came from no run: trainer and server have other versions of colocate"
+                )
+            self._lease.claim(Run(**run), instead_of)
+        elif do not in self.OF_ANYBODY:
+            raise ValueError(f"unknown message {do!r}: trainer and server have other versions of colocate")
+        return getattr(self, do)(**arguments)
 
     # ── What the trainer asks ────────────────────────────────────────────────────────────────────────────
 
@@ -114,19 +157,46 @@ class _Receiver:
         """
         return {"start_id": self._start_id, "token": self._token}
 
-    def read_file(self, path: str) -> dict[str, Any]:
-        """The first bytes of a file, to find out whether trainer and server share a directory."""
-        try:
-            with open(path) as file:
-                return {"text": file.read(100)}
-        except OSError:
-            return {"text": None}
+    def claim(self) -> dict[str, Any]:
+        """Take or keep the server: whoever is answered so holds it."""
+        return {}
+
+    def release(self) -> dict[str, Any]:
+        """Let go of the server."""
+        self._lease.release()
+        return {}
+
+    def abandon(self) -> dict[str, Any]:
+        """Give up a push whose run does not hold the server any more, so that the server may run again.
+
+        Returns:
+            {"is": "free"}, or "held" if a run holds the server: the push is its own affair then.
+        """
+        if self._lease.holder is not None:
+            return {"is": "held"}
+        self._push_id = None
+        self._end_reload()
+        return {"is": "free"}
+
+    def share(self, directory: str, mark: str) -> dict[str, Any]:
+        """Find out whether the server sees a directory of the trainer, from which weights may come then.
+
+        Args:
+            mark: what the file `PROBE` in it contains; of no other file anything is read, and of this one
+                nothing is told but whether it agrees.
+        """
+        self._directory = None
+        with suppress(OSError), open(_open_plainly(directory, PROBE), "rb") as file:
+            if compare_digest(file.read(len(mark) + 1), mark.encode()):
+                self._directory = directory
+        return {"is_shared": self._directory is not None}
 
     def join_group(self, host: str, port: int, size: int, timeout_s: float) -> dict[str, Any]:
-        """Meet the trainer in a new NCCL group."""
+        """Meet the trainer in a new NCCL group, within `GROUP_TIMEOUT_S` at most."""
         if self._group is not None:
             self._group.abort()
             self._group = None
+        timeout_s = min(timeout_s, GROUP_TIMEOUT_S)
         rank = 1 + self._worker.rank
         self._group = NcclGroup(host, port, rank=rank, size=size, device=self._device, timeout_s=timeout_s)
         return {}
@@ -143,13 +213,15 @@ class _Receiver:
             tied_head: the weight that is the head's as well, where the two are tied.
 
         Returns:
-            {"is": "ready"}, or "current" if these weights are loaded already, or "busy" with another push.
+            {"is": "ready", "start_id": as in `state`}, or "current" if these weights are loaded already, or
+            "busy" with another push.
         """
+        ready = {"is": "ready", "start_id": self._start_id}
         if self._push_id == push_id:
-            return {"is": "ready"}
+            return ready
         if self._token is not None and self._token == unless:
             return {"is": "current"}
-        if self._push_id not in (None, replaces) and time.monotonic() - self._last_message_s < _LEASE_S:
+        if self._push_id not in (None, replaces) and time.monotonic() - self._last_message_s < _PUSH_LEASE_S:
             return {"is": "busy"}
         self._end_reload()  # of a push that was left off
         model = self._worker.get_model()
@@ -161,7 +233,7 @@ class _Receiver:
         self._copy_as_head = tied_head if has_packed_head(model) else None
         start_reload(self._worker)
         self._is_reloading = True
-        return {"is": "ready"}
+        return ready
 
     def receive_chunk(
         self,
@@ -175,7 +247,7 @@ class _Receiver:
 
         Args:
             places: see `weight_wire.layout_of`.
-            offer: where the bytes are: {"path"}, {"ipc"}, or {"nccl": True}.
+            offer: where the bytes are: {"file"} in the shared directory, {"ipc"}, or {"nccl": True}.
         """
         if push_id != self._push_id:
             return {"is": "unknown"}
@@ -240,10 +312,8 @@ class _Receiver:
 
     def _bytes_of(self, offer: dict[str, Any], size_bytes: int) -> Tensor:
         """[size_bytes] uint8, nobody else's: vLLM keeps loaded tensors until their layer is complete."""
-        if "path" in offer:
-            from safetensors.torch import load_file
-
-            return load_file(offer["path"])["chunk"]
+        if "file" in offer:
+            return self._read_chunk(offer["file"])
         if "ipc" in offer:
             return self._map(offer["ipc"])[:size_bytes].to(self._device, copy=True)
         if self._group is None:
@@ -253,9 +323,38 @@ class _Receiver:
         self._group.wait()
         return flat
 
+    def _read_chunk(self, name: str) -> Tensor:
+        from safetensors.torch import load_file
+
+        if self._directory is None or _CHUNK_FILE.fullmatch(name) is None:
+            raise PermissionError(f"{name!r} is no file of a directory that was shared")
+        descriptor = _open_plainly(self._directory, name)
+        try:
+            return load_file(f"/proc/self/fd/{descriptor}")["chunk"]
+        finally:
+            os.close(descriptor)
+
     def _map(self, handle: dict[str, Any]) -> Tensor:
         """The trainer's buffer in this process; mapped once per buffer, as each mapping is counted there."""
         if self._mapped is None or self._mapped[0] != handle:
             self._mapped = None
             self._mapped = (handle, open_ipc_handle(handle, visible_gpus().index(handle["gpu"])))
         return self._mapped[1]
+
+
+def _open_plainly(directory: str, name: str) -> int:
+    """A descriptor of a plain file that lies in `directory` itself; never waits for anybody.
+
+    Raises:
+        OSError: there is none.
+    """
+    inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        descriptor = os.open(name, flags, dir_fd=inside)
+    finally:
+        os.close(inside)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise PermissionError(f"{name!r} is no plain file")
+    return descriptor

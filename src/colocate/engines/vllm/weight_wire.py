@@ -30,6 +30,11 @@ SHAPE = (
 )
 """What of a text model's configuration must agree between trainer and server."""
 
+PROBE = "probe"
+"""The file in a trainer's directory by which the server finds out whether it sees that directory."""
+GROUP_TIMEOUT_S = 120.0
+"""For meeting for NCCL and for each broadcast, in which a worker does nothing else."""
+
 _ALIGNMENT_BYTES = 16  # every type can be viewed there
 
 
