@@ -5,7 +5,9 @@ With vLLM installed: `pytest -m vllm tests/integration/test_vllm_server.py`.
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from peft import LoraConfig, get_peft_model
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
 from engine_models import greedy_reference, make_model, make_prompts, plain_logits, token_logprobs
+from hostile_client import ask, attack_as_nobody, attacks
 from vllm_server_case import (
     ServerProcess,
     as_vllm,
@@ -31,6 +34,8 @@ from vllm_server_case import (
 )
 
 from colocate.engines.vllm.http import ServerUnreachable
+from colocate.engines.vllm.key import key_file
+from colocate.engines.vllm.lease import ServerHeld
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.workers import Workers
 from colocate.types import SamplingParams
@@ -65,6 +70,7 @@ def mortal_server(model: Any, directory: Path, *options: str, **settings: Any) -
     server.wait_until_ready()
     yield server
     server.kill()
+    server.stop()
 
 
 @pytest.fixture
@@ -139,6 +145,46 @@ def test_another_model_is_refused():
     other = make_model("qwen3", hidden_size=64, head_dim=32, num_hidden_layers=3)
     with pytest.raises(ValueError, match="num_hidden_layers 2 instead of 3"):
         make_server_engine(other)
+
+
+def test_strangers_and_second_runs_are_refused_while_a_run_goes_on(model, monkeypatch, caplog):
+    server = shared_server()
+    engine = VLLMServerEngine(model, base_url=server.base_url, output_dir="/runs/A")
+    engine.wake_up()
+    num_before = len(server.log.read_text())
+    answers: dict[str, Any] = {}
+    attacker = threading.Thread(target=lambda: answers.update(attack_as_nobody(server.port)))
+    attacker.start()
+    try:
+        for version in (1, 2):
+            perturb(model, version)
+            engine.update_weights(model.named_parameters(), version)
+            assert_greedy_is_the_trainers(engine, model)
+        attacker.join()
+        assert {name: status for name, (status, _) in answers.items() if status not in (401, 403)} == {}
+        assert len(answers) == len(attacks())
+
+        bearer = {"Authorization": f"Bearer {key_file(socket.gethostname(), server.port).read_text()}"}
+        model_name = json.loads(ask(server.port, "GET", "/v1/models", bearer, None)[1])["data"][0]["id"]
+        poison = {"model": model_name, "prompt": [10**6], "max_tokens": 1}
+        status, said = ask(server.port, "POST", "/v1/completions", bearer, poison)
+        assert status == 400 and "the model's vocabulary is 0 to 96" in said
+        second = {**bearer, "X-Colocate-Run": "second"}
+        assert ask(server.port, "POST", "/pause?mode=keep", second, None)[0] == 409
+        assert ask(server.port, "POST", "/sleep", bearer, {})[0] == 403
+        with monkeypatch.context() as context:
+            context.setattr("colocate.engines.vllm.lease.process_identity", lambda pid: "another/process/1/2")
+            with pytest.raises(ServerHeld, match="belongs to the run in /runs/A"):
+                VLLMServerEngine(model, base_url=server.base_url, output_dir="/runs/B")
+
+        assert engine._ask("/is_paused") == {"is_paused": False}
+        assert_greedy_is_the_trainers(engine, model)
+        log = server.log.read_text()[num_before:]
+        assert log.count("was refused: ") >= len(attacks()) + 3
+        assert "from 127.0.0.1:" in log and "8.8.8.8" not in log
+        assert bearer["Authorization"].split()[1] not in server.log.read_text() + caplog.text
+    finally:
+        engine.close()
 
 
 def test_port_taken():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -135,8 +136,12 @@ class FakeModel:
         return zlib.crc32(b"".join(self.weights[name].numpy().tobytes() for name in sorted(self.weights)))
 
 
+KEY = "the-key-of-a-fake-server"
+
+
 def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the worker extension imports of vLLM."""
+    """What the worker extension imports of vLLM, and the key of server and trainer."""
+    monkeypatch.setenv("COLOCATE_SERVER_KEY", KEY)
     reload = types.ModuleType("vllm.model_executor.model_loader.reload")
     reload.initialize_layerwise_reload = lambda model: None  # type: ignore[attr-defined]
     reload.finalize_layerwise_reload = lambda model, config: None  # type: ignore[attr-defined]
@@ -149,7 +154,7 @@ def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeVLLM:
-    """vLLM's routes around our real worker extension.
+    """vLLM's routes around our real worker extension, behind our real gate.
 
     Completions are a function of prompt, seed and loaded weights. A test puts faults into `faults`: for a
     path (for `/collective_rpc` with the message's name behind it) a list of functions (server, handler,
@@ -163,9 +168,12 @@ class FakeVLLM:
         self.settings: dict[str, Any] = {}
         self.version = "0.32.0"
         self.requests: list[str] = []
+        self.reached: list[str] = []
         self.is_paused = False
         self.num_prefix_cache_resets = 0
         self._lock = threading.RLock()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.restart()
         fake = self
 
@@ -174,11 +182,13 @@ class FakeVLLM:
             disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
-                fake.answer(self, None)
+                fake.answer(self, b"")
 
             def do_POST(self) -> None:
-                content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                fake.answer(self, json.loads(content) if content else None)
+                length = int(self.headers.get("Content-Length") or 0)
+                fake.answer(self, self.rfile.read(length) if length < 2**27 else b"")
+
+            do_HEAD = do_OPTIONS = do_GET
 
             def log_message(self, *args: Any) -> None: ...
 
@@ -193,8 +203,10 @@ class FakeVLLM:
 
     def restart(self) -> None:
         """Forget everything, as a new process would."""
+        from colocate.engines.vllm.gate import Gate
         from colocate.engines.vllm.weight_receiver import WeightReceiver
 
+        self.gate = Gate(self._app)
         worker = WeightReceiver()
         self.loaded = FakeModel(self.names)
         config = self.config.get_text_config()
@@ -204,6 +216,7 @@ class FakeVLLM:
                 "logprobs_mode": "processed_logprobs",
                 "dtype": torch.float32,
                 "generation_config": "vllm",
+                "get_vocab_size": lambda: config.vocab_size,
                 "quantization": None,
                 **self.settings,
             }
@@ -223,24 +236,74 @@ class FakeVLLM:
     def close(self) -> None:
         self.http.shutdown()
         self.http.server_close()
+        asyncio.run_coroutine_threadsafe(self._cancel_tasks(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def answer(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+    async def _cancel_tasks(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    def message(self, do: str, run_id: str = "somebody", **arguments: Any) -> dict[str, Any]:
+        """What the worker answers to a message of the key's owner."""
+        from colocate.engines.vllm.key import ServerKey
+        from colocate.engines.vllm.messages import Message
+
+        message = Message(ServerKey(KEY, "a test"), {"do": do, "run": {"id": run_id}, **arguments})
+        return message.opened(self.worker.colocate_receive(*message.call(1)["args"]))
+
+    def answer(self, handler: BaseHTTPRequestHandler, content: bytes) -> None:
         path = handler.path.partition("?")[0]
         name = path
         if path == "/collective_rpc":
-            name = f"{path} {json.loads(body['args'][0])['do']}"
+            with contextlib.suppress(Exception):
+                name = f"{path} {json.loads(json.loads(content)['args'][0])['do']}"
         self.requests.append(name)
         faults = self.faults.get(name)
         fault = faults.pop(0) if faults else None
         if fault is not None and getattr(fault, "is_instead", False):
             fault(self, handler, 0, None)
             return
-        with self._lock:
-            status, answer = self._do(path, body)
+        status, answer = asyncio.run_coroutine_threadsafe(
+            self._ask_gate(handler, content), self._loop
+        ).result()
         if fault is None:
             send_json(handler, status, answer)
         else:
             fault(self, handler, status, answer)
+
+    async def _ask_gate(self, handler: BaseHTTPRequestHandler, content: bytes) -> tuple[int, Any]:
+        """What the gate, and behind it `_app`, answer to a request."""
+        path, _, query = handler.path.partition("?")
+        scope = {
+            "type": "http",
+            "method": handler.command,
+            "path": path,
+            "query_string": query.encode(),
+            "headers": [(k.lower().encode(), v.encode()) for k, v in handler.headers.items()],
+            "client": handler.client_address,
+            "server": handler.connection.getsockname(),
+            "app": types.SimpleNamespace(state=types.SimpleNamespace(vllm_config=self.worker.vllm_config)),
+        }
+        status, parts = 0, []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": content}
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(message.get("body", b""))
+
+        await self.gate(scope, receive, send)
+        return status, json.loads(b"".join(parts) or b"null")
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        content = (await receive())["body"]
+        with self._lock:
+            self.reached.append(scope["path"])
+            status, answer = self._do(scope["path"], json.loads(content) if content else None)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
     def _do(self, path: str, body: Any) -> tuple[int, Any]:
         if path == "/health":
@@ -252,6 +315,8 @@ class FakeVLLM:
         if path == "/pause":
             self.is_paused = True
             return 200, {"status": "paused"}
+        if path == "/is_paused":
+            return 200, {"is_paused": self.is_paused}
         if path == "/resume":
             self.is_paused = False
             return 200, {"status": "resumed"}

@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from colocate.cli import main
 from colocate.engines.vllm import serve as serve_module
+from colocate.engines.vllm.key import key_of_new_server
 from colocate.engines.vllm.process import free_port
 
 
@@ -30,7 +31,7 @@ def stand_in(tmp_path, monkeypatch) -> Path:
             import http.server, json, os, signal, sys, time
             arguments = sys.argv[1:]
             with open({str(tmp_path / "called.json")!r}, "w") as file:
-                json.dump([arguments, os.environ.get("VLLM_SERVER_DEV_MODE")], file)
+                json.dump([arguments, dict(os.environ)], file)
             if "--fail" in arguments:
                 sys.exit(3)
             is_deaf = "--deaf" in arguments
@@ -48,6 +49,8 @@ def stand_in(tmp_path, monkeypatch) -> Path:
         )
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("COLOCATE_SERVER_KEY", raising=False)
     monkeypatch.setattr(serve_module, "_entry_point", lambda model: ("stand_in", model))
     monkeypatch.setattr(serve_module, "installed_version", lambda: Version("0.30.1"))
     return tmp_path
@@ -62,7 +65,7 @@ def test_as_many_processes_answer_as_there_are_cores_for(stand_in, monkeypatch, 
 
 
 def serve(*options: str, port: int) -> int:
-    return main(["serve", "some/model", "--host", "127.0.0.1", "--port", str(port), *options])
+    return main(["serve", "some/model", "--port", str(port), *options])
 
 
 def test_ready_line_and_signal(stand_in, capfd):
@@ -76,26 +79,33 @@ def test_ready_line_and_signal(stand_in, capfd):
     finally:
         timer.cancel()
     assert signal.getsignal(signal.SIGTERM) is before
-    ready, about_the_tokenizer = capfd.readouterr().out.splitlines()
+    ready, about_the_key, about_the_tokenizer = capfd.readouterr().out.splitlines()
     assert ready == (
         f"colocate serve: some/model is ready at http://127.0.0.1:{port} "
         "(vLLM 0.30.1, tensor parallel over 2)"
     )
     assert "it has no tokenizer" in about_the_tokenizer
-    arguments, dev_mode = json.loads((stand_in / "called.json").read_text())
-    assert dev_mode == "1"
+    (key_file,) = (stand_in / "cache").rglob(f"*-{port}.key")
+    assert about_the_key == f"colocate serve: every request needs the key in {key_file}"
+    arguments, environment = json.loads((stand_in / "called.json").read_text())
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["COLOCATE_SERVER_KEY"] == key_file.read_text()
+    assert environment["FORWARDED_ALLOW_IPS"] == "", "or whoever asks chooses the address that is logged"
+    assert key_file.read_text() not in " ".join(arguments) + ready + about_the_tokenizer
     assert arguments[0] == "some/model"
     assert arguments[-2:] == ["--load-format", "dummy"], "the user's come last and win"
     for flag in ("--disable-uvicorn-access-log", "--skip-tokenizer-init"):
         arguments.remove(flag)
     options = dict(zip(arguments[1:-2:2], arguments[2:-2:2], strict=True))
-    assert options["--host"] == "127.0.0.1" and options["--port"] == str(port)
+    assert options["--host"] == "127.0.0.1", "for this machine alone, unless it is said"
+    assert options["--port"] == str(port)
     assert options["--tensor-parallel-size"] == "2"
     assert options["--logprobs-mode"] == "processed_logprobs"
     assert options["--generation-config"] == "vllm"
     assert options["--max-num-seqs"] == "512"
-    module, _, name = options["--worker-extension-cls"].rpartition(".")
-    assert hasattr(__import__(module, fromlist=[name]), name)
+    for option in ("--worker-extension-cls", "--middleware"):
+        module, _, name = options[option].rpartition(".")
+        assert hasattr(__import__(module, fromlist=[name]), name)
 
 
 def test_a_server_that_loses_the_signal_while_it_starts_is_not_left_behind(stand_in, monkeypatch):
@@ -112,6 +122,30 @@ def test_a_server_that_loses_the_signal_while_it_starts_is_not_left_behind(stand
     started_s = time.monotonic()
     assert serve("--", "--deaf", port=free_port()) == 128 + signal.SIGKILL
     assert time.monotonic() - started_s < 30
+
+
+def test_an_address_that_others_reach_is_said_to_be_one(stand_in, capfd, monkeypatch):
+    monkeypatch.setenv("COLOCATE_SERVER_KEY", "a-key-from-the-environment")
+    monkeypatch.setenv("VLLM_API_KEY", "which would lock the trainer out")
+    assert serve("--host", "0.0.0.0", "--", "--fail", port=free_port()) == 3
+    serve_module._say_who_may_use_it(key_of_new_server(1), "0.0.0.0")
+    said = capfd.readouterr().out
+    assert "every request needs the key in the environment variable COLOCATE_SERVER_KEY" in said
+    assert "0.0.0.0 is reached from other machines" in said and "Nothing is encrypted" in said
+    assert "a-key-from-the-environment" not in said
+    _, environment = json.loads((stand_in / "called.json").read_text())
+    assert environment["COLOCATE_SERVER_KEY"] == "a-key-from-the-environment"
+    assert "VLLM_API_KEY" not in environment
+    assert not (stand_in / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    "option", ["--host", "--host=0.0.0.0", "--hos", "--port", "--api-key=x", "--grpc_port"]
+)
+def test_no_option_of_vllm_goes_past_the_gate(stand_in, option, capsys):
+    assert serve("--", option, "0.0.0.0", port=free_port()) == 1
+    assert f"{option} is not taken behind the --" in capsys.readouterr().err
+    assert not (stand_in / "called.json").exists()
 
 
 def test_a_server_that_fails_to_start(stand_in, capfd):

@@ -281,7 +281,7 @@ def test_between_begin_and_finish_nothing_is_generated(make_engine, fake, model)
     with pytest.raises(RuntimeError, match="HTTP 500"):
         engine.update_weights(model.named_parameters(), version=1)
     assert fake.is_paused
-    assert fake.worker.colocate_receive('{"do": "state"}')["token"] is None
+    assert fake.message("state", engine._run_id)["token"] is None
     # The next rollout mends it first.
     engine.generate(make_prompts([3]), SAMPLING)
     assert loaded_exactly(fake, model) and not fake.is_paused
@@ -406,17 +406,9 @@ def test_plain_vllm_serve_is_told_what_it_lacks(make_engine, fake, monkeypatch):
         make_engine()
 
 
-def test_two_runs_on_one_server(make_engine, model):
-    first, second = make_engine(run_id="first"), make_engine(run_id="second")
-    first.generate(make_prompts([3]), SAMPLING)
-    second.generate(make_prompts([3]), SAMPLING)
-    with pytest.raises(RuntimeError, match="Give every run a server of its own"):
-        first.generate(make_prompts([3]), SAMPLING)
-
-
 def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
     monkeypatch.setattr(
-        "colocate.engines.vllm.weight_receiver._Receiver.read_file", lambda self, path: {"text": None}
+        "colocate.engines.vllm.weight_receiver._Receiver.share", lambda self, **_: {"is_shared": False}
     )
     engine = make_engine()
     with pytest.raises(ValueError, match="it does not see"):
@@ -425,7 +417,7 @@ def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
 
 def test_a_server_lost_while_files_are_tried_leaves_none(make_engine, fake):
     engine = make_engine()
-    fake.faults["/collective_rpc read_file"] = [error_500] * 5
+    fake.faults["/collective_rpc share"] = [error_500] * 5
     with pytest.raises(RuntimeError, match="was lost"):
         engine.generate(make_prompts([3]), SAMPLING)  # `make_engine` looks at the directory in the end
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 from engine_models import MAX_POSITION, make_model
 
+from colocate.engines.vllm.key import key_file
 from colocate.engines.vllm.process import free_port
 from colocate.engines.vllm.versions import installed_version
 
@@ -119,6 +121,7 @@ class ServerProcess:
             return self.process.wait(60)
         finally:
             kill_all(descendants)
+            key_file(socket.gethostname(), self.port).unlink(missing_ok=True)
 
 
 def kill_all(processes: list[psutil.Process]) -> None:
