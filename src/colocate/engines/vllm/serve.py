@@ -134,11 +134,12 @@ def _entry_point(model: str) -> tuple[str, ...]:
 
 def _check_options(vllm_options: Sequence[str]) -> None:
     for option in vllm_options:
-        name = option.partition("=")[0].replace("_", "-")
+        given = option.partition("=")[0]  # what follows may be a key
+        name = given.replace("_", "-")
         # argparse takes the beginning of an option for all of it.
         for full, where in _SET_HERE.items():
             if len(name) > 2 and full.startswith(name):
-                raise ValueError(f"{option} is not taken behind the --: {full} is given {where}.")
+                raise ValueError(f"`{given}` is not taken behind the --: `{full}` is given {where}.")
 
 
 def _environment(key: ServerKey) -> dict[str, str]:
