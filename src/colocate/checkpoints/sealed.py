@@ -3,11 +3,15 @@
 A checkpoint is a plain Hugging Face model directory with the trainer's state beside it. It is written under
 a temporary name, listed in a manifest with sizes and checksums, flushed to disk and only then renamed: a
 rename is atomic, and a directory half written by a killed process is not a checkpoint.
+
+Deleting is housekeeping: what cannot be deleted is told once and left, and the run goes on.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import re
 import shutil
@@ -22,9 +26,19 @@ from typing import Any
 from safetensors import SafetensorError
 
 MANIFEST = "manifest.json"
+FORMAT = 2
+"""What the files of a checkpoint hold. 1 had Python objects, which only a full unpickler reads."""
+AUTO = "auto"
+"""`resume_from_checkpoint` for "go on from the newest checkpoint if there is one, else begin"."""
+
 _NAME = re.compile(r"^checkpoint-(\d+)$")
-_LEFTOVER = re.compile(r"^partial-(replaced-)?checkpoint-\d+$")
+_LEFTOVER = re.compile(r"^partial-(replaced-)?checkpoint-\d+(\.\d+)?$")
 _CHUNK_BYTES = 1 << 24
+_SMALLEST_INTERVAL_S = 0.001  # between two seals, whatever the clock says
+
+logger = logging.getLogger(__name__)
+_told: set[Path] = set()
+"""What could not be deleted and was said so, once."""
 
 
 class CheckpointError(RuntimeError):
@@ -67,7 +81,10 @@ def writing(
     with _failing_together(final_dir, partial_dir, is_main, gather):
         if is_main:
             _remove_leftovers(final_dir.parent)
+            partial_dir = _free(partial_dir)  # a leftover may be there to stay
             partial_dir.mkdir(parents=True)
+    (name,) = (name for name in gather([partial_dir.name if is_main else None]) if name is not None)
+    partial_dir = final_dir.with_name(name)
     with _failing_together(final_dir, partial_dir, is_main, gather):
         yield partial_dir
     with _failing_together(final_dir, partial_dir, is_main, gather):
@@ -91,7 +108,7 @@ def _failing_together(
     if not failed:
         return
     free_bytes = shutil.disk_usage(_existing_parent(final_dir)).free
-    written_bytes = sum(f.stat().st_size for f in partial_dir.rglob("*") if f.is_file())
+    written_bytes = _num_bytes(partial_dir)
     gather([None])  # nobody measures what another removes already
     if is_main:
         shutil.rmtree(partial_dir, ignore_errors=True)
@@ -115,7 +132,14 @@ def verify(directory: Path) -> None:
             f"{directory} has no {MANIFEST}: it was not written by colocate, or not to the end. "
             f"To start from its weights alone, pass the directory as the model instead."
         )
-    for name, expected in _read_manifest(directory)["files"].items():
+    manifest = _read_manifest(directory)
+    if manifest.get("format", 1) != FORMAT:
+        raise CheckpointError(
+            f"{directory} has format {manifest.get('format', 1)}, and this version of colocate reads format "
+            f"{FORMAT}. Resume it with the version that wrote it, or start a new run in another output_dir "
+            f"with model={str(directory)!r}."
+        )
+    for name, expected in manifest["files"].items():
         file = directory / name
         if not file.is_file():
             raise CheckpointError(
@@ -130,74 +154,175 @@ def verify(directory: Path) -> None:
             )
 
 
+@contextmanager
+def saving_model(directory: Path) -> Iterator[None]:
+    """Say which file could not be written, and what takes up the room, where a model is saved by itself.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        name = getattr(error, "filename", None) or _last_written(directory)
+        if isinstance(error, SafetensorError):  # nothing is left of a file that it could not finish
+            name = "the weights, *.safetensors"
+        free_bytes = shutil.disk_usage(_existing_parent(directory)).free
+        sizes = {c: _num_bytes(c) for c in list_checkpoints(directory)}
+        taken = "; ".join(f"{c.name} has {size / 1e6:.1f} MB" for c, size in sizes.items())
+        raise CheckpointError(
+            f"could not save the model in {directory}: {error} ({name}). "
+            f"{free_bytes / 1e6:.1f} MB are free on that disk. Free some space"
+            + (f" ({taken})" if taken else "")
+            + (
+                f" and go on from {list(sizes)[-1]} with resume_from_checkpoint=True."
+                if sizes
+                else ", and set save_strategy='steps', so that a run's work is on the disk before its end."
+            )
+        ) from error
+
+
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Sealed checkpoints in `output_dir` in the order in which they were written.
 
     That is not always the order of their steps: a new run in an old run's directory, or one that went back
-    to an older checkpoint, writes small numbers beside larger ones that it has nothing to do with.
+    to an older checkpoint, writes small numbers beside larger ones that it has nothing to do with. Nor is it
+    the clock's: a seal is later than those that it finds, whatever time it is (`_seal`).
     """
     if not output_dir.is_dir():
         return []
-    found = [d for d in output_dir.iterdir() if _NAME.match(d.name) and (d / MANIFEST).is_file()]
+    found = [d for d in output_dir.iterdir() if _NAME.match(d.name) and _is_sealed(d)]
     return sorted(found, key=_written_at)
 
 
 def find(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | None:
     """The checkpoint that the option asks for: a path, the newest for True, none for None or False.
 
+    "auto" is the newest, too, but none where there is none: the same command begins a run and goes on with
+    it, as a job needs that is put back into a queue.
+
     Raises:
         CheckpointError: True, but there is none.
     """
     if not resume_from_checkpoint:
         return None
-    if resume_from_checkpoint is not True:
+    if resume_from_checkpoint is not True and resume_from_checkpoint != AUTO:
         return Path(resume_from_checkpoint)
     found = list_checkpoints(output_dir)
-    if not found:
-        raise CheckpointError(
-            f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint. To begin the run, "
-            "leave resume_from_checkpoint out."
-        )
-    return found[-1]
+    if found:
+        return found[-1]
+    if resume_from_checkpoint == AUTO:
+        return None
+    raise CheckpointError(
+        f"resume_from_checkpoint=True, but {output_dir} holds no complete checkpoint. To begin the run, "
+        f"leave resume_from_checkpoint out; resume_from_checkpoint={AUTO!r} does either."
+    )
 
 
-def rotate(output_dir: Path, limit: int | None, keep: str | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`, but never the one named `keep` (the best so far)."""
+def rotate(output_dir: Path, limit: int | None, keep: str | None, written: Path | None = None) -> None:
+    """Delete the oldest checkpoints beyond `limit`; what cannot be deleted is left with a warning.
+
+    Args:
+        keep: never deleted: the best so far.
+        written: never deleted: the one just written.
+    """
     if limit is None or limit <= 0:
         return
     checkpoints = list_checkpoints(output_dir)
     surplus = max(0, len(checkpoints) - limit)
     # The newest is what a killed run resumes from, so it stays even where the best one fills the limit.
-    deletable = [c for c in checkpoints[:-1] if keep is None or c.resolve() != Path(keep).resolve()]
-    for directory in deletable[:surplus]:
-        # Under this name it is no checkpoint any more, should the process be killed half-way.
-        shutil.rmtree(directory.rename(directory.with_name(f"partial-{directory.name}")))
+    kept = {path.resolve() for path in (checkpoints[-1:] + [Path(p) for p in (keep, written) if p])}
+    for directory in [c for c in checkpoints if c.resolve() not in kept][:surplus]:
+        if directory.is_symlink():
+            _tell(directory, f"it is a link to {directory.resolve()}, which is yours to delete")
+            continue
+        try:
+            # Under this name it is no checkpoint any more, should the process be killed half-way.
+            doomed = directory.rename(_free(directory.with_name(f"partial-{directory.name}")))
+        except OSError as error:
+            _tell(directory, str(error))
+        else:
+            _delete(doomed)
 
 
 def _remove_leftovers(output_dir: Path) -> None:
     """What killed processes had not finished writing, or not finished deleting."""
     if not output_dir.is_dir():
         return
-    for directory in output_dir.iterdir():
-        if _LEFTOVER.match(directory.name):
-            shutil.rmtree(directory)
+    for path in output_dir.iterdir():
+        if _LEFTOVER.match(path.name):
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        _tell(path, str(error))
+
+
+def _tell(path: Path, reason: str) -> None:
+    if path not in _told:
+        _told.add(path)
+        logger.warning(f"{path} could not be deleted ({reason}). The run goes on; delete it yourself.")
+
+
+def _free(path: Path) -> Path:
+    """`path`, or the first of path.1, path.2, ... that does not exist."""
+    number, free = 0, path
+    while os.path.lexists(free):
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free
 
 
 def _seal(partial_dir: Path, final_dir: Path) -> None:
     files = sorted(f for f in partial_dir.rglob("*") if f.is_file())
+    # A clock may go back, or another node's be ahead; the order of writing must come out all the same.
+    newest = max(map(_written_at, list_checkpoints(final_dir.parent)), default=0.0)
     manifest = {
-        "written_at": time.time(),
+        "format": FORMAT,
+        "written_at": max(time.time(), newest + _SMALLEST_INTERVAL_S, math.nextafter(newest, math.inf)),
         "files": {f.relative_to(partial_dir).as_posix(): _fingerprint(f) for f in files},
     }
     (partial_dir / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for file in [*files, partial_dir / MANIFEST, partial_dir]:
         _flush(file)
-    replaced = final_dir.with_name(f"partial-replaced-{final_dir.name}")
-    if final_dir.exists():
-        final_dir.rename(replaced)
+    replaced = _make_way(final_dir)
     partial_dir.rename(final_dir)
     _flush(final_dir.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced is not None:
+        _delete(replaced)
+
+
+def _make_way(final_dir: Path) -> Path | None:
+    """Rename what has the checkpoint's name; returns what to delete once the checkpoint is there."""
+    if not os.path.lexists(final_dir):
+        return None
+    if _is_sealed(final_dir) and not final_dir.is_symlink():
+        return final_dir.rename(_free(final_dir.with_name(f"partial-replaced-{final_dir.name}")))
+    aside = final_dir.rename(_free(final_dir.with_name(f"{final_dir.name}.replaced")))
+    logger.warning(f"{final_dir} was no checkpoint of this directory's; it is {aside.name} now.")
+    return None
+
+
+def _is_sealed(directory: Path) -> bool:
+    try:
+        return (directory / MANIFEST).is_file()
+    except OSError:  # not readable, or gone in this moment
+        return False
+
+
+def _last_written(directory: Path) -> Path:
+    files = [f for f in directory.iterdir() if f.is_file()] if directory.is_dir() else []
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=directory)
+
+
+def _num_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
@@ -214,10 +339,15 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
 
 def _written_at(directory: Path) -> float:
     try:
-        return float(json.loads((directory / MANIFEST).read_text())["written_at"])
+        written_at = float(json.loads((directory / MANIFEST).read_text())["written_at"])
+        if math.isfinite(written_at):
+            return written_at
     except (ValueError, KeyError, TypeError):
-        # Corrupt, which `verify` reports; when it was written decides whether anybody asks.
-        return (directory / MANIFEST).stat().st_mtime
+        pass
+    except OSError:
+        return -math.inf
+    # Corrupt, which `verify` reports; when it was written decides whether anybody asks.
+    return (directory / MANIFEST).stat().st_mtime
 
 
 def _fingerprint(file: Path) -> dict[str, int]:
