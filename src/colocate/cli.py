@@ -31,8 +31,8 @@ use_peft, lora_r, ...); `colocate train --help` has the list. An option without 
 several values make a list."""
 
 _HOW_TO_GO_ON = (
-    " --resume_from_checkpoint goes on from the last checkpoint in output_dir, if there is one; a SIGTERM "
-    "would have saved one first."
+    " --resume_from_checkpoint auto goes on from the last checkpoint in output_dir, if there is one, and "
+    "else begins again; a SIGTERM would have saved one first."
 )
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return {"train": _train, "plan": _plan, "report": _report, "serve": _serve}[known.command](
             known, rest
         )
-    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
         if known.debug:
@@ -179,7 +179,7 @@ def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
     from colocate.config import GRPOConfig
     from colocate.data.loading import load_prompts
-    from colocate.run_config import save_run
+    from colocate.run_config import RunFileWriter
     from colocate.trainer import GRPOTrainer
 
     config = GRPOConfig(**_with_model_options(run, options))
@@ -203,12 +203,12 @@ def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
         eval_dataset=eval_dataset,
         peft_config=_peft_config(run),
         quantization_config=_quantization_config(run, config),
+        callbacks=[RunFileWriter(config.run_dir / "config.yaml", run, options)],
     )
     if config.process_index == 0:
         _say_unnecessary(options)
-        save_run(Path(str(config.output_dir)) / "config.yaml", run, options)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
-    trainer.save_model(config.output_dir)
+    trainer.save_model(str(config.run_dir))
     return 0
 
 

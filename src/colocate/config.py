@@ -62,7 +62,8 @@ class GRPOConfig(TrainingArguments):
     remove_unused_columns: bool | None = False  # type: ignore[assignment]  # TRL's type
     """Keep only the column `prompt`, so that reward functions see no other."""
     resume_from_checkpoint: str | bool | None = None  # type: ignore[assignment]
-    """Checkpoint for `colocate train` to continue from; True takes the last one in `output_dir`."""
+    """Checkpoint for `colocate train` to continue from; True takes the last one in `output_dir`; "auto" takes
+    it if there is one, and else begins the run."""
 
     # ── Model ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -303,6 +304,7 @@ class GRPOConfig(TrainingArguments):
 
         is_metric_given = self.metric_for_best_model is not None
         super().__post_init__()
+        self._launch_dir = os.getcwd()
 
         if self.n_gpu > 1:
             notices.append(
@@ -445,9 +447,9 @@ class GRPOConfig(TrainingArguments):
 
     @property
     def run_dir(self) -> Path:
-        """`output_dir` as a path."""
+        """`output_dir` as an absolute path: a reward function that calls `os.chdir` moves no checkpoint."""
         assert self.output_dir is not None, "TrainingArguments fills in a name where none is given"
-        return Path(self.output_dir)
+        return Path(self._launch_dir, self.output_dir)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain values, without secrets; what trackers write down."""

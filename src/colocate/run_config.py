@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
+from transformers import TrainerCallback
 
 from colocate.config import GRPOConfig
 from colocate.options import HONOURED, UNNECESSARY_WITH_LAYOUT, default_of, nearest
@@ -277,3 +278,14 @@ def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
 def save_run(path: Path, run: RunConfig, options: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.dump(resolved(run, options), Dumper=_Dumper, sort_keys=False), encoding="utf-8")
+
+
+class RunFileWriter(TrainerCallback):
+    """Saves the run's options when it begins: one that was refused before has overwritten nothing."""
+
+    def __init__(self, path: Path, run: RunConfig, options: Mapping[str, Any]) -> None:
+        self._saved = (path, run, dict(options))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            save_run(*self._saved)

@@ -70,6 +70,7 @@ def test_overrides():
         ("pad_to_multiple_of", "auto", "auto"),
         ("resume_from_checkpoint", "true", True),
         ("resume_from_checkpoint", "out/checkpoint-5", "out/checkpoint-5"),
+        ("resume_from_checkpoint", "auto", "auto"),
         ("run_name", "5", "5"),
         ("lora_target_modules", "all-linear", ["all-linear"]),
         ("dtype", "bfloat16", "bfloat16"),
@@ -192,6 +193,8 @@ def calls(monkeypatch):
 
         def train(self, resume_from_checkpoint):
             record.trained.append(resume_from_checkpoint)
+            for callback in record.trainer["callbacks"]:
+                callback.on_train_begin(None, types.SimpleNamespace(is_world_process_zero=True), None)
 
         def save_model(self, path):
             record.saved.append(path)
@@ -296,6 +299,19 @@ def test_errors_of_this_package_are_one_message_and_those_of_others_are_not(
     trainer.train = lambda self, resume_from_checkpoint: torch.ones(2) @ torch.ones(3)
     with pytest.raises(RuntimeError):
         main(["train", *complete])
+
+
+def test_a_run_that_is_refused_overwrites_no_run_file(calls, capsys, tmp_path, monkeypatch):
+    def refused(self, resume_from_checkpoint):
+        raise ValueError("Another run is writing here")
+
+    file = tmp_path / "config.yaml"
+    file.write_text("of the run that is there")
+    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
+    monkeypatch.setattr(sys.modules["colocate.trainer"].GRPOTrainer, "train", refused)
+    assert main(["train", *complete, "--output_dir", str(tmp_path)]) == 1
+    assert "Another run" in capsys.readouterr().err
+    assert file.read_text() == "of the run that is there"
 
 
 def test_an_interruption_says_how_to_go_on(calls, capsys, tmp_path, monkeypatch):
