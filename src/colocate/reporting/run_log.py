@@ -25,7 +25,7 @@ messages:
      "advantage": 0.7}
 
 `run.json` is one object that describes the run. The report shows `run_name`, `model`, `dataset`, `device` and
-`versions` (a dict); all are optional.
+`versions` (a dict); all are optional. `run_id` is the same for a run and those that resume it.
 
 Only the main process writes.
 """
@@ -52,20 +52,26 @@ RESERVED_KEYS = frozenset({"step", "epoch", "time", "wall_s", "phases", "memory"
 class RunLog:
     """Appends to the run's record, one flushed line at a time: what was logged survives a crash."""
 
-    def __init__(self, output_dir: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, output_dir: str | Path, resume_step: int | None = None, run_id: str | None = None
+    ) -> None:
         """Open the record of a run.
 
         Args:
             resume_step: the step the run continues from: lines of later steps, which will be taken again, are
                 dropped. None begins a new run: the files of an earlier one in the same directory are kept as
                 `metrics.1.jsonl` and so on.
+            run_id: whose record is continued. One of another run, as `run.json` says, is kept likewise: the
+                checkpoint resumed from need not be this directory's.
         """
         self._dir = Path(output_dir)
         self._dir.mkdir(parents=True, exist_ok=True)
+        is_same = resume_step is not None and (run_id is None or run_id == _run_id(self._dir / RUN_FILE))
         for name in (METRICS_FILE, COMPLETIONS_FILE):
-            if resume_step is None:
+            if not is_same:
                 _set_aside(self._dir / name)
             else:
+                assert resume_step is not None
                 _drop_after(self._dir / name, resume_step)
         self._last_step = resume_step or 0
         self._metrics = open(self._dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
@@ -115,6 +121,11 @@ class RunLog:
             }
             _write_line(self._completions, row)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the file is no longer where it was opened: the directory was deleted or moved away."""
+        return not os.path.exists(self._metrics.name)
+
     def close(self) -> None:
         self._metrics.close()
         self._completions.close()
@@ -151,6 +162,13 @@ def _write_line(file: TextIO, record: Mapping[str, Any]) -> dict[str, Any]:
         error.filename = file.name  # "No space left on device", but on which?
         raise
     return strict
+
+
+def _run_id(path: Path) -> str | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _set_aside(path: Path) -> None:
