@@ -25,9 +25,11 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from colocate import assembly
 from colocate.algorithms.objective import Objective
-from colocate.checkpoints import hub, sealed, snapshot
+from colocate.checkpoints import changes, hub, sealed, snapshot
 from colocate.checkpoints.best import BestCheckpoint
+from colocate.checkpoints.finite import check_finite_weights
 from colocate.checkpoints.interruption import StopRequest
+from colocate.checkpoints.lock import holding_run_lock
 from colocate.config import GRPOConfig
 from colocate.data.sampler import PromptBatch
 from colocate.experience.agreement import Agreement
@@ -43,6 +45,7 @@ from colocate.policy.loading import stop_token_ids
 from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
+from colocate.run_identity import RunIdentity
 from colocate.trl_names import TRLNames
 from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
@@ -158,14 +161,22 @@ class GRPOTrainer(TRLNames):
             mask_truncated_completions=args.mask_truncated_completions,
             stop_token_ids=self.sampling.stop_token_ids,
         )
-        # Taken now, because `sync_ref_model` will change the reference.
-        self._frozen_checksum = snapshot.checksum(self.policy.frozen_weights())
+        self.identity = RunIdentity(self, has_new_adapter=peft_config is not None)
         self.requests = RequestBuilder(self.processing_class, args, assembly.context_length(self.model, args))
         for dataset in (self.train_dataset, *assembly.evaluation_sets(self.eval_dataset).values()):
             self.requests.check_extremes(dataset)
 
+    @holding_run_lock
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train until `max_steps`; from a checkpoint directory, or the newest in `output_dir` with True."""
+        """Train until `max_steps`; from a checkpoint directory, or the newest in `output_dir` with True.
+
+        With "auto" from the newest if there is one, else from the beginning.
+
+        Raises:
+            OutputDirInUse: another run is writing into `output_dir`.
+            CheckpointError: the checkpoint cannot be resumed, or none could be written.
+            FloatingPointError: the weights are not finite any more, or `max_skipped_steps` were skipped.
+        """
         self.begin(resume_from_checkpoint)
         with StopRequest(self.accelerator) as stop, self.journal.progress:
             while self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
@@ -289,10 +300,19 @@ class GRPOTrainer(TRLNames):
         self.journal.log_if_asked()
         if self.control.should_evaluate:
             self.judge(self.evaluate())
+        is_lost = self.journal.is_lost
+        if is_lost:
+            stop.request()
         stop_requested = stop.received()
         if self.control.should_save or stop_requested:
             with self.phase("save"):
                 self.save_checkpoint()
+        if is_lost:
+            raise FileNotFoundError(
+                f"{self.args.run_dir} was deleted or moved away while the run was writing into it, and its "
+                f"record and earlier checkpoints with it. The state after step {self.state.global_step} "
+                "is saved there anew: go on from it with resume_from_checkpoint=True."
+            )
         if stop_requested:
             raise SystemExit(143)  # 128 + SIGTERM, what a shell expects of a process that obeyed it
 
@@ -300,6 +320,7 @@ class GRPOTrainer(TRLNames):
         """Keep what made a step be skipped; give up after `max_skipped_steps` in a row."""
         if not update.skipped:
             return
+        check_finite_weights(self.policy, self.args, "further step")
         name = f"skipped_step_{self.state.global_step}_rank{self.accelerator.process_index}.jsonl"
         file = self.args.run_dir / name
         decode = self.processing_class.decode
@@ -340,6 +361,7 @@ class GRPOTrainer(TRLNames):
 
         Raises:
             ValueError: there is no dataset, or `ignore_keys` is given (nothing is predicted but rewards).
+            FloatingPointError: the weights are not finite.
         """
         if ignore_keys is not None:
             raise ValueError("evaluate() predicts nothing but rewards, so there are no ignore_keys.")
@@ -351,6 +373,7 @@ class GRPOTrainer(TRLNames):
                 self.evaluate(part, None, f"{metric_key_prefix}_{name}") for name, part in dataset.items()
             ]
             return {name: value for result in results for name, value in result.items()}
+        check_finite_weights(self.policy, self.args, "evaluation")
         start_s = time.time()
         rows = list(dataset)
         with self.phase("evaluate"):
@@ -425,8 +448,15 @@ class GRPOTrainer(TRLNames):
 
         It holds model, tokenizer and `training_args.bin`. With `push_to_hub=True` it is uploaded too, unless
         it is an `_internal_call` (transformers' argument).
+
+        Raises:
+            CheckpointError: a file could not be written.
+            FloatingPointError: the weights are not finite.
         """
-        self._write_model(Path(output_dir or self.args.run_dir))
+        directory = Path(output_dir or self.args.run_dir)
+        check_finite_weights(self.policy, self.args, "saved model")
+        with sealed.saving_model(directory):
+            self._write_model(directory)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub("Model save")
 
@@ -476,7 +506,9 @@ class GRPOTrainer(TRLNames):
 
         Raises:
             CheckpointError: it could not be written; earlier checkpoints stand.
+            FloatingPointError: the weights are not finite; earlier checkpoints stand.
         """
+        check_finite_weights(self.policy, self.args, "checkpoint")
         output_dir = self.args.run_dir
         directory = output_dir / f"checkpoint-{self.state.global_step}"
         is_main = self.accelerator.is_main_process
@@ -485,14 +517,15 @@ class GRPOTrainer(TRLNames):
             self.best.note_saving(self.state, directory)
             self.journal.note_callbacks()
             if is_main:
-                self.state.save_to_json(str(partial / "trainer_state.json"))
+                self.journal.save_state(partial)
             if not self.args.save_only_model:
                 if is_main:
-                    torch.save(self.policy.state_dict(), partial / "optimizer.pt")
-                rank = self.accelerator.process_index
-                snapshot.save_rank_state(partial, rank, self._resumable_parts(), self._identity())
+                    changes.save(partial, self.identity.describe())
+                    snapshot.save_policy(partial, self.policy.state_dict())
+                snapshot.save_rank_state(partial, self.accelerator.process_index, self._resumable_parts())
         if is_main:
-            sealed.rotate(output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            best = self.state.best_model_checkpoint
+            sealed.rotate(output_dir, self.args.save_total_limit, best, written=directory)
         self.journal.event("on_save")
         if self.args.push_to_hub and self.args.hub_strategy != "end":
             self._push_checkpoint(directory)
@@ -501,18 +534,23 @@ class GRPOTrainer(TRLNames):
     def load_checkpoint(self, directory: Path) -> None:
         """Restore everything `save_checkpoint` wrote.
 
+        What has changed since is told, and applied where it can be.
+
         Raises:
-            CheckpointError: the checkpoint is incomplete, corrupt or of another run.
+            CheckpointError: the checkpoint is incomplete, corrupt, of another run or holds more than data.
+            ValueError: the order of the data, or a schedule of the user's own, is another one.
         """
         sealed.verify(directory)
-        if not (directory / "optimizer.pt").is_file():
-            raise sealed.CheckpointError(
-                f"{directory} was written with save_only_model=True: there is no optimizer state to resume. "
-                f"Start a new run with model={str(directory)!r}."
-            )
-        rank = self.accelerator.process_index
-        snapshot.load_rank_state(directory, rank, self._resumable_parts(), self._identity())
-        self.policy.load_state_dict(torch.load(directory / "optimizer.pt", map_location="cpu"))
+        policy_state = snapshot.load_policy(directory)
+        changed = changes.compare(directory, self.identity.describe())
+        changed.refuse()
+        snapshot.load_rank_state(directory, self.accelerator.process_index, self._resumable_parts())
+        self.journal.load_state(directory)
+        self.journal.run_id = changed.run_id
+        self.policy.load_state_dict(policy_state)
+        num_dropped = self.window.clear() if changed.concern_waiting_completions else 0
+        if changed.changes and self.accelerator.is_main_process:
+            logger.warning(changed.told(num_dropped))
         self.objective.entropy_coef = self.entropy.applied_coef
         self.best.find_again(self.state, directory)
         self.publish()
@@ -523,14 +561,4 @@ class GRPOTrainer(TRLNames):
             "window": self.window,
             "entropy": self.entropy,
             "journal": self.journal,
-        }
-
-    def _identity(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and the run that resumes it."""
-        options = ("num_generations", "num_iterations", "steps_per_generation", "gradient_accumulation_steps")
-        return {
-            "number of processes": self.accelerator.num_processes,
-            "parameter": {name: tuple(p.shape) for name, p in self.model.named_parameters()},
-            "option": {name: getattr(self.args, name) for name in (*options, "per_device_train_batch_size")},
-            "checksum of the frozen weights (an adapter's base, the reference model)": self._frozen_checksum,
         }

@@ -97,9 +97,7 @@ def test_another_number_of_processes_is_refused(runs):
     with pytest.raises(CheckpointError, match="number of processes was 2 when it was written and is 1 now"):
         one.train(resume_from_checkpoint=str(written_by_two))
     refusals = [json.loads((directory / f"refused{rank}.json").read_text())[1] for rank in range(2)]
-    assert "number of processes was 1 when it was written and is 2 now" in refusals[0]
-    assert "written by fewer than 2 processes" in refusals[1]
-    assert "Resume with as many processes as before" in refusals[1]
+    assert "number of processes was 1 when it was written and is 2 now" in refusals[0] == refusals[1]
 
 
 def test_a_full_disk_of_one_rank_ends_all(runs):

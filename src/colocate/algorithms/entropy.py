@@ -40,7 +40,7 @@ class EntropyController:
                     f"entropy_coef_delta={entropy_coef_delta} never moves the coefficient the right way: "
                     "set it above 0, or use_adaptive_entropy=False for a fixed coefficient."
                 )
-        self.coef = entropy_coef
+        self.coef = self._initial = entropy_coef
         self._adaptive = use_adaptive_entropy
         self._min = entropy_coef_min
         self._max = entropy_coef_max
@@ -70,8 +70,15 @@ class EntropyController:
         self._last_entropy = mean_entropy
 
     def state_dict(self) -> dict[str, Any]:
-        return {"coef": self.coef, "last_entropy": self._last_entropy}
+        return {
+            "coef": self.coef,
+            "initial": self._initial,
+            "adaptive": self._adaptive,
+            "last_entropy": self._last_entropy,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.coef = state["coef"]
+        """Go on adapting; a coefficient that is set anew, now or in mode, begins where it is set."""
         self._last_entropy = state["last_entropy"]
+        if self._adaptive and state["adaptive"] and state["initial"] == self._initial:
+            self.coef = min(max(state["coef"], self._min), self._max)

@@ -50,6 +50,10 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = True
 
+    def request(self) -> None:
+        """As if the signal had come: for a reason to stop that this rank alone has found."""
+        self._received = True
+
     def received(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer, so all stop at the same step."""
         if self._accelerator.num_processes == 1:

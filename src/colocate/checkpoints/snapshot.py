@@ -6,14 +6,20 @@ already generated and paid for but not yet trained on, the metrics not yet logge
     checkpoint-120/
         config.json, model.safetensors, tokenizer...   a plain Hugging Face directory (an adapter's with PEFT)
         trainer_state.json                              transformers' TrainerState
+        run.json                                        what run this is (`changes.py`)
         optimizer.pt                                    masters, moments, schedule
         rank0.pt, rank1.pt, ...                         each rank's share of the rest
         manifest.json                                   sizes and checksums (`sealed.py`)
+
+All of them are data: tensors, numbers, text and containers of these. Reading them runs no code, so that a
+stranger's checkpoint can do no more than train badly.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,55 +50,76 @@ def checksum(weights: Iterable[Tensor]) -> str:
     return f"{total % 2**64:016x}"
 
 
-def save_rank_state(
-    directory: Path, rank: int, parts: Mapping[str, Resumable], identity: dict[str, Any]
-) -> None:
+def save_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) -> None:
     """Write this rank's share of the state.
 
     Args:
         parts: by name; what each one's `state_dict` returns is saved.
-        identity: what makes this run this run; a run of another identity cannot resume from here.
     """
     state = {name: part.state_dict() for name, part in parts.items()}
-    torch.save(
-        {"parts": state, "identity": identity, "random": _random_state()}, directory / f"rank{rank}.pt"
-    )
+    torch.save(_plain({"parts": state, "random": _random_state()}), directory / f"rank{rank}.pt")
 
 
-def load_rank_state(
-    directory: Path, rank: int, parts: Mapping[str, Resumable], identity: dict[str, Any]
-) -> None:
+def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) -> None:
     """Restore every part, and the random generators.
 
     Raises:
-        CheckpointError: the checkpoint is of another run.
+        CheckpointError: the checkpoint holds more than data.
     """
-    file = directory / f"rank{rank}.pt"
-    if not file.is_file():
-        raise CheckpointError(
-            f"{directory} was written by fewer than {rank + 1} processes: it has no {file.name}. Resume with "
-            "as many processes as before, or start a new run with the directory as the model."
-        )
-    # Our own file, checked against its manifest; generator states need the full unpickler.
-    state = torch.load(file, weights_only=False, map_location="cpu")
-    _check_same_run(state["identity"], identity, directory)
+    state = read_data(directory / f"rank{rank}.pt")
     for name, part in parts.items():
         part.load_state_dict(state["parts"][name])
     _restore_random_state(state["random"])
 
 
-def _check_same_run(saved: dict[str, Any], current: dict[str, Any], directory: Path) -> None:
-    for name in dict.fromkeys([*current, *saved]):
-        was, now = saved.get(name), current.get(name)
-        if was == now:
-            continue
-        if isinstance(was, dict) and isinstance(now, dict):
-            key = next(k for k in sorted(was.keys() | now.keys()) if was.get(k) != now.get(k))
-            name, was, now = f"{name} {key}", was.get(key, "absent"), now.get(key, "absent")
+def save_policy(directory: Path, state: dict[str, Any]) -> None:
+    """Write `Policy.state_dict()`."""
+    torch.save(_plain(state), directory / "optimizer.pt")
+
+
+def load_policy(directory: Path) -> dict[str, Any]:
+    """Read what `save_policy` wrote, on the CPU.
+
+    Raises:
+        CheckpointError: there is no such state, or it holds more than data.
+    """
+    file = directory / "optimizer.pt"
+    if not file.is_file():
         raise CheckpointError(
-            f"{directory} cannot be resumed: {name} was {was} when it was written and is {now} now. Go back "
-            f"to the former, or start a new run in another output_dir with model={str(directory)!r}."
+            f"{directory} was written with save_only_model=True: there is no optimizer state to resume. "
+            f"Start a new run with model={str(directory)!r}."
         )
+    return read_data(file)
+
+
+def read_data(file: Path) -> Any:
+    """What `torch.save` wrote, if it is tensors, numbers, text and containers of these.
+
+    Raises:
+        CheckpointError: it is anything else. Nothing of it was run.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, TypeError) as error:
+        first_line = str(error).splitlines()[0] if str(error) else repr(error)
+        raise CheckpointError(
+            f"{file} is not read: it holds something else than tensors, numbers and text, and reading that "
+            f"could run code ({first_line}). Take a checkpoint from a source that you trust, or start a new "
+            f"run with model={str(file.parent)!r}."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """`value` with NumPy's numbers and arrays, which need the full unpickler, as Python's and tensors."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(np.int64) if value.dtype.kind == "u" else value)
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _plain(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value
 
 
 def _random_state() -> dict[str, Any]:
@@ -105,7 +132,8 @@ def _random_state() -> dict[str, Any]:
 
 def _restore_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    name, keys, *position = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -96,6 +96,12 @@ class TrainingWindow:
                     for sample, values in zip(entry.samples, step_logprobs, strict=True)
                 ]
 
+    def clear(self) -> int:
+        """Drop the completions that wait for later steps; returns how many there were."""
+        slices = {id(entry): entry for entry in self._queue}
+        self._queue.clear()
+        return sum(len(entry.samples) for entry in slices.values())
+
     def state_dict(self) -> dict[str, Any]:
         slices = list({id(entry): entry for entry in self._queue}.values())
         order = [next(i for i, entry in enumerate(slices) if entry is visit) for visit in self._queue]

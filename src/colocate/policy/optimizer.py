@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
@@ -80,6 +80,7 @@ class PolicyOptimizer:
             self.optimizer = _build_optimizer(model, args, trainable | self._masters)
         else:
             self.optimizer = _checked(own_optimizer, trainable)
+        self._hyperparameters = _hyperparameters(self.optimizer)  # before a schedule scales them
         self._hooks = [
             trainable[name].register_post_accumulate_grad_hook(_move_gradient_to(master))
             for name, master in self._masters.items()
@@ -223,6 +224,7 @@ class PolicyOptimizer:
         return {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
+            "hyperparameters": self._hyperparameters,
             "weights": {name: leaf.detach() for name, leaf in self._leaves_by_name().items()},
         }
 
@@ -230,8 +232,13 @@ class PolicyOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`, the model's parameters included.
 
+        Hyperparameters (learning rate, betas, weight decay, ...) that this optimizer was made with are kept
+        where they differ from those that the saved one was made with; a new learning rate follows its
+        schedule from the step where the saved one stood.
+
         Raises:
-            ValueError: the state is of other parameters or another precision.
+            ValueError: the state is of other parameters or another precision, or the learning rate differs
+                and the user's own schedule derives each from the one before.
         """
         leaves, saved = self._leaves_by_name(), state["weights"]
         differing = [
@@ -245,11 +252,14 @@ class PolicyOptimizer:
                 f"{len(differing)} differ, {differing[0]} for one. Resume with the `bf16`, `peft_config` and "
                 "`optimizers` of the run that saved it."
             )
+        changed = self._changed_hyperparameters(state["hyperparameters"])
         self._host.fetch()
         for name, leaf in leaves.items():
             leaf.copy_(saved[name])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
+        for group, values in zip(self.optimizer.param_groups, changed, strict=True):
+            group.update(values)
+        self._restore_schedule(state["scheduler"])
         self._publish()
 
     @torch.no_grad()
@@ -258,6 +268,41 @@ class PolicyOptimizer:
         self._host.fetch()
         for name, master in self._masters.items():
             master.copy_(self._parameters[name])
+
+    def _changed_hyperparameters(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """By parameter group, this optimizer's values that are not the saved one's."""
+        changed = [
+            {name: value for name, value in now.items() if name in was and was[name] != value}
+            for was, now in zip(saved, self._hyperparameters, strict=True)
+        ]
+        if any("lr" in values for values in changed) and not isinstance(self.scheduler, LambdaLR):
+            raise ValueError(
+                f"The learning rate was {[was['lr'] for was in saved]} when the checkpoint was written "
+                f"and is {[now['lr'] for now in self._hyperparameters]} now, but "
+                f"{type(self.scheduler).__name__} derives each rate from the one before. Go back to the "
+                "former, or leave the scheduler in `optimizers` out and choose one by lr_scheduler_type."
+            )
+        return changed
+
+    def _restore_schedule(self, saved: dict[str, Any]) -> None:
+        """Take over the position; rates follow from it and from this run's own base and schedule."""
+        if not isinstance(self.scheduler, LambdaLR):
+            self.scheduler.load_state_dict(saved)
+            return
+        bases = self.scheduler.base_lrs
+        self.scheduler.load_state_dict(saved)
+        self.scheduler.base_lrs = bases
+        rates = [
+            base * factor(self.scheduler.last_epoch)
+            for base, factor in zip(bases, self.scheduler.lr_lambdas, strict=True)
+        ]
+        self.scheduler._last_lr = rates
+        for group, base, rate in zip(self.optimizer.param_groups, bases, rates, strict=True):
+            group["initial_lr"] = base
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     @property
     def _device(self) -> torch.device:
@@ -269,6 +314,23 @@ class PolicyOptimizer:
             torch._foreach_copy_(
                 [self._parameters[name] for name in self._masters], list(self._masters.values())
             )
+
+
+def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """By parameter group, what it was made with and can be compared: numbers, switches, betas."""
+
+    def comparable(value: Any) -> Any:
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    simple = (bool, int, float, str, tuple, type(None))
+    return [
+        {
+            name: comparable(value)
+            for name, value in group.items()
+            if name != "params" and isinstance(comparable(value), simple)
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def _make_masters(

@@ -20,7 +20,7 @@ from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.pack import groups_of, to_device
-from colocate.policy.reference import FrozenCopy, Reference
+from colocate.policy.reference import FrozenCopy, Reference, is_of_reference
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
@@ -229,10 +229,35 @@ class Policy:
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
-    def frozen_weights(self) -> list[Tensor]:
-        """What the run starts with and `state_dict` leaves out: the base of an adapter, the reference."""
-        frozen: list[Tensor] = [p for p in self.model.parameters() if not p.requires_grad]
-        return frozen + ([] if self.reference is None else self.reference.weights())
+    def starting_weights(self, *, has_new_adapter: bool) -> dict[str, list[Tensor] | None]:
+        """What the run starts with and a resumed one must, too, as `state_dict` leaves it out.
+
+        Returns:
+            "base": frozen weights under an adapter; "reference": its own weights, None where there is none;
+            "origin": what a reference made now is or would be a copy of (`make_reference`).
+        """
+        own = {name: p for name, p in self.model.named_parameters() if not is_of_reference(name)}
+        inside = [p for name, p in self.model.named_parameters() if is_of_reference(name)]
+        origin: list[Tensor] = list(own.values())
+        if hasattr(self.model, "peft_config"):
+            origin = [] if has_new_adapter else [p for p in own.values() if p.requires_grad]
+        return {
+            "base": [p for p in own.values() if not p.requires_grad],
+            "reference": None if self.reference is None else inside + self.reference.weights(),
+            "origin": origin,
+        }
+
+    @torch.no_grad()
+    def find_nonfinite_weight(self) -> str | None:
+        """Name of a parameter with a NaN or an infinity, or None; all ranks have the same weights.
+
+        Reads every parameter once and waits for the device.
+        """
+        named = [(n, p) for n, p in self.model.named_parameters() if p.is_floating_point() and p.numel()]
+        # The largest magnitude is NaN or infinite if any is, and needs no second tensor of the weight's size.
+        largest = torch.stack([torch.linalg.vector_norm(p, torch.inf).float() for _, p in named])
+        bad = (~largest.isfinite()).nonzero().flatten().tolist()
+        return named[bad[0]][0] if bad else None
 
     def _accumulate_all(
         self, samples: Sequence[Sample], objective: LossFunction

@@ -14,6 +14,11 @@ ADAPTER_NAME = "ref"
 """TRL's name for the frozen copy of an adapter."""
 
 
+def is_of_reference(name: str) -> bool:
+    """Whether the policy model's parameter `name` is the reference's."""
+    return f".{ADAPTER_NAME}." in name
+
+
 class Reference(Protocol):
     def model(self) -> AbstractContextManager[nn.Module]:
         """The reference model, valid while the context lasts."""
@@ -96,7 +101,7 @@ class FrozenAdapter(_InPolicyModel):
         policy_model.add_adapter(ADAPTER_NAME, policy_model.peft_config[self._trained])  # type: ignore
         with torch.no_grad():
             for name, parameter in policy_model.named_parameters():
-                if f".{ADAPTER_NAME}." in name:
+                if is_of_reference(name):
                     source = name.replace(f".{ADAPTER_NAME}.", f".{self._trained}.")
                     parameter.copy_(policy_model.get_parameter(source))
                 parameter.requires_grad_(requires_grad.get(name, False))

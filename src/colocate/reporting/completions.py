@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,10 @@ class CompletionTable:
             **self.extra,
             "advantage": self.advantages,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The arguments to make an equal table of, as plain data; what is none becomes text."""
+        return {field.name: _as_data(getattr(self, field.name)) for field in fields(self)}
 
     def unique_prompts(self) -> CompletionTable:
         """The first completion of every prompt."""
@@ -131,6 +135,16 @@ def print_completions(
             *(Text(as_text(column[i])) for column in table.extra.values()),
         )
     (console or Console()).print(Panel(grid, title=f"Step {step}"))
+
+
+def _as_data(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _as_data(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # tensors, NumPy's arrays and scalars
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_as_data(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | bytes | None) else str(value)
 
 
 def as_text(entry: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress
 from colocate.reporting.run_log import RunLog
 
+TRAINER_STATE_FILE = "trainer_state.json"
 LAST_VALUES = ("learning_rate", "grad_norm", "num_tokens")
 """Metrics of which the newest value is logged, as transformers does, instead of the average."""
 
@@ -61,6 +63,8 @@ class Journal:
         self.state.num_train_epochs = math.ceil(max_steps / steps_per_epoch)
         self.state.train_batch_size = args.per_device_train_batch_size
         self.state.compute_steps(args, max_steps)
+        self.run_id = uuid.uuid4().hex
+        """The same for a run and those that resume it; the main process's counts."""
         self._steps_per_epoch = steps_per_epoch
         self._history = MetricHistory()
         self._since_last_step: dict[str, float] = {}
@@ -111,17 +115,29 @@ class Journal:
     def open(self, description: dict[str, Any], *, resumed: bool) -> None:
         """Begin or continue the run's record."""
         if self.state.is_world_process_zero:
-            self._run_log = RunLog(str(self.args.output_dir), self.state.global_step if resumed else None)
+            step = self.state.global_step if resumed else None
+            self._run_log = RunLog(self.args.run_dir, step, self.run_id)
             versions = {
                 "colocate": colocate.__version__,
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
                 "python": platform.python_version(),
             }
-            description = {"run_name": self.args.run_name, **description, "versions": versions}
+            description = {
+                "run_id": self.run_id,
+                "run_name": self.args.run_name,
+                **description,
+                "versions": versions,
+            }
             self._run_log.describe(redacted(description))
         self._last_logged_step = self.state.global_step
         self.event("on_train_begin")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run's record was deleted or moved away while it is being written; only the main process
+        can tell."""
+        return self._run_log is not None and self._run_log.is_lost
 
     def close(self) -> None:
         """End the run. The record stays open for evaluations that follow."""
@@ -214,25 +230,22 @@ class Journal:
             return
         table = self._table.unique_prompts() if self.args.log_unique_prompts else self._table
         print_completions(table, step, self.args.num_completions_to_print)
-        write_completions_parquet(Path(str(self.args.output_dir)), step, self._table)
+        write_completions_parquet(self.args.run_dir, step, self._table)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "history": self._history.state_dict(),
             "last": self._last,
             "losses": (self._loss_sum, self._num_losses),
-            "table": self._table if self.state.is_world_process_zero else None,  # several steps train on it
-            "state": self._trainer_state(),
+            # Several steps train on it, and one of them may log it.
+            "table": self._table.state_dict() if self._table and self.state.is_world_process_zero else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._history.load_state_dict(state["history"])
         self._last = state["last"]
         self._loss_sum, self._num_losses = state["losses"]
-        self._table = state["table"]
-        for name, value in state["state"].items():
-            setattr(self.state, name, value)
-        self._restore_callbacks(state["state"]["stateful_callbacks"])
+        self._table = None if state["table"] is None else CompletionTable(**state["table"])
 
     def _restore_callbacks(self, saved: dict[str, Any]) -> None:
         """Give callbacks back what they kept, where `restore_callback_states_from_checkpoint` asks for it."""
@@ -244,8 +257,16 @@ class Journal:
             for callback, state in zip(own, states if isinstance(states, list) else [states], strict=False):
                 vars(callback).update(state["attributes"])
 
-    def _trainer_state(self) -> dict[str, Any]:
+    def save_state(self, directory: Path) -> None:
+        """Write `trainer_state.json`."""
+        self.state.save_to_json(str(directory / TRAINER_STATE_FILE))
+
+    def load_state(self, directory: Path) -> None:
+        """Go on from the `trainer_state.json` of a checkpoint."""
+        saved = TrainerState.load_from_json(str(directory / TRAINER_STATE_FILE))
         # What this run sets itself (max_steps, the log intervals) may differ from what the checkpoint's had.
         counts = ("global_step", "epoch", "num_input_tokens_seen", "log_history")
         best = ("best_metric", "best_global_step", "best_model_checkpoint")  # `checkpoints/best.py`
-        return {name: getattr(self.state, name) for name in (*counts, *best, "stateful_callbacks")}
+        for name in (*counts, *best, "stateful_callbacks"):
+            setattr(self.state, name, getattr(saved, name))
+        self._restore_callbacks(saved.stateful_callbacks)

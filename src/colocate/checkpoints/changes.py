@@ -1,0 +1,159 @@
+"""What run a checkpoint is of, and what has changed in the run that resumes it.
+
+`run.json` in a checkpoint holds what would make another run of it (`colocate.run_identity` says what). On
+resuming, what differs is told in one table: what cannot change is refused by name, the rest is applied from
+the next step on.
+
+    run_id      the same for a run and those that resume it
+    fixed       what must not change
+    checksums   of the weights as the run began with them
+    others      what may change
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colocate.checkpoints.sealed import CheckpointError
+
+RUN_FILE = "run.json"
+_MAX_REASONS, _MAX_ROWS = 3, 40
+
+_FROZEN = "checksum of the frozen weights (an adapter's base, the reference model)"
+
+_IN_COMPLETIONS = frozenset(
+    f"option {name}"
+    for name in (
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_completion_length"),
+        *("loss_type", "beta", "mask_truncated_completions", "scale_rewards", "reward_weights"),
+        "multi_objective_aggregation",
+    )
+) | {"reward functions"}
+"""What completions that wait to be trained on were generated, scored and weighed with."""
+
+
+def save(directory: Path, description: Mapping[str, Any]) -> None:
+    """Write `run.json` into a checkpoint."""
+    (directory / RUN_FILE).write_text(json.dumps(description, indent=1), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is not what it was."""
+
+    name: str
+    was: Any
+    now: Any
+    refused: bool
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs between the run that wrote a checkpoint and the one that resumes it."""
+
+    directory: Path
+    run_id: str
+    changes: tuple[Change, ...]
+
+    def refuse(self) -> None:
+        """Raises CheckpointError if anything differs that must not."""
+        refused = [change for change in self.changes if change.refused]
+        if not refused:
+            return
+        reasons = "; ".join(
+            f"{c.name} was {c.was} when it was written and is {c.now} now" for c in refused[:_MAX_REASONS]
+        )
+        if len(refused) > _MAX_REASONS:  # another model differs in every parameter
+            reasons += f"; and {len(refused) - _MAX_REASONS} more"
+        raise CheckpointError(
+            f"{self.directory} cannot be resumed: {reasons}. Go back to the former, or start a new run in "
+            f"another output_dir with model={str(self.directory)!r}."
+            + (f"\n{self.table()}" if len(self.changes) > 1 else "")
+        )
+
+    def told(self, num_dropped: int) -> str:
+        """The table with a heading.
+
+        Args:
+            num_dropped: completions that waited to be trained on and do not any more.
+        """
+        heading = f"Resuming {self.directory}, where some things were not what they are now:"
+        dropped = (
+            f"\n{num_dropped} completions made under the former were waiting for later steps and are "
+            "dropped: the next step generates anew."
+        )
+        return f"{heading}\n{self.table()}" + (dropped if num_dropped else "")
+
+    def table(self) -> str:
+        """One line for each change: name, old value, new value, "applied" or "refused"."""
+        rows = [("", "was", "is", "")]
+        rows += [
+            (c.name, _short(c.was), _short(c.now), "refused" if c.refused else "applied")
+            for c in self.changes[:_MAX_ROWS]
+        ]
+        if len(self.changes) > _MAX_ROWS:
+            rows.append((f"... and {len(self.changes) - _MAX_ROWS} more", "", "", ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return "\n".join(
+            "  "
+            + "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
+            for row in rows
+        )
+
+    @property
+    def concern_waiting_completions(self) -> bool:
+        """Whether completions of a rollout not used up were made under what has changed."""
+        return any(change.name in _IN_COMPLETIONS for change in self.changes)
+
+
+def compare(directory: Path, current: Mapping[str, Any]) -> Changes:
+    """What differs between the run that wrote `directory` and `current`, the description of this one.
+
+    Raises:
+        CheckpointError: `run.json` is missing or no description.
+    """
+    try:
+        saved = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+        refused = [*_differences(saved["fixed"], current["fixed"]), *_frozen_differences(saved, current)]
+        applied = list(_differences(saved["others"], current["others"]))
+        run_id = str(saved["run_id"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{directory} cannot be resumed: {RUN_FILE} does not say what run it is of ({error!r})."
+        ) from error
+    changes = [Change(*d, refused=True) for d in refused] + [Change(*d, refused=False) for d in applied]
+    return Changes(directory, run_id, tuple(changes))
+
+
+def _differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    for name in dict.fromkeys([*current, *saved]):
+        was, now = saved.get(name), current.get(name)
+        if isinstance(was, dict) and isinstance(now, dict):
+            yield from _differences(was, now, f"{prefix}{name} ")
+        elif was != now:
+            yield f"{prefix}{name}", saved.get(name, "absent"), current.get(name, "absent")
+
+
+def _frozen_differences(
+    saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """A KL penalty may come and go, but the reference is what the run began with."""
+    was, now = saved["checksums"], current["checksums"]
+    if was["base"] != now["base"]:
+        yield (f"{_FROZEN} base", was["base"], now["base"])
+    if now["reference"] is None:
+        return
+    reference = was["origin"] if was["reference"] is None else was["reference"]
+    if reference != now["reference"]:
+        yield (f"{_FROZEN} reference", reference, now["reference"])
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

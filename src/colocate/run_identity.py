@@ -1,0 +1,97 @@
+"""What makes a run this run, for a checkpoint to remember and a resumed run to be compared with."""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import json
+import platform
+from functools import cached_property
+from typing import Any
+
+import colocate
+from colocate.checkpoints.snapshot import checksum
+from colocate.data.fingerprint import fingerprint
+from colocate.options import HONOURED, HONOURED_BY
+from colocate.policy.reference import is_of_reference
+from colocate.redaction import redacted
+from colocate.weights.layouts import causal_lm
+
+FIXED_OPTIONS = (
+    *("num_generations", "num_iterations", "steps_per_generation", "gradient_accumulation_steps"),
+    "per_device_train_batch_size",
+)
+"""Options that decide which completions a step trains on: a rollout half used could not be told apart."""
+
+_NOT_COMPARED = ("output_dir", "resume_from_checkpoint")
+_LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft", "bitsandbytes", "vllm")
+_ADAPTER_OPTIONS = ("peft_type", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+"""What PEFT was told beside what the shapes of an adapter's parameters show."""
+
+
+class RunIdentity:
+    """The description of a trainer's run (its parts are in `colocate.checkpoints.changes`).
+
+    Made before the first step: steps change the weights, and `sync_ref_model` the reference.
+    """
+
+    def __init__(self, trainer: Any, *, has_new_adapter: bool) -> None:
+        self._trainer = trainer
+        self._checksums = {
+            role: None if weights is None else checksum(weights)
+            for role, weights in trainer.policy.starting_weights(has_new_adapter=has_new_adapter).items()
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Plain JSON without secrets; the first call reads the dataset (`fingerprint`)."""
+        trainer = self._trainer
+        model, args = trainer.model, trainer.args
+        names = sorted(HONOURED.union(*HONOURED_BY.values()).difference(_NOT_COMPARED, FIXED_OPTIONS))
+        description = {
+            "run_id": trainer.journal.run_id,
+            "fixed": {
+                "number of processes": trainer.accelerator.num_processes,
+                "optim (the optimizer)": type(trainer.optimizer).__qualname__,
+                "parameter": {
+                    name: tuple(p.shape) for name, p in model.named_parameters() if not is_of_reference(name)
+                },
+                "option": {name: getattr(args, name) for name in FIXED_OPTIONS},
+            },
+            "checksums": self._checksums,
+            "others": {
+                "option": {n: redacted(getattr(args, n), n) for n in names if hasattr(args, n)},
+                "model": redacted(causal_lm(model).config.name_or_path),
+                "adapter": _adapter(model),
+                "engine": type(trainer.engine).__name__,
+                "device": trainer.accelerator.device.type,
+                "dataset": self._dataset,
+                "reward functions": list(trainer.scorer.reward_functions.names),
+                "version of": _versions(),
+            },
+        }
+        return json.loads(json.dumps(description, default=_as_json))
+
+    @cached_property
+    def _dataset(self) -> dict[str, Any]:
+        return fingerprint(self._trainer.train_dataset)
+
+
+def _adapter(model: Any) -> dict[str, Any]:
+    if not hasattr(model, "peft_config"):
+        return {}
+    config = model.peft_config[model.active_adapter]
+    return {name: getattr(config, name) for name in _ADAPTER_OPTIONS if hasattr(config, name)}
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"colocate": colocate.__version__, "python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _as_json(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else str(value)
