@@ -7,6 +7,9 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -23,11 +26,30 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items):
-    """With `--dist loadgroup` a file's tests stay in one process, unless they have a group of their own."""
+    """With `--dist loadgroup` a file's tests stay in one process, unless they have a group of their own.
+
+    Groups marked `early` come first, so that no process is left alone with a long one at the end.
+    """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             is_alone = item.get_closest_marker("own_vllm") is not None
             item.add_marker(pytest.mark.xdist_group(item.name if is_alone else item.path.name))
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How long each directory's tests took, over all processes: what a change adds to CI shows here."""
+    seconds: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "when") and hasattr(report, "duration"):
+                directory = str(Path(report.location[0]).parent)
+                seconds[directory] += report.duration
+                numbers[directory] += report.when == "call"
+    terminalreporter.section("minutes by directory")
+    for directory, duration in seconds.most_common():
+        terminalreporter.line(f"{duration / 60:6.1f} min {numbers[directory]:6d} tests  {directory}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,7 +14,7 @@ from small_runs import read_metrics, without_timings
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints, verify
 from processes import TORCHRUN, run_python
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.early
 
 LAUNCHERS = {
     "torchrun": TORCHRUN,

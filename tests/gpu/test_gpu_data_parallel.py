@@ -11,7 +11,7 @@ from small_runs import read_metrics
 
 from processes import TORCHRUN, run_python
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from engine_models import make_gpt2, make_lora, make_model, make_prompts, plain_
 from colocate.types import SamplingParams
 from processes import TORCHRUN, run_python
 
-pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 WORKER = Path(__file__).parents[1] / "integration" / "vllm_worker.py"
 NUM_TOKENS = 9
@@ -305,9 +305,9 @@ def test_a_model_without_a_layout_gets_its_share_by_itself(start):
 
 @pytest.mark.multi_gpu
 def test_two_gpus_run_one_engine(tmp_path):
-    run_python(*TORCHRUN, WORKER, "tensor_parallel", tmp_path, timeout_s=500, VLLM_LOGGING_LEVEL="WARNING")
+    run_python(*TORCHRUN, WORKER, tmp_path, "tensor_parallel", timeout_s=500, VLLM_LOGGING_LEVEL="WARNING")
     for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())["tensor_parallel"]
         assert found["group"] == 0 and found["published_bytes"] > 0
         assert found["num_alone"] == (6 if rank == 0 else 0)
         assert found["equal"] == [True] * 3

@@ -20,7 +20,7 @@ from vllm_server_case import ServerProcess, make_server_model
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.types import SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 # Name: the server's CUDA_VISIBLE_DEVICES, its tensor-parallel size, and how weights shall go there.
 CASES = {

@@ -92,7 +92,8 @@ def test_no_command_is_forgotten():
     assert set(commands()) == tested | set(RUN_ELSEWHERE)
 
 
-@pytest.mark.slow
+@pytest.mark.early
+@pytest.mark.xdist_group("quickstart")
 def test_quickstart_learns_on_held_out_problems(quickstart):
     records = [json.loads(line) for line in (quickstart / "metrics.jsonl").read_text().splitlines()]
     held_out = [record["eval_reward"] for record in records if record.get("eval")]
@@ -103,7 +104,8 @@ def test_quickstart_learns_on_held_out_problems(quickstart):
     AutoModelForCausalLM.from_pretrained(quickstart)
 
 
-@pytest.mark.slow
+@pytest.mark.early
+@pytest.mark.xdist_group("quickstart")
 def test_commands_on_the_quickstart(quickstart, checkout):
     short = " --max_steps 2 --output_dir runs/again --eval_strategy no --eval_on_start false"
     run("colocate train recipes/quickstart.yaml --learning_rate 3e-4" + short, checkout)

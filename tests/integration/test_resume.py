@@ -221,7 +221,6 @@ def num_steps_recorded(output_dir: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-@pytest.mark.slow
 def test_sigterm_saves_the_step_in_hand(uninterrupted, tmp_path):
     process = start(train_in_child, tmp_path, "two_iterations", False, 0.5, 0.0)
     wait_for(lambda: num_steps_recorded(tmp_path) == 2, process)  # both passes over the first rollout
@@ -238,7 +237,6 @@ def test_sigterm_saves_the_step_in_hand(uninterrupted, tmp_path):
     assert_same_run(resumed, uninterrupted("two_iterations"))
 
 
-@pytest.mark.slow
 def test_killed_again_and_again_at_random_moments(uninterrupted, tmp_path):
     name = "rollout_feeds_two_steps"
     rng = random.Random(os.urandom(8))
@@ -280,7 +278,6 @@ def kill_at(moment: str, output_dir: Path) -> None:
     trainer.train()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "left", "sealed"),
     [

@@ -130,7 +130,6 @@ def test_the_script_with_the_native_engine_by_name(no_hub):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_the_script_with_vllm_in_process(no_hub):
     trainer = run_script("vllm", vllm_engine_kwargs={"enforce_eager": True})
     check_ran(trainer)

@@ -1,6 +1,6 @@
 """Real vLLM in the trainer's process: sharing, tensor parallelism, whole runs, and a clean end.
 
-Each in a process of its own, for what vLLM sets for its process.
+In processes of their own, for what vLLM sets for its process.
 """
 
 from __future__ import annotations
@@ -17,26 +17,32 @@ from processes import TORCHRUN, run_python
 from tiny import make_model, make_trainer
 from vllm_unpacked import unpacked
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 
-def run(case: str, directory: Path, num_processes: int = 1) -> list[dict]:
-    """What each process found; they must also end without an error, though nothing was closed."""
+def run(directory: Path, *cases: str, num_processes: int = 1) -> list[dict]:
+    """What each process found, by case; they must also end without an error, though the last engine was never
+    closed."""
     worker = Path(__file__).with_name("vllm_worker.py")
     launcher = TORCHRUN if num_processes == 2 else ()
-    run_python(*launcher, worker, case, directory, timeout_s=400, VLLM_LOGGING_LEVEL="ERROR")
+    run_python(*launcher, worker, directory, *cases, timeout_s=400, VLLM_LOGGING_LEVEL="ERROR")
     return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(num_processes)]
 
 
-@pytest.mark.own_vllm
-def test_shared_weights_need_no_publication(tmp_path):
-    (found,) = run("shared", tmp_path)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, dict]:
+    """What one process found in all cases: to import vLLM takes longer than any of them."""
+    (found,) = run(tmp_path_factory.mktemp("alone"), "in_place", "shared", "unknown_slot", "shared_lora")
+    return found
+
+
+def test_shared_weights_need_no_publication(alone):
+    found = alone["shared"]
     assert found == {"equal": [True] * 4, "shares": True, "published_bytes": 0, "outside": 0}
 
 
-@pytest.mark.own_vllm
-def test_adapters_are_copied_beside_shared_weights(tmp_path):
-    (found,) = run("shared_lora", tmp_path)
+def test_adapters_are_copied_beside_shared_weights(alone):
+    found = alone["shared_lora"]
     assert found["equal"] == [True] * 4 and found["shares"]
     assert found["max_gap"] < 1e-4
     assert not any(found["base_equal"])  # the adapters matter
@@ -46,17 +52,15 @@ def test_adapters_are_copied_beside_shared_weights(tmp_path):
     assert found["lost_equal"] == [True] * 3
 
 
-@pytest.mark.own_vllm
-def test_a_vllm_with_other_adapters_inside_is_refused_or_gets_copies(tmp_path):
-    (found,) = run("unknown_slot", tmp_path)
+def test_a_vllm_with_other_adapters_inside_is_refused_or_gets_copies(alone):
+    found = alone["unknown_slot"]
     assert "vllm_weights='shared' is not possible: vLLM takes the adapters of qkv_proj as" in found["error"]
     assert found["equal"] == [True] * 3 and not found["shares"]
     assert "['q_proj', 'k_proj', 'v_proj']" in found["reason"]
 
 
-@pytest.mark.own_vllm
-def test_copies_are_renewed_in_place(tmp_path):
-    (found,) = run("in_place", tmp_path)
+def test_copies_are_renewed_in_place(alone):
+    found = alone["in_place"]
     assert found["equal"] == [True] * 3 and found["lora_equal"] == [True] * 2
     assert found["is_plain"] and found["lora_plain"]
     assert not found["shares"]
@@ -67,7 +71,7 @@ def test_copies_are_renewed_in_place(tmp_path):
 
 @pytest.mark.own_vllm
 def test_two_processes_run_one_engine(tmp_path):
-    first, second = run("tensor_parallel", tmp_path, num_processes=2)
+    first, second = (found["tensor_parallel"] for found in run(tmp_path, "tensor_parallel", num_processes=2))
     assert first["equal"] == second["equal"] == [True] * 3
     assert first["group"] == second["group"] == 0
     assert first["num_alone"] == first["num_asked"] == 6

@@ -40,7 +40,7 @@ from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.workers import Workers
 from colocate.types import SamplingParams
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 

@@ -1,7 +1,7 @@
-"""One process of the runs in test_vllm_in_process.py: `vllm_worker.py <case> <directory>`.
+"""One process of the runs in test_vllm_in_process.py: `vllm_worker.py <directory> <case>...`.
 
-Does the case with real vLLM, leaves what it found in `<directory>/rank<n>.json`, and exits without closing
-anything.
+Does the cases with real vLLM, leaves what it found in `<directory>/rank<n>.json`, and exits without closing the
+last engine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,17 @@ from vllm_unpacked import unpacked
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 EAGER = {"enforce_eager": True}
+
+
+alive: list[VLLMEngine] = []
+
+
+def start(model: Any, **options: Any) -> VLLMEngine:
+    """An engine; the one before it is closed, as a process has one at a time."""
+    while alive:
+        alive.pop().close()
+    alive.append(VLLMEngine(model, engine_kwargs=EAGER, **options))
+    return alive[-1]
 
 
 def perturb(model: Any, seed: int) -> None:
@@ -77,7 +89,7 @@ def tensor_parallel() -> dict[str, Any]:
     model = make_model("qwen3", hidden_size=64, head_dim=64 if is_cuda else 32)
     if is_cuda:
         model = model.cuda().bfloat16()
-    engine = VLLMEngine(model, tensor_parallel_size=2, engine_kwargs=EAGER)
+    engine = VLLMEngine(model, engine_kwargs=EAGER, tensor_parallel_size=2)
     mine = make_prompts([5, 7, 3], 2) if rank == 0 else make_prompts([4], seed=1)
     equal = rounds(engine, model, mine, 3)
     engine.wake_up()
@@ -123,7 +135,7 @@ def shared() -> dict[str, Any]:
     """Weights of one storage on a CPU, where vLLM is kept from packing them."""
     model = make_model("qwen2", hidden_size=128, vocab_size=128)
     with unpacked():
-        engine = VLLMEngine(model, weights="shared", engine_kwargs=EAGER)
+        engine = start(model, weights="shared")
     equal = rounds(engine, model, make_prompts([5, 7]), 4)
     return {
         "equal": equal,
@@ -137,7 +149,7 @@ def shared_lora() -> dict[str, Any]:
     """A base of one storage, and adapters that are copied; also what a sleep of level 2 would do to those."""
     model, prompts = make_partial_lora(), make_prompts([5, 7])
     with unpacked():
-        engine = VLLMEngine(model, weights="shared", engine_kwargs=EAGER)
+        engine = start(model, weights="shared")
     before = engine._llm.apply_model(addresses)[0]
     equal = rounds(engine, model, prompts, 4)
     found = {"equal": equal, "shares": engine.shares_weights, "published_bytes": engine.published_bytes}
@@ -178,15 +190,15 @@ def shared_lora() -> dict[str, Any]:
 
 def unknown_slot() -> dict[str, Any]:
     """A vLLM that takes adapters in another order than is known: refused, or copies."""
-    adapter_slot.PACKED["qkv_proj"] = ["k_proj", "q_proj", "v_proj"]
     model = make_lora("qwen2", hidden_size=128, vocab_size=128)
     found: dict[str, Any] = {}
-    with unpacked():
+    other_order = mock.patch.dict(adapter_slot.PACKED, qkv_proj=["k_proj", "q_proj", "v_proj"])
+    with unpacked(), other_order:
         try:
-            VLLMEngine(model, weights="shared", engine_kwargs=EAGER)
+            start(model, weights="shared")
         except ValueError as error:
             found["error"] = str(error)
-        engine = VLLMEngine(model, engine_kwargs=EAGER)
+        engine = start(model)
     return found | {
         "equal": rounds(engine, model, make_prompts([5, 7]), 3),
         "shares": engine.shares_weights,
@@ -198,7 +210,7 @@ def in_place() -> dict[str, Any]:
     """A copy whose parameters vLLM reads as they are, as on GPUs; and sharing that turns out impossible."""
     model = make_model("qwen3", head_dim=32)  # 97 tokens, which vLLM pads
     with unpacked():
-        engine = VLLMEngine(model, weights="auto", engine_kwargs=EAGER, bucket_bytes=20_000)
+        engine = start(model, weights="auto", bucket_bytes=20_000)
     found = {
         "equal": rounds(engine, model, make_prompts([5, 7]), 3),
         "shares": engine.shares_weights,
@@ -207,10 +219,9 @@ def in_place() -> dict[str, Any]:
         "published_bytes": engine.published_bytes,
         "model_bytes": sum(parameter.nbytes for parameter in model.parameters()),
     }
-    engine.close()
     lora = make_lora("qwen2", hidden_size=128)
     with unpacked():
-        engine = VLLMEngine(lora, engine_kwargs=EAGER)
+        engine = start(lora)
     return found | {
         "lora_equal": rounds(engine, lora, make_prompts([5, 7]), 2),
         "lora_plain": engine._source.is_plain,
@@ -219,9 +230,9 @@ def in_place() -> dict[str, Any]:
 
 
 def main() -> None:
-    case, directory = sys.argv[1:]
-    cases = (tensor_parallel, shared, shared_lora, unknown_slot, in_place)
-    found = {function.__name__: function for function in cases}[case]()
+    directory, *names = sys.argv[1:]
+    cases = {case.__name__: case for case in (tensor_parallel, shared, shared_lora, unknown_slot, in_place)}
+    found = {name: cases[name]() for name in names}
     Path(directory, f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

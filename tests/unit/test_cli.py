@@ -504,7 +504,6 @@ def test_help_and_version_load_no_torch(arguments):
     assert "colocate" in result.stdout
 
 
-@pytest.mark.slow  # a fresh process imports transformers to know the options
 def test_exit_codes_of_the_program(tmp_path):
     unknown = python("-m", "colocate.cli", "train", "--learning_rat", "1")
     assert unknown.returncode == 1

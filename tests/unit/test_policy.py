@@ -421,7 +421,6 @@ def run_rank(rank: int, rendezvous: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_two_ranks_equal_one_process():
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (f"{folder}/rendezvous", folder), nprocs=2)

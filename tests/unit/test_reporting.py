@@ -737,7 +737,6 @@ def test_one_step_and_the_header_from_config_yaml(tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_long_run_stays_small_and_keeps_its_spike(tmp_path):
     rng = random.Random(1)
     pool = []
