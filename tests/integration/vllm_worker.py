@@ -1,7 +1,7 @@
 """One process of the runs in test_vllm_in_process.py: `vllm_worker.py <directory> <case>...`.
 
-Does the cases with real vLLM, leaves what it found in `<directory>/rank<n>.json`, and exits without closing the
-last engine.
+Does the cases with real vLLM, leaves what it found in `<directory>/rank<n>.json`, and exits without closing
+the last engine.
 """
 
 from __future__ import annotations
