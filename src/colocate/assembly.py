@@ -39,6 +39,7 @@ from colocate.engines.vllm.memory import MAX_NUM_SEQS, whole_kv_cache_bytes
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.versions import installed_version
 from colocate.memory.train_plan import TrainPlan
+from colocate.nested_options import stop_token_ids_of
 from colocate.options import check_engine
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
@@ -328,7 +329,9 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
         top_p=args.top_p,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=tuple(
+            dict.fromkeys((*stop_token_ids, *stop_token_ids_of(args.generation_kwargs)))
+        ),
         seed=args.seed,
     )
 

@@ -15,17 +15,27 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 
 from colocate.algorithms.choices import check_choice
 from colocate.algorithms.objective_params import ObjectiveParams
-from colocate.options import CHOICES, RANGES, RENAMED, check_range, check_support
+from colocate.nested_options import check_accelerator_config, read_generation_kwargs
+from colocate.option_values import coerce, types_of
+from colocate.options import (
+    CHOICES,
+    MAY_BE_INFINITE,
+    RANGES,
+    RENAMED,
+    check_range,
+    check_report_to,
+    check_support,
+    default_of,
+)
 from colocate.redaction import check_complete, redacted
 
 logger = logging.getLogger(__name__)
-
-_GENERATION_KWARGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(repr=False)
@@ -137,7 +147,8 @@ class GRPOConfig(TrainingArguments):
     repetition_penalty: float = 1.0
     """Above 1 discourages tokens already in prompt or completion."""
     generation_kwargs: dict[str, Any] | None = None
-    """Overrides temperature, top_p, top_k, min_p or repetition_penalty."""
+    """Overrides temperature, top_p, top_k, min_p, repetition_penalty or, as max_new_tokens,
+    max_completion_length; `stop_token_ids` end completions beside the tokenizer's EOS."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of `apply_chat_template` for conversational prompts."""
     vllm_max_model_length: int | None = None
@@ -256,6 +267,7 @@ class GRPOConfig(TrainingArguments):
 
     # ── Accepted so that existing scripts run, or refused: `options.py` says which and why ───────────────
 
+    accelerator_config: AcceleratorConfig | dict[str, Any] | str | None = None  # type: ignore[assignment]
     cast_lm_head_to_fp32: bool = False
     use_vllm: bool = False
     vllm_mode: str = "colocate"
@@ -282,6 +294,7 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         check_complete(vars(self))
+        self._read_values()
         notices = self._resolve_renamed()
         if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
             self.engine = "vllm_server"
@@ -290,6 +303,7 @@ class GRPOConfig(TrainingArguments):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         for name in CHOICES:
             check_choice(name, getattr(self, name), CHOICES[name])
+        check_accelerator_config(self.accelerator_config, self.gradient_accumulation_steps)
         self.pad_to_multiple_of = None
         if self.report_to is None:
             self.report_to = "none"
@@ -357,18 +371,21 @@ class GRPOConfig(TrainingArguments):
             return [f"greater_is_better={self.greater_is_better} needs metric_for_best_model to be set."]
         return []
 
+    def _read_values(self) -> None:
+        """Each option as its type, in its range: `learning_rate="1e-5"` is what it is on the command line."""
+        hints = types_of(type(self))
+        for field in fields(self):
+            name, value, default = field.name, getattr(self, field.name), default_of(field)
+            if type(value) is not type(default) or value != default:
+                value = coerce(name, value, hints[name], may_be_infinite=name in MAY_BE_INFINITE)
+                setattr(self, name, value)
+            if name in RANGES:
+                check_range(name, value, RANGES[name])
+
     def _resolve_generation_kwargs(self) -> None:
-        if isinstance(self.generation_kwargs, str):
-            raise ValueError(
-                f"generation_kwargs={self.generation_kwargs!r} is not a mapping such as {{'top_k': 20}}."
-            )
-        for name, value in (self.generation_kwargs or {}).items():
-            if name not in _GENERATION_KWARGS:
-                raise ValueError(
-                    f"generation_kwargs has {name!r}, which no engine here supports. It may set "
-                    f"{', '.join(_GENERATION_KWARGS)}; length is max_completion_length."
-                )
-            setattr(self, name, value)
+        hints = types_of(type(self))
+        for name, value in read_generation_kwargs(self.generation_kwargs).items():
+            setattr(self, name, coerce(name, value, hints[name]))
 
     def _derive_batch_sizes(self) -> None:
         """TRL's rules: one rollout feeds `steps_per_generation` micro-steps of every rank."""
@@ -406,7 +423,7 @@ class GRPOConfig(TrainingArguments):
         if rollout % group:
             # per_device × ranks × steps is a multiple of G exactly when per_device is one of `step`.
             step = group // math.gcd(group, self.world_size * steps)
-            divisors = [g for g in range(2, rollout + 1) if rollout % g == 0]
+            divisors = [g for g in range(2, min(rollout, 4096) + 1) if rollout % g == 0]
             raise ValueError(
                 "The rollout of per_device_train_batch_size × ranks × steps_per_generation = "
                 f"{self.per_device_train_batch_size} × {self.world_size} × {steps} = {rollout} completions "
@@ -431,10 +448,13 @@ class GRPOConfig(TrainingArguments):
             ValueError: with the option, its value and what to set.
         """
         self._check_launcher()
-        for name in RANGES:
-            check_range(name, getattr(self, name))
-        if self.max_completion_length is None:
-            raise ValueError("max_completion_length=None: a rollout needs a limit; set a number of tokens.")
+        for name, requirement in RANGES.items():
+            check_range(name, getattr(self, name), requirement)
+        if self.num_train_epochs <= 0 and self.max_steps <= 0:
+            raise ValueError(
+                f"num_train_epochs={self.num_train_epochs} must be greater than 0; a share of an epoch is allowed."
+            )
+        check_report_to(self.report_to)
         if self.sync_ref_model and self.beta == 0.0:
             raise ValueError(
                 "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "

@@ -19,12 +19,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, Field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
-from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES
+from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES, check_choice
 from colocate.memory.train_plan import ACTIVATION_POLICIES
+from colocate.option_values import shown
 from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
-from colocate.redaction import redacted
 
 
 def _names(text: str) -> frozenset[str]:
@@ -80,7 +80,10 @@ _SHARED = "the native engine shares the trainer's weights and memory; nothing to
 _ONLY_VLLM = "only vLLM reads it; set engine='vllm' for that"
 _ONLY_SERVER = "only a server needs it; set engine='vllm_server' for that"
 _NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
+_OWN_PRECISION = "evaluation uses the policy's own weights in their own precision"
 _NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
+_NATIVE_BATCHING = "the native engine batches continuously and keeps its KV cache in pages already"
+_OWN_KERNELS = "norms, rotary embeddings, gates and log-probabilities have fused kernels here; no layer is patched"
 _NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
 
 UNNECESSARY: dict[str, str] = {
@@ -105,8 +108,20 @@ UNNECESSARY: dict[str, str] = {
     "pad_to_multiple_of": "sequences are packed, never padded",
     "use_liger_loss": "log-probabilities are always computed in chunks, never from full logits",
     "log_multimodal": "completions are text",
+    "max_tool_calling_iterations": "only a trainer with tools reads it, and there are none yet",
+    "cache_implementation": "the engines keep a KV cache of their own, and none changes a result",
+    "use_transformers_continuous_batching": _NATIVE_BATCHING,
+    "transformers_continuous_batching_config": _NATIVE_BATCHING,
+    "use_transformers_paged": _NATIVE_BATCHING,
+    "use_liger_kernel": _OWN_KERNELS,
+    "liger_kernel_config": _OWN_KERNELS,
+    "cast_lm_head_to_fp32": "logits are summed and kept in float32 already, whatever the head's type; the head's "
+    "weights keep theirs, and bf16 ones have float32 masters in the optimizer",
+    "accelerator_config": "prompts are drawn without accelerate's data loaders (split_batches and num_steps, which "
+    "would change batches, are refused)",
     "average_tokens_across_devices": "losses are always normalised by the tokens of all ranks",
-    "bf16_full_eval": "evaluation uses the policy's own weights in their own precision",
+    "bf16_full_eval": _OWN_PRECISION,
+    "fp16_full_eval": _OWN_PRECISION,
     "use_cache": "the trainer's forward keeps no KV cache, the engine always does",
     "torch_empty_cache_steps": "memory is handed over between rollout and training in every step",
     "log_on_each_node": "metrics are reduced over all ranks and logged once",
@@ -148,7 +163,6 @@ UNNECESSARY_WITH_LAYOUT: dict[str, str] = dict.fromkeys(
 was asked for."""
 
 _ONE_GPU_MODEL = "a model must fit on one device in this version; use fewer parameters or use_peft"
-_NATIVE_BATCHING = "the native engine batches continuously already; set engine='native' (or 'auto')"
 
 REFUSED: dict[str, str] = {
     "vllm_mode": "with this engine, or without use_vllm=True, no server is asked. Set engine='vllm_server', "
@@ -157,16 +171,8 @@ REFUSED: dict[str, str] = {
     "use 1: each device generates its own share of the completions, or set engine='vllm'",
     "vllm_structured_outputs_regex": "sampling outside the policy's own distribution is not supported; score "
     "the format in a reward function instead",
-    "cache_implementation": "the engines keep their own paged KV cache; remove it",
-    "use_transformers_continuous_batching": _NATIVE_BATCHING,
-    "transformers_continuous_batching_config": _NATIVE_BATCHING,
-    "use_transformers_paged": _NATIVE_BATCHING,
-    "max_tool_calling_iterations": "tools are not supported yet; remove it",
     "log_completions_hub_repo": "completions are written to output_dir; upload that directory instead",
-    "cast_lm_head_to_fp32": "trainer and engine share the head; logits are already turned into "
-    "log-probabilities in float32",
     "fp16": "float16 needs loss scaling, which rare large gradients upset; set bf16=True",
-    "fp16_full_eval": "evaluation uses the policy's own weights; set bf16=True for half precision",
     "auto_find_batch_size": "a generation batch must hold whole groups, so it cannot shrink when memory runs "
     "out; lower max_tokens_per_microbatch, which changes no result",
     "label_smoothing_factor": "GRPO has no labels; remove it",
@@ -175,14 +181,10 @@ REFUSED: dict[str, str] = {
     "torch_compile": "not supported yet; remove it",
     "torch_compile_backend": "torch_compile is not supported yet; remove it",
     "torch_compile_mode": "torch_compile is not supported yet; remove it",
-    "use_liger_kernel": "it patches the layers whose parameters the engine shares; remove it: full logits "
-    "are never stored here anyway",
-    "liger_kernel_config": "use_liger_kernel is not supported; remove it",
     "fsdp": _ONE_GPU_MODEL,
     "fsdp_config": _ONE_GPU_MODEL,
     "deepspeed": _ONE_GPU_MODEL,
     "parallelism_config": _ONE_GPU_MODEL,
-    "accelerator_config": "batches are cut by the repeat sampler itself; remove it",
     "debug": "not supported; steps that are not finite are reported by name (see max_skipped_steps)",
     "save_on_each_node": "a checkpoint is one directory for all nodes; put output_dir on shared storage",
     "ignore_data_skip": "a resumed run continues its data where it stopped; start a new run instead",
@@ -226,6 +228,8 @@ REPLACED_BY: dict[str, dict[str, str]] = {
 }
 """By engine, options of the native engine that it does not take, and what sets the same there."""
 
+_LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "engine": ("auto", "native", "vllm", "vllm_server", "transformers"),
     "vllm_mode": ("colocate", "server"),
@@ -240,16 +244,33 @@ CHOICES: dict[str, tuple[str, ...]] = {
         *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
         *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
     ),
+    "eval_strategy": ("no", "steps", "epoch"),
+    "logging_strategy": ("no", "steps", "epoch"),
+    "log_level": _LOG_LEVELS,
+    "log_level_replica": _LOG_LEVELS,
     "save_strategy": ("no", "steps", "epoch", "best"),
     "hub_strategy": ("end", "every_save", "checkpoint", "all_checkpoints"),
 }
 """Values that are honoured, where not every value of the type is."""
 
 
-_POSITIVE = ("must be greater than 0", lambda v: v > 0)
-_FRACTION = ("must lie between 0 and 1", lambda v: 0 <= v <= 1)
+Requirement: TypeAlias = tuple[str, Callable[[Any], bool]]
+"""What a number must satisfy, in words that follow it and as a test."""
 
-RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+AT_LEAST_ONE: Requirement = ("must be at least 1 and less than 2**31", lambda v: 1 <= v < 2**31)
+_POSITIVE: Requirement = ("must be greater than 0", lambda v: v > 0)
+_NOT_NEGATIVE: Requirement = ("must not be negative", lambda v: v >= 0)
+_FRACTION: Requirement = ("must lie between 0 and 1", lambda v: 0 <= v <= 1)
+_SHARE: Requirement = ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1)
+_DECAY: Requirement = ("must be at least 0 and less than 1", lambda v: 0 <= v < 1)
+_PORT: Requirement = ("must be a port, 1 to 65535", lambda v: 1 <= v <= 65535)
+_INTERVAL: Requirement = (
+    "must be a whole number of steps, at least 1, or a share of the run between 0 and 1; for never set the "
+    "strategy to 'no'",
+    lambda v: 0 < v < 1 or (v >= 1 and v == int(v)),
+)
+
+RANGES: dict[str, Requirement] = {
     **dict.fromkeys(
         _names(
             """
@@ -257,27 +278,48 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
             generation_batch_size steps_per_generation num_generations_eval max_prompt_length
             max_completion_length max_num_seqs page_size kv_cache_tokens vllm_max_model_length
             max_tokens_per_microbatch logprob_chunk_size max_skipped_steps ref_model_sync_steps
-            vllm_tensor_parallel_size
+            vllm_tensor_parallel_size ddp_timeout
             """
         ),
-        ("must be at least 1", lambda v: v >= 1),
+        AT_LEAST_ONE,
     ),
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
-    **dict.fromkeys(_names("temperature repetition_penalty vllm_server_timeout"), _POSITIVE),
-    **dict.fromkeys(
-        _names("top_p vllm_gpu_memory_utilization"),
-        ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1),
-    ),
+    **dict.fromkeys(_names("temperature repetition_penalty"), _POSITIVE),
+    **dict.fromkeys(_names("top_p vllm_gpu_memory_utilization"), _SHARE),
     **dict.fromkeys(_names("min_p top_entropy_quantile ref_model_mixup_alpha"), _FRACTION),
+    **dict.fromkeys(_names("adam_beta1 adam_beta2 warmup_ratio"), _DECAY),
+    **dict.fromkeys(_names("logging_steps eval_steps save_steps"), _INTERVAL),
+    **dict.fromkeys(
+        _names(
+            """
+            learning_rate weight_decay eval_delay data_seed num_completions_to_print entropy_coef_min
+            entropy_coef_max entropy_coef_delta entropy_target
+            """
+        ),
+        _NOT_NEGATIVE,
+    ),
+    **dict.fromkeys(_names("vllm_server_port vllm_group_port"), _PORT),
     "reward_timeout_s": ("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9),
     "top_k": ("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1),
+    "vllm_server_timeout": ("must be greater than 0 and less than 2**31 seconds", lambda v: 0 < v < 2**31),
+    # What is 0 in float32 divides 0 by 0 wherever a gradient is 0.
+    "adam_epsilon": ("must be greater than 0, in float32, too: at least 2**-126", lambda v: v >= 2**-126),
+    "seed": ("must be at least 0 and less than 2**32, for numpy's sake", lambda v: 0 <= v < 2**32),
+    "max_steps": ("must be at least 1, or -1 or 0 to train for num_train_epochs", lambda v: v >= -1),
+    "warmup_steps": (
+        "must be a whole number of steps, or a share of the run below 1",
+        lambda v: 0 <= v < 1 or (v >= 1 and v == int(v)),
+    ),
 }
-"""What a number must satisfy, in words and as a test. None is for the caller to judge."""
+"""Of None the caller judges; what depends on other options is in `GRPOConfig.validate` and `ObjectiveParams`."""
+
+MAY_BE_INFINITE: frozenset[str] = _names("max_grad_norm epsilon_high vllm_importance_sampling_clip_max")
+"""Upper bounds, which infinity takes away. Every other number is finite."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` when a candidate resembles `name`, else the empty string."""
-    close = difflib.get_close_matches(str(name), list(candidates), n=1)
+    close = difflib.get_close_matches(str(name)[:100], list(candidates), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -285,11 +327,19 @@ def default_of(field: Field) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def check_range(name: str, value: Any) -> None:
-    """Raises ValueError when `value` is a number outside `RANGES[name]`."""
-    requirement, holds = RANGES[name]
+def check_range(name: str, value: Any, requirement: Requirement) -> None:
+    """Raises ValueError when `value` is a number that does not satisfy the requirement."""
+    words, holds = requirement
     if value is not None and not holds(value):
-        raise ValueError(f"{name}={value!r} {requirement}.")
+        raise ValueError(f"{name}={shown(value)} {words}.")
+
+
+def check_report_to(names: Collection[str]) -> None:
+    """Raises ValueError for a name that is no reporting integration of transformers'."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        check_choice("report_to", name, INTEGRATION_TO_CALLBACK)
 
 
 def check_support(config: Any) -> list[str]:
@@ -329,8 +379,8 @@ def _is_undecided(config: Any) -> bool:
 def _check_replaced(config: Any, engine: str) -> None:
     for name, remedy in REPLACED_BY.get(engine, {}).items():
         if getattr(config, name) is not None:
-            value = redacted(getattr(config, name), name)
-            raise ValueError(f"{name}={value!r} is not read with engine={engine!r}. Set {remedy}.")
+            value = shown(getattr(config, name), name)
+            raise ValueError(f"{name}={value} is not read with engine={engine!r}. Set {remedy}.")
 
 
 def _notices(config: Any, names: Collection[str]) -> list[str]:
@@ -338,12 +388,13 @@ def _notices(config: Any, names: Collection[str]) -> list[str]:
     notices = []
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
-        if name not in names or value == default_of(field):
+        default = default_of(field)
+        # What is empty, as many defaults were in older versions, asks for as little as what is None.
+        if name not in names or value == default or not (value or default):
             continue
-        value = redacted(value, name)
         if name in UNNECESSARY:
-            notices.append(f"{name}={value!r} is not needed: {UNNECESSARY[name]}.")
+            notices.append(f"{name}={shown(value, name)} is not needed: {UNNECESSARY[name]}.")
         else:
             reason = REFUSED.get(name, f"this version of colocate does not know it; remove {name}")
-            raise ValueError(f"{name}={value!r} is not supported: {reason}.")
+            raise ValueError(f"{name}={shown(value, name)} is not supported: {reason}.")
     return notices

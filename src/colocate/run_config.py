@@ -12,26 +12,42 @@ that does not exist is an error, as is a value that its option cannot take.
 from __future__ import annotations
 
 import enum
-import functools
-import re
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal
 
-import yaml
 from transformers import TrainerCallback
 
 from colocate.config import GRPOConfig
-from colocate.options import HONOURED, UNNECESSARY_WITH_LAYOUT, default_of, nearest
+from colocate.option_values import coerce, shown, types_of
+from colocate.options import (
+    AT_LEAST_ONE,
+    HONOURED,
+    MAY_BE_INFINITE,
+    UNNECESSARY_WITH_LAYOUT,
+    check_range,
+    default_of,
+    nearest,
+)
 from colocate.redaction import check_complete, redacted
+from colocate.yaml_text import read_yaml, write_yaml
+
+
+_RANGES = {
+    "lora_r": AT_LEAST_ONE,
+    "lora_alpha": AT_LEAST_ONE,
+    "lora_dropout": ("must be at least 0 and less than 1", lambda v: 0 <= v < 1),
+}
 
 
 @dataclass
 class RunConfig:
-    """What `colocate train` passes to `GRPOTrainer` beside its `GRPOConfig`, under TRL's names."""
+    """What `colocate train` passes to `GRPOTrainer` beside its `GRPOConfig`, under TRL's names.
+
+    Raises:
+        ValueError: a number of LoRA's is out of its range.
+    """
 
     model_name_or_path: str | None = None
     """Model on the Hub or in a directory."""
@@ -73,6 +89,10 @@ class RunConfig:
     reward_model_name_or_path: str | None = None
     """A reward model, scored before the functions."""
 
+    def __post_init__(self) -> None:
+        for name, requirement in _RANGES.items():
+            check_range(name, getattr(self, name), requirement)
+
     @property
     def lora_targets(self) -> list[str] | Literal["all-linear"] | None:
         """`lora_target_modules` as PEFT takes it, which knows "all-linear" outside a list only."""
@@ -82,36 +102,16 @@ class RunConfig:
 # ── Reading ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.2's plain scalars: to YAML 1.1, PyYAML's own, `2e-6` is a string and `no` is False."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would not read back as a string."""
-
-
-for _class in (_Loader, _Dumper):
-    _replaced = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
-    _class.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _replaced]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    _class.add_implicit_resolver(_replaced[0], re.compile(r"^(?:true|false)$", re.IGNORECASE), list("tTfF"))
-    _class.add_implicit_resolver(
-        _replaced[1],
-        # One with a point, an exponent or both: a number without them is an integer.
-        re.compile(r"^[-+]?(?:\.\d+|\d+\.\d*)(?:[eE][-+]?\d+)?$|^[-+]?\d+[eE][-+]?\d+$|^[-+]?\.inf$|^\.nan$"),
-        list("-+0123456789."),
-    )
-
-
 def read_file(path: Path) -> dict[str, Any]:
     """Raises ValueError when it is no file or no mapping of options; OSError when it cannot be read."""
     if not path.is_file():
-        raise ValueError(f"There is no run file {str(path)!r}; a model is named with --model_name_or_path")
+        hint = "that is a directory" if path.is_dir() else "a model is named with --model_name_or_path"
+        raise ValueError(f"There is no run file {str(path)!r}; {hint}")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except yaml.YAMLError as error:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    except ValueError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if content is None:
         return {}
@@ -134,7 +134,7 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             values = [value] if equals else []
             overrides[key.replace("-", "_")] = values
         elif values is None:
-            raise ValueError(f"{argument!r} follows no option; write --name {argument}")
+            raise ValueError(f"{shown(argument)} follows no option; write --name {argument:.100}")
         else:
             values.append(argument)
     return {key: True if not v else v[0] if len(v) == 1 else v for key, v in overrides.items()}
@@ -150,106 +150,19 @@ def parse_run(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
             secret.
     """
     check_complete(values)
-    run_types, option_types = _types_of(RunConfig), _types_of(GRPOConfig)
+    run_types, option_types = types_of(RunConfig), types_of(GRPOConfig)
     run, options = {}, {}
     for name, value in values.items():
         if name in run_types:
             run[name] = coerce(name, value, run_types[name])
         elif name in option_types:
-            options[name] = coerce(name, value, option_types[name])
+            options[name] = coerce(
+                name, value, option_types[name], may_be_infinite=name in MAY_BE_INFINITE
+            )
         else:
             hint = nearest(name, [*run_types, *option_types])
-            raise ValueError(f"There is no option {name!r}{hint or '.'}")
+            raise ValueError(f"There is no option {shown(name)}{hint or '.'}")
     return RunConfig(**run), options
-
-
-@functools.cache
-def _types_of(record: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(record)
-    return {f.name: hints[f.name] for f in fields(record)}
-
-
-# ── Types ────────────────────────────────────────────────────────────────────────────────────────────────
-
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-
-def coerce(name: str, value: Any, hint: Any) -> Any:
-    """`value`, from YAML or the command line, as the type `hint`; of a union, the first member that takes it.
-
-    Raises:
-        ValueError: no member takes it.
-    """
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    # A word is a string only when it can be nothing narrower: `--scale_rewards false`, `--top_k 5`.
-    for member in sorted(members, key=_width):
-        try:
-            return _coerce_member(name, value, member)
-        except (TypeError, ValueError):
-            continue
-    wanted = " or ".join(_type_name(member) for member in members)
-    raise ValueError(f"{name}={redacted(value, name)!r} is not {wanted}.")
-
-
-def _width(member: Any) -> int:
-    origin = get_origin(member) or member
-    order = [types.NoneType, bool, int, float, list, dict]
-    return order.index(origin) if origin in order else len(order)
-
-
-_TYPE_NAMES = {
-    types.NoneType: "None",
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "one word",
-    list: "a list",
-    dict: "a mapping",
-}
-
-
-def _type_name(member: Any) -> str:
-    if get_origin(member) is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(member))
-    if isinstance(member, type) and issubclass(member, enum.Enum):
-        return "one of " + ", ".join(repr(choice.value) for choice in member)
-    known = _TYPE_NAMES.get(get_origin(member) or member)
-    return known or str(getattr(member, "__name__", member))
-
-
-def _coerce_member(name: str, value: Any, member: Any) -> Any:
-    origin = get_origin(member) or member
-    if member is Any:
-        return value
-    if origin is types.NoneType:
-        return _require(None, value is None or str(value).lower() in ("none", "null", "~"))
-    if origin is bool:
-        word = str(value).lower()
-        # "1" is True for `--flag 1` but a number is not a truth value for an option that may be either.
-        return _require(word in _TRUE, word in _TRUE + _FALSE and not isinstance(value, float))
-    if origin is int:
-        return _require(int(float(value)), not isinstance(value, bool) and float(value).is_integer())
-    if origin is float:
-        return _require(float(value), not isinstance(value, bool))
-    if origin in (list, dict):
-        if isinstance(value, str) and value[:1] in "[{":
-            value = yaml.load(value, _Loader)
-        elif origin is list and isinstance(value, str):
-            value = [value]
-        _require(value, isinstance(value, origin))
-        return [coerce(name, item, get_args(member)[0]) for item in value] if origin is list else value
-    if origin is Literal:
-        return _require(value, value in get_args(member))
-    if isinstance(origin, type) and issubclass(origin, enum.Enum):
-        return origin(value)
-    # A list or mapping is no string, nor is a bool or number that another member should have taken.
-    return _require(value, isinstance(value, origin))
-
-
-def _require(value: Any, condition: bool) -> Any:
-    if not condition:
-        raise ValueError
-    return value
 
 
 # ── Writing ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +190,7 @@ def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_run(path: Path, run: RunConfig, options: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.dump(resolved(run, options), Dumper=_Dumper, sort_keys=False), encoding="utf-8")
+    path.write_text(write_yaml(resolved(run, options)), encoding="utf-8")
 
 
 class RunFileWriter(TrainerCallback):

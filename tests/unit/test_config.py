@@ -1,15 +1,18 @@
 """GRPOConfig: every option classified, refused or explained; errors that carry the arithmetic."""
 
+import contextlib
 import dataclasses
 import logging
 
 import pytest
 import transformers
+from accelerate.parallelism_config import ParallelismConfig
 from packaging.version import Version
 from transformers import TrainingArguments
 
 from colocate.assembly import sampling_params
 from colocate.config import GRPOConfig
+from colocate.option_values import coerce, shown, types_of
 from colocate.options import (
     CHOICES,
     HONOURED,
@@ -19,19 +22,25 @@ from colocate.options import (
     RENAMED,
     UNNECESSARY,
     check_engine,
+    default_of,
 )
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 CLASSES = (HONOURED, set(RENAMED), set(UNNECESSARY), set(REFUSED))
 
 
-def other_than(value):
-    """A value of a like type that is not the default."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, (int, float)):
-        return value + 1
-    return "something else"
+def other_than(name):
+    """A value of the option's type that is not its default."""
+    default, hint = default_of(FIELDS[name]), types_of(GRPOConfig)[name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, (int, float)):
+        return default + 1
+    for value in ("something else", 2, 0.5, True, ["something"], {"something": 1}, ParallelismConfig()):
+        with contextlib.suppress(ValueError):
+            if coerce(name, value, hint) == value:
+                return value
+    raise AssertionError(f"no value for {name}, which is {hint}")
 
 
 @pytest.fixture
@@ -47,7 +56,7 @@ def test_every_option_is_classified_once(name, make):
     count = sum(name in names for names in CLASSES)
     if count == 0 and Version(transformers.__version__) > Version("5.23.99"):
         with pytest.raises(ValueError, match="does not know it"):
-            make(**{name: other_than(FIELDS[name].default)})
+            make(**{name: other_than(name)})
     else:
         assert count == 1, f"{name} is in {count} of the four classes"
 
@@ -61,10 +70,10 @@ def test_no_class_names_an_option_that_does_not_exist():
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & set(FIELDS)))
 def test_refused_options_name_themselves_and_the_reason(name, make):
-    value = other_than(FIELDS[name].default)
+    value = other_than(name)
     with pytest.raises(ValueError) as error:
         make(**{name: value})
-    assert str(error.value).startswith(f"{name}={value!r} is not supported: ")
+    assert str(error.value).startswith(f"{name}={shown(value)} is not supported: ")
     assert REFUSED[name] in str(error.value)
 
 
@@ -81,14 +90,14 @@ OTHER_VALUES = {
     "vllm_model_impl": "auto",
     "vllm_weights": "buckets",
     "vllm_on_server_loss": "wait",
+    "accelerator_config": {"even_batches": False},
 }
 
 
 # Options whose every other value transformers itself would reject on this machine, or that need one more.
 @pytest.mark.parametrize("name", sorted(set(UNNECESSARY) & set(FIELDS) - {"bf16_full_eval"}))
 def test_unnecessary_options_are_accepted_with_one_line(name, make, caplog):
-    field = FIELDS[name]
-    value = OTHER_VALUES.get(name, other_than(field.default))
+    value = OTHER_VALUES[name] if name in OTHER_VALUES else other_than(name)
     more = {"dataloader_num_workers": 1} if name == "dataloader_prefetch_factor" else {}
     with caplog.at_level(logging.WARNING, "colocate"):
         make(**{name: value}, **more)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
+from colocate.option_values import shown
+
 SEQUENCE_MEAN_LOSSES = ("grpo", "sapo")
 STEP_MEAN_LOSSES = ("dapo", "cispo", "vespo")
 CLIPPED_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
@@ -23,6 +25,6 @@ def check_choice(option: str, value: object, choices: Collection[str]) -> None:
     """
     if value in choices:
         return
-    nearest = difflib.get_close_matches(str(value), choices, n=1)
+    nearest = difflib.get_close_matches(str(value)[:100], choices, n=1)
     suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"{option}={value!r} is unknown; it is one of {', '.join(choices)}.{suggestion}")
+    raise ValueError(f"{option}={shown(value)} is unknown; it is one of {', '.join(choices)}.{suggestion}")

@@ -10,10 +10,13 @@ from typing import Any
 
 import datasets
 
-from colocate.redaction import redacted
+from colocate.data.faults import find_fault
+from colocate.option_values import shown
 from colocate.rewards.reasoning_gym import encode_entry, import_reasoning_gym
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+OTHER_FILES = (".txt", ".tsv", ".arrow", ".yaml", ".yml", ".gz", ".zip", ".xlsx")
+"""Endings of what is meant as a file, not as a name on the Hub."""
 TASK_PREFIX = "reasoning_gym:"
 # reasoning_gym draws a random seed when none is given; every rank would then train on prompts of its own.
 TASK_SEED = 42
@@ -39,7 +42,8 @@ def load_prompts(
     Raises:
         FileNotFoundError: no such file or directory; names the nearest ones.
         ImportError: `reasoning_gym` is not installed.
-        ValueError: an unknown task, parameter, split or file type.
+        ValueError: an unknown task, parameter, option, split or file type; a file that is empty or damaged, with
+            the line.
     """
     if name.startswith(TASK_PREFIX):
         if config is not None or split != "train":
@@ -52,10 +56,38 @@ def load_prompts(
     if path.is_dir():
         return _load_directory(path, config, split, options)
     if path.is_file():
-        return datasets.load_dataset(_reader(path), data_files=str(path), split=split, **options)
-    if path.suffix in READERS or name.startswith((".", "/", "~")):
+        return _load([path], _reader(path), None, split, {"data_files": str(path)}, options)
+    if path.suffix in (*READERS, *OTHER_FILES) or name.startswith((".", "/", "~")):
         raise FileNotFoundError(f"No file or directory {name!r}.{_nearest_paths(path)}")
-    return datasets.load_dataset(name, config, split=split, **options)
+    return _load([], name, config, split, {}, options)
+
+
+def _load(
+    files: list[Path],
+    reader: str,
+    config: str | None,
+    split: str,
+    own: dict[str, Any],
+    options: dict[str, Any],
+) -> datasets.Dataset | datasets.IterableDataset:
+    """`load_dataset`, whose errors name neither file nor line, and an argument that it does not know not at all.
+
+    `own` arguments are not for the user's `options` to set.
+    """
+    name = str(files[0]) if len(files) == 1 else reader
+    if taken := sorted(options.keys() & {"path", *own}):
+        raise ValueError(f"The options of {name!r} have {', '.join(map(repr, taken))}, which its name decides.")
+    try:
+        dataset = datasets.load_dataset(reader, config, split=split, **own, **options)
+    except (TypeError, ValueError, datasets.exceptions.DatasetBuildError) as error:
+        reason = error.__cause__ or error
+        with_options = f" with {shown(options)}" if options else ""
+        raise ValueError(
+            find_fault(files) or f"Cannot load {name!r}, split {split!r}{with_options}: {reason}"
+        ) from error
+    if isinstance(dataset, datasets.Dataset) and len(dataset) == 0:
+        raise ValueError(find_fault(files) or f"{name!r}, split {split!r}, holds no rows.")
+    return dataset
 
 
 def _reader(path: Path) -> str:
@@ -72,7 +104,7 @@ def _nearest_paths(path: Path) -> str:
     return f" Did you mean {', '.join(repr(str(parent / n)) for n in nearest)}?" if nearest else ""
 
 
-def _load_directory(path: Path, config: str | None, split: str, options: dict[str, Any]) -> datasets.Dataset:
+def _load_directory(path: Path, config: str | None, split: str, options: dict[str, Any]) -> datasets.Dataset | datasets.IterableDataset:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         # What `save_to_disk` wrote takes no reader options: passing them on would fail far from here.
         if config is not None or options:
@@ -92,7 +124,8 @@ def _load_directory(path: Path, config: str | None, split: str, options: dict[st
             f"A directory of prompts holds files of one kind out of {', '.join(READERS)}; "
             f"{str(path)!r} {found}. Name one file, or separate the kinds."
         )
-    return datasets.load_dataset(str(path), config, split=split, **options)
+    files = sorted(file for file in path.rglob("*") if file.suffix in READERS)
+    return _load(files, str(path), config, split, {}, options)
 
 
 def _generate_task(task: str, *, seed: int = TASK_SEED, **parameters: Any) -> datasets.Dataset:
@@ -114,10 +147,8 @@ def _generate_task(task: str, *, seed: int = TASK_SEED, **parameters: Any) -> da
         )
     try:
         problems = factory.create_dataset(task, **parameters)
-    except AssertionError as error:  # how reasoning_gym's configurations refuse a value
-        raise ValueError(
-            f"The task {task!r} refuses its parameters {redacted(parameters)}: {error}"
-        ) from error
+    except (AssertionError, TypeError) as error:  # how reasoning_gym's configurations refuse a value
+        raise ValueError(f"The task {task!r} refuses its parameters {shown(parameters)}: {error}") from error
     entries = [problems[index] for index in range(len(problems))]
     return datasets.Dataset.from_dict(
         {
