@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import uuid
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import datasets
@@ -329,9 +328,7 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
         top_p=args.top_p,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
-        stop_token_ids=tuple(
-            dict.fromkeys((*stop_token_ids, *stop_token_ids_of(args.generation_kwargs)))
-        ),
+        stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *stop_token_ids_of(args.generation_kwargs)))),
         seed=args.seed,
     )
 
@@ -367,12 +364,6 @@ def num_steps(args: GRPOConfig, num_batches_per_epoch: int | None) -> tuple[int,
     if args.max_steps > 0:
         return args.max_steps, steps_per_epoch
     return max(1, math.ceil(args.num_train_epochs * steps_per_epoch)), steps_per_epoch
-
-
-def default_config(model: Any) -> GRPOConfig:
-    """TRL's default: everything default, named after the model."""
-    name = model if isinstance(model, str) else causal_lm(model).config.name_or_path
-    return GRPOConfig(output_dir=f"{Path(str(name)).name or 'model'}-GRPO")
 
 
 def check_datasets(

@@ -182,6 +182,7 @@ def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     from colocate.run_config import RunFileWriter
     from colocate.trainer import GRPOTrainer
 
+    _check_dataset_options(run)
     config = GRPOConfig(**_with_model_options(run, options))
     dataset_name = str(run.dataset_name)
     train_dataset = load_prompts(
@@ -222,6 +223,20 @@ def _require(run: RunConfig, *names: str) -> None:
         raise ValueError(
             f"There is no directory {name!r}: model_name_or_path is that of a model, or a name on the Hub"
         )
+
+
+_OWN_OF_DATASETS = {
+    "name": "dataset_name",
+    "config": "dataset_config",
+    "split": "dataset_train_split or dataset_test_split",
+}
+
+
+def _check_dataset_options(run: RunConfig) -> None:
+    for name in ("dataset_options", "eval_dataset_options"):
+        for key in getattr(run, name):
+            if key in _OWN_OF_DATASETS:
+                raise ValueError(f"{name} has {key!r}: set {_OWN_OF_DATASETS[key]} instead")
 
 
 def _with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:

@@ -373,7 +373,7 @@ class GRPOConfig(TrainingArguments):
 
     def _read_values(self) -> None:
         """Each option as its type, in its range: `learning_rate="1e-5"` is what it is on the command line."""
-        hints = types_of(type(self))
+        hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
         for field in fields(self):
             name, value, default = field.name, getattr(self, field.name), default_of(field)
             if type(value) is not type(default) or value != default:
@@ -383,7 +383,7 @@ class GRPOConfig(TrainingArguments):
                 check_range(name, value, RANGES[name])
 
     def _resolve_generation_kwargs(self) -> None:
-        hints = types_of(type(self))
+        hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
         for name, value in read_generation_kwargs(self.generation_kwargs).items():
             setattr(self, name, coerce(name, value, hints[name]))
 
@@ -452,9 +452,9 @@ class GRPOConfig(TrainingArguments):
             check_range(name, getattr(self, name), requirement)
         if self.num_train_epochs <= 0 and self.max_steps <= 0:
             raise ValueError(
-                f"num_train_epochs={self.num_train_epochs} must be greater than 0; a share of an epoch is allowed."
+                f"num_train_epochs={self.num_train_epochs} must be greater than 0 without max_steps."
             )
-        check_report_to(self.report_to)
+        check_report_to(self.report_to or ())
         if self.sync_ref_model and self.beta == 0.0:
             raise ValueError(
                 "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "

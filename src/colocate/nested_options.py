@@ -59,7 +59,7 @@ def read_generation_kwargs(values: Mapping[str, Any] | None) -> dict[str, Any]:
             accepted, reason = _HAPPENS_ANYWAY[name]
             if value is not None and value != accepted:
                 raise ValueError(
-                    f"generation_kwargs has {name}={shown(value)}, of which only {accepted} is taken: {reason}."
+                    f"generation_kwargs has {name}={shown(value)}; only {accepted} is taken: {reason}."
                 )
         elif name == "stop_token_ids":
             stop_token_ids_of(values)
@@ -99,11 +99,13 @@ def check_accelerator_config(value: Any, gradient_accumulation_steps: int) -> No
     _check_keys("accelerator_config", given, AcceleratorConfig)
     if given.get("split_batches"):
         raise ValueError(
-            "accelerator_config has split_batches=True, which would make per_device_train_batch_size the batch of "
-            "all devices: divide that by their number instead, and leave split_batches out."
+            "accelerator_config has split_batches=True, which would make per_device_train_batch_size the "
+            "batch of all devices: divide that by their number instead, and leave split_batches out."
         )
     accumulation = given.get("gradient_accumulation_kwargs") or {}
-    _check_keys("accelerator_config['gradient_accumulation_kwargs']", accumulation, GradientAccumulationPlugin)
+    _check_keys(
+        "accelerator_config['gradient_accumulation_kwargs']", accumulation, GradientAccumulationPlugin
+    )
     num_steps = accumulation.get("num_steps", gradient_accumulation_steps)
     if num_steps != gradient_accumulation_steps:
         raise ValueError(
@@ -118,7 +120,9 @@ def _mapping_of(value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
         path = Path(value)
         if not path.is_file():
-            raise ValueError(f"accelerator_config={shown(value)} is neither a mapping nor a file that holds one.")
+            raise ValueError(
+                f"accelerator_config={shown(value)} is neither a mapping nor a file that holds one."
+            )
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:

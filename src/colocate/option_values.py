@@ -64,7 +64,6 @@ class _Repr(reprlib.Repr):
         shown = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in list(x.items())[:20]]
         return "{" + ", ".join([*shown, *(["..."] if len(x) > 20 else [])]) + "}"
 
-
     def repr_instance(self, x: Any, level: int) -> str:
         return " ".join(super().repr_instance(x, level).split())
 
@@ -130,7 +129,11 @@ def _coerce(value: Any, hint: Any, may_be_infinite: bool) -> Any:
             return _coerce_member(value, member, may_be_infinite)
         except _UnfitError as error:
             reason = reason or error
-            if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") and _origin(member) in (list, dict):
+            if (
+                isinstance(value, str)
+                and value.lstrip()[:1] in ("[", "{")
+                and _origin(member) in (list, dict)
+            ):
                 raise  # what looks like a list is not to become the text that it is
         except (TypeError, ValueError):
             continue

@@ -83,7 +83,9 @@ _NO_WORKERS = "prompts are tokenised once and there are no data-loading processe
 _OWN_PRECISION = "evaluation uses the policy's own weights in their own precision"
 _NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
 _NATIVE_BATCHING = "the native engine batches continuously and keeps its KV cache in pages already"
-_OWN_KERNELS = "norms, rotary embeddings, gates and log-probabilities have fused kernels here; no layer is patched"
+_OWN_KERNELS = (
+    "norms, rotary embeddings, gates and log-probabilities have fused kernels here; no layer is patched"
+)
 _NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
 
 UNNECESSARY: dict[str, str] = {
@@ -115,10 +117,10 @@ UNNECESSARY: dict[str, str] = {
     "use_transformers_paged": _NATIVE_BATCHING,
     "use_liger_kernel": _OWN_KERNELS,
     "liger_kernel_config": _OWN_KERNELS,
-    "cast_lm_head_to_fp32": "logits are summed and kept in float32 already, whatever the head's type; the head's "
-    "weights keep theirs, and bf16 ones have float32 masters in the optimizer",
-    "accelerator_config": "prompts are drawn without accelerate's data loaders (split_batches and num_steps, which "
-    "would change batches, are refused)",
+    "cast_lm_head_to_fp32": "logits are summed and kept in float32 already, whatever the head's type; the "
+    "head's weights keep theirs, and bf16 ones have float32 masters in the optimizer",
+    "accelerator_config": "prompts are drawn without accelerate's data loaders (split_batches and num_steps, "
+    "which would change batches, are refused)",
     "average_tokens_across_devices": "losses are always normalised by the tokens of all ranks",
     "bf16_full_eval": _OWN_PRECISION,
     "fp16_full_eval": _OWN_PRECISION,
@@ -311,7 +313,7 @@ RANGES: dict[str, Requirement] = {
         lambda v: 0 <= v < 1 or (v >= 1 and v == int(v)),
     ),
 }
-"""Of None the caller judges; what depends on other options is in `GRPOConfig.validate` and `ObjectiveParams`."""
+"""Of None the caller judges. What depends on other options is in `GRPOConfig` and `ObjectiveParams`."""
 
 MAY_BE_INFINITE: frozenset[str] = _names("max_grad_norm epsilon_high vllm_importance_sampling_clip_max")
 """Upper bounds, which infinity takes away. Every other number is finite."""

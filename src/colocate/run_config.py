@@ -33,7 +33,6 @@ from colocate.options import (
 from colocate.redaction import check_complete, redacted
 from colocate.yaml_text import read_yaml, write_yaml
 
-
 _RANGES = {
     "lora_r": AT_LEAST_ONE,
     "lora_alpha": AT_LEAST_ONE,
@@ -156,9 +155,7 @@ def parse_run(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
         if name in run_types:
             run[name] = coerce(name, value, run_types[name])
         elif name in option_types:
-            options[name] = coerce(
-                name, value, option_types[name], may_be_infinite=name in MAY_BE_INFINITE
-            )
+            options[name] = coerce(name, value, option_types[name], may_be_infinite=name in MAY_BE_INFINITE)
         else:
             hint = nearest(name, [*run_types, *option_types])
             raise ValueError(f"There is no option {shown(name)}{hint or '.'}")

@@ -46,6 +46,7 @@ from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
 from colocate.run_identity import RunIdentity
+from colocate.trainer_arguments import check_arguments, config_or_default
 from colocate.trl_names import TRLNames
 from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
@@ -73,6 +74,7 @@ class GRPOTrainer(TRLNames):
         peft_config: train an adapter instead of the whole model.
 
     Raises:
+        TypeError: an argument is nothing that it takes.
         ValueError: an argument, the dataset or the batch cannot be trained on; the message says what to set.
     """
 
@@ -97,8 +99,19 @@ class GRPOTrainer(TRLNames):
         assembly.refuse_unsupported(
             tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
         )
-        self.args = args = args or assembly.default_config(model)
+        self.args = args = config_or_default(args, model)
         sealed.check_writable(args.run_dir)
+        check_arguments(
+            model=model,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            reward_processing_classes=reward_processing_classes,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+        )
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
         assembly.set_up_process(args)
         self.accelerator = Accelerator(cpu=args.use_cpu)

@@ -1,4 +1,4 @@
-"""YAML as run files and command lines hold it: YAML 1.2's plain scalars, and no text that means two things."""
+"""YAML of run files and command lines: YAML 1.2's plain scalars, and no text that means two things."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
             _refuse_double_keys(node)
         return super().construct_mapping(node, deep=deep)
 
-    def construct_yaml_int(self, node: ScalarNode) -> int | str:
+    def construct_yaml_int(self, node: ScalarNode) -> Any:
         text = self.construct_scalar(node)
         try:
             return int(text, 0 if text[:2] in ("0x", "0o") else 10)
@@ -69,8 +69,8 @@ def read_yaml(text: str) -> Any:
     """What the text says.
 
     Raises:
-        ValueError: it is no YAML, a mapping in it has a key twice (PyYAML would take the last), or its aliases
-            stand for more than `MAX_VALUES` values or for themselves.
+        ValueError: it is no YAML, a mapping in it has a key twice (PyYAML would take the last), or its
+            aliases stand for more than `MAX_VALUES` values or for themselves.
     """
     try:
         return yaml.load(text, _Loader)

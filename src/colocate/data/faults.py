@@ -2,53 +2,71 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
 
-def find_fault(files: Iterable[Path]) -> str | None:
+def find_fault(files: Iterable[Path], *, max_lines: int | None = None) -> str | None:
     """A sentence about the first file that cannot be read, or None if each looks right.
 
-    Text is checked for its encoding, JSON for its syntax; a .jsonl file has one object in each line.
+    Text is checked for its encoding, JSON for its syntax.
+
+    Args:
+        files: each with the ending that says what it holds; a .jsonl file has one object in each line.
+        max_lines: look no further, as for a stream, and not into a .json file, which may be one line.
     """
     for file in files:
-        fault = _fault(file)
+        fault = _fault(file, max_lines)
         if fault is not None:
             return f"{file} {fault}"
     return None
 
 
-def _fault(file: Path) -> str | None:
+def find_wrong_encoding(files: Iterable[Path]) -> str | None:
+    """Likewise for emptiness and encoding alone, which no reader of JSON looks at before the row is used."""
+    for file in files:
+        fault = _wrong_encoding(file, None) if file.stat().st_size else "is empty."
+        if fault is not None and file.suffix != ".parquet":
+            return f"{file} {fault}"
+    return None
+
+
+def _fault(file: Path, max_lines: int | None) -> str | None:
     if file.stat().st_size == 0:
         return "is empty."
     if file.suffix == ".parquet":
         return None
-    try:
-        if file.suffix == ".jsonl":
-            return _fault_of_lines(file)
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        return f"is not text in UTF-8: {error}."
-    try:
-        if file.suffix == ".json":
-            json.loads(text)
-    except ValueError as error:
-        # One object in each line is allowed here, too.
-        fault = _fault_of_lines(file)
-        return fault and f"is no JSON: {error}."
+    fault = _wrong_encoding(file, max_lines)
+    if fault is None and file.suffix == ".jsonl":
+        return _wrong_line(file, max_lines)
+    if fault is None and file.suffix == ".json" and max_lines is None:
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            # One object in each line is allowed here, too.
+            return _wrong_line(file, None) and f"is no JSON: {error}."
+    return fault
+
+
+def _wrong_encoding(file: Path, max_lines: int | None) -> str | None:
+    with file.open("rb") as stream:
+        for number, line in enumerate(itertools.islice(stream, max_lines), start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return f"is not text in UTF-8, line {number}: {error}."
     return None
 
 
-def _fault_of_lines(file: Path) -> str | None:
+def _wrong_line(file: Path, max_lines: int | None) -> str | None:
     with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(itertools.islice(stream, max_lines), start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                return f"is not text in UTF-8, line {number}: {error}."
+                row = json.loads(line)
             except ValueError as error:
                 return f"has no JSON in line {number}: {error}. Each line is one row: {{...}}"
             if not isinstance(row, dict):

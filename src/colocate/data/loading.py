@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 
-from colocate.data.faults import find_fault
+from colocate.data.faults import find_fault, find_wrong_encoding
 from colocate.option_values import shown
 from colocate.rewards.reasoning_gym import encode_entry, import_reasoning_gym
 
@@ -42,8 +42,8 @@ def load_prompts(
     Raises:
         FileNotFoundError: no such file or directory; names the nearest ones.
         ImportError: `reasoning_gym` is not installed.
-        ValueError: an unknown task, parameter, option, split or file type; a file that is empty or damaged, with
-            the line.
+        ValueError: an unknown task, parameter, option, split or file type; a file that is empty or damaged,
+            with the line.
     """
     if name.startswith(TASK_PREFIX):
         if config is not None or split != "train":
@@ -70,16 +70,22 @@ def _load(
     own: dict[str, Any],
     options: dict[str, Any],
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """`load_dataset`, whose errors name neither file nor line, and an argument that it does not know not at all.
+    """`load_dataset`, whose errors name neither file nor line.
 
     `own` arguments are not for the user's `options` to set.
     """
     name = str(files[0]) if len(files) == 1 else reader
     if taken := sorted(options.keys() & {"path", *own}):
-        raise ValueError(f"The options of {name!r} have {', '.join(map(repr, taken))}, which its name decides.")
+        raise ValueError(
+            f"The options of {name!r} have {', '.join(map(repr, taken))}, which its name decides."
+        )
+    if "encoding" not in options:
+        fault = find_fault(files, max_lines=100) if options.get("streaming") else find_wrong_encoding(files)
+        if fault is not None:
+            raise ValueError(fault)
     try:
         dataset = datasets.load_dataset(reader, config, split=split, **own, **options)
-    except (TypeError, ValueError, datasets.exceptions.DatasetBuildError) as error:
+    except (TypeError, ValueError, StopIteration, datasets.exceptions.DatasetBuildError) as error:
         reason = error.__cause__ or error
         with_options = f" with {shown(options)}" if options else ""
         raise ValueError(
@@ -104,7 +110,9 @@ def _nearest_paths(path: Path) -> str:
     return f" Did you mean {', '.join(repr(str(parent / n)) for n in nearest)}?" if nearest else ""
 
 
-def _load_directory(path: Path, config: str | None, split: str, options: dict[str, Any]) -> datasets.Dataset | datasets.IterableDataset:
+def _load_directory(
+    path: Path, config: str | None, split: str, options: dict[str, Any]
+) -> datasets.Dataset | datasets.IterableDataset:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         # What `save_to_disk` wrote takes no reader options: passing them on would fail far from here.
         if config is not None or options:

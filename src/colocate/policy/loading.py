@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from colocate.redaction import redacted
+from colocate.option_values import shown
 from colocate.weights.layouts import causal_lm
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def load_model(
     if not isinstance(model, str):
         if kwargs:
             raise ValueError(
-                f"model_init_kwargs={redacted(kwargs)} cannot apply: your model is already instantiated, as "
+                f"model_init_kwargs={shown(kwargs)} cannot apply: your model is already instantiated, as "
                 f"a {type(model).__name__}. Pass it by name, or drop model_init_kwargs."
             )
         if getattr(causal_lm(model), "get_output_embeddings", lambda: None)() is None:
@@ -64,10 +64,14 @@ def load_model(
     dtype = kwargs.setdefault("dtype", "auto" if bf16 else "float32")
     if not (dtype in (*DTYPES, "auto", None) or isinstance(dtype, torch.dtype)):
         raise ValueError(
-            f"model_init_kwargs dtype={dtype!r}: use 'auto', a torch.dtype or one of {', '.join(DTYPES)}."
+            f"model_init_kwargs dtype={shown(dtype)}: use 'auto', a torch.dtype or one of "
+            f"{', '.join(DTYPES)}."
         )
     kwargs["dtype"] = DTYPES.get(dtype, dtype)
-    return _class_for(model, kwargs).from_pretrained(model, **kwargs)
+    try:
+        return _class_for(model, kwargs).from_pretrained(model, **kwargs)
+    except TypeError as error:  # what a model's constructor says of an argument that it does not know
+        raise ValueError(f"The model {model!r} refuses model_init_kwargs={shown(kwargs)}: {error}") from error
 
 
 _CONFIG_OPTIONS = (

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 from colocate.memory.offload import HostStore
+from colocate.option_values import shown
 from colocate.policy.optimizer_names import shortcomings
 
 SMALLEST_OFFLOADED_BYTES = 2048
@@ -85,13 +86,7 @@ class PolicyOptimizer:
             trainable[name].register_post_accumulate_grad_hook(_move_gradient_to(master))
             for name, master in self._masters.items()
         ]
-        self.scheduler = own_scheduler or get_scheduler(
-            args.lr_scheduler_type,
-            optimizer=self.optimizer,
-            num_warmup_steps=args.get_warmup_steps(num_training_steps),
-            num_training_steps=num_training_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
-        )
+        self.scheduler = own_scheduler or _build_scheduler(self.optimizer, args, num_training_steps)
         if "metrics" in inspect.signature(self.scheduler.step).parameters:
             raise ValueError(
                 f"{type(self.scheduler).__name__} follows an evaluation metric, but the schedule here "
@@ -354,6 +349,22 @@ def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
         parameter.grad = None
 
     return move
+
+
+def _build_scheduler(optimizer: Optimizer, args: TrainingArguments, num_training_steps: int) -> LRScheduler:
+    try:
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
+        )
+    except TypeError as error:
+        raise ValueError(
+            f"The schedule {shown(args.lr_scheduler_type)} refuses lr_scheduler_kwargs="
+            f"{shown(args.lr_scheduler_kwargs)}: {error}"
+        ) from error
 
 
 def _build_optimizer(

@@ -95,5 +95,9 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # pickling a function looks its module up by name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

@@ -1,0 +1,133 @@
+"""What `GRPOTrainer` is given, checked by type before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import datasets
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from colocate.config import GRPOConfig
+from colocate.option_values import shown
+from colocate.weights.layouts import causal_lm
+
+
+def config_or_default(args: Any, model: Any) -> GRPOConfig:
+    """`args`, or as in TRL everything default and the directory named after the model.
+
+    Raises:
+        TypeError: something else than a `GRPOConfig`, TRL's or transformers' own included.
+    """
+    if args is None:
+        _check_model(model)
+        name = model if isinstance(model, str) else causal_lm(model).config.name_or_path
+        return GRPOConfig(output_dir=f"{Path(str(name)).name or 'model'}-GRPO")
+    if not isinstance(args, GRPOConfig):
+        kind = f"{type(args).__module__}.{type(args).__qualname__}"
+        raise TypeError(f"args must be a GRPOConfig of colocate, not {kind}: from colocate import GRPOConfig")
+    return args
+
+
+def check_arguments(
+    *,
+    model: Any,
+    reward_funcs: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    processing_class: Any,
+    reward_processing_classes: Any,
+    callbacks: Any,
+    optimizers: Any,
+    peft_config: Any,
+) -> None:
+    """Raises TypeError for an argument that is nothing `GRPOTrainer` takes, saying what it takes."""
+    _check_model(model)
+    _check_reward_funcs(reward_funcs)
+    if train_dataset is not None:
+        _check_dataset("train_dataset", train_dataset)
+    if isinstance(eval_dataset, dict):
+        for name, part in eval_dataset.items():
+            _check_dataset(f"eval_dataset[{name!r}]", part)
+    elif eval_dataset is not None:
+        _check_dataset("eval_dataset", eval_dataset, " or a dict of named ones")
+    if processing_class is not None:
+        _check_tokenizer("processing_class", processing_class)
+    for one in _listed(reward_processing_classes):
+        if one is not None:
+            _check_tokenizer("reward_processing_classes", one)
+    _check_callbacks(callbacks)
+    _check_optimizers(optimizers)
+    _check_peft_config(peft_config)
+
+
+def _refuse(name: str, value: Any, wanted: str) -> NoReturn:
+    raise TypeError(f"{name}={shown(value)} is a {type(value).__name__}, but must be {wanted}.")
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, (str, nn.Module)):
+        hint = "; of a path, str(path)" if isinstance(model, Path) else ""
+        _refuse("model", model, f"a model's name or directory, or a loaded causal language model{hint}")
+    if model == "":
+        raise ValueError("model='' is empty: give a model's name on the Hub, or a directory.")
+
+
+def _check_reward_funcs(reward_funcs: Any) -> None:
+    wanted = "a function, a sequence classifier or its name, or a list of these"
+    for one in _listed(reward_funcs):
+        if not (callable(one) or isinstance(one, str)):
+            name = "reward_funcs" if one is reward_funcs else "one of reward_funcs"
+            _refuse(name, one, wanted)
+
+
+def _check_dataset(name: str, dataset: Any, or_else: str = "") -> None:
+    if isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
+        return
+    hint = ""
+    if isinstance(dataset, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+        hint = f"; take one of its splits, {', '.join(map(repr, dataset))}"
+    elif isinstance(dataset, (list, tuple)):
+        hint = "; rows become one with datasets.Dataset.from_list(rows)"
+    elif isinstance(dataset, (str, Path)):
+        hint = "; load it with datasets.load_dataset or colocate.data.loading.load_prompts"
+    _refuse(name, dataset, f"a datasets.Dataset or IterableDataset with a column 'prompt'{or_else}{hint}")
+
+
+def _check_tokenizer(name: str, value: Any) -> None:
+    if not isinstance(value, (PreTrainedTokenizerBase, ProcessorMixin)):
+        hint = "; by name: AutoTokenizer.from_pretrained(name)" if isinstance(value, str) else ""
+        _refuse(name, value, f"a tokenizer of transformers{hint}")
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    wanted = "a list of transformers.TrainerCallback objects or classes"
+    if not isinstance(callbacks, (list, tuple, type(None))):
+        _refuse("callbacks", callbacks, wanted)
+    for callback in callbacks or ():
+        is_class = isinstance(callback, type) and issubclass(callback, TrainerCallback)
+        if not (is_class or isinstance(callback, TrainerCallback)):
+            _refuse("one of callbacks", callback, wanted)
+
+
+def _check_optimizers(optimizers: Any) -> None:
+    wanted = "a pair (optimizer, scheduler), each None or an object of torch.optim"
+    if not isinstance(optimizers, (list, tuple)) or len(optimizers) != 2:
+        _refuse("optimizers", optimizers, wanted)
+    optimizer, scheduler = optimizers
+    if not isinstance(optimizer, (torch.optim.Optimizer, type(None))):
+        _refuse("optimizers[0]", optimizer, wanted)
+    if scheduler is not None and (isinstance(scheduler, type) or not hasattr(scheduler, "step")):
+        _refuse("optimizers[1]", scheduler, wanted)
+
+
+def _check_peft_config(peft_config: Any) -> None:
+    # Without PEFT whoever adds the adapter says so.
+    if peft_config is not None and not hasattr(peft_config, "peft_type"):
+        _refuse("peft_config", peft_config, "a PeftConfig such as peft.LoraConfig")
