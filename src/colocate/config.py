@@ -11,7 +11,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
@@ -273,7 +273,7 @@ class GRPOConfig(TrainingArguments):
     vllm_mode: str = "colocate"
     vllm_structured_outputs_regex: str | None = None
     ds3_gather_for_generation: bool = True
-    pad_to_multiple_of: int | str | None = "auto"
+    pad_to_multiple_of: int | Literal["auto"] | None = "auto"
     cache_implementation: str | None = None
     max_tool_calling_iterations: int | None = None
     log_multimodal: bool = True

@@ -225,7 +225,7 @@ def _number(value: Any, kind: type, may_be_infinite: bool) -> int | float:
     if abs(exact) >= NUMBER_LIMIT:
         raise _UnfitError(f"is too large: numbers lie below 2**63 = {NUMBER_LIMIT:,}")
     if kind is float:
-        return value if isinstance(value, int) else float(exact)
+        return float(exact)
     return int(_require(exact, exact == exact.to_integral_value()))
 
 
