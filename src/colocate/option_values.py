@@ -222,7 +222,7 @@ def _number(value: Any, kind: type, may_be_infinite: bool) -> int | float:
         if may_be_infinite and exact.is_infinite() and exact > 0:
             return math.inf
         raise _UnfitError("is not finite; set a finite number")
-    if abs(exact) >= NUMBER_LIMIT:
+    if not -NUMBER_LIMIT < exact < NUMBER_LIMIT:
         raise _UnfitError(f"is too large: numbers lie below 2**63 = {NUMBER_LIMIT:,}")
     if kind is float:
         return float(exact)

@@ -260,6 +260,7 @@ Requirement: TypeAlias = tuple[str, Callable[[Any], bool]]
 """What a number must satisfy, in words that follow it and as a test."""
 
 AT_LEAST_ONE: Requirement = ("must be at least 1 and less than 2**31", lambda v: 1 <= v < 2**31)
+_FEW: Requirement = ("must be at least 1 and at most 2**20", lambda v: 1 <= v <= 2**20)
 _POSITIVE: Requirement = ("must be greater than 0", lambda v: v > 0)
 _NOT_NEGATIVE: Requirement = ("must not be negative", lambda v: v >= 0)
 _FRACTION: Requirement = ("must lie between 0 and 1", lambda v: 0 <= v <= 1)
@@ -276,15 +277,16 @@ RANGES: dict[str, Requirement] = {
     **dict.fromkeys(
         _names(
             """
-            per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_iterations
+            per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
             generation_batch_size steps_per_generation num_generations_eval max_prompt_length
-            max_completion_length max_num_seqs page_size kv_cache_tokens vllm_max_model_length
+            max_completion_length page_size kv_cache_tokens vllm_max_model_length
             max_tokens_per_microbatch logprob_chunk_size max_skipped_steps ref_model_sync_steps
             vllm_tensor_parallel_size ddp_timeout
             """
         ),
         AT_LEAST_ONE,
     ),
+    **dict.fromkeys(_names("num_iterations max_num_seqs"), _FEW),
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
     **dict.fromkeys(_names("temperature repetition_penalty"), _POSITIVE),
     **dict.fromkeys(_names("top_p vllm_gpu_memory_utilization"), _SHARE),

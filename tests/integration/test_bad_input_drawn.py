@@ -61,13 +61,14 @@ def steps(v: float) -> bool:
 DOMAINS: dict[str, Callable[[float], bool]] = {}
 for names, domain in (
     (
-        "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_iterations "
+        "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
         "generation_batch_size steps_per_generation num_generations_eval max_prompt_length "
-        "max_completion_length max_num_seqs page_size kv_cache_tokens vllm_max_model_length "
-        "vllm_max_model_len max_tokens_per_microbatch logprob_chunk_size max_skipped_steps ref_model_sync_steps "
-        "vllm_tensor_parallel_size ddp_timeout",
+        "max_completion_length page_size kv_cache_tokens vllm_max_model_length "
+        "vllm_max_model_len max_tokens_per_microbatch logprob_chunk_size max_skipped_steps "
+        "ref_model_sync_steps vllm_tensor_parallel_size ddp_timeout",
         whole(1, 2**31),
     ),
+    ("num_iterations max_num_seqs", whole(1, 2**20 + 1)),
     ("num_generations", whole(2)),
     ("max_steps", whole(-1)),  # -1, and as transformers has it 0, leave it to num_train_epochs
     ("save_total_limit", whole(-(2**63))),  # transformers: 0 and below keep all

@@ -9,6 +9,7 @@ import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from packaging.version import Version
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from colocate.assembly import sampling_params
 from colocate.config import GRPOConfig
@@ -38,8 +39,8 @@ def other_than(name):
         return default + 1
     for value in ("something else", 2, 0.5, True, ["something"], {"something": 1}, ParallelismConfig()):
         with contextlib.suppress(ValueError):
-            if coerce(name, value, hint) == value:
-                return value
+            if (read := coerce(name, value, hint)) == value:
+                return read
     raise AssertionError(f"no value for {name}, which is {hint}")
 
 
@@ -397,3 +398,100 @@ def test_bf16_default_follows_the_device(make, monkeypatch):
     assert make(bf16=False).bf16 is False
     monkeypatch.setattr("colocate.config.is_torch_bf16_gpu_available", lambda: False)
     assert make().bf16 is False
+
+
+# ── Options that hold options ────────────────────────────────────────────────────────────────────────────
+
+
+def test_generation_kwargs_that_say_what_happens_anyway(make):
+    config = make(
+        generation_kwargs={
+            "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "use_cache": True, "top_p": 0.9,
+            "max_new_tokens": 33, "stop_token_ids": [5, 3],
+        }
+    )  # fmt: skip
+    assert (config.top_p, config.max_completion_length) == (0.9, 33)
+    assert sampling_params(config, (2, 3)).stop_token_ids == (2, 3, 5)
+    assert sampling_params(make(), (2, 3)).stop_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"do_sample": False}, "do_sample=False; only True is taken: without sampling all completions"),
+        ({"num_return_sequences": 4}, "set num_generations"),
+        ({"num_beams": 4}, "num_beams=4"),
+        ({"seed": 3}, "'seed': each completion has its own, derived from the option seed"),
+        ({"stop": ["\n"]}, "stop_token_ids are"),
+        ({"top_kk": 4}, "did you mean 'top_k'"),
+        ({"temperature": "hot"}, "temperature='hot' is not a number"),
+        ({"max_tokens": 0}, "max_completion_length=0 must be at least 1"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids']=['a'] has 'a', which is not a whole number"),
+        ({"stop_token_ids": [-1]}, "negative"),
+    ],
+)
+def test_generation_kwargs_that_no_engine_honours(argument, message, make):
+    with pytest.raises(ValueError) as error:
+        make(generation_kwargs=argument)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {
+            "even_batches": False,
+            "use_seedable_sampler": False,
+            "gradient_accumulation_kwargs": {"num_steps": 1},
+        },
+        AcceleratorConfig(non_blocking=True),
+        '{"split_batches": false}',
+    ],
+)
+def test_accelerator_config_that_changes_no_batch(value, make, caplog):
+    with caplog.at_level(logging.WARNING, "colocate"):
+        make(accelerator_config=value)
+    assert len(caplog.messages) == 1 and "without accelerate's data loaders" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            {"split_batches": True},
+            "split_batches=True, which would make per_device_train_batch_size the batch of all",
+        ),
+        ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "gradient_accumulation_steps=1: set only"),
+        ({"split_batch": True}, "no key 'split_batch'; did you mean 'split_batches'"),
+        ({"gradient_accumulation_kwargs": 3}, "=3 is not a mapping"),
+        ("nowhere.json", "neither a mapping nor a file"),
+    ],
+)
+def test_accelerator_config_that_would(value, message, make):
+    with pytest.raises(ValueError) as error:
+        make(accelerator_config=value)
+    assert message in str(error.value)
+
+
+def test_what_is_empty_asks_for_nothing(make, caplog):
+    """transformers' older defaults, which scripts still spell out."""
+    with caplog.at_level(logging.WARNING, "colocate"):
+        make(fsdp="", debug="", optim_args="", label_names=[], neftune_noise_alpha=0)
+    assert caplog.messages == []
+
+
+def test_reports_go_where_transformers_has_an_integration(make):
+    with pytest.raises(ValueError, match=r"report_to='wanb' is unknown.*Did you mean 'wandb'"):
+        make(report_to=["tensorboard", "wanb"])
+    assert make(report_to="none").report_to == []
+
+
+def test_epochs_that_nobody_reads_are_not_judged(make):
+    assert make(num_train_epochs=0, max_steps=3).max_steps == 3
+    with pytest.raises(ValueError, match=r"num_train_epochs=0\.0 must be greater than 0"):
+        make(num_train_epochs=0)
+
+
+def test_a_huge_batch_that_holds_no_whole_groups_is_refused_at_once(make):
+    with pytest.raises(ValueError, match="not a whole number of groups"):
+        make(per_device_train_batch_size=2**31 - 1)
