@@ -117,8 +117,8 @@ UNNECESSARY: dict[str, str] = {
     "use_transformers_paged": _NATIVE_BATCHING,
     "use_liger_kernel": _OWN_KERNELS,
     "liger_kernel_config": _OWN_KERNELS,
-    "cast_lm_head_to_fp32": "logits are summed and kept in float32 already, whatever the head's type; the "
-    "head's weights keep theirs, and bf16 ones have float32 masters in the optimizer",
+    "cast_lm_head_to_fp32": "training sums and keeps logits in float32 already, whatever the head's type; "
+    "the head's weights keep theirs, and bf16 ones have float32 masters in the optimizer",
     "accelerator_config": "prompts are drawn without accelerate's data loaders (split_batches and num_steps, "
     "which would change batches, are refused)",
     "average_tokens_across_devices": "losses are always normalised by the tokens of all ranks",

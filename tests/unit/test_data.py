@@ -282,6 +282,60 @@ def files(tmp_path):
     return tmp_path
 
 
+GOOD_ROW = b'{"prompt": "a"}\n'
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "a.jsonl is empty"),
+        ("a.csv", b"", "a.csv is empty"),
+        ("a.jsonl", GOOD_ROW + b'{"prompt": \n', "a.jsonl has no JSON in line 2"),
+        ("a.jsonl", GOOD_ROW * 2 + b'{"prompt": "\xff"}\n', "a.jsonl is not text in UTF-8, line 3"),
+        ("a.jsonl", b'\n"text"\n', "a.jsonl has a str in line 2"),
+        ("a.parquet", b"noise", "a.parquet"),
+    ],
+)
+def test_damaged_files_are_named_with_the_line(name, content, message, streaming, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    options = {"streaming": True} if streaming else {}
+    with pytest.raises(ValueError) as error:
+        load_prompts(str(tmp_path / name), cache_dir=str(tmp_path / "cache"), **options)
+    assert message in str(error.value)
+
+
+def test_a_damaged_file_of_a_directory_is_named(files):
+    (files / "folder" / "train-2.jsonl").write_bytes(GOOD_ROW + b"{")
+    with pytest.raises(ValueError, match=r"train-2\.jsonl has no JSON in line 2"):
+        load_prompts(str(files / "folder"), cache_dir=str(files / "cache"))
+
+
+def test_another_encoding_can_be_asked_for(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt\n\u00e9\n", encoding="latin-1")
+    options = {"cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(ValueError, match=r"a\.csv is not text in UTF-8, line 2"):
+        load_prompts(str(tmp_path / "a.csv"), **options)
+    (row,) = load_prompts(str(tmp_path / "a.csv"), encoding="latin-1", **options)
+    assert row == {"prompt": "\u00e9"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"foo": 1}, "unexpected keyword argument 'foo'"),
+        ({"split": "dev"}, "split 'dev'"),
+        ({"path": "x"}, "have 'path', which its name decides"),
+        ({"data_files": "x"}, "have 'data_files'"),
+        ({"features": 3}, "with {'features': 3}"),
+    ],
+)
+def test_arguments_that_no_reader_takes(options, message, files):
+    with pytest.raises(ValueError) as error:
+        load_prompts(str(files / "prompts.jsonl"), **options)
+    assert message in str(error.value) and "prompts.jsonl" in str(error.value)
+
+
 @pytest.mark.parametrize(
     "name", ["prompts.jsonl", "prompts.json", "prompts.parquet", "prompts.csv", "folder"]
 )

@@ -37,3 +37,11 @@ def test_unknown_names_name_the_nearest(tmp_path, monkeypatch):
     ):
         with pytest.raises(error, match=message):
             get_reward_function(name)
+
+
+@pytest.mark.parametrize("source", ["def f(:\n", "1 / 0\n", "import not_installed_anywhere\n"])
+def test_a_file_that_cannot_be_imported_is_named_each_time(source, tmp_path):
+    (tmp_path / "mine.py").write_text(source)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"mine\.py cannot be imported: \w+Error: "):
+            get_reward_function(f"{tmp_path}/mine.py:f")
