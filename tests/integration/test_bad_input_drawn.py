@@ -259,7 +259,7 @@ def has_value(name: str, value: Any) -> Callable[[Any], bool]:
 def number_cases(directory: Path, command_line: CommandLine) -> Iterator[Case]:
     for name in (*DOMAINS, *UNREAD, *REFUSED):
         for value in VALUES:
-            must_name = (name, spellings(value))
+            must_name = (f"{name}|{RENAMED.get(name, name)}", spellings(value))
             yield Case(
                 "number, Python",
                 f"{name}={str(value)[:20]!r}",
@@ -500,9 +500,10 @@ def run_cases(seed: int, share: float, tmp_path: Path, monkeypatch: Any, capsys:
         total[outcome] += 1
         if outcome in ("raw", "wrong", "hang"):
             found.append(f"{outcome}: {case.kind}: {case.what}: {detail[:300]}")
+    report = "\n".join(found)
     with capsys.disabled():
         print_table({**counts, "all": total}, seed)
-    report = "\n".join(found)
+        print(report)
     assert total.total() > 300
     assert total["wrong"] == total["hang"] == 0, report
     assert total["raw"] <= 15, report
