@@ -118,7 +118,7 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print JSON instead of a table")
             command.add_argument(
                 "--device_memory_gib",
-                type=float,
+                type=_memory_size,
                 help="memory of the device to plan for (default: that of --device_name, or of the one here)",
             )
             command.add_argument(
@@ -126,6 +126,13 @@ def _build_parser() -> argparse.ArgumentParser:
             )
     _add_serve(commands)
     return parser
+
+
+def _memory_size(text: str) -> float:
+    size = float(text)
+    if not 0 < size < 2**20:
+        raise argparse.ArgumentTypeError(f"{text} GiB is no memory of a device")
+    return size
 
 
 class _OptionHelp(argparse.Action):
@@ -215,7 +222,7 @@ def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _require(run: RunConfig, *names: str) -> None:
     for name in names:
-        if getattr(run, name) is None:
+        if not getattr(run, name):
             raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
     name = str(run.model_name_or_path)
     # A name on the Hub has one slash at most; asked for anything else it answers after many attempts.

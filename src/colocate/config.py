@@ -302,7 +302,8 @@ class GRPOConfig(TrainingArguments):
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         for name in CHOICES:
-            check_choice(name, getattr(self, name), CHOICES[name])
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), CHOICES[name])
         check_accelerator_config(self.accelerator_config, self.gradient_accumulation_steps)
         self.pad_to_multiple_of = None
         if self.report_to is None:
@@ -454,6 +455,8 @@ class GRPOConfig(TrainingArguments):
             raise ValueError(
                 f"num_train_epochs={self.num_train_epochs} must be greater than 0 without max_steps."
             )
+        if not str(self.output_dir).strip():
+            raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory for the run.")
         check_report_to(self.report_to or ())
         if self.sync_ref_model and self.beta == 0.0:
             raise ValueError(

@@ -246,6 +246,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
         *("inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"),
     ),
+    "ddp_backend": ("nccl", "gloo", "mpi", "cpu:gloo,cuda:nccl"),
     "eval_strategy": ("no", "steps", "epoch"),
     "logging_strategy": ("no", "steps", "epoch"),
     "log_level": _LOG_LEVELS,

@@ -23,9 +23,9 @@ from small_runs import (
     read_metrics,
     share_of_early_letters,
 )
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
-from colocate import GRPOConfig
+from colocate import GRPOConfig, GRPOTrainer
 from colocate.checkpoints.sealed import CheckpointError, list_checkpoints, verify
 from colocate.rewards.errors import RewardError
 from colocate.run_config import parse_run, read_file
@@ -86,6 +86,29 @@ def test_moving_reference_under_an_adapter(tmp_path):
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     with pytest.raises(ValueError, match=r"sync_ref_model=True, but with an adapter .* without an adapter"):
         make_trainer(tmp_path, peft_config=config, beta=0.1, sync_ref_model=True)
+
+
+def test_arguments_within_options_that_their_reader_refuses(tmp_path):
+    with pytest.raises(ValueError, match=r"'cosine' refuses lr_scheduler_kwargs=\{'foo': 1\}: .*'foo'"):
+        make_trainer(tmp_path, lr_scheduler_kwargs={"foo": 1})
+    make_model().save_pretrained(tmp_path / "model")
+    config = make_config(tmp_path, model_init_kwargs={"foo": 1})
+    with pytest.raises(ValueError, match=r"refuses model_init_kwargs=\{'foo': 1.*unexpected .*'foo'"):
+        GRPOTrainer(str(tmp_path / "model"), share_of_early_letters, config, make_dataset())
+
+
+def test_a_report_whose_package_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_mlflow_available", lambda: False)
+    with pytest.raises(ImportError, match=r"report_to=\['mlflow'\]: .*pip install mlflow"):
+        make_trainer(tmp_path, report_to="mlflow")
+
+
+def test_a_configuration_of_transformers_or_trl(tmp_path):
+    theirs = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(
+        TypeError, match=r"not transformers\..*TrainingArguments: from colocate import GRPOConfig"
+    ):
+        GRPOTrainer(make_model(), share_of_early_letters, theirs, make_dataset())
 
 
 # ── Data, model and tokenizer ────────────────────────────────────────────────────────────────────────────

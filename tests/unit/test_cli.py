@@ -15,10 +15,10 @@ from transformers import GPT2Config, Qwen2Config
 
 from colocate.cli import main
 from colocate.config import GRPOConfig
+from colocate.option_values import coerce
 from colocate.rewards import accuracy_reward
 from colocate.run_config import (
     RunConfig,
-    coerce,
     parse_run,
     read_file,
     read_overrides,
@@ -112,10 +112,10 @@ def test_run_file_reads_numbers_and_words_as_written(tmp_path):
     assert options["reward_weights"] == [0.1, 1.0]
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [", "1: 2"])
+@pytest.mark.parametrize("text", [b"- a\n- b\n", b"just words", b"a: [", b"1: 2", b"a: \xff", b"a: 1\na: 2"])
 def test_a_file_that_is_no_mapping_is_refused(text, tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    path.write_bytes(text)
     with pytest.raises(ValueError, match=r"run\.yaml"):
         read_file(path)
 
@@ -265,8 +265,14 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
         (["--loss_type", "gpro"], "Did you mean 'grpo'?"),
         (["--reward_funcs", "nowhere.py:f"], "No file 'nowhere.py'"),
         (["--reward_funcs", "json.dumpz"], "'json' has no function 'dumpz'"),
+        (["--dataset_name", ""], "dataset_name is not set"),
+        (["--ddp_backend", "ncl"], "Did you mean 'nccl'?"),
         (["missing.yaml"], "There is no run file 'missing.yaml'; a model is named with"),
-        (["."], "There is no run file '.'"),
+        (["."], "There is no run file '.'; that is a directory"),
+        (["--max_steps", "inf"], "max_steps='inf' is not finite"),
+        (["--model_init_kwargs", "{"], "model_init_kwargs='{' is no mapping that can be read"),
+        (["--dataset_options", "{split: x}"], "dataset_options has 'split': set dataset_train_split"),
+        (["--lora_r", "0"], "lora_r=0 must be at least 1"),
         (["--model_name_or_path", "runs/of/nobody"], "There is no directory 'runs/of/nobody'"),
     ],
 )
@@ -274,7 +280,7 @@ def test_user_errors_are_one_message(arguments, message, calls, capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     # What a case is about overrides what makes the command line complete otherwise.
-    about_missing = any(text in message for text in ("is not set", "no run file"))
+    about_missing = any(text in message for text in ("is not set", "no run file")) and "" not in arguments
     assert main(["train", *([] if about_missing else complete), *arguments]) == 1
     printed = capsys.readouterr().err
     assert message in printed
@@ -382,6 +388,13 @@ def test_plan_of_a_gpu_counts_the_arenas_scratch(model_dir, capsys):
     assert main(arguments) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert rows["decode buffers"]["how"].startswith("512 rows × 96 logits × 4 B")
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "-1", "0", "much"])
+def test_a_size_that_no_memory_has(size, model_dir, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--model_name_or_path", model_dir, "--device_memory_gib", size])
+    assert f"--device_memory_gib: {'invalid' if size == 'much' else size}" in capsys.readouterr().err
 
 
 def words(printed):

@@ -486,6 +486,12 @@ def test_reports_go_where_transformers_has_an_integration(make):
     assert make(report_to="none").report_to == []
 
 
+def test_a_run_has_a_directory():
+    for name in ("", "  "):
+        with pytest.raises(ValueError, match=f"output_dir='{name}' is empty"):
+            GRPOConfig(output_dir=name)
+
+
 def test_epochs_that_nobody_reads_are_not_judged(make):
     assert make(num_train_epochs=0, max_steps=3).max_steps == 3
     with pytest.raises(ValueError, match=r"num_train_epochs=0\.0 must be greater than 0"):

@@ -32,6 +32,13 @@ BETWEEN_STEPS = ("evaluate", "save")
 """Phases that come after one step and before the next."""
 
 
+def _integrations(report_to: Any) -> list[type[TrainerCallback]]:
+    try:
+        return get_reporting_integration_callbacks(report_to)
+    except RuntimeError as error:  # what transformers raises where the package is missing
+        raise ImportError(f"report_to={report_to!r}: {error}") from error
+
+
 class Journal:
     """Keeps `TrainerState`, runs the callbacks, and writes down every step.
 
@@ -52,7 +59,7 @@ class Journal:
         """`references` are the keyword arguments of `CallbackHandler`: model, processing_class, and so on."""
         self.args = args
         self.control = TrainerControl()
-        integrations = get_reporting_integration_callbacks(args.report_to)
+        integrations = _integrations(args.report_to)
         self.handler = CallbackHandler([DefaultFlowCallback, *integrations, *callbacks], **references)
         self.state = TrainerState(
             is_local_process_zero=accelerator.is_local_main_process,
