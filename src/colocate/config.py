@@ -306,6 +306,7 @@ class GRPOConfig(TrainingArguments):
                 check_choice(name, getattr(self, name), CHOICES[name])
         check_accelerator_config(self.accelerator_config, self.gradient_accumulation_steps)
         self.pad_to_multiple_of = None
+        self.dataloader_prefetch_factor = None  # transformers refuses it without workers
         if self.report_to is None:
             self.report_to = "none"
         if self.bf16 is None:

@@ -97,6 +97,7 @@ def test_arguments_within_options_that_their_reader_refuses(tmp_path):
         GRPOTrainer(str(tmp_path / "model"), share_of_early_letters, config, make_dataset())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what was not made whole
 def test_a_report_whose_package_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.integrations.integration_utils.is_mlflow_available", lambda: False)
     with pytest.raises(ImportError, match=r"report_to=\['mlflow'\]: .*pip install mlflow"):

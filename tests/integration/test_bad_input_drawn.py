@@ -82,6 +82,7 @@ for names, domain in (
     ("num_train_epochs temperature repetition_penalty adam_epsilon vllm_server_timeout", real(0, above=True)),
     ("sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg", real(0, above=True)),
     ("off_policy_mask_threshold", real(0, above=True)),
+    ("reward_timeout_s", real(0, 1e9, above=True, below=False)),
     ("adam_beta1 adam_beta2 warmup_ratio", real(0, 1)),
     ("warmup_steps", lambda v: v == 0 or steps(v)),
     ("logging_steps eval_steps save_steps", steps),
@@ -118,14 +119,12 @@ DERIVED = ("steps_per_generation", "generation_batch_size", "eval_steps", "pad_t
 
 THEIRS = typing.get_type_hints(trl.GRPOConfig)
 TYPES = {**typing.get_type_hints(GRPOConfig), **THEIRS}
-OWN_OPTIONAL = (
-    *("max_prompt_length", "max_tokens_per_microbatch", "logprob_chunk_size", "max_num_seqs", "page_size"),
-    *("kv_cache_tokens", "vllm_gpu_memory_utilization", "vllm_max_model_len", "warmup_ratio"),
-)
+OTHER_DEFAULTS = ("vllm_gpu_memory_utilization",)
+"""Options whose default is None here and a number in TRL."""
 
 
 def takes_none(name: str) -> bool:
-    return name in OWN_OPTIONAL or type(None) in typing.get_args(TYPES[name])
+    return name in OTHER_DEFAULTS or type(None) in typing.get_args(TYPES[name])
 
 
 VALUES = (math.nan, math.inf, -math.inf, -1, 0, 1, 1.5, 1e30, 10**400, 2**31, "abc", "", [1, 2], None, True)

@@ -32,9 +32,9 @@ BETWEEN_STEPS = ("evaluate", "save")
 """Phases that come after one step and before the next."""
 
 
-def _integrations(report_to: Any) -> list[type[TrainerCallback]]:
+def _integrations(report_to: Any) -> list[TrainerCallback]:
     try:
-        return get_reporting_integration_callbacks(report_to)
+        return [callback() for callback in get_reporting_integration_callbacks(report_to)]
     except RuntimeError as error:  # what transformers raises where the package is missing
         raise ImportError(f"report_to={report_to!r}: {error}") from error
 
