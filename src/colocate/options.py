@@ -298,7 +298,7 @@ RANGES: dict[str, Requirement] = {
         _names(
             """
             learning_rate weight_decay eval_delay data_seed num_completions_to_print entropy_coef_min
-            entropy_coef_max entropy_coef_delta entropy_target
+            entropy_coef_max entropy_coef_delta entropy_target router_aux_loss_coef
             """
         ),
         _NOT_NEGATIVE,

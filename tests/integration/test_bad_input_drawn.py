@@ -72,10 +72,11 @@ for names, domain in (
     ("num_generations", whole(2)),
     ("max_steps", whole(-1)),  # -1, and as transformers has it 0, leave it to num_train_epochs
     ("save_total_limit", whole(-(2**63))),  # transformers: 0 and below keep all
-    ("top_k num_completions_to_print data_seed", whole(0)),
+    ("num_completions_to_print data_seed", whole(0)),
+    ("top_k", whole(-1)),  # transformers: 0 keeps all; vLLM: -1
     ("seed", whole(0, 2**32)),
     ("vllm_server_port vllm_group_port", whole(1, 65536)),
-    ("learning_rate weight_decay eval_delay beta epsilon_high", real(0)),
+    ("learning_rate weight_decay eval_delay beta epsilon_high router_aux_loss_coef", real(0)),
     ("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", real(0)),
     ("vespo_k_pos vespo_k_neg", real(0)),
     ("entropy_coef max_grad_norm", real(-math.inf)),
@@ -100,7 +101,7 @@ UNREAD = (
 )
 """Any number will do, as one line says that nothing reads it."""
 
-REFUSED = ("label_smoothing_factor", "neftune_noise_alpha", "router_aux_loss_coef")
+REFUSED = ("label_smoothing_factor", "neftune_noise_alpha")
 """Only 0 asks for what happens here."""
 
 UNBOUNDED = (
