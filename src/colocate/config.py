@@ -140,7 +140,7 @@ class GRPOConfig(TrainingArguments):
     """Divides the logits in sampling, and in training likewise."""
     top_p: float = 1.0
     """Sample among the fewest tokens whose probability reaches this; 1 for all."""
-    top_k: int = 0
+    top_k: int | None = 0
     """Sample among this many most likely tokens; 0 for all, and so do -1 (vLLM's word for it) and None."""
     min_p: float | None = None
     """Drop tokens less likely than this times the most likely one."""

@@ -120,12 +120,12 @@ DERIVED = ("steps_per_generation", "generation_batch_size", "eval_steps", "pad_t
 
 THEIRS = typing.get_type_hints(trl.GRPOConfig)
 TYPES = {**typing.get_type_hints(GRPOConfig), **THEIRS}
-OTHER_DEFAULTS = ("vllm_gpu_memory_utilization",)
-"""Options whose default is None here and a number in TRL."""
+ALSO_NONE = ("vllm_gpu_memory_utilization", "top_k")
+"""Options that TRL declares as numbers: None is the default here, and generate's word for all tokens."""
 
 
 def takes_none(name: str) -> bool:
-    return name in OTHER_DEFAULTS or type(None) in typing.get_args(TYPES[name])
+    return name in ALSO_NONE or type(None) in typing.get_args(TYPES[name])
 
 
 VALUES = (math.nan, math.inf, -math.inf, -1, 0, 1, 1.5, 1e30, 10**400, 2**31, "abc", "", [1, 2], None, True)
