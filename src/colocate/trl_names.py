@@ -168,8 +168,8 @@ class TRLNames:
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """Whether a router's auxiliary loss is trained on."""
-        return False
+        """Whether the routers' auxiliary loss of a mixture of experts is trained on."""
+        return bool(self.policy.router_loss_coef)
 
     # ── Parts ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -115,7 +115,7 @@ class Policy:
         self.num_skipped_updates = 0
         """In a row, up to now."""
         self.plan = plan or TrainPlan()
-        self._router_loss_coef = router_loss_coef
+        self.router_loss_coef = router_loss_coef
         self._temperature = temperature
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
@@ -165,7 +165,7 @@ class Policy:
                 pad_sequence(list(entropies), batch_first=True),
                 _loss_batch(microbatch),
             )
-            if self._router_loss_coef:
+            if self.router_loss_coef:
                 _, router_loss = self.retry(partial(padded_with_router_loss, self.model, microbatch))
                 share = len(microbatch) / len(samples)
                 part = part + self._weighted(router_loss, share, part_metrics)
@@ -287,7 +287,7 @@ class Policy:
         """Forward and backward of one micro-batch, `share` of the step's sequences; gradients stay in the
         optimizer's leaves."""
         router_loss = None
-        if self._router_loss_coef:
+        if self.router_loss_coef:
             hidden, router_loss = padded_with_router_loss(self.model, samples)
         else:
             hidden = self._hidden_states(self.model, stack, samples)
@@ -307,7 +307,7 @@ class Policy:
     def _weighted(self, router_loss: Tensor, share: float, metrics: Metrics) -> Tensor:
         """What a micro-batch's router loss adds to the loss of the step."""
         metrics.add_mean("aux_loss", router_loss.detach() * share, share)
-        return self._router_loss_coef * share * router_loss
+        return self.router_loss_coef * share * router_loss
 
     def _evaluate(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         model.eval()
