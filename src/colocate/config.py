@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SaveStrategy
@@ -464,9 +463,6 @@ class GRPOConfig(TrainingArguments):
                 "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "
                 "sync_ref_model=False."
             )
-        for index, weight in enumerate(self.reward_weights or ()):
-            if not abs(weight) <= torch.finfo(torch.float32).max:  # which NaN is not
-                raise ValueError(f"reward_weights[{index}]={weight!r} is not a finite number (in float32).")
         self.objective_params()
 
     @property
