@@ -28,12 +28,15 @@ settings.load_profile("untimed")
 def pytest_collection_modifyitems(items):
     """With `--dist loadgroup` a file's tests stay in one process, unless they have a group of their own.
 
-    Groups marked `early` come first, so that no process is left alone with a long one at the end.
+    Groups of a vLLM of their own and those marked `early` come first, so that no process is left alone with
+    a long one at the end.
     """
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            is_alone = item.get_closest_marker("own_vllm") is not None
-            item.add_marker(pytest.mark.xdist_group(item.name if is_alone else item.path.name))
+        if item.get_closest_marker("own_vllm") is not None:
+            item.add_marker(pytest.mark.xdist_group(item.name))
+            item.add_marker(pytest.mark.early)
+        elif item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 

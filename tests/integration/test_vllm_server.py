@@ -40,7 +40,8 @@ from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.workers import Workers
 from colocate.types import SamplingParams
 
-pytestmark = pytest.mark.vllm
+# One shared server for these and the contract suite's tests.
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0)
 
@@ -205,18 +206,19 @@ def test_port_taken():
     assert f"Port {server.port} of 127.0.0.1 cannot be had" in result.stderr
 
 
-@pytest.mark.own_vllm
-def test_ready_is_said_once_and_ctrl_c_ends_everything(mortal_of_two):
-    mortal = mortal_of_two
-
-    def ready_lines() -> list[str]:
-        lines = mortal.log.read_text().splitlines()
-        return [line for line in lines if line.startswith("colocate serve:") and "is ready at" in line]
-
+def ready_lines(server: ServerProcess) -> list[str]:
+    """What `colocate serve` has said of being ready, for which it may take some seconds."""
     deadline = time.monotonic() + 10
-    while not (ready := ready_lines()) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        lines = server.log.read_text().splitlines()
+        found = [line for line in lines if line.startswith("colocate serve:") and "is ready at" in line]
+        if found:
+            return found
         time.sleep(0.1)
-    assert len(ready) == 1 and mortal.base_url in ready[0]
+    return []
+
+
+def assert_ctrl_c_ends_everything(mortal: ServerProcess) -> None:
     descendants = mortal.descendants()
     assert descendants
     mortal.process.send_signal(signal.SIGINT)
@@ -245,7 +247,7 @@ def kill_and_start_again(server: ServerProcess) -> threading.Thread:
 
 
 @pytest.mark.own_vllm
-def test_killed_within_a_rollout_and_within_a_publish(tied_model, mortal, monkeypatch):
+def test_killed_within_a_rollout_and_within_a_publish_and_ended_by_ctrl_c(tied_model, mortal, monkeypatch):
     model = tied_model
     engine = make_engine(model, mortal, on_server_loss="wait", bucket_bytes=40_000)
     prompts = make_prompts([5, 9, 3, 7], 16)
@@ -281,11 +283,14 @@ def test_killed_within_a_rollout_and_within_a_publish(tied_model, mortal, monkey
         for thread in starting:
             thread.join()
         engine.close()
+    assert_ctrl_c_ends_everything(mortal)
 
 
 @pytest.mark.own_vllm
-def test_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal_of_two):
+def test_ready_is_said_once_and_killed_without_waiting_is_an_error_with_a_remedy(tied_model, mortal_of_two):
     model, mortal = tied_model, mortal_of_two
+    (ready,) = ready_lines(mortal)
+    assert mortal.base_url in ready
     engine = make_engine(model, mortal)
     try:
         assert_greedy_is_the_trainers(engine, model)
