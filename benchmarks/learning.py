@@ -41,7 +41,12 @@ FILTERS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.1},
     "top_k_top_p_temperature": {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
 }
-LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+LOSSES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "luspo", "vespo")},
+    # Its default cap of 0.2 is below nearly every ratio: steps are as large as without any clipping, and the
+    # recipe's, four to a rollout, too large for that.
+    "cispo": {"learning_rate": 1e-4},
+}
 LEARNING_RATES = {
     "sgd": 0.3,
     "lion": 1e-4,
@@ -70,7 +75,7 @@ def optimizers() -> dict[str, dict[str, Any]]:
 
 def variants() -> dict[str, dict[str, Any]]:
     """The options of each run beside the recipe's."""
-    return FILTERS | {name: {"loss_type": name} for name in LOSSES} | optimizers()
+    return FILTERS | {name: {"loss_type": name, **other} for name, other in LOSSES.items()} | optimizers()
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
