@@ -57,7 +57,6 @@ LEFT: dict[str, str] = {
     "test_train_reward_func_with_log_extra": PRIVATE,  # _logs
     "test_train_with_mask_truncated_completions": "replaces `model.generate`, which the native engine does "
     "not call",
-    "test_train_with_generation_kwargs": "asks for beams (num_beams=2), which are no samples of the policy",
     "test_liger_kernel_with_peft_lm_head_raises": "expects TRL's error for adapters on the head under "
     "use_liger_kernel; here they are trained",
 }

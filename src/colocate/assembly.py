@@ -38,7 +38,7 @@ from colocate.engines.vllm.memory import MAX_NUM_SEQS, whole_kv_cache_bytes
 from colocate.engines.vllm.server import VLLMServerEngine
 from colocate.engines.vllm.versions import installed_version
 from colocate.memory.train_plan import TrainPlan
-from colocate.nested_options import stop_token_ids_of
+from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
 from colocate.options import check_engine
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
@@ -233,7 +233,7 @@ def planned(planner: Planner) -> TrainPlan:
 
 
 def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -> RolloutEngine:
-    """The engine that `args.engine` names; "auto" takes the native one for architectures it knows.
+    """The engine that `args.engine` names; "auto" takes the native one for what it knows.
 
     Raises:
         ImportError: engine="vllm" without a vLLM that is supported.
@@ -241,17 +241,8 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
     """
     name = args.engine
     if name == "auto":
-        name = "native" if has_layout(model) else "transformers"
-        if name == "transformers":
-            architecture = type(causal_lm(model)).__name__
-            if args.use_vllm and installed_version() is not None:
-                name = "vllm"
-            if accelerator.is_main_process:
-                logger.warning(
-                    f"{architecture} has no layout for the native engine: completions come from "
-                    + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
-                )
-        for notice in check_engine(args, name):
+        name, notices = _engine_of_auto(model, args)
+        for notice in (*notices, *check_engine(args, name)):
             if accelerator.is_main_process:
                 logger.warning(notice)
     if name == "native":
@@ -295,7 +286,29 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
             max_in_flight=args.max_num_seqs or 256,
         )
     pad_token_id = causal_lm(model).generation_config.pad_token_id
-    return TransformersEngine(model, pad_token_id=pad_token_id, max_num_seqs=args.max_num_seqs or 64)
+    return TransformersEngine(
+        model,
+        pad_token_id=pad_token_id,
+        max_num_seqs=args.max_num_seqs or 64,
+        generation_kwargs=arguments_of_model_generate(args.generation_kwargs),
+    )
+
+
+def _engine_of_auto(model: nn.Module, args: GRPOConfig) -> tuple[str, list[str]]:
+    """The engine for an architecture and what is asked of it, and why it is not the native one."""
+    if arguments := arguments_of_model_generate(args.generation_kwargs):
+        return "transformers", [
+            f"generation_kwargs asks for {in_words(arguments)}, which the native engine does not support (it "
+            "samples from the policy, without beams): completions come from transformers' model.generate, "
+            "which is slower and tells no log-probs."
+        ]
+    if has_layout(model):
+        return "native", []
+    name = "vllm" if args.use_vllm and installed_version() is not None else "transformers"
+    return name, [
+        f"{type(causal_lm(model)).__name__} has no layout for the native engine: completions come from "
+        + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
+    ]
 
 
 def _moments_to_come(model: nn.Module, args: GRPOConfig) -> int:

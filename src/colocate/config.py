@@ -147,7 +147,8 @@ class GRPOConfig(TrainingArguments):
     """Above 1 discourages tokens already in prompt or completion."""
     generation_kwargs: dict[str, Any] | None = None
     """Overrides temperature, top_p, top_k, min_p, repetition_penalty or, as max_new_tokens,
-    max_completion_length; `stop_token_ids` end completions beside the tokenizer's EOS."""
+    max_completion_length; `stop_token_ids` end completions beside the tokenizer's EOS. What only
+    transformers' `generate` knows, like num_beams, makes engine="auto" generate with it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of `apply_chat_template` for conversational prompts."""
     vllm_max_model_length: int | None = None
@@ -385,7 +386,7 @@ class GRPOConfig(TrainingArguments):
 
     def _resolve_generation_kwargs(self) -> None:
         hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
-        for name, value in read_generation_kwargs(self.generation_kwargs).items():
+        for name, value in read_generation_kwargs(self.generation_kwargs, self.engine).items():
             setattr(self, name, coerce(name, value, hints[name]))
 
     def _derive_batch_sizes(self) -> None:

@@ -6,33 +6,53 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate.utils import GradientAccumulationPlugin
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from colocate.option_values import coerce, shown
-from colocate.options import nearest
+from colocate.options import AT_LEAST_ONE, Requirement, check_range, nearest
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _LENGTH = dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length")
 OPTIONS_OF_GENERATION = {**_SAMPLING, **_LENGTH}
 """Arguments of transformers' `generate` and of vLLM's `SamplingParams`, and the option that each sets."""
 
+_NOT_NEGATIVE: Requirement = ("must be at least 0", lambda v: v >= 0)
+_SHARE: Requirement = ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1)
+_CUTOFF: Requirement = ("must be at least 0 and less than 1", lambda v: 0 <= v < 1)
+_ANY: Requirement = ("", lambda v: True)
+
+_OF_MODEL_GENERATE: dict[str, tuple[Any, Any, Requirement]] = {
+    "num_beams": (int, 1, AT_LEAST_ONE),
+    "length_penalty": (float, 1.0, _ANY),
+    "early_stopping": (bool | Literal["never"], False, _ANY),
+    "min_new_tokens": (int, 0, _NOT_NEGATIVE),
+    "no_repeat_ngram_size": (int, 0, _NOT_NEGATIVE),
+    "typical_p": (float, 1.0, _SHARE),
+    "top_h": (float, None, _SHARE),
+    "epsilon_cutoff": (float, 0.0, _CUTOFF),
+    "eta_cutoff": (float, 0.0, _CUTOFF),
+    "bad_words_ids": (list[list[int]], [], _ANY),
+    "suppress_tokens": (list[int], [], _ANY),
+    "begin_suppress_tokens": (list[int], [], _ANY),
+}
+"""Arguments that only transformers' `generate` knows: type, the value that asks for nothing, range."""
+
+_FOR_BEAMS = ("length_penalty", "early_stopping")
+_NO_GROUPS = "transformers itself has no groups of beams any longer"
+
 _HAPPENS_ANYWAY: dict[str, tuple[Any, str]] = {
     "do_sample": (True, "without sampling all completions of a group are equal and nothing can be learnt"),
     "use_cache": (True, "the engines always keep a KV cache"),
     "num_return_sequences": (1, "set num_generations"),
     "n": (1, "set num_generations"),
-    "num_beams": (1, "beams are not samples of the policy"),
-    "num_beam_groups": (1, "beams are not samples of the policy"),
-    "length_penalty": (1.0, "it is for beams"),
-    "typical_p": (1.0, "no engine here supports it"),
-    "no_repeat_ngram_size": (0, "no engine here supports it"),
+    "num_beam_groups": (1, _NO_GROUPS),
+    "diversity_penalty": (0.0, _NO_GROUPS),
     "frequency_penalty": (0.0, "no engine here supports it; repetition_penalty is"),
     "presence_penalty": (0.0, "no engine here supports it; repetition_penalty is"),
-    "min_new_tokens": (0, "no engine here supports it"),
-    "min_tokens": (0, "no engine here supports it"),
+    "min_tokens": (0, "with engine='transformers' min_new_tokens is"),
 }
 """Arguments with one value that says what happens anyway, and why no other is taken."""
 
@@ -45,13 +65,22 @@ _REFUSED = {
 }
 
 
-def read_generation_kwargs(values: Mapping[str, Any] | None) -> dict[str, Any]:
+def read_generation_kwargs(values: Mapping[str, Any] | None, engine: str) -> dict[str, Any]:
     """The options that `generation_kwargs` sets, by name.
 
+    Args:
+        engine: the option of this name.
+
     Raises:
-        ValueError: an argument that no engine here honours, or one with a value that none does.
+        ValueError: an argument that this engine does not honour, or one with a value that none does.
     """
     options = {}
+    arguments = arguments_of_model_generate(values)
+    if arguments and engine not in ("auto", "transformers"):
+        raise ValueError(
+            f"generation_kwargs has {in_words(arguments)}, which engine={engine!r} does not support; "
+            "transformers' model.generate does: set engine='transformers'."
+        )
     for name, value in (values or {}).items():
         if name in OPTIONS_OF_GENERATION:
             options[OPTIONS_OF_GENERATION[name]] = value
@@ -63,14 +92,42 @@ def read_generation_kwargs(values: Mapping[str, Any] | None) -> dict[str, Any]:
                 )
         elif name == "stop_token_ids":
             stop_token_ids_of(values)
-        else:
-            known = [*OPTIONS_OF_GENERATION, *_HAPPENS_ANYWAY, "stop_token_ids"]
+        elif name not in _OF_MODEL_GENERATE:
+            known = [*OPTIONS_OF_GENERATION, *_HAPPENS_ANYWAY, *_OF_MODEL_GENERATE, "stop_token_ids"]
             reason = _REFUSED.get(name, f"no engine here supports it{nearest(name, known)}")
             raise ValueError(
                 f"generation_kwargs has {shown(name)}: {reason}. It may set "
-                f"{', '.join([*OPTIONS_OF_GENERATION, 'stop_token_ids'])}."
+                f"{', '.join([*OPTIONS_OF_GENERATION, 'stop_token_ids'])} and, with engine='transformers', "
+                f"{', '.join(_OF_MODEL_GENERATE)}."
             )
     return options
+
+
+def arguments_of_model_generate(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What `generation_kwargs` asks for that only transformers' `generate` can do, by its own names.
+
+    Raises:
+        ValueError: a value of another type or out of its range, or one that is for beams without beams.
+    """
+    arguments = {}
+    for name, (hint, nothing, requirement) in _OF_MODEL_GENERATE.items():
+        if (value := (values or {}).get(name)) is not None:
+            value = coerce(f"generation_kwargs[{name!r}]", value, hint)
+            check_range(f"generation_kwargs[{name!r}]", value, requirement)
+            if value != nothing:
+                arguments[name] = value
+    for name in _FOR_BEAMS:
+        if name in arguments and "num_beams" not in arguments:
+            raise ValueError(
+                f"generation_kwargs has {name}={shown(arguments[name])}, which is for beams: set num_beams "
+                "to 2 or more, too."
+            )
+    return arguments
+
+
+def in_words(arguments: Mapping[str, Any]) -> str:
+    """Arguments as they are written in a call."""
+    return ", ".join(f"{name}={shown(value)}" for name, value in arguments.items())
 
 
 def stop_token_ids_of(values: Mapping[str, Any] | None) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
 from colocate.memory.recovery import Recovery
 from colocate.memory.timeline import Timeline
+from colocate.nested_options import arguments_of_model_generate
 from colocate.planning.run_options import planner_for
 from colocate.policy.loading import stop_token_ids
 from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
@@ -134,7 +135,9 @@ class GRPOTrainer(TRLNames):
         self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
         self.engine = assembly.build_engine(self.model, args, self.accelerator)
         self.sampling = assembly.sampling_params(args, stop_token_ids(self.processing_class, self.model))
-        self.agreement = Agreement(self.sampling)
+        self.agreement = Agreement(
+            self.sampling, is_drawn_otherwise=bool(arguments_of_model_generate(args.generation_kwargs))
+        )
         self.objective = Objective(args.objective_params())
         self.entropy = assembly.entropy_controller(args)
         self.window = TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device)

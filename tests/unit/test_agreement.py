@@ -115,6 +115,16 @@ def test_a_penalty_makes_tokens_unlikely_and_proves_nothing(caplog):
     assert caplog.messages == []
 
 
+def test_nothing_is_concluded_from_tokens_that_more_than_sampling_decides(caplog):
+    model, sampling = make_model("qwen3"), SamplingParams(max_tokens=16)
+    other = native(with_other_weights(model, 0.2))
+    samples = rollout(other, sampling, tells=False)
+    Agreement(sampling, is_drawn_otherwise=True).check(samples, other, make_policy(model, 1.0))
+    assert caplog.messages == []
+    Agreement(sampling).check(samples, other, make_policy(model, 1.0))
+    assert "tells no log-probs" in caplog.text
+
+
 def test_a_run_checks_its_first_rollout(tmp_path, caplog):
     trainer = make_trainer(tmp_path)
     generate, policy_logprobs, num_scored = trainer.engine.generate, trainer.policy.logprobs, []

@@ -295,8 +295,6 @@ def test_no_top_k_in_every_dialect_keeps_all(options, make):
 def test_generation_kwargs_win_and_unknown_ones_are_refused(make):
     config = make(temperature=0.5, generation_kwargs='{"temperature": 0.7, "top_k": 20}')
     assert (config.temperature, config.top_k) == (0.7, 20)
-    with pytest.raises(ValueError, match="num_beams"):
-        make(generation_kwargs={"num_beams": 4})
     with pytest.raises(ValueError, match=r"top_p=1\.5"):
         make(generation_kwargs={"top_p": 1.5})
 
@@ -419,7 +417,12 @@ def test_generation_kwargs_that_say_what_happens_anyway(make):
     [
         ({"do_sample": False}, "do_sample=False; only True is taken: without sampling all completions"),
         ({"num_return_sequences": 4}, "set num_generations"),
-        ({"num_beams": 4}, "num_beams=4"),
+        ({"num_beam_groups": 2}, "num_beam_groups=2; only 1 is taken: transformers itself has no groups"),
+        ({"num_beams": 0}, "generation_kwargs['num_beams']=0 must be at least 1"),
+        ({"num_beams": 2, "early_stopping": "often"}, "['early_stopping']='often' is not true or false or"),
+        ({"typical_p": 1.5}, "['typical_p']=1.5 must be greater than 0 and at most 1"),
+        ({"length_penalty": 0.5}, "length_penalty=0.5, which is for beams: set num_beams"),
+        ({"min_tokens": 4}, "min_new_tokens is"),
         ({"seed": 3}, "'seed': each completion has its own, derived from the option seed"),
         ({"stop": ["\n"]}, "stop_token_ids are"),
         ({"top_kk": 4}, "did you mean 'top_k'"),
@@ -433,6 +436,17 @@ def test_generation_kwargs_that_no_engine_honours(argument, message, make):
     with pytest.raises(ValueError) as error:
         make(generation_kwargs=argument)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"engine": "native"}, {"engine": "vllm"}, {"use_vllm": True, "vllm_mode": "server"}]
+)
+def test_arguments_of_model_generate_are_refused_by_the_other_engines(options, make):
+    with pytest.raises(
+        ValueError, match=r"num_beams=2, length_penalty=-0\.1, which engine=.*set engine='trans"
+    ):
+        make(generation_kwargs={"num_beams": "2", "length_penalty": -0.1, "typical_p": 1.0}, **options)
+    make(generation_kwargs={"num_beams": 1, "typical_p": 1.0}, **options)
 
 
 @pytest.mark.parametrize(

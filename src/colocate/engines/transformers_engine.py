@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor
 from colocate.engines.batching import PADDED, batches, choose_batching
 from colocate.engines.logprob_noise import largest_mean_noise
 from colocate.engines.native.sampler import Sampler
-from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.engines.requests import check_no_tensors, check_requests, derived_seed
 from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
@@ -32,10 +32,15 @@ class TransformersEngine:
     (seed, prompt key, member) draw with equal noise. The logits themselves depend a little on the padding,
     hence on what else is in the batch, so a completion is reproducible only together with its batch.
 
+    With `generation_kwargs` transformers draws by itself, from the device's random generator, which has a
+    seed derived from the batch's (seed, prompt key, member) meanwhile. What comes out of beams are no samples
+    of the policy, so completions have no log-probs then.
+
     Args:
         model: a Hugging Face causal language model, or a PEFT model around one.
         pad_token_id: fills the left of shorter prompts; it is masked out.
-        max_num_seqs: sequences per batch.
+        max_num_seqs: sequences per batch, each beam counted.
+        generation_kwargs: further arguments of a `GenerationConfig`, beside those that `SamplingParams` has.
 
     Raises:
         ValueError: the PEFT method lives in the wrapper's `forward` (prompt learning).
@@ -47,7 +52,14 @@ class TransformersEngine:
     pooled_bytes = NOTHING_POOLED
     num_restarts = 0
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int, max_num_seqs: int = 64) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pad_token_id: int,
+        max_num_seqs: int = 64,
+        generation_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1.")
         if (reason := prompt_learning_adapter(model)) is not None:
@@ -55,7 +67,8 @@ class TransformersEngine:
         self.policy_version = 0
         self._base: Any = causal_lm(model)
         self._pad_token_id = pad_token_id
-        self._max_num_seqs = max_num_seqs
+        self._generation_kwargs = dict(generation_kwargs or {})
+        self._max_num_seqs = max(1, max_num_seqs // self._generation_kwargs.get("num_beams", 1))
         self._batching: str | None = None
         self._is_awake = False
 
@@ -82,7 +95,9 @@ class TransformersEngine:
                 self._batching = self._choose_batching()
             lengths = [len(prompt.token_ids) for prompt, _, _ in requests]
             for batch in batches(lengths, self._batching or PADDED, self._max_num_seqs):
-                generated = self._generate_batch([requests[index] for index in batch], sampling)
+                generated = self._generate_batch(
+                    [requests[index] for index in batch], sampling, self._generation_kwargs
+                )
                 completions.update(zip(batch, generated, strict=True))
         return [completions[index] for index in range(len(requests))]
 
@@ -125,7 +140,7 @@ class TransformersEngine:
             return logits.float().log_softmax(dim=-1).gather(1, drawn)[:, 0].cpu()
 
         return choose_batching(
-            lambda prompts: self._generate_batch([(prompt, 0, 4) for prompt in prompts], sampling),
+            lambda prompts: self._generate_batch([(prompt, 0, 4) for prompt in prompts], sampling, {}),
             score,
             vocab_size=len(embedding),
             largest_difference=largest_mean_noise(embedding.dtype, embedding.device),
@@ -133,7 +148,10 @@ class TransformersEngine:
         )
 
     def _generate_batch(
-        self, requests: Sequence[tuple[Prompt, int, int]], sampling: SamplingParams
+        self,
+        requests: Sequence[tuple[Prompt, int, int]],
+        sampling: SamplingParams,
+        generation_kwargs: Mapping[str, Any],
     ) -> list[Completion]:
         """Complete (prompt, member of its group, tokens at most) each."""
         device = self._base.get_input_embeddings().weight.device
@@ -146,20 +164,25 @@ class TransformersEngine:
         members = [(prompt, sample) for prompt, sample, _ in requests]
         limits = [limit for _, _, limit in requests]
         draw = _DrawTokens(Sampler(sampling), members, width)
-        sequences = self._base.generate(
-            input_ids,
-            attention_mask=attention_mask,
-            logits_processor=[draw],
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=max(limits),
-                eos_token_id=list(sampling.stop_token_ids) or None,
-                pad_token_id=self._pad_token_id,
-                use_cache=True,
-            ),
+        drawing = {**_drawing(sampling), **generation_kwargs} if generation_kwargs else {"do_sample": False}
+        seed = derived_seed(
+            sampling.seed, *(n for prompt, sample in members for n in (prompt.key, sample)), num_bits=63
         )
+        with _seeded(device, seed) if generation_kwargs else nullcontext():
+            sequences = self._base.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                logits_processor=[] if generation_kwargs else [draw],
+                generation_config=GenerationConfig(
+                    max_new_tokens=max(limits),
+                    eos_token_id=list(sampling.stop_token_ids) or None,
+                    pad_token_id=self._pad_token_id,
+                    use_cache=True,
+                    **drawing,
+                ),
+            )
         token_ids = sequences[:, width:].tolist()
-        logprobs = torch.stack(draw.logprobs, dim=1).tolist()
+        logprobs = [None] * len(requests) if generation_kwargs else torch.stack(draw.logprobs, dim=1).tolist()
         stop_token_ids = set(sampling.stop_token_ids)
         completions = []
         for tokens, values, limit in zip(token_ids, logprobs, limits, strict=True):
@@ -169,7 +192,7 @@ class TransformersEngine:
             completions.append(
                 Completion(
                     token_ids=tuple(tokens[:length]),
-                    logprobs=tuple(values[:length]),
+                    logprobs=None if values is None else tuple(values[:length]),
                     finish_reason="length" if stop is None else "stop",
                     policy_version=self.policy_version,
                 )
@@ -205,6 +228,29 @@ class _DrawTokens(LogitsProcessor):
                 self._seen[row, torch.tensor(prompt.token_ids, device=scores.device)] = True
         else:
             self._seen.scatter_(1, input_ids[:, -1:], True)
+
+
+def _drawing(sampling: SamplingParams) -> dict[str, Any]:
+    """What draws as `sampling` says, in the words of a `GenerationConfig`."""
+    drawing: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty, "do_sample": False}
+    if sampling.temperature > 0:
+        filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
+        drawing.update(do_sample=True, temperature=sampling.temperature, **filters)
+    return drawing
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """The device's global random generator with this seed, and as it was afterwards."""
+    generator = (
+        torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    )
+    state = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        yield
+    finally:
+        generator.set_state(state)
 
 
 @contextmanager

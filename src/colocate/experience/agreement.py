@@ -36,11 +36,16 @@ class Agreement:
     tells none, the tokens themselves are looked at: drawn from the policy, E[log π(y)] = −H, and each token's
     log π(y) + H is a martingale difference, so their mean is near 0 with a known standard error. Filters keep
     the likely tokens and make it larger; only a mean far below 0 shows that another model has drawn them. A
-    repetition penalty does so too, and nothing is concluded then.
+    repetition penalty does so too, as may arguments of `generation_kwargs`, and nothing is concluded then.
+
+    Args:
+        sampling: of the rollouts.
+        is_drawn_otherwise: whether more than `sampling` decides which tokens are taken.
     """
 
-    def __init__(self, sampling: SamplingParams) -> None:
+    def __init__(self, sampling: SamplingParams, *, is_drawn_otherwise: bool = False) -> None:
         self._sampling = sampling
+        self._is_drawn_otherwise = is_drawn_otherwise
         self._num_restarts_seen = -1
 
     def check(self, samples: Sequence[Sample], engine: RolloutEngine, policy: Policy) -> None:
@@ -59,7 +64,7 @@ class Agreement:
         if len(told) == len(compared):
             dtype = causal_lm(policy.model).get_input_embeddings().weight.dtype
             problem = _distance(name, torch.cat(told), logprobs, dtype, self._sampling.temperature)
-        elif self._sampling.repetition_penalty == 1.0:
+        elif self._sampling.repetition_penalty == 1.0 and not self._is_drawn_otherwise:
             problem = _surprise(name, logprobs, entropies)
         else:
             problem = None
