@@ -241,8 +241,10 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
     """
     name = args.engine
     if name == "auto":
-        name, notices = _engine_of_auto(model, args)
-        for notice in (*notices, *check_engine(args, name)):
+        name, reason = _engine_of_auto(model, args)
+        if reason is not None and accelerator.is_main_process:
+            logger.warning(reason)
+        for notice in check_engine(args, name):
             if accelerator.is_main_process:
                 logger.warning(notice)
     if name == "native":
@@ -294,21 +296,21 @@ def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -
     )
 
 
-def _engine_of_auto(model: nn.Module, args: GRPOConfig) -> tuple[str, list[str]]:
-    """The engine for an architecture and what is asked of it, and why it is not the native one."""
+def _engine_of_auto(model: nn.Module, args: GRPOConfig) -> tuple[str, str | None]:
+    """The engine for an architecture and what is asked of it, and why if it is not the native one."""
     if arguments := arguments_of_model_generate(args.generation_kwargs):
-        return "transformers", [
+        return "transformers", (
             f"generation_kwargs asks for {in_words(arguments)}, which the native engine does not support (it "
             "samples from the policy, without beams): completions come from transformers' model.generate, "
             "which is slower and tells no log-probs."
-        ]
+        )
     if has_layout(model):
-        return "native", []
+        return "native", None
     name = "vllm" if args.use_vllm and installed_version() is not None else "transformers"
-    return name, [
+    return name, (
         f"{type(causal_lm(model)).__name__} has no layout for the native engine: completions come from "
         + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
-    ]
+    )
 
 
 def _moments_to_come(model: nn.Module, args: GRPOConfig) -> int:
