@@ -42,18 +42,18 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top_k_top_p_temperature": {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
 }
 LOSSES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "sapo", "luspo", "vespo")},
-    # Its default cap of 0.2 is below nearly every ratio: steps are as large as without any clipping, and the
-    # recipe's, four to a rollout, too large for that.
+    **{name: {} for name in ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "vespo")},
+    # Neither clips at its defaults: the steps of the recipe, four to a rollout, are too large for them.
     "cispo": {"learning_rate": 1e-4},
+    "sapo": {"learning_rate": 2e-4},
 }
 LEARNING_RATES = {
     "sgd": 0.3,
     "lion": 1e-4,
     "adagrad": 2e-3,
-    "rmsprop": 3e-4,
+    "rmsprop": 3e-5,
     "ademamix": 3e-4,
-    "adafactor": 1e-3,
+    "adafactor": 2e-4,
 }
 """By how an optimizer's name begins, after `paged_`; others take the recipe's."""
 LOW_RANK = {"optim_target_modules": "all-linear"}
