@@ -152,7 +152,12 @@ def main() -> None:
     for name, text in failed.items():
         print(f"{name:24} FAILED: {text}")
     write_suite_result(
-        "learning", options.hardware, claims, records, num_compared_rollouts=NUM_COMPARED, failed=failed
+        "learning",
+        options.hardware,
+        claims,
+        records,
+        num_compared_rollouts=NUM_COMPARED,
+        failed=sorted(failed),
     )
 
 
