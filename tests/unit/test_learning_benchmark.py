@@ -1,4 +1,4 @@
-"""The learning benchmark: every filter, loss and optimizer has its run, and all that could run have learnt."""
+"""The learning benchmark: every filter, loss and optimizer has a run, and all that could run have learnt."""
 
 from __future__ import annotations
 
