@@ -7,12 +7,14 @@ import logging
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate.checkpoints import sealed
+from colocate.checkpoints.best import BestCheckpoint
 from colocate.checkpoints.sealed import CheckpointError, find, list_checkpoints, rotate, writing
 
 
@@ -156,3 +158,18 @@ def test_another_format_is_refused(tmp_path):
     manifest.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="has format 1, and this version of colocate reads format 2"):
         sealed.verify(tmp_path / "checkpoint-1")
+
+
+def test_where_the_best_alone_stays_a_link_is_told_and_left(tmp_path, caplog):
+    elsewhere = tmp_path / "bigger disk"
+    (tmp_path / "run").mkdir()
+    best, old, linked = (write(tmp_path / "run", step) for step in (1, 2, 3))
+    shutil.move(linked, elsewhere)
+    linked.symlink_to(elsewhere)
+    keeper = BestCheckpoint(SimpleNamespace(save_total_limit=1))
+    with caplog.at_level(logging.WARNING):
+        keeper.delete_others(SimpleNamespace(best_model_checkpoint=str(best)), tmp_path / "run")
+    assert best.is_dir() and not old.exists()
+    assert linked.is_symlink() and (elsewhere / "weights").read_text() == "step 3"
+    assert "which is yours to delete" in caplog.text
+    assert not list((tmp_path / "run").glob("partial-*"))

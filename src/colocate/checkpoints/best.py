@@ -6,10 +6,8 @@ callbacks such as `EarlyStoppingCallback` read it and checkpoints keep it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -108,8 +106,7 @@ class BestCheckpoint:
             return
         for directory in sealed.list_checkpoints(output_dir):
             if directory.resolve() != Path(state.best_model_checkpoint).resolve():
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(directory.rename(directory.with_name(f"partial-{directory.name}")))
+                sealed.delete_checkpoint(directory)
 
 
 @torch.no_grad()

@@ -233,16 +233,21 @@ def rotate(output_dir: Path, limit: int | None, keep: str | None, written: Path 
     # The newest is what a killed run resumes from, so it stays even where the best one fills the limit.
     kept = {path.resolve() for path in (checkpoints[-1:] + [Path(p) for p in (keep, written) if p])}
     for directory in [c for c in checkpoints if c.resolve() not in kept][:surplus]:
-        if directory.is_symlink():
-            _tell(directory, f"it is a link to {directory.resolve()}, which is yours to delete")
-            continue
-        try:
-            # Under this name it is no checkpoint any more, should the process be killed half-way.
-            doomed = directory.rename(_free(directory.with_name(f"partial-{directory.name}")))
-        except OSError as error:
-            _tell(directory, str(error))
-        else:
-            _delete(doomed)
+        delete_checkpoint(directory)
+
+
+def delete_checkpoint(directory: Path) -> None:
+    """Delete a checkpoint; what cannot be deleted, or is a link, is left with a warning."""
+    if directory.is_symlink():
+        _tell(directory, f"it is a link to {directory.resolve()}, which is yours to delete")
+        return
+    try:
+        # Under this name it is no checkpoint any more, should the process be killed half-way.
+        doomed = directory.rename(_free(directory.with_name(f"partial-{directory.name}")))
+    except OSError as error:
+        _tell(directory, str(error))
+    else:
+        _delete(doomed)
 
 
 def _remove_leftovers(output_dir: Path) -> None:
