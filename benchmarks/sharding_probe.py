@@ -44,7 +44,7 @@ DECODE_ROWS = (64, 128, 256, 512)
 ALL_REDUCED = ((64, 3584), (256, 3584), (512, 3584), (256, 5120), (512, 5120))
 
 
-def median_s(body: Callable[[], Any], repetitions: int = REPETITIONS) -> list[float]:
+def seconds_of(body: Callable[[], Any], repetitions: int = REPETITIONS) -> list[float]:
     """Seconds of each call of `body`, after two that do not count; all ranks start together."""
     seconds = []
     for _ in range(repetitions + 2):
@@ -67,7 +67,7 @@ def in_graph_s(body: Callable[[], Any], calls: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             body()
-    return statistics.median(median_s(graph.replay)) / calls
+    return statistics.median(seconds_of(graph.replay)) / calls
 
 
 # ── Layers ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -145,7 +145,7 @@ def layer_times(model: str) -> Iterator[dict[str, Any]]:
                 "layout": layout,
                 "sharded": is_sharded,
                 "tokens": num_tokens,
-                "seconds": median_s(step),
+                "seconds": seconds_of(step),
             }
         del layers, step, x
         torch.cuda.empty_cache()

@@ -316,7 +316,8 @@ RANGES: dict[str, Requirement] = {
         lambda v: 0 <= v < 1 or (v >= 1 and v == int(v)),
     ),
 }
-"""Of None the caller judges. What depends on other options is in `GRPOConfig` and `ObjectiveParams`."""
+"""What a number must satisfy, by option; the caller judges None. What depends on other options is in
+`GRPOConfig` and `ObjectiveParams`."""
 
 MAY_BE_INFINITE: frozenset[str] = _names("max_grad_norm epsilon_high vllm_importance_sampling_clip_max")
 """Upper bounds, which infinity takes away. Every other number is finite."""

@@ -25,7 +25,7 @@ def find_fault(files: Iterable[Path], *, max_lines: int | None = None) -> str | 
 
 
 def find_wrong_encoding(files: Iterable[Path]) -> str | None:
-    """Likewise for emptiness and encoding alone, which no reader of JSON looks at before the row is used."""
+    """The first fault of emptiness or encoding, which no reader of JSON looks for before a row is used."""
     for file in files:
         fault = _wrong_encoding(file, None) if file.stat().st_size else "is empty."
         if fault is not None and file.suffix != ".parquet":

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 
 MAX_ROWS = 100_000
-"""Of a larger dataset so many rows are read, at equal distances: a second or two for the largest."""
+"""Rows that are read of a larger dataset, at equal distances: a second or two for the largest."""
 _CHUNK_ROWS = 1000
 
 

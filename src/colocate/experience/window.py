@@ -76,7 +76,7 @@ class TrainingWindow:
         return [entry.samples for _, entry in zip(range(self.slices_per_step), self._queue, strict=False)]
 
     def prompt_keys(self) -> set[int | None]:
-        """Of all samples whose steps are still to come."""
+        """Keys of the prompts of all samples whose steps are still to come."""
         return {sample.prompt_key for entry in self._queue for sample in entry.samples}
 
     def advance(self, policy_logprobs: Sequence[Tensor]) -> None:

@@ -25,7 +25,11 @@ def padded_hidden_states(model: torch.nn.Module, samples: Sequence[Sample]) -> T
 
 
 def padded_with_router_loss(model: torch.nn.Module, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Likewise of a mixture of experts, and the loss of its routers over all tokens, a scalar."""
+    """What `padded_hidden_states` returns, and the loss of a mixture of experts' routers over all tokens.
+
+    Returns:
+        [N, hidden] and a scalar.
+    """
     rows = [torch.cat([sample.prompt_ids, sample.completion_ids]) for sample in samples]
     seen: list[Tensor] = []
     handle = body(model).register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state))

@@ -61,8 +61,8 @@ class RunLog:
             resume_step: the step the run continues from: lines of later steps, which will be taken again, are
                 dropped. None begins a new run: the files of an earlier one in the same directory are kept as
                 `metrics.1.jsonl` and so on.
-            run_id: whose record is continued. One of another run, as `run.json` says, is kept likewise: the
-                checkpoint resumed from need not be this directory's.
+            run_id: whose record is continued. One of another run, as `run.json` says, is kept under such a
+                name, too: the checkpoint resumed from need not be this directory's.
         """
         self._dir = Path(output_dir)
         self._dir.mkdir(parents=True, exist_ok=True)

@@ -225,7 +225,7 @@ def check_token_ids(content: Any, vocab_size: int) -> None:
 
 
 def _check_worker_call(content: dict[str, Any]) -> None:
-    """Of the workers' methods only ours is called, with one message, for a limited time."""
+    """Refuse a call of any worker method but ours, with more than one message, or without a time limit."""
     timeout_s = content.get("timeout")
     if content.get("method") != WORKER_METHOD:
         raise Refused(403, f"Of the workers' methods only {WORKER_METHOD} may be called.")

@@ -18,7 +18,7 @@ from colocate.engines.vllm.key import ServerKey
 RUN_HEADER = "X-Colocate-Run"
 """Names the run that asks, where a route is its holder's."""
 WORKER_METHOD = "colocate_receive"
-"""Of our worker extension, the only method that is called through `/collective_rpc`."""
+"""The method of our worker extension, the only one that is called through `/collective_rpc`."""
 
 _SCHEME = "Colocate"
 _REQUEST, _MESSAGE, _ANSWER = "request", "message to a worker", "answer of a worker"
