@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate.memory.timeline import MAX_POINTS, PooledBytes, Timeline
-from colocate.reporting.charts import MemoryCurve, step_memory_chart
+from colocate.reporting.memory_charts import MemoryCurve, step_memory_chart
 from colocate.reporting.run import read_run
 from colocate.reporting.run_log import RunLog
 

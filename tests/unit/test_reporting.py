@@ -9,6 +9,8 @@ import math
 import mmap
 import random
 import re
+import statistics
+import subprocess
 import tempfile
 import time
 from html.parser import HTMLParser
@@ -22,14 +24,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from colocate.config import GRPOConfig
 from colocate.memory.timeline import Timeline
+from colocate.redaction import redacted
+from colocate.reporting import charts, theme
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.metrics import Metrics
 from colocate.reporting.picture import write_picture
-from colocate.reporting.plots import Axis, Plot, compact, decimate, smooth
+from colocate.reporting.plots import Axis, Plot, compact, course, decimate, smooth
 from colocate.reporting.progress import Progress
+from colocate.reporting.provenance import command_of, commit_of, provenance
 from colocate.reporting.report import write_report
-from colocate.reporting.run import read_run
+from colocate.reporting.run import Run, read_run
 from colocate.reporting.run_log import RunLog
 
 GIB = 2**30
@@ -107,6 +113,7 @@ def write_synthetic_run(directory: Path, num_steps: int = 300) -> Path:
             "dataset": "invented/arithmetic",
             "device": "1 × invented GPU",
             "versions": {"colocate": "0.1.0", "torch": "2.11.0"},
+            "options": {"generation_batch_size": 512},
         }
     )
     log.log_eval(0, {"eval_reward": 0.09}, epoch=0.0)
@@ -564,7 +571,7 @@ def parse_page(path: Path) -> PageParser:
 def charts_in(path: Path, title: str) -> list[ElementTree.Element]:
     pictures = re.findall(r"<svg.*?</svg>", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     elements = [ElementTree.fromstring(picture) for picture in pictures]
-    return [element for element in elements if element.get("aria-label") == title]
+    return [element for element in elements if str(element.get("aria-label")).startswith(title + ". ")]
 
 
 @pytest.fixture(scope="module")
@@ -761,12 +768,161 @@ def test_picture_is_one_svg_of_reward_time_and_memory(synthetic_run):
     path = write_picture(synthetic_run)
     svg = ElementTree.fromstring(path.read_text(encoding="utf-8"))
     assert path.name == "picture.svg" and svg.tag == "{http://www.w3.org/2000/svg}svg"
-    assert [part.get("aria-label") for part in svg if part.get("aria-label")] == [
-        "Reward",
-        "One step: time and memory",
-    ]
+    spoken = [str(part.get("aria-label")) for part in svg if part.get("aria-label")]
+    assert [text.partition(". ")[0] for text in spoken] == ["Reward", "One step: time and memory"]
     text = path.read_text(encoding="utf-8")
     assert "var(" not in text and "url(" not in text and "<script" not in text and "href" not in text
+
+
+def test_pictures_say_in_words_what_their_curves_do(synthetic_run):
+    path = write_report(synthetic_run)
+    steps = [r for r in read_strictly(synthetic_run / "metrics.jsonl") if not r.get("eval")]
+    first, last = (sum(r["reward"] for r in part) / 10 for part in (steps[:10], steps[-10:]))
+    for svg in charts_in(path, "Reward"):
+        assert f"reward rises from {first:.3g} to {last:.3g}" in str(svg.get("aria-label"))
+    [rate] = charts_in(path, "Learning rate")
+    assert "learning rate falls from " in str(rate.get("aria-label"))
+    [time, _] = charts_in(path, "Where each step's time went")
+    wall = sum(r["wall_s"] for r in steps)
+    share = 100 * sum(r["phases"]["rollout"] for r in steps) / wall
+    assert f"rollout {share:.0f}%" in str(time.get("aria-label"))
+    assert course("x", [1.0, 1.0]) == "x stays at 1"
+    assert course("x", [math.nan]) == "x has no values"
+    assert course("x", [1.0, 9.0, 1.0]) == "x begins at 1 and ends at 1, between 1 and 9"
+
+
+def relative_luminance(color: str) -> float:
+    """WCAG 2.2's, of "#rrggbb"."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((relative_luminance(one), relative_luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_every_colour_can_be_told_from_the_card_and_text_can_be_read(scheme):
+    card = theme._INK["card"][scheme]
+    low = {name: contrast(pair[scheme], card) for name, pair in theme.COLORS.items()}
+    assert min(low.values()) >= 3.0, low  # WCAG 2.2, 1.4.11: graphics
+    for ink in ("text", "muted"):  # 1.4.3: text; a label inside a box has a rim of the card's colour
+        assert contrast(theme._INK[ink][scheme], card) >= 4.5
+    [opacity] = re.findall(r"\.faint\{[^}]*opacity:([.\d]+)", theme.plot_rules())
+    for name in ("blue", "slate"):  # a long run's single steps
+        mixed = "#" + "".join(
+            f"{round(float(opacity) * int(a, 16) + (1 - float(opacity)) * int(b, 16)):02x}"
+            for a, b in zip(
+                re.findall("..", theme.COLORS[name][scheme][1:]), re.findall("..", card[1:]), strict=True
+            )
+        )
+        assert contrast(mixed, card) >= 3.0, name
+
+
+@settings(max_examples=100)
+@given(st.lists(st.floats(-100, 100) | st.sampled_from([0.0, 1.0]), min_size=2, max_size=40))
+def test_the_reward_band_stays_within_the_rewards_seen(rewards):
+    bands = []
+
+    class Recorder(Plot):
+        def band(self, xs, lows, highs, color):
+            bands.append((lows, highs))
+
+    record = {"step": 1, "reward": statistics.fmean(rewards), "reward_std": statistics.stdev(rewards)}
+    info = {"options": {"generation_batch_size": len(rewards)}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "Plot", Recorder)
+        charts.reward_chart(Run(Path("unused"), info, [record], [], 0), (360, 250))
+    [([low], [high])] = bands
+    assert min(rewards) - 1e-9 <= low <= high <= max(rewards) + 1e-9
+
+
+def test_throughput_curve_agrees_with_its_tile_where_a_rollout_feeds_several_steps(tmp_path):
+    rng = random.Random(2)
+    log = RunLog(tmp_path)
+    tokens, wall = 0, 0.0
+    for step in range(1, 241):
+        begins = step % 4 == 1
+        tokens += rng.randint(5000, 9000) if begins else 0
+        seconds = rng.uniform(1.0, 2.0) if begins else rng.uniform(0.1, 0.2)
+        wall += seconds
+        metrics = {"reward": 0.5, **({"num_tokens": tokens} if begins else {})}
+        log.log_step(step, metrics, epoch=0.0, timeline={"wall_s": seconds, "phases": {"rollout": seconds}})
+    log.close()
+    tile = tokens / wall
+    run = read_run(tmp_path)
+    per_step = run.tokens_per_second
+    assert sum(s * w for s, w in zip(per_step, run.wall_s, strict=True)) / wall == pytest.approx(tile)
+    assert min(per_step) > 0.4 * tile and max(per_step) < 2.5 * tile  # no teeth, and no zeros
+    path = write_report(tmp_path)
+    assert f"{compact(tile)} tokens/s" in parse_page(path).text
+    [svg] = charts_in(path, "Throughput")
+    [line] = drawn_lines(svg, "curve s-green")
+    assert statistics.fmean(y for _, y in line) == pytest.approx(tile, rel=0.05)
+
+
+@pytest.mark.parametrize("width", [360, 470, 1128])
+def test_title_and_note_never_overlap(width):
+    for title, note in (("Where each step's time went", "seconds, bars: means of 3 steps"), ("Loss", "GiB")):
+        plot = Plot(title, Axis.around([0, 1]), Axis.around([0, 1]), width=width, note=note)
+        svg = ElementTree.fromstring(plot.svg())
+        [head] = [e for e in svg.iter() if e.text == title and e.tag.endswith("text")]
+        [aside] = [e for e in svg.iter() if e.text == note]
+        # Seven pixels and a half a character are more than the 13 px bold font takes on average.
+        free = width - 7.5 * len(title) - 6.5 * len(note)
+        assert aside.get("y") == head.get("y") if free > 20 else aside.get("y") > head.get("y")
+
+
+def test_report_shows_command_commit_and_options_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "sys.orig_argv", ["/env/bin/python", "/env/bin/colocate", "train", "run.yaml", "--hub_token", "hf_x"]
+    )
+    args = GRPOConfig(output_dir=str(tmp_path), learning_rate=3e-4, hub_token="hf_x", use_cpu=True)
+    told = redacted(provenance(args))
+    assert told["command"] == "colocate train run.yaml --hub_token <HUB_TOKEN>"
+    assert told["options"]["learning_rate"] == 3e-4 and told["options"]["hub_token"] == "<HUB_TOKEN>"
+    assert "temperature" not in told["options"]  # it is at its default
+    log = RunLog(tmp_path)
+    log.describe({**told, "commit": "0123abc-dirty"})
+    log.log_step(1, {"reward": 0.25}, epoch=0.1, timeline={})
+    log.close()
+    page = parse_page(write_report(tmp_path))
+    for text in (told["command"], "Commit 0123abc-dirty", "learning_rate", "0.0003"):
+        assert text in page.text, text
+
+
+def test_commit_is_that_of_the_repository_around(tmp_path):
+    assert commit_of(tmp_path) is None
+
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "--quiet")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "--quiet", "--message", "one")
+    commit = git("rev-parse", "HEAD")
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "file").write_text("2")
+    assert commit_of(tmp_path) == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/env/bin/python", "/env/bin/colocate", "train", "a b.yaml"], "colocate train 'a b.yaml'"),
+        (["/usr/bin/python3", "train.py", "--seed", "1"], "python3 train.py --seed 1"),
+        (["python", "-m", "colocate", "train"], "python -m colocate train"),
+        ([], ""),
+    ],
+)
+def test_command_is_what_was_typed(words, command):
+    assert command_of(words) == command
 
 
 # --- progress ---------------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from colocate.reporting.plots import Axis, Plot, compact, smooth
-from colocate.reporting.run import Run, finite_or_zero, number
-from colocate.reporting.theme import CATEGORY_COLORS, PHASE_COLORS, color_of
+from colocate.reporting.plots import Axis, Plot, compact, course, smooth
+from colocate.reporting.run import Run
+from colocate.reporting.theme import PHASE_COLORS, color_of
 
-GIB = 2**30
 _CHARTED = {"entropy", "kl", "cispo_clip_ratio", "grad_norm", "loss", "learning_rate", "frac_reward_zero_std"}
 
 
@@ -29,26 +28,32 @@ def smoothing_window(num_steps: int) -> int:
 
 
 def reward_chart(run: Run, size: tuple[int, int]) -> str | None:
-    """Reward by step: each step, the running mean, the spread over completions, evaluations."""
+    """Reward by step: each step, the running mean, its standard error over completions, evaluations.
+
+    The band is mean ± std / √n with the unbiased deviation of a step's n completions. It stays within the
+    rewards that were seen, since the largest of n values is at least std / √n above their mean (Brunk's
+    inequality); a band of mean ± std would leave [0, 1] where rewards are 0 or 1.
+    """
     reward = run.metric("reward")
     if not _has_data(reward):
         return None
     window = smoothing_window(len(reward))
     mean = smooth(reward, window)
-    spread = smooth(run.metric("reward_std"), window)
-    lows = [m - s for m, s in zip(mean, spread, strict=True)]
-    highs = [m + s for m, s in zip(mean, spread, strict=True)]
+    root = math.sqrt(run.completions_per_rollout)
+    errors = smooth([std / root for std in run.metric("reward_std")], window)
+    lows = [m - e for m, e in zip(mean, errors, strict=True)]
+    highs = [m + e for m, e in zip(mean, errors, strict=True)]
     eval_x, eval_y = run.eval_metric("eval_reward")
     legend = [("each step", "blue", "faint"), (f"mean of {window} steps", "blue", "line")]
     if window == 1:
         legend = [("each step", "blue", "line")]
     if _has_data(lows):
-        legend.append(("± std over completions", "blue", "band"))
+        legend.append(("± standard error", "blue", "band"))
     if eval_y:
         legend.append(("held-out evaluation", "orange", "dot"))
     plot = Plot(
         "Reward",
-        _step_axis(run.x + eval_x, size[0]),
+        step_axis(run.x + eval_x, size[0]),
         Axis.around([*reward, *lows, *highs, *eval_y]),
         legend=legend,
         width=size[0],
@@ -58,6 +63,9 @@ def reward_chart(run: Run, size: tuple[int, int]) -> str | None:
     _noisy_line(plot, run.x, reward, "blue")
     plot.hover(run.x, lambda i: f"step {run.x[i]:.0f}: reward {compact(reward[i])}, mean {compact(mean[i])}")
     plot.points(eval_x, eval_y, "orange")
+    plot.describe(course("reward", reward))
+    if eval_y:
+        plot.describe(course("held-out reward", eval_y))
     return plot.svg()
 
 
@@ -70,11 +78,13 @@ def metric_chart(
     log: bool = False,
     percent: bool = False,
     note: str = "",
+    around: tuple[float, ...] = (),
 ) -> str | None:
     """Metrics by step, each as its values and, in a long run, their running mean.
 
     Args:
         log: on powers of ten, if the values span enough of them.
+        around: values that the axis shows in any case, so that noise does not look like a signal.
     """
     curves = [curve for curve in curves if _has_data(run.metric(curve.metric))]
     if not curves:
@@ -84,15 +94,16 @@ def metric_chart(
     log = log and max(positive, default=1.0) > 30 * min(positive, default=1.0)
     several = len(curves) > 1
     axis = Axis.around(
-        [v for column in values.values() for v in column],
+        [*around, *(v for column in values.values() for v in column)],
         zero=zero,
         log=log,
         format=(lambda v: f"{100 * v:.3g}%") if percent else None,
     )
     legend = [(curve.label, curve.color, "line") for curve in curves] if several else []
-    plot = Plot(title, _step_axis(run.x), axis, legend=legend, note=note)
+    plot = Plot(title, step_axis(run.x), axis, legend=legend, note=note)
     for curve in curves:
         _noisy_line(plot, run.x, values[curve.metric], curve.color)
+        plot.describe(course(curve.label, values[curve.metric], percent=percent))
 
     def describe(i: int) -> str:
         shown = ", ".join(f"{c.label} {compact(values[c.metric][i], 4)}" for c in curves)
@@ -110,7 +121,7 @@ def length_chart(run: Run) -> str | None:
     lows, highs = run.metric("completions/min_length"), run.metric("completions/max_length")
     plot = Plot(
         "Completion length",
-        _step_axis(run.x),
+        step_axis(run.x),
         Axis.around([*mean, *lows, *highs], zero=True),
         legend=[("mean", "blue", "line"), ("shortest to longest", "blue", "band")],
         note="tokens",
@@ -123,23 +134,28 @@ def length_chart(run: Run) -> str | None:
             f"step {run.x[i]:.0f}: mean {compact(mean[i])}, {compact(lows[i])} to {compact(highs[i])} tokens"
         ),
     )
+    plot.describe(course("mean length in tokens", mean))
     return plot.svg()
 
 
 def throughput_chart(run: Run, size: tuple[int, int]) -> str | None:
-    """Prompt and completion tokens per second of wall time."""
+    """Prompt and completion tokens per second of wall time.
+
+    The running mean weighs each step by its seconds, as the run's own throughput does.
+    """
     speed = run.tokens_per_second
     if not _has_data(speed):
         return None
     plot = Plot(
         "Throughput",
-        _step_axis(run.x),
+        step_axis(run.x),
         Axis.around(speed, zero=True),
         width=size[0],
         height=size[1],
         note="tokens/s",
     )
-    _noisy_line(plot, run.x, speed, "green")
+    _noisy_line(plot, run.x, speed, "green", run.wall_s)
+    plot.describe(course("throughput in tokens per second", speed))
     plot.hover(run.x, lambda i: f"step {run.x[i]:.0f}: {compact(speed[i])} tokens/s")
     return plot.svg()
 
@@ -161,7 +177,7 @@ def time_chart(run: Run, size: tuple[int, int]) -> str | None:
     edges = [run.x[rows[0]] - 0.5 for rows in groups]
     plot = Plot(
         "Where each step's time went",
-        _step_axis([edges[0], edges[-1] + widths[-1]], size[0]),
+        step_axis([edges[0], edges[-1] + widths[-1]], size[0]),
         Axis.around([sum(bar.values()) for bar in heights], zero=True),
         legend=[(name, phase_color(run, name), "box") for name in names],
         width=size[0],
@@ -182,157 +198,9 @@ def time_chart(run: Run, size: tuple[int, int]) -> str | None:
                     gap=1 if len(groups) <= 60 else 0.4,
                 )
                 base += seconds
-    return plot.svg()
-
-
-def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None) -> str | None:
-    """One typical step: memory by what holds it, over the step's seconds.
-
-    A phase with points is drawn as it went; any other at its fullest moment.
-    """
-    index = run.typical_step()
-    if index is None:
-        return None
-    spans = run.spans[index]
-    rest = "workspace" if any(span["points"] for span in spans) else "in use"
-    drawn = [MemoryCurve(span) if span["points"] else _stack(span, rest) for span in spans]
-    names = list(dict.fromkeys(name for part in drawn for name in _names_in(part)))
-    # What came and went goes on top of what stayed, and what is not known on top of what is.
-    names.sort(key=lambda name: _TOP.index(name) if name in _TOP else -1)
-    unknown = [name for name in names if name not in CATEGORY_COLORS]
-    colors = {name: color_of(name, CATEGORY_COLORS, unknown) for name in names}
-    highest = max(part.highest if isinstance(part, MemoryCurve) else sum(part.values()) for part in drawn)
-    limit = run.limit_bytes / GIB
-    shows_limit = highest > 0.4 * limit
-    plot = Plot(
-        title or f"Memory through one step (step {run.x[index]:.0f})",
-        Axis.around([0.0, run.wall_s[index], *(span["end_s"] for span in spans)], tight=True, num_ticks=6),
-        Axis.around([0.0, highest, *([limit * 1.04] if shows_limit else [])], zero=True),
-        legend=[
-            (_category_label(name, names), colors[name], "box")
-            for name in names
-            if name != "other" or "workspace" not in names
-        ],
-        width=size[0],
-        height=size[1],
-        x_label="seconds since the step began",
-        note="GiB",
-    )
-    for span, part in zip(spans, drawn, strict=True):
-        if isinstance(part, MemoryCurve):
-            part.draw(plot, colors, names)
-            _label_span(plot, span["phase"], span["start_s"], span["end_s"], part.lowest)
-            continue
-        base = 0.0
-        for name in names:
-            if part.get(name, 0.0) > 0:
-                hover = f"{span['phase']}: {_category_label(name, names)} {compact(part[name])} GiB"
-                plot.box(
-                    (span["start_s"], span["end_s"]), (base, base + part[name]), colors[name], hover, gap=1.5
-                )
-                base += part[name]
-        _label_span(plot, span["phase"], span["start_s"], span["end_s"], base)
-    if shows_limit:
-        plot.rule(limit, f"device: {compact(limit)} GiB")
-    return plot.svg()
-
-
-_TOP = ("activations", "logits", "workspace", "in use")
-
-
-class MemoryCurve:
-    """The memory of a phase from point to point, in GiB, by what holds it.
-
-    Of what is in use beyond the categories that are known, what was there when the phase began is "other"
-    (the CUDA context, on a CPU all of Python), and what came in it is taken for activations. Between two
-    points it is drawn as changing evenly, which is how layers, one like the other, fill and empty it.
-    """
-
-    def __init__(self, span: dict) -> None:
-        """`span` is one of `Run.spans` that has points."""
-        points = span["points"]
-        self._phase = span["phase"]
-        self.xs = [span["start_s"], *(number(point["at_s"]) for point in points), span["end_s"]]
-        # The categories are not asked at the ends: there they are taken to be as at the points beside them.
-        sampled = [_sizes(point) for point in points]
-        moments = [{**_sizes(span), **sizes} for sizes in (sampled[0], *sampled, sampled[-1])]
-        totals = [span.get("before_bytes"), *(point["in_use_bytes"] for point in points)]
-        totals.append(span.get("after_bytes"))
-        unknown = [
-            max(0.0, finite_or_zero(total) / GIB - sum(moment.values()))
-            for moment, total in zip(moments, totals, strict=True)
-        ]
-        for moment, size in zip(moments, unknown, strict=True):
-            moment["other"] = min(size, unknown[0])
-            moment["activations"] = size - moment["other"]
-        self.heights = {name: [moment.get(name, 0.0) for moment in moments] for name in moments[0]}
-        self.totals = [sum(moment.values()) for moment in moments]
-        # By interval between two points: what came and went in it, beyond the fuller of its ends.
-        self.transients = [
-            (
-                str(point.get("transient", "workspace")),
-                max(0.0, number(point["peak_bytes"]) / GIB - max(self.totals[i : i + 2])),
-            )
-            for i, point in enumerate(points)
-        ]
-
-    @property
-    def highest(self) -> float:
-        pairs = zip(self.totals[:-1], self.totals[1:], [*self.transients, ("", 0.0)], strict=True)
-        return max(max(start, end) + extra for start, end, (_, extra) in pairs)
-
-    @property
-    def lowest(self) -> float:
-        """The least that is in use at a point."""
-        return min(self.totals)
-
-    def draw(self, plot: Plot, colors: dict[str, str], names: Sequence[str]) -> None:
-        base = [0.0] * len(self.xs)
-        for name in names:
-            heights = self.heights.get(name, [0.0])
-            if max(heights) > 0:
-                top = [low + height for low, height in zip(base, heights, strict=True)]
-                hover = f"{self._phase}: {_category_label(name, names)} at most {compact(max(heights))} GiB"
-                plot.area(self.xs, base, top, colors[name], hover)
-                base = top
-        for i, (name, extra) in enumerate(self.transients):
-            if extra > 0:
-                top = [total + extra for total in self.totals[i : i + 2]]
-                hover = f"{self._phase}: {_category_label(name, names)} {compact(extra)} GiB"
-                plot.area(self.xs[i : i + 2], self.totals[i : i + 2], top, colors[name], hover)
-
-
-def _names_in(part: MemoryCurve | dict[str, float]) -> list[str]:
-    if isinstance(part, dict):
-        return list(part)
-    held = [name for name, heights in part.heights.items() if max(heights) > 0]
-    return held + [name for name, extra in part.transients if extra > 0]
-
-
-def peak_memory_chart(run: Run) -> str | None:
-    """The fullest moment of each phase, by step."""
-    names = list(dict.fromkeys(span["phase"] for spans in run.spans for span in spans))
-    if not names:
-        return None
-    peaks = {name: [_phase_peak(spans, name) for spans in run.spans] for name in names}
-    highest = max(v for column in peaks.values() for v in column if math.isfinite(v))
-    limit = run.limit_bytes / GIB
-    shows_limit = highest > 0.4 * limit
-    plot = Plot(
-        "Peak memory by phase",
-        _step_axis(run.x),
-        Axis.around([highest, *([limit * 1.04] if shows_limit else [])], zero=True),
-        legend=[(name, phase_color(run, name), "line") for name in names],
-        note="GiB",
-    )
-    for name in names:
-        plot.line(run.x, peaks[name], phase_color(run, name))
-    if shows_limit:
-        plot.rule(limit, f"device: {compact(limit)} GiB")
-    plot.hover(
-        run.x,
-        lambda i: f"step {run.x[i]:.0f}: " + ", ".join(f"{n} {compact(peaks[n][i])} GiB" for n in names),
-    )
+    total = sum(run.phase_totals[name] for name in names)
+    parts = ", ".join(f"{name} {100 * run.phase_totals[name] / total:.0f}%" for name in names)
+    plot.describe(f"Share of the time: {parts}")
     return plot.svg()
 
 
@@ -387,6 +255,8 @@ def metric_charts(run: Run) -> list[str]:
                 Curve("sampling/importance_sampling_ratio/mean", "mean", "blue"),
                 Curve("sampling/importance_sampling_ratio/max", "max", "orange"),
             ],
+            note="1: same policy",
+            around=(0.9, 1.1),
         ),
     ]
     return [chart for chart in charts if chart]
@@ -415,16 +285,18 @@ def reward_functions_chart(run: Run) -> str | None:
     return metric_chart(run, "Reward by function", curves)
 
 
-def _step_axis(steps: Sequence[float], width: int = 360) -> Axis:
+def step_axis(steps: Sequence[float], width: int = 360) -> Axis:
     return Axis.around(steps, tight=True, whole=True, num_ticks=8 if width > 500 else 4)
 
 
-def _noisy_line(plot: Plot, xs: Sequence[float], ys: Sequence[float], color: str) -> None:
-    """The values and, in a long run where they hide the trend, their running mean over them."""
+def _noisy_line(
+    plot: Plot, xs: Sequence[float], ys: Sequence[float], color: str, weights: Sequence[float] | None = None
+) -> None:
+    """The values and, in a long run where they hide the trend, their (weighted) running mean over them."""
     window = smoothing_window(len(xs))
     plot.line(xs, ys, color, "faint" if window > 1 else "curve")
     if window > 1:
-        plot.line(xs, smooth(ys, window), color)
+        plot.line(xs, smooth(ys, window, weights), color)
 
 
 def _has_data(values: Sequence[float]) -> bool:
@@ -436,35 +308,3 @@ def _mean_seconds(run: Run, rows: Sequence[int], phase: str) -> float:
     if phase == "other":
         total += sum(run.wall_s[i] - sum(run.phases[i].values()) for i in rows)
     return total / len(rows)
-
-
-def _phase_peak(spans: Sequence[dict], phase: str) -> float:
-    return max((number(s["peak_bytes"]) / GIB for s in spans if s["phase"] == phase), default=math.nan)
-
-
-def _stack(span: dict, rest_name: str) -> dict[str, float]:
-    """GiB by category that holds any; `rest_name` is what the peak holds beyond them."""
-    stack = {name: size for name, size in _sizes(span).items() if size}
-    rest = number(span["peak_bytes"]) / GIB - sum(stack.values())
-    return {**stack, rest_name: rest} if rest > 0 else stack
-
-
-def _sizes(part: dict) -> dict[str, float]:
-    """GiB of the categories of a span or of a point."""
-    categories = part.get("categories")
-    known = categories.items() if isinstance(categories, dict) else ()
-    return {name: finite_or_zero(size) / GIB for name, size in known}
-
-
-def _category_label(name: str, names: Sequence[str]) -> str:
-    if name == "in use" and len(names) > 1:
-        return "activations, gradients, other"
-    if name == "workspace":  # the two have one colour
-        return "workspace, other"
-    return name.replace("_", " ").replace("kv", "KV")
-
-
-def _label_span(plot: Plot, phase: str, start: float, end: float, top: float) -> None:
-    """The phase's name inside its box, if it fits there."""
-    if plot.x(end) - plot.x(start) > 7 * len(phase) + 8 and plot.y(0.0) - plot.y(top) > 22:
-        plot.label((start + end) / 2, top / 2, phase)

@@ -22,6 +22,7 @@ from colocate.redaction import redacted
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress
+from colocate.reporting.provenance import provenance
 from colocate.reporting.run_log import RunLog
 
 TRAINER_STATE_FILE = "trainer_state.json"
@@ -134,6 +135,7 @@ class Journal:
                 "run_id": self.run_id,
                 "run_name": self.args.run_name,
                 **description,
+                **provenance(self.args),
                 "versions": versions,
             }
             self._run_log.describe(redacted(description))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from colocate.reporting import charts
+from colocate.reporting import charts, memory_charts
 from colocate.reporting.run import read_run
 from colocate.reporting.theme import plot_rules, stylesheet
 
@@ -23,7 +23,8 @@ def write_picture(run_dir: str | Path) -> Path:
     size = (470, _HEIGHT)
     panels = [
         charts.reward_chart(run, size),
-        charts.step_memory_chart(run, size, "One step: time and memory") or charts.time_chart(run, size),
+        memory_charts.step_memory_chart(run, size, "One step: time and memory")
+        or charts.time_chart(run, size),
     ]
     drawn = [panel for panel in panels if panel]
     if not drawn:

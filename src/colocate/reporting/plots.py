@@ -18,6 +18,7 @@ from itertools import pairwise
 MAX_POINTS = 500  # per line: more than the pixels of a small plot, few enough to keep a page light
 MAX_HOVERS = 100
 CHARACTER_PX = 6.0  # of the 11 px font, on average; decides when a legend needs another row
+_TITLE_PX = 7.2  # of the 13 px bold font of titles
 Legend = Sequence[tuple[str, str, str]]  # (name, colour, "line" | "faint" | "band" | "dot" | "box")
 
 
@@ -110,20 +111,23 @@ class Plot:
         x_label: str = "step",
         note: str = "",
     ) -> None:
-        """`note` stands to the right of the title: units, or what the line means."""
+        """`note` is units, or what the line means: right of the title, below it where there is no room."""
         self._x, self._y = x, y
         self._width, self._height = width, height
         self._marks: list[str] = []
         self._left = 16 + max((CHARACTER_PX * len(y.text(tick)) for tick in y.ticks), default=0.0)
-        legend_svg, num_rows = _legend(legend, width)
-        self._top = 30.0 + 17 * num_rows
+        fits = _TITLE_PX * len(title) + CHARACTER_PX * len(note) + 12 <= width
+        note_row = 0 if fits else 17
+        legend_svg, num_rows = _legend(legend, width, top=29 + note_row)
+        self._top = 30.0 + note_row + 17 * num_rows
         self._right, self._bottom = width - 14.0, height - 36.0
         self._head = [
             f'<text class="title" x="0" y="14">{escape(title)}</text>',
-            f'<text x="{width}" y="14" text-anchor="end">{escape(note)}</text>' if note else "",
+            _note(note, width, note_row) if note else "",
             *legend_svg,
         ]
         self._title, self._x_label = title, x_label
+        self._description: list[str] = []
 
     def x(self, value: float) -> float:
         return self._left + self._x.fraction(value) * (self._right - self._left)
@@ -220,12 +224,17 @@ class Plot:
                 f'height="{self._bottom - self._top:.1f}"><title>{escape(texts(i))}</title></rect>'
             )
 
+    def describe(self, sentence: str) -> None:
+        """Add to what the picture says to who cannot see it."""
+        self._description.append(sentence)
+
     def svg(self) -> str:
+        spoken = self._title + "".join(f". {sentence}" for sentence in self._description)
         body = "".join([*self._head, *self._axes(), *self._marks])
         return (
             f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" width="{self._width}" '
             f'height="{self._height}" viewBox="0 0 {self._width} {self._height}" role="img" '
-            f'aria-label="{escape(self._title)}">{body}</svg>'
+            f'aria-label="{escape(spoken)}">{body}</svg>'
         )
 
     def _axes(self) -> list[str]:
@@ -277,19 +286,52 @@ def decimate(
     return [xs[i] for i in keep], [ys[i] for i in keep]
 
 
-def smooth(ys: Sequence[float], window: int) -> list[float]:
-    """Running mean over `window` values centred on each, fewer at the ends; NaN does not count and stays."""
-    sums, counts = [0.0], [0]
-    for y in ys:
-        finite = math.isfinite(y)
-        sums.append(sums[-1] + (y if finite else 0.0))
-        counts.append(counts[-1] + finite)
+def smooth(ys: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
+    """Running mean over `window` values centred on each, fewer at the ends; NaN does not count and stays.
+
+    Args:
+        weights: of the values in the mean, positive; all equal if None.
+    """
+    sums, totals = [0.0], [0.0]
+    for y, weight in zip(ys, weights or [1.0] * len(ys), strict=True):
+        counted = weight if math.isfinite(y) else 0.0
+        sums.append(sums[-1] + (y * weight if counted else 0.0))
+        totals.append(totals[-1] + counted)
     means = []
     for i, y in enumerate(ys):
         first, last = max(0, i - window // 2), min(len(ys), i + window // 2 + 1)
-        count = counts[last] - counts[first]
-        means.append((sums[last] - sums[first]) / count if math.isfinite(y) else math.nan)
+        total = totals[last] - totals[first]
+        means.append((sums[last] - sums[first]) / total if math.isfinite(y) and total else math.nan)
     return means
+
+
+def ends(ys: Sequence[float]) -> tuple[float, float, int]:
+    """Means of the first and of the last few finite values (a tenth of them, ten at most); how many each."""
+    finite = [y for y in ys if math.isfinite(y)]
+    if not finite:
+        return math.nan, math.nan, 0
+    count = max(1, min(10, len(finite) // 10))
+    return sum(finite[:count]) / count, sum(finite[-count:]) / count, count
+
+
+def course(name: str, ys: Sequence[float], *, percent: bool = False) -> str:
+    """What a curve does, in words: "reward rises from 0.42 to 0.92, between 0.4 and 0.95"."""
+    first, last, count = ends(ys)
+    if not count:
+        return f"{name} has no values"
+
+    def text(y: float) -> str:
+        return f"{compact(100 * y)}%" if percent else compact(y)
+
+    finite = [y for y in ys if math.isfinite(y)]
+    low, high = min(finite), max(finite)
+    if text(low) == text(high):
+        return f"{name} stays at {text(low)}"
+    if abs(last - first) <= 0.1 * (high - low) or text(first) == text(last):
+        way = f"begins at {text(first)} and ends at {text(last)}"
+    else:
+        way = f"{'rises' if last > first else 'falls'} from {text(first)} to {text(last)}"
+    return f"{name} {way}, between {text(low)} and {text(high)}"
 
 
 def nice_step(raw: float) -> float:
@@ -343,15 +385,21 @@ def _runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[tuple[float, fl
     return [run for run in runs if run]
 
 
-def _legend(legend: Legend, width: int) -> tuple[list[str], int]:
-    """The keys from left to right, and the number of rows that they fill."""
+def _note(note: str, width: int, row_px: int) -> str:
+    """The note at the right of the title's line, or at the left of the line below it."""
+    place = f'x="0" y="{14 + row_px}"' if row_px else f'x="{width}" y="14" text-anchor="end"'
+    return f"<text {place}>{escape(note)}</text>"
+
+
+def _legend(legend: Legend, width: int, top: int) -> tuple[list[str], int]:
+    """The keys from left to right, from `top` pixels on, and the number of rows that they fill."""
     parts, x, row = [], 0.0, 0
     for name, color, kind in legend:
         name = name if len(name) <= 40 else name[:39] + "…"
         needed = 20 + CHARACTER_PX * len(name) + 14
         if x > 0 and x + needed - 14 > width:
             x, row = 0.0, row + 1
-        y = 29 + 17 * row
+        y = top + 17 * row
         if kind in ("band", "box"):
             swatch = f'<rect class="{kind} f-{color}" x="{x:.1f}" y="{y - 5}" width="14" height="10" rx="2"/>'
         elif kind == "dot":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from colocate.reporting import charts
+from colocate.reporting import charts, memory_charts
 from colocate.reporting.completions import as_text
-from colocate.reporting.plots import compact
+from colocate.reporting.plots import compact, ends
 from colocate.reporting.run import Run, number, read_run
 from colocate.reporting.theme import COLORS, FONT, plot_rules, stylesheet
 
@@ -52,6 +53,9 @@ h3{{font-size:14px;margin:0 0 10px;color:var(--muted);font-weight:600}}
 .sample pre.prompt{{color:var(--muted);max-height:110px;border-left:2px solid var(--line);padding-left:10px}}
 .chip{{display:inline-block;background:var(--page);border:1px solid var(--line);border-radius:20px;
  padding:0 9px;margin:0 6px 4px 0;font-size:12.5px;font-variant-numeric:tabular-nums}}
+.origin pre{{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;
+ white-space:pre-wrap;overflow-wrap:anywhere;margin:0 0 8px}}
+.options td{{text-align:left;overflow-wrap:anywhere;vertical-align:top}}.options td+td{{color:var(--muted)}}
 footer{{color:var(--muted);font-size:13px;margin-top:32px}}
 details summary{{cursor:pointer;color:var(--muted);margin-top:14px}}
 details[open] summary{{margin-bottom:12px}}
@@ -77,6 +81,7 @@ def write_report(run_dir: str | Path) -> Path:
             _time(run),
             _memory(run),
             _completions(run),
+            _origin(run),
             _footer(run),
         ]
     )
@@ -104,11 +109,7 @@ def duration(seconds: float) -> str:
 
 def reward_ends(run: Run) -> tuple[float, float, int]:
     """Mean reward over the first and the last few steps (a tenth of the run, ten at most); how many."""
-    rewards = [value for value in run.metric("reward") if math.isfinite(value)]
-    if not rewards:
-        return math.nan, math.nan, 0
-    count = max(1, min(10, len(rewards) // 10))
-    return sum(rewards[:count]) / count, sum(rewards[-count:]) / count, count
+    return ends(run.metric("reward"))
 
 
 def _header(run: Run) -> str:
@@ -148,8 +149,8 @@ def _tiles(run: Run) -> str:
     if peaks:
         peak, phase = max(peaks)
         limit = run.limit_bytes
-        of = f" / {compact(limit / charts.GIB)}" if math.isfinite(limit) else ""
-        tiles.append(("Peak memory", f"{compact(peak / charts.GIB)}{of} GiB", f"in {phase}"))
+        of = f" / {compact(limit / memory_charts.GIB)}" if math.isfinite(limit) else ""
+        tiles.append(("Peak memory", f"{compact(peak / memory_charts.GIB)}{of} GiB", f"in {phase}"))
     return (
         '<div class="tiles">'
         + "".join(
@@ -211,8 +212,11 @@ def _share_of_time(run: Run) -> str:
 
 
 def _memory(run: Run) -> str:
-    wide, narrow = charts.step_memory_chart(run, TWO_THIRDS), charts.step_memory_chart(run, NARROW)
-    peaks = charts.peak_memory_chart(run)
+    wide, narrow = (
+        memory_charts.step_memory_chart(run, TWO_THIRDS),
+        memory_charts.step_memory_chart(run, NARROW),
+    )
+    peaks = memory_charts.peak_memory_chart(run)
     if wide is None or peaks is None:
         return ""
     cards = _wide_card(wide, narrow, "two") + _card(peaks)
@@ -250,6 +254,30 @@ def _clipped(entry: Any) -> str:
     text = as_text(entry)
     more = f"\n[{len(text) - MAX_TEXT:,} more characters]" if len(text) > MAX_TEXT else ""
     return escape(text[:MAX_TEXT] + more)
+
+
+def _origin(run: Run) -> str:
+    """The command, the commit and the options, as far as `run.json` has them."""
+    command, commit, options = (run.info.get(name) for name in ("command", "commit", "options"))
+    parts = []
+    if command:
+        parts.append(f"<pre>{escape(str(command))}</pre>")
+    if commit:
+        parts.append(f'<p class="facts">Commit {escape(str(commit))}</p>')
+    if isinstance(options, dict) and options:
+        rows = "".join(
+            f"<tr><td>{escape(str(name))}</td><td>{escape(_one_line(value))}</td></tr>"
+            for name, value in options.items()
+        )
+        parts.append(
+            f"<details><summary>Options that are not at their defaults ({len(options)})</summary>"
+            f'<table class="options">{rows}</table></details>'
+        )
+    return f'<h2>How it was run</h2><div class="card origin">{"".join(parts)}</div>' if parts else ""
+
+
+def _one_line(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _footer(run: Run) -> str:

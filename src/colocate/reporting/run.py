@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -95,15 +96,28 @@ class Run:
         names = [name for name in self.phase_totals if "/" not in name]
         return sorted(names, key=lambda name: name == "other")
 
+    @property
+    def completions_per_rollout(self) -> float:
+        """Completions of a rollout over all ranks; NaN if the record does not say."""
+        return number(_mapping(self.info.get("options")).get("generation_batch_size"))
+
     @cached_property
     def tokens_per_second(self) -> list[float]:
-        """Per step, from TRL's running count `num_tokens` and the step's wall time."""
+        """Tokens per second by step, from TRL's running count `num_tokens` and the steps' wall times.
+
+        The steps that a rollout feeds share its tokens: each has the rollout's tokens over the seconds of all
+        of them. On its own the step with the rollout would look too fast, and the others without tokens.
+        """
         tokens = self.metric("num_tokens")
-        before = [0.0 if self.x[0] == 1 else math.nan, *tokens]
-        return [
-            (now - then) / wall if wall > 0 and now >= then else math.nan
-            for then, now, wall in zip(before, tokens, self.wall_s, strict=False)
-        ]
+        speeds: list[float] = []
+        before = 0.0 if self.x[0] == 1 else math.nan
+        for now, group in groupby(range(len(tokens)), key=tokens.__getitem__):
+            rows = list(group)
+            wall = sum(self.wall_s[row] for row in rows)
+            known = wall > 0 and now >= before
+            speeds += [(now - before) / wall if known else math.nan] * len(rows)
+            before = now
+        return speeds
 
     @cached_property
     def spans(self) -> list[list[dict[str, Any]]]:

@@ -24,8 +24,9 @@ messages:
     {"step": 12, "prompt": "2 + 2 =", "completion": " 4", "rewards": {"accuracy_reward": 1.0},
      "advantage": 0.7}
 
-`run.json` is one object that describes the run. The report shows `run_name`, `model`, `dataset`, `device` and
-`versions` (a dict); all are optional. `run_id` is the same for a run and those that resume it.
+`run.json` is one object that describes the run. The report shows `run_name`, `model`, `dataset`, `device`,
+`versions` (a dict), `command`, `commit` and `options` (a dict of those that were set); all are optional.
+`run_id` is the same for a run and those that resume it.
 
 Only the main process writes.
 """

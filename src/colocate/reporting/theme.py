@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-# name: (on light, on dark). Chosen to stay apart for colour-blind readers and in greyscale print.
+# name: (on light, on dark). They stay apart for colour-blind readers and in greyscale print, and each has a
+# contrast of at least 3:1 with the card behind it.
 COLORS = {
     "blue": ("#2f6cb0", "#74aef0"),
     "orange": ("#d4763a", "#eda06a"),
     "green": ("#3f8f72", "#6fc4a4"),
-    "gold": ("#c79a2b", "#e0c05f"),
+    "gold": ("#a67f1e", "#e0c05f"),
     "purple": ("#7b62a8", "#b5a0e0"),
     "red": ("#b8505f", "#e58a97"),
-    "slate": ("#66758a", "#94a3b8"),
-    "gray": ("#c3c8d0", "#555c69"),
+    "slate": ("#4d5b70", "#94a3b8"),
+    "gray": ("#878f9e", "#6f7887"),
 }
 
 PHASE_COLORS = {
@@ -80,11 +81,13 @@ def plot_rules() -> str:
         "svg.plot text{fill:var(--muted)}",
         "svg.plot .title{fill:var(--text);font-size:13px;font-weight:600}",
         "svg.plot .key{fill:var(--text)}",
-        "svg.plot .label{fill:var(--card);font-weight:600}",
+        # A rim of the card's colour keeps the text readable on every fill.
+        "svg.plot .label{fill:var(--text);font-weight:600;stroke:var(--card);stroke-width:3px;"
+        "stroke-linejoin:round;paint-order:stroke}",
         ".grid{stroke:var(--line);stroke-width:1;fill:none}",
         ".rule{stroke:var(--muted);stroke-width:1;stroke-dasharray:4 3;fill:none}",
-        ".curve{fill:none;stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round}",
-        ".faint{fill:none;stroke-width:1;opacity:.35;stroke-linejoin:round}",
+        ".curve{fill:none;stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round}",
+        ".faint{fill:none;stroke-width:.9;opacity:.72;stroke-linejoin:round}",
         ".band{opacity:.16;stroke:none}",
         ".dot{stroke:var(--card);stroke-width:1.2}",
         ".hit{fill:transparent}",

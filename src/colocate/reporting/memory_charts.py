@@ -1,0 +1,199 @@
+"""The charts of memory: one step as it went, and the fullest moment of each phase."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from colocate.reporting.charts import phase_color, step_axis
+from colocate.reporting.plots import Axis, Plot, compact, course
+from colocate.reporting.run import Run, finite_or_zero, number
+from colocate.reporting.theme import CATEGORY_COLORS, color_of
+
+GIB = 2**30
+
+
+def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None) -> str | None:
+    """One typical step: memory by what holds it, over the step's seconds.
+
+    A phase with points is drawn as it went; any other at its fullest moment.
+    """
+    index = run.typical_step()
+    if index is None:
+        return None
+    spans = run.spans[index]
+    rest = "workspace" if any(span["points"] for span in spans) else "in use"
+    drawn = [MemoryCurve(span) if span["points"] else _stack(span, rest) for span in spans]
+    names = list(dict.fromkeys(name for part in drawn for name in _names_in(part)))
+    # What came and went goes on top of what stayed, and what is not known on top of what is.
+    names.sort(key=lambda name: _TOP.index(name) if name in _TOP else -1)
+    unknown = [name for name in names if name not in CATEGORY_COLORS]
+    colors = {name: color_of(name, CATEGORY_COLORS, unknown) for name in names}
+    highest = max(part.highest if isinstance(part, MemoryCurve) else sum(part.values()) for part in drawn)
+    limit = run.limit_bytes / GIB
+    shows_limit = highest > 0.4 * limit
+    plot = Plot(
+        title or f"Memory through one step (step {run.x[index]:.0f})",
+        Axis.around([0.0, run.wall_s[index], *(span["end_s"] for span in spans)], tight=True, num_ticks=6),
+        Axis.around([0.0, highest, *([limit * 1.04] if shows_limit else [])], zero=True),
+        legend=[
+            (_category_label(name, names), colors[name], "box")
+            for name in names
+            if name != "other" or "workspace" not in names
+        ],
+        width=size[0],
+        height=size[1],
+        x_label="seconds since the step began",
+        note="GiB",
+    )
+    for span, part in zip(spans, drawn, strict=True):
+        if isinstance(part, MemoryCurve):
+            part.draw(plot, colors, names)
+            _label_span(plot, span["phase"], span["start_s"], span["end_s"], part.lowest)
+            continue
+        base = 0.0
+        for name in names:
+            if part.get(name, 0.0) > 0:
+                hover = f"{span['phase']}: {_category_label(name, names)} {compact(part[name])} GiB"
+                plot.box(
+                    (span["start_s"], span["end_s"]), (base, base + part[name]), colors[name], hover, gap=1.5
+                )
+                base += part[name]
+        _label_span(plot, span["phase"], span["start_s"], span["end_s"], base)
+    if shows_limit:
+        plot.rule(limit, f"device: {compact(limit)} GiB")
+    peaks = {span["phase"]: number(span["peak_bytes"]) / GIB for span in spans}
+    plot.describe("Peaks in GiB: " + ", ".join(f"{name} {compact(peak)}" for name, peak in peaks.items()))
+    return plot.svg()
+
+
+_TOP = ("activations", "logits", "workspace", "in use")
+
+
+class MemoryCurve:
+    """The memory of a phase from point to point, in GiB, by what holds it.
+
+    Of what is in use beyond the categories that are known, what was there when the phase began is "other"
+    (the CUDA context, on a CPU all of Python), and what came in it is taken for activations. Between two
+    points it is drawn as changing evenly, which is how layers, one like the other, fill and empty it.
+    """
+
+    def __init__(self, span: dict) -> None:
+        """`span` is one of `Run.spans` that has points."""
+        points = span["points"]
+        self._phase = span["phase"]
+        self.xs = [span["start_s"], *(number(point["at_s"]) for point in points), span["end_s"]]
+        # The categories are not asked at the ends: there they are taken to be as at the points beside them.
+        sampled = [_sizes(point) for point in points]
+        moments = [{**_sizes(span), **sizes} for sizes in (sampled[0], *sampled, sampled[-1])]
+        totals = [span.get("before_bytes"), *(point["in_use_bytes"] for point in points)]
+        totals.append(span.get("after_bytes"))
+        unknown = [
+            max(0.0, finite_or_zero(total) / GIB - sum(moment.values()))
+            for moment, total in zip(moments, totals, strict=True)
+        ]
+        for moment, size in zip(moments, unknown, strict=True):
+            moment["other"] = min(size, unknown[0])
+            moment["activations"] = size - moment["other"]
+        self.heights = {name: [moment.get(name, 0.0) for moment in moments] for name in moments[0]}
+        self.totals = [sum(moment.values()) for moment in moments]
+        # By interval between two points: what came and went in it, beyond the fuller of its ends.
+        self.transients = [
+            (
+                str(point.get("transient", "workspace")),
+                max(0.0, number(point["peak_bytes"]) / GIB - max(self.totals[i : i + 2])),
+            )
+            for i, point in enumerate(points)
+        ]
+
+    @property
+    def highest(self) -> float:
+        pairs = zip(self.totals[:-1], self.totals[1:], [*self.transients, ("", 0.0)], strict=True)
+        return max(max(start, end) + extra for start, end, (_, extra) in pairs)
+
+    @property
+    def lowest(self) -> float:
+        """The least that is in use at a point."""
+        return min(self.totals)
+
+    def draw(self, plot: Plot, colors: dict[str, str], names: Sequence[str]) -> None:
+        base = [0.0] * len(self.xs)
+        for name in names:
+            heights = self.heights.get(name, [0.0])
+            if max(heights) > 0:
+                top = [low + height for low, height in zip(base, heights, strict=True)]
+                hover = f"{self._phase}: {_category_label(name, names)} at most {compact(max(heights))} GiB"
+                plot.area(self.xs, base, top, colors[name], hover)
+                base = top
+        for i, (name, extra) in enumerate(self.transients):
+            if extra > 0:
+                top = [total + extra for total in self.totals[i : i + 2]]
+                hover = f"{self._phase}: {_category_label(name, names)} {compact(extra)} GiB"
+                plot.area(self.xs[i : i + 2], self.totals[i : i + 2], top, colors[name], hover)
+
+
+def _names_in(part: MemoryCurve | dict[str, float]) -> list[str]:
+    if isinstance(part, dict):
+        return list(part)
+    held = [name for name, heights in part.heights.items() if max(heights) > 0]
+    return held + [name for name, extra in part.transients if extra > 0]
+
+
+def peak_memory_chart(run: Run) -> str | None:
+    """The fullest moment of each phase, by step."""
+    names = list(dict.fromkeys(span["phase"] for spans in run.spans for span in spans))
+    if not names:
+        return None
+    peaks = {name: [_phase_peak(spans, name) for spans in run.spans] for name in names}
+    highest = max(v for column in peaks.values() for v in column if math.isfinite(v))
+    limit = run.limit_bytes / GIB
+    shows_limit = highest > 0.4 * limit
+    plot = Plot(
+        "Peak memory by phase",
+        step_axis(run.x),
+        Axis.around([highest, *([limit * 1.04] if shows_limit else [])], zero=True),
+        legend=[(name, phase_color(run, name), "line") for name in names],
+        note="GiB",
+    )
+    for name in names:
+        plot.line(run.x, peaks[name], phase_color(run, name))
+        plot.describe(course(name, peaks[name]))
+    if shows_limit:
+        plot.rule(limit, f"device: {compact(limit)} GiB")
+    plot.hover(
+        run.x,
+        lambda i: f"step {run.x[i]:.0f}: " + ", ".join(f"{n} {compact(peaks[n][i])} GiB" for n in names),
+    )
+    return plot.svg()
+
+
+def _phase_peak(spans: Sequence[dict], phase: str) -> float:
+    return max((number(s["peak_bytes"]) / GIB for s in spans if s["phase"] == phase), default=math.nan)
+
+
+def _stack(span: dict, rest_name: str) -> dict[str, float]:
+    """GiB by category that holds any; `rest_name` is what the peak holds beyond them."""
+    stack = {name: size for name, size in _sizes(span).items() if size}
+    rest = number(span["peak_bytes"]) / GIB - sum(stack.values())
+    return {**stack, rest_name: rest} if rest > 0 else stack
+
+
+def _sizes(part: dict) -> dict[str, float]:
+    """GiB of the categories of a span or of a point."""
+    categories = part.get("categories")
+    known = categories.items() if isinstance(categories, dict) else ()
+    return {name: finite_or_zero(size) / GIB for name, size in known}
+
+
+def _category_label(name: str, names: Sequence[str]) -> str:
+    if name == "in use" and len(names) > 1:
+        return "activations, gradients, other"
+    if name == "workspace":  # the two have one colour
+        return "workspace, other"
+    return name.replace("_", " ").replace("kv", "KV")
+
+
+def _label_span(plot: Plot, phase: str, start: float, end: float, top: float) -> None:
+    """The phase's name inside its box, if it fits there."""
+    if plot.x(end) - plot.x(start) > 7 * len(phase) + 8 and plot.y(0.0) - plot.y(top) > 22:
+        plot.label((start + end) / 2, top / 2, phase)
