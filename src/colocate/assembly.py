@@ -6,14 +6,12 @@ import atexit
 import logging
 import math
 import os
-import uuid
 from typing import Any, TypeAlias
 
 import datasets
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -29,20 +27,14 @@ from colocate.config import GRPOConfig
 from colocate.data.prompts import validate_columns
 from colocate.data.sampler import PromptBatches
 from colocate.data.streams import settle_stream_options
+from colocate.engines import build as engines
 from colocate.engines.base import RolloutEngine
-from colocate.engines.native.engine import NativeEngine
-from colocate.engines.transformers_engine import TransformersEngine
-from colocate.engines.vllm.in_process import VLLMEngine
-from colocate.engines.vllm.logprobs_mode import mode_for
-from colocate.engines.vllm.memory import MAX_NUM_SEQS, whole_kv_cache_bytes
-from colocate.engines.vllm.server import VLLMServerEngine
-from colocate.engines.vllm.versions import installed_version
+from colocate.engines.build import EngineParts, engine_of_auto
 from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
 from colocate.options import check_engine
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
-from colocate.planning.shapes import ModelShapes
 from colocate.policy import cudnn_attention
 from colocate.policy.loading import (
     add_adapter,
@@ -232,107 +224,24 @@ def planned(planner: Planner) -> TrainPlan:
     return plan.train_plan
 
 
-def build_engine(model: nn.Module, args: GRPOConfig, accelerator: Accelerator) -> RolloutEngine:
+def build_engine(
+    model: nn.Module, args: GRPOConfig, accelerator: Accelerator, sampling: SamplingParams
+) -> RolloutEngine:
     """The engine that `args.engine` names; "auto" takes the native one for what it knows.
 
     Raises:
         ImportError: engine="vllm" without a vLLM that is supported.
         ValueError: an option that the engine which "auto" has come to does not support.
     """
-    name = args.engine
+    name, arguments = args.engine, arguments_of_model_generate(args.generation_kwargs)
     if name == "auto":
-        name, reason = _engine_of_auto(model, args)
+        name, reason = engine_of_auto(model, use_vllm=args.use_vllm, generate_arguments=in_words(arguments))
         if reason is not None and accelerator.is_main_process:
             logger.warning(reason)
         for notice in check_engine(args, name):
             if accelerator.is_main_process:
                 logger.warning(notice)
-    if name == "native":
-        return NativeEngine(
-            model,
-            max_num_seqs=args.max_num_seqs,
-            page_size=args.page_size,
-            kv_cache_tokens=args.kv_cache_tokens,
-            max_model_len=args.vllm_max_model_length,
-        )
-    if name == "vllm":
-        return VLLMEngine(
-            model,
-            max_num_seqs=args.max_num_seqs,
-            max_model_len=args.vllm_max_model_length,
-            tensor_parallel_size=args.vllm_tensor_parallel_size,
-            gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-            reserve_bytes=_moments_to_come(model, args),
-            usable_kv_cache_bytes=_usable_kv_cache_bytes(model, args),
-            weights=args.vllm_weights,
-            logprobs_mode=mode_for(sampling_params(args, ())),
-            enable_sleep_mode=args.vllm_enable_sleep_mode is not False,
-            model_impl=args.vllm_model_impl,
-            trust_remote_code=args.trust_remote_code,
-            engine_kwargs=args.vllm_engine_kwargs,
-        )
-    if name == "vllm_server":
-        # One server for all processes: what it is sent bears the same name from each.
-        (run_id,) = broadcast_object_list([uuid.uuid4().hex])
-        return VLLMServerEngine(
-            model,
-            base_url=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
-            is_main=accelerator.is_main_process,
-            barrier=accelerator.wait_for_everyone,
-            run_id=run_id,
-            output_dir=os.path.abspath(args.output_dir or "."),
-            on_server_loss=args.vllm_on_server_loss,  # type: ignore[arg-type]  # checked by the configuration
-            server_timeout_s=args.vllm_server_timeout,
-            group_host=args.vllm_group_host,
-            group_port=args.vllm_group_port,
-            max_in_flight=args.max_num_seqs or 256,
-        )
-    pad_token_id = causal_lm(model).generation_config.pad_token_id
-    return TransformersEngine(
-        model,
-        pad_token_id=pad_token_id,
-        max_num_seqs=args.max_num_seqs or 64,
-        generation_kwargs=arguments_of_model_generate(args.generation_kwargs),
-    )
-
-
-def _engine_of_auto(model: nn.Module, args: GRPOConfig) -> tuple[str, str | None]:
-    """The engine for an architecture and what is asked of it, and why if it is not the native one."""
-    if arguments := arguments_of_model_generate(args.generation_kwargs):
-        return "transformers", (
-            f"generation_kwargs asks for {in_words(arguments)}, which the native engine does not support (it "
-            "samples from the policy, without beams): completions come from transformers' model.generate, "
-            "which is slower and tells no log-probs."
-        )
-    if has_layout(model):
-        return "native", None
-    name = "vllm" if args.use_vllm and installed_version() is not None else "transformers"
-    return name, (
-        f"{type(causal_lm(model)).__name__} has no layout for the native engine: completions come from "
-        + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
-    )
-
-
-def _moments_to_come(model: nn.Module, args: GRPOConfig) -> int:
-    """Memory that the optimizer's first step takes and rollouts find taken: Adam's two float32 moments."""
-    if args.offload_optimizer:
-        return 0
-    return 8 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _usable_kv_cache_bytes(model: nn.Module, args: GRPOConfig) -> int | None:
-    """vLLM's KV cache on a GPU if all of a rollout decodes at once; None if nothing says how long it gets."""
-    assert args.generation_batch_size, "GRPOConfig derives it"
-    if args.vllm_max_model_length is None or not has_layout(model):
-        return None
-    group = args.vllm_tensor_parallel_size
-    num_seqs = group * max(args.generation_batch_size // args.world_size, args.per_device_eval_batch_size)
-    num_seqs = min(num_seqs, args.max_num_seqs or MAX_NUM_SEQS)
-    shapes = ModelShapes.of(model)
-    dtype = causal_lm(model).get_input_embeddings().weight.dtype
-    # A group divides the heads, down to one for each GPU.
-    per_token = shapes.kv_bytes_per_token(dtype) // min(group, shapes.num_kv_heads)
-    return whole_kv_cache_bytes(num_seqs, args.vllm_max_model_length, per_token)
+    return engines.build_engine(name, EngineParts(model, args, accelerator, sampling, arguments))
 
 
 def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

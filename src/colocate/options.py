@@ -22,6 +22,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeAlias
 
 from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES, check_choice
+from colocate.engines.build import ENGINES
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.option_values import shown
 from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
@@ -233,7 +234,7 @@ REPLACED_BY: dict[str, dict[str, str]] = {
 _LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "engine": ("auto", "native", "vllm", "vllm_server", "transformers"),
+    "engine": ("auto", *ENGINES),
     "vllm_mode": ("colocate", "server"),
     "vllm_on_server_loss": ("error", "wait"),
     "vllm_model_impl": ("auto", "vllm", "transformers"),

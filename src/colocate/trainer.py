@@ -133,8 +133,8 @@ class GRPOTrainer(TRLNames):
             planner=self.planner,
         )
         self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
-        self.engine = assembly.build_engine(self.model, args, self.accelerator)
         self.sampling = assembly.sampling_params(args, stop_token_ids(self.processing_class, self.model))
+        self.engine = assembly.build_engine(self.model, args, self.accelerator, self.sampling)
         self.agreement = Agreement(
             self.sampling, is_drawn_otherwise=bool(arguments_of_model_generate(args.generation_kwargs))
         )

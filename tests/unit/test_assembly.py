@@ -12,9 +12,9 @@ from engine_models import make_gpt2, make_model
 from packaging.version import Version
 from transformers.utils import logging as transformers_logging
 
-from colocate import assembly
-from colocate.assembly import build_engine, set_up_process
+from colocate.assembly import build_engine, sampling_params, set_up_process
 from colocate.config import GRPOConfig
+from colocate.engines.vllm import in_process, versions
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def test_seed_full_determinism_and_log_level(tmp_path, process_as_before):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    monkeypatch.setattr(assembly, "installed_version", lambda: Version("0.30"))
-    monkeypatch.setattr(assembly, "VLLMEngine", lambda model, **options: options)
-    accelerator = SimpleNamespace(is_main_process=True)
+    monkeypatch.setattr(versions, "installed_version", lambda: Version("0.30"))
+    monkeypatch.setattr(in_process, "VLLMEngine", lambda model, **options: options)
+    accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
 
     def build(model, **options):
         args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **options)
-        return build_engine(model, args, accelerator)
+        return build_engine(model, args, accelerator, sampling_params(args, ()))
 
     return build
 
@@ -70,7 +70,7 @@ def test_vllms_options_are_said_to_be_unread_where_a_model_has_a_layout(build, c
 
 
 def test_vllms_options_are_not_lost_without_vllm(build, monkeypatch):
-    monkeypatch.setattr(assembly, "installed_version", lambda: None)
+    monkeypatch.setattr(versions, "installed_version", lambda: None)
     with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported"):
         build(make_gpt2(), vllm_tensor_parallel_size=2)
 

@@ -1,0 +1,204 @@
+"""The rollout engines by name, and how each is made from a run's options.
+
+`ENGINES` is the one list of them: the option `engine` takes these names. An engine's own modules are imported
+when it is made, so that reading the list loads neither PyTorch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+
+    from colocate.engines.base import RolloutEngine
+    from colocate.types import SamplingParams
+
+
+class EngineOptions(Protocol):
+    """The options of a run that engines are made from; `GRPOConfig` documents each."""
+
+    output_dir: str | None
+    offload_optimizer: bool | None
+    trust_remote_code: bool
+    generation_batch_size: int | None
+    per_device_eval_batch_size: int
+    max_num_seqs: int | None
+    page_size: int | None
+    kv_cache_tokens: int | None
+    vllm_max_model_length: int | None
+    vllm_tensor_parallel_size: int
+    vllm_gpu_memory_utilization: float | None
+    vllm_enable_sleep_mode: bool | None
+    vllm_model_impl: str
+    vllm_weights: str
+    vllm_engine_kwargs: dict[str, Any] | None
+    vllm_server_base_url: str | None
+    vllm_server_host: str
+    vllm_server_port: int
+    vllm_server_timeout: float
+    vllm_on_server_loss: str
+    vllm_group_host: str | None
+    vllm_group_port: int
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What a run has ready when its engine is made.
+
+    Attributes:
+        model: the policy, possibly inside a PEFT wrapper, on the device to use.
+        sampling: how training's completions will be drawn.
+        generate_kwargs: arguments that only transformers' `model.generate` knows.
+    """
+
+    model: nn.Module
+    options: EngineOptions
+    accelerator: Accelerator
+    sampling: SamplingParams
+    generate_kwargs: Mapping[str, Any]
+
+
+def _native(parts: EngineParts) -> RolloutEngine:
+    from colocate.engines.native.engine import NativeEngine
+
+    return NativeEngine(
+        parts.model,
+        max_num_seqs=parts.options.max_num_seqs,
+        page_size=parts.options.page_size,
+        kv_cache_tokens=parts.options.kv_cache_tokens,
+        max_model_len=parts.options.vllm_max_model_length,
+    )
+
+
+def _vllm(parts: EngineParts) -> RolloutEngine:
+    from colocate.engines.vllm.in_process import VLLMEngine
+    from colocate.engines.vllm.logprobs_mode import mode_for
+
+    options = parts.options
+    return VLLMEngine(
+        parts.model,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.vllm_max_model_length,
+        tensor_parallel_size=options.vllm_tensor_parallel_size,
+        gpu_memory_utilization=options.vllm_gpu_memory_utilization,
+        reserve_bytes=0 if options.offload_optimizer else _moments_bytes(parts.model),
+        usable_kv_cache_bytes=_usable_kv_cache_bytes(parts),
+        weights=options.vllm_weights,
+        logprobs_mode=mode_for(parts.sampling),
+        enable_sleep_mode=options.vllm_enable_sleep_mode is not False,
+        model_impl=options.vllm_model_impl,
+        trust_remote_code=options.trust_remote_code,
+        engine_kwargs=options.vllm_engine_kwargs,
+    )
+
+
+def _vllm_server(parts: EngineParts) -> RolloutEngine:
+    from accelerate.utils import broadcast_object_list
+
+    from colocate.engines.vllm.server import VLLMServerEngine
+
+    options = parts.options
+    # One server for all processes: what it is sent bears the same name from each.
+    (run_id,) = broadcast_object_list([uuid.uuid4().hex])
+    return VLLMServerEngine(
+        parts.model,
+        base_url=options.vllm_server_base_url
+        or f"http://{options.vllm_server_host}:{options.vllm_server_port}",
+        is_main=parts.accelerator.is_main_process,
+        barrier=parts.accelerator.wait_for_everyone,
+        run_id=run_id,
+        output_dir=os.path.abspath(options.output_dir or "."),
+        on_server_loss=options.vllm_on_server_loss,  # type: ignore[arg-type]  # checked by the configuration
+        server_timeout_s=options.vllm_server_timeout,
+        group_host=options.vllm_group_host,
+        group_port=options.vllm_group_port,
+        max_in_flight=options.max_num_seqs or 256,
+    )
+
+
+def _transformers(parts: EngineParts) -> RolloutEngine:
+    from colocate.engines.transformers_engine import TransformersEngine
+    from colocate.weights.layouts import causal_lm
+
+    return TransformersEngine(
+        parts.model,
+        pad_token_id=causal_lm(parts.model).generation_config.pad_token_id,
+        max_num_seqs=parts.options.max_num_seqs or 64,
+        generation_kwargs=parts.generate_kwargs,
+    )
+
+
+ENGINES: dict[str, Callable[[EngineParts], RolloutEngine]] = {
+    "native": _native,
+    "vllm": _vllm,
+    "vllm_server": _vllm_server,
+    "transformers": _transformers,
+}
+"""By the name that the option `engine` has for it, what makes an engine; it raises what the engine raises."""
+
+
+def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
+    """The engine of that name in `ENGINES`, asleep.
+
+    Raises:
+        ImportError: `name` is "vllm" without a vLLM that is supported.
+    """
+    return ENGINES[name](parts)
+
+
+def engine_of_auto(
+    model: nn.Module, *, use_vllm: bool, generate_arguments: str = ""
+) -> tuple[str, str | None]:
+    """What engine="auto" means for a model, and a line that says why if that is not the native engine.
+
+    Args:
+        use_vllm: prefer an installed vLLM to `model.generate` where the model has no layout.
+        generate_arguments: in words, the arguments asked for that only `model.generate` knows.
+    """
+    from colocate.engines.vllm.versions import installed_version
+    from colocate.weights.layouts import causal_lm, has_layout
+
+    if generate_arguments:
+        return "transformers", (
+            f"generation_kwargs asks for {generate_arguments}, which the native engine does not support (it "
+            "samples from the policy, without beams): completions come from transformers' model.generate, "
+            "which is slower and tells no log-probs."
+        )
+    if has_layout(model):
+        return "native", None
+    name = "vllm" if use_vllm and installed_version() is not None else "transformers"
+    return name, (
+        f"{type(causal_lm(model)).__name__} has no layout for the native engine: completions come from "
+        + ("vLLM, which is started." if name == "vllm" else "model.generate, which is slower.")
+    )
+
+
+def _moments_bytes(model: nn.Module) -> int:
+    """Memory that the optimizer's first step takes and rollouts find taken: Adam's two float32 moments."""
+    return 8 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _usable_kv_cache_bytes(parts: EngineParts) -> int | None:
+    """vLLM's KV cache on a GPU if all of a rollout decodes at once; None if nothing says how long it gets."""
+    from colocate.engines.vllm.memory import MAX_NUM_SEQS, whole_kv_cache_bytes
+    from colocate.weights.layouts import has_layout, layout_for
+
+    options = parts.options
+    assert options.generation_batch_size, "GRPOConfig derives it"
+    if options.vllm_max_model_length is None or not has_layout(parts.model):
+        return None
+    group = options.vllm_tensor_parallel_size
+    own_seqs = options.generation_batch_size // parts.accelerator.num_processes
+    num_seqs = group * max(own_seqs, options.per_device_eval_batch_size)
+    num_seqs = min(num_seqs, options.max_num_seqs or MAX_NUM_SEQS)
+    layout = layout_for(parts.model)
+    kv_elements = 2 * len(layout.layers) * layout.num_kv_heads * layout.head_dim
+    # A group divides the heads, down to one for each GPU.
+    per_token = kv_elements * layout.dtype.itemsize // min(group, layout.num_kv_heads)
+    return whole_kv_cache_bytes(num_seqs, options.vllm_max_model_length, per_token)
