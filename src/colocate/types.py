@@ -19,6 +19,10 @@ class Prompt:
 
     A group of G completions may be split over data-parallel ranks, so a prompt names the members it wants
     rather than a count: rank 0 may ask for `range(0, 4)` and rank 1 for `range(4, 8)` of the same `key`.
+
+    Example: the run's third prompt, "2 + 2 =", four completions of it:
+
+        Prompt(token_ids=(17, 489, 17, 284), key=2, samples=range(4))
     """
 
     token_ids: tuple[int, ...]
@@ -39,7 +43,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn; one set for a whole rollout. Filters apply in the order listed."""
+    """How tokens are drawn; one set for a whole rollout. Filters apply in the order listed.
+
+    Example: at most 256 tokens, as likely as the policy has them, until token 2 ends the completion:
+
+        SamplingParams(max_tokens=256, temperature=1.0, stop_token_ids=(2,), seed=42)
+    """
 
     max_tokens: int
     """Completion tokens at most, the stop token included."""
@@ -56,6 +65,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """A completion ends with the first of these, which it includes."""
     seed: int = 0
+    """The run's seed. Two rollouts with equal seed, prompt keys and weights draw equal completions."""
 
     @property
     def is_plain(self) -> bool:
@@ -66,7 +76,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine generated for one member of one prompt's group."""
+    """What an engine generated for one member of one prompt's group.
+
+    Example: a space, "4" and the stop token, drawn with probabilities 0.98, 0.9 and 0.8 after five updates:
+
+        Completion(
+            token_ids=(220, 19, 2), logprobs=(-0.02, -0.11, -0.22), finish_reason="stop", policy_version=5
+        )
+    """
 
     token_ids: tuple[int, ...]
     """[C] with the stop token, if one was drawn."""
@@ -81,7 +98,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sample:
-    """A scored completion: all that training needs to know of it. Tensors live on the policy's device."""
+    """A scored completion: all that training needs to know of it. Tensors live on the policy's device.
+
+    Example: a completion of three tokens, better than its group by 0.7, one of 64 equally weighted in a step:
+
+        Sample(
+            prompt_ids=tensor([17, 489, 17, 284]), completion_ids=tensor([220, 19, 2]),
+            completion_mask=tensor([1.0, 1.0, 1.0]), advantage=0.7,
+            rollout_logprobs=tensor([-0.02, -0.11, -0.22]), loss_weight=1 / (64 * 3), prompt_key=2,
+        )
+    """
 
     prompt_ids: Tensor  # [P] int64
     completion_ids: Tensor  # [C] int64
@@ -94,12 +120,13 @@ class Sample:
     """Factor on the sum of this sequence's token losses: the loss type's normalisation, worked out over the
     whole optimizer step, so that cutting the step into other micro-batches does not change the gradient."""
     entropy_weight: float = 0.0
-    """Likewise for the entropy bonus."""
+    """Factor on the sum of this sequence's token entropies in the entropy bonus, worked out over the whole
+    optimizer step as `loss_weight` is."""
     entropy_threshold: float | None = None
     """Tokens with less entropy than this are left out of the policy loss; None keeps all."""
     prompt_key: int | None = None
     """Samples with an equal key have the same prompt, which training then computes once for all of them that
-    share a micro-batch. None: nobody's but its own."""
+    share a micro-batch. A sample without a key (None) shares its prompt with no other."""
 
     @property
     def num_tokens(self) -> int:

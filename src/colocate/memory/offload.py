@@ -29,7 +29,7 @@ from torch import Tensor, UntypedStorage
 from colocate.memory import host
 
 SLAB_BYTES = 256 * 2**20
-"""Of pinned memory taken at a time. The last slab may be smaller."""
+"""Pinned host memory is taken in slabs of this size; the last slab may be smaller."""
 
 _ALIGNMENT_BYTES = 512
 _SMALLEST_SLAB_BYTES = 2**20
@@ -38,7 +38,7 @@ _SMALLEST_SLAB_BYTES = 2**20
 class HostStore:
     """Host memory that tensors of one device are moved to and back. It grows when needed and is kept.
 
-    On a CPU it does the same, synchronously and without pinning, which frees nothing on the whole.
+    A store for the CPU copies, too, synchronously and without pinning: on the whole that frees nothing.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -50,7 +50,7 @@ class HostStore:
 
     @property
     def num_bytes(self) -> int:
-        """What is away now."""
+        """Bytes of the tensors that are on the host now."""
         return sum(moved.size_bytes for moved in self._away)
 
     @property
@@ -116,7 +116,7 @@ class HostStore:
         """Bring back what is still away; work launched from here on waits until all has arrived.
 
         Raises:
-            torch.OutOfMemoryError: as in `prefetch`.
+            torch.OutOfMemoryError: the device has not enough memory. Everything is still away.
         """
         self.prefetch()
         if self._arrival is not None:

@@ -10,13 +10,16 @@ ACTIVATION_POLICIES: tuple[ActivationPolicy, ...] = get_args(ActivationPolicy)
 """From the fastest to the one that takes least memory (`colocate.policy.stack`)."""
 
 ENOUGH_TOKENS = 8192
-"""A micro-batch of so many keeps a GPU's matrix products at full speed, so that cutting a larger one costs
-less than recomputing anything."""
+"""Micro-batches of this many tokens keep a GPU's matrix products at full speed. Cutting a larger micro-batch
+down to this size therefore costs less than recomputing any activation."""
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """None of it changes a gradient by more than the order of sums."""
+    """How a step's samples are cut into micro-batches and what the forward keeps for the backward.
+
+    A plan changes memory and time. It changes a gradient only by the order in which floats are added.
+    """
 
     activation_policy: ActivationPolicy = "keep"
     tokens_per_microbatch: int | None = None
@@ -24,9 +27,9 @@ class TrainPlan:
     times the step's longest sequence."""
     sequences_per_microbatch: int = 1
     logprob_chunk_size: int = 1024
-    """Tokens whose logits exist at a time."""
+    """Number of tokens whose logits [tokens, vocabulary] exist at the same time."""
     offload_optimizer: bool = False
-    """Whether masters and moments are on the host in rollout."""
+    """Whether the optimizer's masters and moments are moved to the host while the engine generates."""
     keep_softmax: bool = False
     """Whether the log-probs' forward keeps what the head's gradient needs of the softmax: one product of four
     less for 2 bytes per token and entry of the vocabulary (`colocate.policy.logprobs`)."""

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from colocate.policy.pack import Runs
 
 _OLDEST_VERSION = 91300
-"""Of cuDNN, in its own counting: with packed grouped-query attention, backward, in bounded workspaces."""
+"""The oldest version of cuDNN, in cuDNN's own counting, whose backward of packed grouped-query attention
+needs bounded workspaces."""
 
 _TILE_TOKENS = 128
 
@@ -33,7 +34,7 @@ def has_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
 
 
 def hopper_has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
-    """`has_cudnn` of a Hopper GPU, whether one is here or not."""
+    """Whether a Hopper GPU's `forward` and `backward` take tensors like these; asked also where none is."""
     return dtype in (torch.bfloat16, torch.float16) and head_size in (64, 128) and _is_installed()
 
 
@@ -59,8 +60,11 @@ def _is_installed() -> bool:
 def workspace_bytes(
     num_heads: int, num_kv_heads: int, head_size: int, num_queries: int, num_keys: int
 ) -> int:
-    """What `backward` takes beside its results, for so many tokens in all: the gradient of q in float32, with
-    grouped queries those of k and v per query head, and a number per query head."""
+    """Bytes that `backward` takes beside its results, for `num_queries` and `num_keys` tokens over all runs.
+
+    They hold the gradient of q in float32, one number per query and head and, with grouped queries, the
+    gradients of k and v for each query head.
+    """
     values = _bound(num_queries) + (2 * _bound(num_keys) if num_kv_heads < num_heads else 0)
     return 4 * num_heads * (head_size * values + _bound(num_queries))
 
@@ -86,8 +90,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `out` and `lse` may be those over more keys than these: then the gradients are
-    what these keys contribute.
+    """Gradients of q, k and v.
+
+    `out` and `lse` may come from attention over more keys than k has: then the gradients are what the keys in
+    k contribute.
 
     Args:
         grad, q, out: [T, H, D]; k, v: [S, K, D]; lse: [H, T] float32.
@@ -127,7 +133,8 @@ class _Uid(IntEnum):
     QUERY_LENGTHS = 10
     KEY_LENGTHS = 11
     QUERY_STARTS = 12
-    """Of runs in q, out and their gradients, in values; the next two, in k and v, and in the log-sum-exps."""
+    """Where each run begins in q, out and their gradients, counted in values. `KEY_STARTS` says it for k and
+    v, `LSE_STARTS` for the log-sum-exps."""
     KEY_STARTS = 13
     LSE_STARTS = 14
 
@@ -162,12 +169,13 @@ class _Case:
 
 
 def _bound(num_tokens: int) -> int:
-    """Of the tokens in all. Fine steps: workspaces are as large as this."""
+    """The number of tokens, rounded up, that a graph is made for. Steps are fine, as workspaces have this
+    size."""
     return _rounded_up(num_tokens, 16, _TILE_TOKENS)
 
 
 def _rounded_up(number: int, parts: int, step: int = 1) -> int:
-    """To a multiple of `step`, and of one of `parts` between one power of two and the next."""
+    """`number` rounded up to a multiple of `step`, and to one of `parts` steps between two powers of two."""
     step = max(step, (1 << number.bit_length() - 1) // parts)
     return -(-number // step) * step
 

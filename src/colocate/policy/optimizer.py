@@ -95,7 +95,7 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step, for the first parameter group."""
+        """Learning rate of the first parameter group in the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property

@@ -27,7 +27,7 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
 """With the reason."""
 
 LOW_RANK = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
-"""Those that project the gradients of `optim_target_modules`."""
+"""Optimizers that project the gradients of `optim_target_modules` to a low rank."""
 
 _PAGED = (
     *("paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"),

@@ -30,7 +30,8 @@ class Gradients:
         self._sums: dict[int, Tensor] = {}
 
     def add(self, parameter: Tensor, value: Tensor) -> None:
-        """A parameter's second and later values are summed in float32 at least."""
+        """Add `value` to a parameter's sum. The first value is kept as it is; sums of two and more are
+        float32."""
         key = id(parameter)
         if key not in self._sums:
             self._sums[key] = value
@@ -51,10 +52,11 @@ class AdapterGroup:
     """Adapters that see the same input, so that it is read once for all of them."""
 
     rows: tuple[slice, ...]
-    """Of the output, by adapter."""
+    """The rows of the layer's output that each adapter adds to."""
     adapters: tuple[Adapter, ...]
     dropout: float
-    """0, or that of the one adapter of the group: each has masks of its own."""
+    """Probability with which training drops an input. An adapter with dropout is alone in its group, since
+    each has masks of its own."""
 
     @property
     def ranks(self) -> list[int]:
@@ -133,13 +135,18 @@ class Projection:
         return y
 
     def apart(self, x: Tensor, seed: int) -> tuple[Tensor, LowRank | None]:
-        """The same in two terms, for a reader that adds them; or all of it, and None."""
+        """The output of `__call__` in two terms: the base product [T, out], and what adapters add, in
+        factors.
+
+        A reader that passes over the product anyway adds the second term on the way. Where the adapters do
+        not allow factors (`_is_low_rank`), the first term is the whole output and the second is None.
+        """
         if not self._is_low_rank:
             return self(x, seed), None
         return self._base_product(x), self.low_rank(x)
 
     def low_rank(self, x: Tensor) -> LowRank | None:
-        """The second term of `apart` alone."""
+        """What the adapters add to the output for x [T, in], in factors: the second term of `apart`."""
         if not self._is_low_rank:
             return None
         (group,) = self._groups
@@ -150,9 +157,9 @@ class Projection:
         )
 
     def reduced_gradients(self, grad: Tensor) -> list[Tensor]:
-        """s_i dy B_i of every adapter, [T, sum of ranks] by group, given the gradient of y [T, out].
+        """s_i dy B_i of every adapter, [T, sum of ranks] by group, given the gradient dy of y [T, out].
 
-        What both of the methods below begin with.
+        `input_gradient` and `add_gradients` both need these products, so they are made once.
         """
         reduced = [grad.new_empty(len(grad), sum(group.ranks)) for group in self._groups]
         for group, grad_reduced in zip(self._groups, reduced, strict=True):
@@ -173,7 +180,11 @@ class Projection:
     def input_gradient_apart(
         self, grad: Tensor, reduced: list[Tensor], seed: int
     ) -> tuple[Tensor, LowRank | None]:
-        """`input_gradient` in two terms, for a reader that adds them; or all of it, and None."""
+        """The gradient of x in two terms, as `apart` gives y: dy W, and what comes through adapters, in
+        factors.
+
+        Where the adapters do not allow factors, the first term is the whole gradient and the second is None.
+        """
         if not self._is_low_rank:
             return self.input_gradient(grad, reduced, seed), None
         (group,), (grad_reduced,) = self._groups, reduced

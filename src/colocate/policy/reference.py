@@ -25,7 +25,7 @@ class Reference(Protocol):
         ...
 
     def weights(self) -> list[Tensor]:
-        """Those that are not the policy model's."""
+        """The reference's weights that are not the policy model's own."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

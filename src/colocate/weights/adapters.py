@@ -29,8 +29,8 @@ class Adapter:
     def add_to(self, output: Tensor, x: Tensor) -> None:
         """Add the update for `x` [T, in] to `output` [T, out] in place, in x's type.
 
-        Of a 16-bit type: A and B are rounded to it, t = A x is, and so is output + scaling * B t. Sums are in
-        float32. The trainer's forward rounds at the same places.
+        Where x has a 16-bit type, three things are rounded to it: A and B, then t = A x, then
+        output + scaling * B t. Sums are in float32. The trainer's forward rounds at these three places, too.
         """
         t = F.linear(x, self.a.to(x.dtype))
         output.addmm_(t, self.b.to(x.dtype).t(), alpha=self.scaling)
@@ -39,12 +39,12 @@ class Adapter:
 
 
 MAX_STACKED = 3
-"""Adapters of one projection: q, k and v."""
+"""A stack holds at most three adapters, as the fused projection of q, k and v has."""
 MAX_STACKED_RANK = 256
 
 
 def padded_rank(rank: int) -> int:
-    """Rows that the engine's kernels compute with."""
+    """The rank with which the engine's kernels compute: a power of two, at least 16."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
@@ -57,12 +57,14 @@ class AdapterStack:
 
     adapters: tuple[Adapter, ...]
     columns: tuple[slice, ...]
-    """Of the output, by adapter."""
+    """The columns of the projection's output that each adapter adds to."""
 
     @classmethod
     def of(cls, adapters: Sequence[tuple[slice, Adapter]]) -> AdapterStack | None:
-        """None: there are none, or they cannot be stacked. At most three can, one in a column, of ranks up to
-        256, without bias."""
+        """A stack of these adapters; None if there are none or they do not fit into one.
+
+        At most three adapters fit, of ranks up to 256, without bias, no two for the same columns.
+        """
         starts = [columns.start for columns, _ in adapters]
         fits = 0 < len(starts) == len(set(starts)) <= MAX_STACKED and all(
             adapter.bias is None
@@ -104,7 +106,7 @@ class AdaptedLinear:
     weight: Tensor  # [out, in], and below it the rows of `stack`, if there is one
     bias: Tensor | None  # as long
     adapters: Sequence[tuple[slice, Adapter]]
-    """With their columns of the output."""
+    """Each adapter with the columns of the output that it adds to."""
     stack: AdapterStack | None
 
 

@@ -48,7 +48,8 @@ def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tu
     the trainer's own forward rounds W x and B A x apart, so the two differ by a rounding.
 
     Args:
-        max_bytes: of a bucket's tensors together. A larger tensor has a bucket for itself.
+        max_bytes: a bucket's tensors have at most this size together. A larger tensor has a bucket for
+            itself.
 
     Raises:
         ValueError: `why_not_publishable` has a reason, or `max_bytes` is not positive.
@@ -71,7 +72,7 @@ def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tu
 
 
 def all_bytes(model: nn.Module) -> int:
-    """Of all tensors that `buckets` yields, each once. Computes none of them."""
+    """Bytes of all tensors that `buckets` yields, each counted once. None of them is computed."""
     return sum(size_bytes for _, size_bytes, _ in _weights(causal_lm(model), "", set()))
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 MAX_RANK = 64
-"""Of adapters that are worth adding on the way: more is more arithmetic than the pass over memory takes."""
+"""Adapters up to this rank are worth adding on the way. With a larger rank the additional arithmetic takes
+longer than the pass over memory that it saves."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class LowRank:
         return list(zip(self.reduced, self.factors, self.scalings, strict=True))
 
     def added_to(self, product: Tensor) -> Tensor:
-        """`product` [T, blocks * width] and the sum, rounded once."""
+        """`product` [T, blocks * width] plus this sum, rounded once."""
         output = product.clone()
         blocks = output.chunk(len(self.factors), dim=1)
         for block, (reduced, factor, scaling) in zip(blocks, self.parts(), strict=True):
