@@ -37,8 +37,8 @@ class PromptBatches(Iterator[PromptBatch]):
         dataset: Map-style or iterable dataset of prompt rows.
         num_prompts: Unique prompts per batch, generation_batch_size / num_generations.
         shuffle: Visit the rows in random order.
-        seed: Determines the order.
-        num_epochs: Stop after so many; None goes on for ever.
+        seed: Two iterations with equal seeds visit the rows in equal order.
+        num_epochs: Passes over the dataset until the iteration stops; None never stops it.
         drop_last: Leave out an epoch's last batch when it is incomplete: True to train, False to evaluate.
 
     Raises:

@@ -29,7 +29,8 @@ class Handover:
         self._may_keep = True
 
     def keep_nothing(self) -> None:
-        """From now on: training ran out of memory beside what was kept, so the estimate was wrong."""
+        """Let the engine keep nothing from now on: training ran out of memory beside what was kept, so the
+        estimate was wrong."""
         self.keep_bytes = 0
         self._may_keep = False
 

@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Remedy = Callable[[], str | None]
-"""Makes memory free, or less of it needed, and says what it did; None when it can do no more."""
+"""A remedy frees memory, or makes less of it needed, and says in a sentence what it did. It returns None once
+it can do no more."""
 
 
 class Recovery:

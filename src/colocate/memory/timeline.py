@@ -47,14 +47,16 @@ import torch
 from colocate.memory import host
 
 MAX_POINTS = 24
-"""Points that a span keeps: its first half and its last half of so many. A step of a hundred micro-batches
-would otherwise write as many lines' worth into the run's record, and no picture could show them."""
+"""The most points that a span keeps: the first half of this number from its beginning, the other half from
+its end. A step of a hundred micro-batches would otherwise fill the run's record with points no picture can
+show."""
 
 
 class PooledBytes(NamedTuple):
-    """What PyTorch's allocator counts of pools whose memory comes and goes behind its back, as vLLM's does.
+    """Bytes that PyTorch's allocator counts for pools whose memory comes and goes behind its back, as vLLM's
+    does.
 
-    It counts them in full, also while there is no memory behind them.
+    The allocator counts such pools in full, also while there is no memory behind them.
     """
 
     allocated: int = 0
@@ -75,7 +77,7 @@ class Timeline:
     ) -> None:
         """`on_phase` is told the name of every phase that begins; when it ends, the enclosing one's or "".
 
-        Of `pooled` the device's own count says what is in use, not PyTorch's.
+        What is in use of the memory in `pooled` is taken from the device's own count, not from PyTorch's.
         """
         device = torch.device(device)
         self._memory: _CudaMemory | _HostMemory = (
@@ -297,7 +299,10 @@ class _CudaMemory:
         return self.sample()
 
     def mark(self) -> tuple[Callable[[], float], int, int]:
-        """As `_HostMemory.mark`, in the device's time: synchronise it before asking."""
+        """(seconds since the phase began; bytes in use now; most bytes in use since the last mark).
+
+        The seconds are the device's, so they are known only once the device has been synchronised.
+        """
         # PyTorch's allocator hands memory out in the order in which work is launched, ahead of the device.
         # The event says when the device gets there, so that the picture's time is the device's.
         now = self.sample()

@@ -30,7 +30,8 @@ class BackgroundLoop:
         self._thread: threading.Thread | None = None
 
     def submit(self, awaitable: Awaitable) -> Future:
-        """Start it on the loop; the first call starts the thread. For `result`."""
+        """Start an awaitable on the loop and return a handle for `result`. The first call starts the
+        thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # A daemon: a run that ends with an exception must not wait for it.
@@ -87,7 +88,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _settle(awaitable: Awaitable, timeout_s: float | None) -> tuple[Any, BaseException | None]:
-    """What it returned, or what it raised: SystemExit, raised here, would end the loop."""
+    """Return what the awaitable returned, or the exception that it raised: a SystemExit that is raised here
+    would end the loop."""
     value: Any = None
     error: BaseException | None = None
     clock = asyncio.get_running_loop().time

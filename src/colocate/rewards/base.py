@@ -216,7 +216,8 @@ class RewardFunctions:
 
 
 def _call(func: Callable[..., Any], arguments: dict[str, Any], num_completions: int) -> Any:
-    """What the function returns; of an iterator what it yields, so that its errors are the function's."""
+    """Call a function and return what it returns. An iterator is read here, so that its errors count as the
+    function's."""
     output = func(**arguments)
     if isinstance(output, Iterator):
         return list(islice(output, num_completions + 1))  # one too many is an error; it may have no end

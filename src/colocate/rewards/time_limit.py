@@ -16,9 +16,9 @@ from colocate.rewards.errors import RewardTimeout
 logger = logging.getLogger(__name__)
 
 REPEAT_S = 1.0
-"""A function that has swallowed its interruption is interrupted again after so long."""
+"""A function that swallowed its interruption is interrupted again after this many seconds, and again."""
 GRACE_S = 10.0
-"""A function that goes on for so long nevertheless ends the process."""
+"""A function that still runs this many seconds after its limit ends the process."""
 
 _STDERR = 2
 
@@ -50,7 +50,8 @@ class TimeLimit:
             )
 
     def arm_last_resort(self) -> None:
-        """From now on the process has `timeout_s` + `GRACE_S` until this is called again, or `disarm`.
+        """Give the process `timeout_s` + `GRACE_S` seconds to live, until this is called again or `disarm`
+        is.
 
         A thread of `faulthandler`'s sees to it, which needs no turn from the interpreter. To be armed before
         anything starts that could keep the interpreter to itself, in another thread too.
@@ -63,7 +64,7 @@ class TimeLimit:
             faulthandler.cancel_dump_traceback_later()
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
-        """What `function` returns; in the main thread.
+        """Call `function` in the main thread and return what it returns.
 
         Args:
             name: For the log.
