@@ -71,7 +71,7 @@ gpu-memcheck: $(VENV)/.installed-test
 
 bench: export OMP_NUM_THREADS = 1
 bench: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/cpu_step.py
+	$(BIN)/python -m benchmarks.step.cpu
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) build src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

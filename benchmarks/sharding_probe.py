@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
-from results_file import committed, write_result
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.common.results import committed, write_result
 
 REPETITIONS = 7
 NUM_LAYERS = 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from argparse import Namespace
@@ -10,18 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.step import cases as step_cases
+from benchmarks.step import run as step_run
 from processes import TORCHRUN, run_python
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.slow
 def test_two_processes_leave_one_record(tmp_path: Path) -> None:
     words = ["--framework", "colocate", "--tiny", "--warm-up", "1", "--steps", "2", "--watch-engine"]
     places = ["--model-dir", str(tmp_path / "models"), "--out", str(tmp_path / "record.json")]
-    step = BENCHMARKS / "step.py"
-    options = ["--option", "engine=native"]
-    printed = run_python(*TORCHRUN, step, *words, *places, *options, timeout_s=300, COLOCATE_COMMIT="none")
+    words = ["-m", "benchmarks.step.run", *words, *places, "--option", "engine=native"]
+    printed = run_python(*TORCHRUN, *words, timeout_s=300, COLOCATE_COMMIT="none")
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["world_size"] == 2 and record["engine"] == "NativeEngine"
     assert record["options"] == {"engine": "native"}
@@ -45,12 +43,10 @@ def test_two_processes_leave_one_record(tmp_path: Path) -> None:
 def test_shares_that_do_not_make_up_the_work_are_refused(
     monkeypatch: pytest.MonkeyPatch, world_size: str, micro_batch: int, is_fine: bool
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    step, step_cases = importlib.import_module("step"), importlib.import_module("step_cases")
     monkeypatch.setenv("WORLD_SIZE", world_size)
     work = step_cases.Work("1.5b", 4, 8, 16, 8)
     if is_fine:
-        step.check_division(Namespace(micro_batch=micro_batch), work)
+        step_run.check_division(Namespace(micro_batch=micro_batch), work)
     else:
         with pytest.raises(SystemExit, match="4 × 3 processes = 12 does not divide 32 completions"):
-            step.check_division(Namespace(micro_batch=micro_batch), work)
+            step_run.check_division(Namespace(micro_batch=micro_batch), work)

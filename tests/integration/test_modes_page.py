@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.pages import tables as pages
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-sys.path.insert(0, str(ROOT / "benchmarks"))
-pages = importlib.import_module("pages")
-sys.path.remove(str(ROOT / "benchmarks"))
 
 NAMES = {"native": "native", "colocate": "vLLM colocated", "server": "vLLM server"}
 MODELS = {"1p5b": "1.5B", "7b": "7B"}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.trl_tests import run as trl_tests
+from benchmarks.trl_tests import stand_ins
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-trl_tests = importlib.import_module("trl_tests")
-stand_ins = importlib.import_module("trl_stand_ins")
-sys.path.remove(str(ROOT / "benchmarks"))
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="with_trl.tests.test_grpo_trainer.TestA" name="test_one[a-b]" time="1" />

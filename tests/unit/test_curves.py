@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import statistics
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.curves import run as curves_run
+from benchmarks.curves import suite as curves
+from benchmarks.pages import pictures
 from tiny import make_trainer
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/curves.py` does
-curves = importlib.import_module("curves")
-curves_run = importlib.import_module("curves_run")
-pictures = importlib.import_module("pictures")
-sys.path.remove(str(SCRIPTS))
 
 
 def record(mode: str, seed: int, final: float, gap: float = 0.001) -> dict[str, Any]:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_models import make_model, make_prompts
 
+from benchmarks.rollout import profile as decode_profile
 from colocate.engines.native.decoder import Decoder
 from colocate.engines.native.engine import NativeEngine
 from colocate.types import SamplingParams
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/decode_profile.py` does
-decode_profile = importlib.import_module("decode_profile")
-sys.path.remove(str(SCRIPTS))
 
 NUM_LAYERS = 3
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
+from benchmarks.curves import learning
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # what running a script of that directory does
-learning = importlib.import_module("learning")
-sys.path.remove(str(BENCHMARKS))
 
 NOT_INSTALLED = {
     *("adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "grokadamw", "stable_adamw"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.common import device_watch
+from benchmarks.memory import cases as memory_cases
+from benchmarks.memory import run as memory_run
+from benchmarks.memory import suite as memory
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/memory.py` does
-device_watch = importlib.import_module("device_watch")
-memory = importlib.import_module("memory")
-memory_cases = importlib.import_module("memory_cases")
-memory_run = importlib.import_module("memory_run")
-sys.path.remove(str(SCRIPTS))
 
 GIB = 2**30
 MODELS = ("llama-3.1-8b", "qwen3-32b", "qwen2.5-14b")

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/modes.py` does
-modes = importlib.import_module("modes")
-pages = importlib.import_module("pages")
-modes_cases = importlib.import_module("modes_cases")
-results_file = importlib.import_module("results_file")
-step_cases = importlib.import_module("step_cases")
-sys.path.remove(str(SCRIPTS))
+from benchmarks.common import results as results_file
+from benchmarks.modes import cases as modes_cases
+from benchmarks.modes import suite as modes
+from benchmarks.pages import tables as pages
+from benchmarks.step import cases as step_cases
 
 CLAIMS = {  # as the project's table names them
     "colocate_vs_server_1p5b",

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/rollout_suite.py` does
-rollout_suite = importlib.import_module("rollout_suite")
-rollout_cases = importlib.import_module("rollout_cases")
-results_file = importlib.import_module("results_file")
-runner = importlib.import_module("runner")
-sys.path.remove(str(SCRIPTS))
+from benchmarks.common import results as results_file
+from benchmarks.common import runner
+from benchmarks.rollout import cases as rollout_cases
+from benchmarks.rollout import suite as rollout_suite
 
 CLAIMS = {  # as the project's table names them
     "rollout_1p5b_512seq_vs_vllm",

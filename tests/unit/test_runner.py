@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))  # what running a script of that directory does
-results_file = importlib.import_module("results_file")
-runner = importlib.import_module("runner")
-sys.path.remove(str(SCRIPTS))
+from benchmarks.common import results as results_file
+from benchmarks.common import runner
 
 ORIGIN = {
     "commit": "abc",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +10,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(SCRIPTS))  # what running `python benchmarks/step_suite.py` does
-rollout_cases = importlib.import_module("rollout_cases")
-step = importlib.import_module("step")
-step_cases = importlib.import_module("step_cases")
-step_suite = importlib.import_module("step_suite")
-sys.path.remove(str(SCRIPTS))
+from benchmarks.rollout import cases as rollout_cases
+from benchmarks.step import cases as step_cases
+from benchmarks.step import run as step
+from benchmarks.step import suite as step_suite
 
 CLAIMS = {  # as the project's table names them
     "step_1p5b_vs_trl",

@@ -1,0 +1,59 @@
+"""Write a model of random weights in bf16, in the shape of a Qwen2.5, and a word-level tokenizer.
+
+    python -m benchmarks.common.random_model 1.5b DIRECTORY
+
+Speed and memory do not depend on the values.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.rollout.cases import SHAPES
+
+
+def main(size: str, directory: Path) -> None:
+    shape = SHAPES[size]
+    config = Qwen2Config(
+        **shape,
+        max_position_embeddings=32768,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2ForCausalLM(config)
+    # The padding's embedding is made 0, and a norm multiplies the gradient of a 0 by a thousand, layer after
+    # layer: where such a token is sampled, no gradient is finite.
+    with torch.no_grad():
+        model.model.embed_tokens.weight[config.pad_token_id].normal_(std=config.initializer_range)
+    # Special tokens are found anywhere in a text, so none of them may be the beginning of a word.
+    special = ["<bos>", "<eos>", "<pad>", "<unk>"]
+    words = {f"w{i}" if i >= len(special) else special[i]: i for i in range(shape["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Under another name until it is whole: a model cut short by a time limit must not be taken for one.
+    partial = directory.with_name(directory.name + ".partial")
+    model.save_pretrained(partial)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+    ).save_pretrained(partial)
+    partial.rename(directory)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

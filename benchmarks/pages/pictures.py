@@ -1,0 +1,122 @@
+"""Draw the pictures of docs/benchmarks.md.
+
+python -m benchmarks.pages.pictures benchmarks/results/modes-h200x2.json docs/modes-h200x2.svg
+python -m benchmarks.pages.pictures benchmarks/results/curves-h200.json docs/curves-h200.svg
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages.tables import NAMES, mode_name
+from colocate.reporting.plots import Axis, Plot
+from colocate.reporting.theme import plot_rules, stylesheet
+
+WIDTH, HEIGHT, GAP, MARGIN = 470, 300, 32, 20
+COLORS = {"native": "blue", "colocate": "orange", "server": "slate"}
+
+
+def is_plain(row: dict[str, Any]) -> bool:
+    """vLLM on a GPU each with weights as it likes, or another mode."""
+    return row["tensor_parallel_size"] == 1 and row["weights"] == "auto"
+
+
+def other_color(row: dict[str, Any]) -> str:
+    """The same in all panels."""
+    return "green" if row["tensor_parallel_size"] > 1 else "purple"
+
+
+def modes_panels(result: dict[str, Any]) -> list[str]:
+    """Completions per second by completions per step, a panel for each model and a line for each mode."""
+    rows = result["setup"]["summary"]
+    panels = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == model]
+        sizes = sorted({row["num_completions"] for row in of_model})
+        measured = {row["mode"] for row in of_model}
+        legend = [(NAMES[mode], COLORS[mode], "line") for mode in NAMES if mode in measured]
+        # Measured at one batch size only.
+        others = {mode_name(row): row for row in of_model if not is_plain(row)}
+        legend += [(name, other_color(row), "dot") for name, row in others.items()]
+        plot = Plot(
+            f"{model.replace('p', '.').upper()} on {result['setup']['num_gpus']} GPUs",
+            Axis(sizes[0] / 1.1, sizes[-1] * 1.1, tuple(sizes), log=True, format=lambda size: f"{size:,.0f}"),
+            Axis.around([row["completions_per_s"] for row in of_model], zero=True),
+            legend=legend,
+            width=WIDTH,
+            height=HEIGHT,
+            x_label="completions per step",
+            note="completions/s",
+        )
+        for mode in NAMES:
+            line = sorted(
+                (row["num_completions"], row["completions_per_s"])
+                for row in of_model
+                if row["mode"] == mode and is_plain(row)
+            )
+            xs, ys = [x for x, _ in line], [y for _, y in line]
+            plot.line(xs, ys, COLORS[mode])
+            plot.points(xs, ys, COLORS[mode])
+        for row in others.values():
+            plot.points([row["num_completions"]], [row["completions_per_s"]], other_color(row))
+        panels.append(plot.svg())
+    return panels
+
+
+def curves_panels(result: dict[str, Any]) -> list[str]:
+    """Reward by step, and the difference of log-probs: a faint line for each seed, their mean in full."""
+    records = result["repetitions"]
+    panels = []
+    for title, name, note, log in (
+        ("Reward", "reward", "mean of each rollout", False),
+        ("Log-probs: trainer and engine", "gap_mean", "mean |difference|", True),
+    ):
+        plot = Plot(
+            title,
+            Axis.around([step for record in records for step in record["step"]], tight=True, whole=True),
+            Axis.around([value for record in records for value in record[name]], log=log),
+            legend=[(NAMES[mode], COLORS[mode], "line") for mode in NAMES],
+            width=WIDTH,
+            height=HEIGHT,
+            note=note,
+        )
+        for mode in NAMES:
+            runs = [record for record in records if record["mode"] == mode]
+            for record in runs:
+                plot.line(record["step"], record[name], COLORS[mode], "faint")
+            means = [statistics.fmean(values) for values in zip(*(r[name] for r in runs), strict=True)]
+            plot.line(runs[0]["step"], means, COLORS[mode])
+        panels.append(plot.svg())
+    return panels
+
+
+def picture(panels: list[str]) -> str:
+    """The panels side by side, as one SVG file."""
+    width = 2 * MARGIN + len(panels) * WIDTH + (len(panels) - 1) * GAP
+    height = 2 * MARGIN + HEIGHT
+    placed = "".join(
+        panel.replace("<svg ", f'<svg x="{MARGIN + i * (WIDTH + GAP)}" y="{MARGIN}" ', 1)
+        for i, panel in enumerate(panels)
+    )
+    # Within another picture a plot keeps its own size.
+    rules = plot_rules().replace("width:100%;height:auto;", "") + ".paper{fill:var(--card)}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}"><style>{stylesheet(rules)}</style>'
+        f'<rect class="paper" width="{width}" height="{height}" rx="10"/>{placed}</svg>\n'
+    )
+
+
+def main() -> None:
+    source, target = map(Path, sys.argv[1:])
+    result = json.loads(source.read_text())
+    panels = {"modes": modes_panels, "curves": curves_panels}[result["name"]](result)
+    target.write_text(picture(panels), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""GRPO steps beside TRL's on one GPU: writes `results/step-<hardware>.json`.
+
+    python -m benchmarks.step.suite [--peer-site DIR] [--parts tune 1p5b 1p5b_longprompt 7b_lora standby ...]
+    python -m benchmarks.step.suite --merge
+
+Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
+the result is written as soon as the records suffice for every claim (--merge only looks). The libraries take
+turns: in every other round the other one is first. TRL runs with what `tune` found to be fastest for the
+case; without a record of it, with the first candidate. A claim is a ratio of medians over all rounds.
+
+`standby` compares our step with the hand-over of memory and without, in turns within one process. `ablation`
+runs our step with sharing of prompts on and off and with each activation policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.results import committed, write_suite_result
+from benchmarks.common.runner import Record, Runner, read_records
+from benchmarks.rollout.cases import model_directory
+from benchmarks.step.cases import COMPARISONS, PEAK_FLOP_PER_S, Comparison, PeerSettings, Work
+from benchmarks.step.run import STANDBY_BLOCK
+
+PARTS = ("tune", *COMPARISONS, "standby", "ablation")
+STANDBY_STEPS = 4 * STANDBY_BLOCK
+MFU_COMPARISON = "1p5b"
+ABLATION: dict[str, list[str]] = {
+    "shared, keep": ["share_prompts=true", "activation_policy=keep"],
+    "shared, selective": ["share_prompts=true", "activation_policy=selective"],
+    "shared, full": ["share_prompts=true", "activation_policy=full"],
+    "shared, offload": ["share_prompts=true", "activation_policy=offload"],
+    "not shared, selective": ["share_prompts=false", "activation_policy=selective"],
+    "not shared, full": ["share_prompts=false", "activation_policy=full"],
+}
+
+
+class Suite(Runner):
+    """Runs the measurements as processes."""
+
+    def __init__(self, options: argparse.Namespace, commit: str) -> None:
+        super().__init__(
+            options.records,
+            commit,
+            extra_words=["--tiny"] if options.tiny else [],
+            peer_site=options.peer_site,
+        )
+        self.options = options
+
+    def tune(self) -> None:
+        for name in self.options.cases:
+            self._model(COMPARISONS[name].work)
+            self.run(
+                "step.tune", "--comparison", name, "--model-dir", self.options.model_dir,
+                "--out", self.out(f"tune-{name}"), is_peer=True,
+            )  # fmt: skip
+
+    def compare(self, name: str) -> None:
+        comparison = COMPARISONS[name]
+        self._model(comparison.work)
+        peer = best_settings(read_records(self.records, part), name)
+        for number in range(self.options.rounds):
+            frameworks = ["trl", "colocate"]
+            if (number % 2 == 0) != (self.options.first == "trl"):
+                frameworks.reverse()
+            for framework in frameworks:
+                self._step(
+                    framework,
+                    comparison.work,
+                    name,
+                    comparison.num_warm_up,
+                    comparison.num_timed,
+                    *(peer.words() if framework == "trl" else self._own_words()),
+                )
+
+    def standby(self) -> None:
+        comparison = COMPARISONS[MFU_COMPARISON]
+        words = [*self._own_words(), "--standby"]
+        self._step("colocate", comparison.work, "standby", comparison.num_warm_up, STANDBY_STEPS, *words)
+
+    def ablation(self) -> None:
+        work = COMPARISONS[MFU_COMPARISON].work
+        for label, assignments in ABLATION.items():
+            words = [word for assignment in assignments for word in ("--option", assignment)]
+            self._step("colocate", work, label, 2, 2, *self._own_words(), *words)
+
+    def _own_words(self) -> list[str]:
+        words = ["--micro-batch", str(self.options.micro_batch)]
+        return words + [word for assignment in self.options.option for word in ("--option", assignment)]
+
+    def _step(
+        self, framework: str, work: Work, label: str, num_warm_up: int, num_timed: int, *words: str
+    ) -> None:
+        shape = ["--lora-rank", str(work.lora_rank)] if work.lora_rank else []
+        self.run(
+            "step.run", "--framework", framework, "--shape", work.model,
+            "--prompts", work.num_prompts, "--generations", work.num_generations,
+            "--prompt-tokens", work.prompt_tokens, "--new-tokens", work.new_tokens, *shape,
+            "--warm-up", num_warm_up, "--steps", num_timed, "--label", label, *words,
+            "--model-dir", self.options.model_dir, "--out", self.out(f"{framework}-step"),
+            is_peer=framework == "trl",
+        )  # fmt: skip
+
+    def _model(self, work: Work) -> None:
+        # Not within a measurement.
+        model_directory(self.options.model_dir, "tiny" if self.options.tiny else work.model)
+
+
+# ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def best_settings(records: list[Record], comparison: str) -> PeerSettings:
+    """The candidate with the shortest step in the last tuning of the case; the first if there was none."""
+    tunings = [r for r in records if r["kind"] == "tune" and r["comparison"] == comparison]
+    tried = [entry for entry in tunings[-1]["candidates"] if "step_s" in entry] if tunings else []
+    if not tried:
+        return COMPARISONS[comparison].candidates[0]
+    best = min(tried, key=lambda entry: statistics.median(entry["step_s"]))
+    return PeerSettings(best["micro_batch"], best["gradient_checkpointing"], best["liger"])
+
+
+def timed_steps(records: list[Record], framework: str, label: str) -> Iterator[Record]:
+    """The steps after the warm-up, over all rounds, each with what its process says of it."""
+    for record in records:
+        if record["kind"] == "step" and (record["framework"], record["label"]) == (framework, label):
+            shared = {key: value for key, value in record.items() if key != "steps"}
+            for step in record["steps"][record["num_warm_up"] :]:
+                yield {**shared, **step}
+
+
+def median_of(steps: list[Record], value: str = "step_s") -> float:
+    return statistics.median(step[value] for step in steps)
+
+
+def utilization(step: Record, flop: str = "flop") -> float:
+    """Model FLOP of a step's training phase over what the GPU could do in that time."""
+    return step[flop]["total"] / step["phases_s"]["train"] / PEAK_FLOP_PER_S
+
+
+def ratio(records: list[Record], name: str, comparison: Comparison) -> float | None:
+    """TRL's median step over ours; None with fewer steps than the case asks for."""
+    ours, theirs = (list(timed_steps(records, framework, name)) for framework in ("colocate", "trl"))
+    if min(len(ours), len(theirs)) < comparison.num_timed:
+        return None
+    return median_of(theirs) / median_of(ours)
+
+
+def standby_slowdown(records: list[Record]) -> float | None:
+    """Median step with the hand-over over the median without; the first step of a block is of neither."""
+    sides: dict[bool, list[Record]] = {False: [], True: []}
+    for record in records:
+        if record["kind"] == "step" and record["label"] == "standby":
+            steps = record["steps"][record["num_warm_up"] :]
+            for start in range(0, len(steps), STANDBY_BLOCK):
+                block = steps[start : start + STANDBY_BLOCK]
+                sides[block[0]["keeps_kv_cache"]] += block[1:]
+    if min(map(len, sides.values())) < STANDBY_BLOCK - 1:
+        return None
+    return median_of(sides[False]) / median_of(sides[True])
+
+
+def compute_claims(records: list[Record]) -> dict[str, float | None]:
+    """Every claim; None where the records do not suffice."""
+    claims = {f"step_{name}_vs_trl": ratio(records, name, case) for name, case in COMPARISONS.items()}
+    steps = list(timed_steps(records, "colocate", MFU_COMPARISON))
+    claims["train_mfu_1p5b"] = statistics.median(map(utilization, steps)) if steps else None
+    claims["standby_slowdown"] = standby_slowdown(records)
+    return claims
+
+
+def summary(records: list[Record]) -> dict[str, Any]:
+    """Medians by framework and label: what the claims are made of, and what is reported beside them."""
+    labels = {(r["framework"], r["label"]): r for r in records if r["kind"] == "step"}
+    rows = {}
+    for (framework, label), record in labels.items():
+        steps = list(timed_steps(records, framework, label))
+        work = Work(**record["work"])
+        row = {"num_steps": len(steps), "step_s": median_of(steps)}
+        names = list(dict.fromkeys(name for step in steps for name in step["phases_s"]))
+        row["phases_s"] = {
+            name: statistics.median(step["phases_s"].get(name, 0.0) for step in steps) for name in names
+        }
+        row["trained_tokens_per_s"] = work.num_tokens / row["phases_s"]["train"]
+        row["driver_peak_gib"] = record.get("driver_peak_bytes", math.nan) / 2**30
+        if framework == "colocate":
+            num_processed = work.num_processed_tokens(shares_prompts=record["shares_prompts"])
+            row["processed_tokens_per_s"] = num_processed / row["phases_s"]["train"]
+            row["train_peak_gib"] = max(step["train_peak_bytes"] for step in steps) / 2**30
+            is_lora = work.lora_rank is not None
+            # With LoRA the frozen weights have no gradient, and 4 FLOP per token and weight count, not 6.
+            name = "train_utilization_4n" if is_lora else "train_mfu"
+            row[name] = statistics.median(map(utilization, steps))
+            row[f"{name}_as_if_unshared"] = statistics.median(
+                utilization(step, "flop_unshared") for step in steps
+            )
+        rows[f"{framework} {label}"] = row
+    return rows
+
+
+def part(record: Record) -> str:
+    """What is compared with one another runs on one machine, one after the other."""
+    return record["label"] if record["kind"] == "step" else record["comparison"]
+
+
+def merge(options: argparse.Namespace) -> None:
+    """Print the claims, and write the result if all are there."""
+    records = read_records(options.records, part)
+    claims = compute_claims(records)
+    rows = summary(records)
+    print(json.dumps({"summary": rows, "claims": claims}, indent=1))
+    write_suite_result(
+        "step",
+        options.hardware,
+        claims,
+        records,
+        part=part,
+        summary=rows,
+        peak_flop_per_s=PEAK_FLOP_PER_S,
+        peer_settings={name: vars(best_settings(records, name)) for name in COMPARISONS},
+    )
+
+
+def parse() -> argparse.Namespace:
+    temporary = Path(tempfile.gettempdir())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--cases", nargs="+", choices=COMPARISONS, default=COMPARISONS, help="of the tuning")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--first", choices=("trl", "colocate"), default="trl", help="of the first round")
+    parser.add_argument("--micro-batch", type=int, default=16, help="ours, in completions")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of our configuration"
+    )
+    parser.add_argument("--peer-site", help="a folder with vLLM and TRL, on PYTHONPATH of TRL's runs only")
+    parser.add_argument("--records", type=Path, default=temporary / "colocate-step-records")
+    parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
+    parser.add_argument("--merge", action="store_true", help="measure nothing")
+    parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and cases, to try the scripts")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if not options.merge:
+        suite = Suite(options, committed())
+        for part in options.parts:
+            if part in COMPARISONS:
+                suite.compare(part)
+            else:
+                {"tune": suite.tune, "standby": suite.standby, "ablation": suite.ablation}[part]()
+    merge(options)
+    if not options.merge:
+        suite.exit_if_failed()
+
+
+if __name__ == "__main__":
+    main()
