@@ -10,7 +10,7 @@ allocated above the inputs, gradients included. Errors are those of the gradient
 float64, relative, in the Frobenius norm.
 
 The softmax is as peaked as a trained model's: Cut Cross-Entropy leaves out blocks of small probabilities,
-which of random hidden states would be all. Also measured: how close our kernels are to a copy's bandwidth.
+which of random hidden states would be all.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.results import committed, write_result
-from benchmarks.rollout.floor import copy_bytes_per_s, median_s
-from colocate.policy.kernels.logprobs import softmax_gradient, softmax_statistics
-from colocate.policy.logprobs import OutputHead, logprob_bytes, token_logprobs
+from colocate.policy.logprobs import OutputHead, token_logprobs
 
 MODELS = {"1.5b": (1536, 151_936), "7b": (3584, 152_064), "tiny": (64, 1000)}
 """Hidden size and vocabulary of Qwen2.5."""
@@ -275,93 +273,11 @@ def claims_of(rows: list[dict[str, Any]]) -> dict[str, float]:
     return claims
 
 
-def kernels(model: str, chunk_size: int, bandwidth: float) -> list[dict[str, Any]]:
-    """A chunk's first product and our two kernels, the latter beside their bytes at a copy's rate."""
-    inputs = make_inputs(*MODELS[model], chunk_size, trains_head=False)
-    hidden, weight = inputs.hidden.detach(), inputs.weight
-    products = torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    log_z, logprobs, entropies = torch.empty(3, chunk_size, device="cuda")
-    grad = torch.empty_like(products, dtype=torch.bfloat16)
-    ones = torch.ones_like(log_z)
-    arguments = (products, inputs.targets, None, 1.0, None)
-    calls: dict[str, tuple[int, Callable[[], object]]] = {
-        "product": (0, lambda: torch.mm(hidden, weight.T, out_dtype=torch.float32, out=products)),
-        "statistics": (
-            products.nbytes,
-            lambda: softmax_statistics(*arguments, log_z=log_z, logprobs=logprobs, entropies=entropies),
-        ),
-        "gradient": (
-            products.nbytes + grad.nbytes,
-            lambda: softmax_gradient(
-                *arguments,
-                log_z=log_z,
-                entropies=None,
-                grad_logprobs=ones,
-                grad_entropies=None,
-                first_column=0,
-                out=grad,
-            ),
-        ),
-        "gradient with the entropy's": (
-            products.nbytes + grad.nbytes,
-            lambda: softmax_gradient(
-                *arguments,
-                log_z=log_z,
-                entropies=entropies,
-                grad_logprobs=ones,
-                grad_entropies=ones,
-                first_column=0,
-                out=grad,
-            ),
-        ),
-        "gradient @ head": (0, lambda: torch.mm(grad, weight)),
-    }
-    # The backward pass of a trained head: as many logits, of all tokens and some columns.
-    num_tokens = NUM_SEQUENCES * LENGTH
-    columns = weight[: products.numel() // num_tokens // 128 * 128]
-    tokens = torch.randn(num_tokens, weight.shape[1], device="cuda", dtype=torch.bfloat16)
-    summed = torch.zeros(tokens.shape, device="cuda")
-    column_grad = grad.view(-1)[: num_tokens * len(columns)].view(num_tokens, -1)
-    column_products = products.view(-1)[: column_grad.numel()].view_as(column_grad)
-    calls |= {
-        "product, by columns": (
-            0,
-            lambda: torch.mm(tokens, columns.T, out_dtype=torch.float32, out=column_products),
-        ),
-        "sum of gradient @ head, by columns": (
-            0,
-            lambda: torch.addmm(summed, column_grad, columns, out_dtype=torch.float32, out=summed),
-        ),
-        "gradient.T @ hidden, by columns": (0, lambda: torch.mm(column_grad.T, tokens)),
-    }
-    softmax_statistics(*arguments, log_z=log_z, logprobs=logprobs, entropies=entropies)
-    entropy = entropies.mean().item()
-    rows = []
-    for name, (num_bytes, call) in calls.items():
-        time_s, floor_s = median_s(call), num_bytes / bandwidth
-        rows.append(
-            {
-                "model": model,
-                "chunk_size": chunk_size,
-                "part": name,
-                "mean_entropy": entropy,
-                "time_s": time_s,
-                "floor_s": floor_s,
-            }
-        )
-        share = f"{floor_s / time_s:8.0%} of a copy's rate" if num_bytes else ""
-        print(f"{model:6}{chunk_size:6}  {name:36}{time_s * 1e6:9.0f} µs{share}", flush=True)
-    return rows
-
-
-def peer_versions() -> dict[str, str]:
-    versions = {}
-    for package in ("liger-kernel", "cut-cross-entropy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+def peer_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def main() -> None:
@@ -376,26 +292,12 @@ def main() -> None:
         sys.path.append(str(options.peers_site.resolve()))
     failures: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = []
     claims: dict[str, float] = {}
-    planned: dict[str, int] = {}
-    bandwidth = copy_bytes_per_s()
     for model in options.models:
-        parts += [row for size in (1024, 4096) for row in kernels(model, size, bandwidth)]
         for trains_head in (False, True):
             case_rows = compare(model, trains_head, options.only, failures)
             rows += case_rows
             claims |= claims_of(case_rows) if case_rows else {}
-            planned |= {
-                f"{model}, {'trained' if trains_head else 'frozen'} head, chunk {size}": logprob_bytes(
-                    NUM_SEQUENCES * LENGTH,
-                    *MODELS[model],
-                    torch.bfloat16,
-                    chunk_size=size,
-                    trains_head=trains_head,
-                )
-                for size in CHUNK_SIZES
-            }
     path = write_result(
         "logprobs",
         options.hardware,
@@ -407,11 +309,8 @@ def main() -> None:
             model: dict(zip(("hidden", "vocab"), MODELS[model], strict=True)) for model in options.models
         },
         chosen=CHOSEN,
-        peers=peer_versions(),
+        peers={name: peer_version(name) for name in ("liger-kernel", "cut-cross-entropy")},
         failures=failures,
-        copy_bytes_per_s=bandwidth,
-        parts=parts,
-        planned_bytes_beside_gradients=planned,
     )
     print(f"\n{path}")
 

@@ -1,13 +1,11 @@
-"""What LoRA adds to the matrix products of a decode step, and where.
+"""What LoRA adds to the matrix products of a decode step.
 
     python -m benchmarks.kernels.lora --hardware h200 [--rank 32]
 
 The step: all projections of the 28 layers of Qwen2.5-7B, each with weights and adapters of its own, and the
 norms and activations that read them, in one CUDA graph; without adapters, and with them on every projection
-in three ways: as the engine does it, the same with gate and up's adapters added before they are read, and
-PyTorch's matrix products. Then the kernels one by one, where what fits into the L2 cache is read from there.
-Writes results/decode-lora-<hardware>.json; each repetition of a step is a median of many replays, and so is
-a kernel's time. The claims are the seconds that adapters add to a step.
+as the engine does it and as PyTorch's matrix products do. Writes results/decode-lora-<hardware>.json; each
+repetition of a step is a median of many replays. The claims are the seconds that adapters add to a step.
 """
 
 from __future__ import annotations
@@ -18,12 +16,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from triton.testing import do_bench_cudagraph
 
 from benchmarks.common.results import committed, machine, write_result
 from benchmarks.rollout.floor import captured, median_s
 from colocate.engines.native.kernels.layers import add_rms_norm
-from colocate.engines.native.kernels.lora import expand
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.weights.adapters import AdaptedLinear, Adapter, AdapterStack
@@ -42,14 +38,7 @@ SILU = torch.nn.SiLU()
 Weights = tuple[torch.Tensor, AdapterStack]
 
 
-class InPlace(TritonBackend):
-    """Activations read gate and up with their adapters already added."""
-
-    def linear_apart(self, x, adapted):
-        return self.linear(x, adapted), None
-
-
-WAYS = {"engine": TritonBackend, "in place": InPlace, "matrix products": TorchBackend}
+WAYS = {"engine": TritonBackend, "matrix products": TorchBackend}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -96,19 +85,6 @@ def step(
     return body
 
 
-def kernels(weights: Weights, x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    weight, stack = weights
-    product = F.linear(x, weight)
-    y, t = product[:, : -stack.num_rows], product[:, -stack.num_rows :]
-    alone = weight[: -stack.num_rows]
-    return {
-        "weights": lambda: F.linear(x, alone),
-        "with A": lambda: F.linear(x, weight),
-        "expand": lambda: expand(y, t, stack),
-        **{way: lambda make=make: call(make().linear, x, weights) for way, make in WAYS.items()},
-    }
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -118,7 +94,7 @@ def main() -> None:
     rank, commit = options.rank, committed()
     torch.manual_seed(0)
     layers = [{name: make(name, rank) for name in PROJECTIONS} for _ in range(NUM_LAYERS)]
-    steps, singles, claims = [], [], {}
+    steps, claims = [], {}
     print(f"{torch.cuda.get_device_name()}, rank {rank}: milliseconds of a step's projections")
     print(f"{'rows':>5}{'no adapters':>14}" + "".join(f"{way:>22}" for way in WAYS))
     for num_rows in NUM_ROWS:
@@ -138,20 +114,7 @@ def main() -> None:
         )
         steps += [{"num_rows": num_rows, "time_s": times} for times in repetitions]
         claims |= {f"{way}_adds_s_{num_rows}_rows".replace(" ", "_"): adds[way] for way in WAYS}
-    print("\nmicroseconds of one")
-    for num_rows in NUM_ROWS:
-        for name, (num_in, _) in PROJECTIONS.items():
-            calls = kernels(layers[0][name], normal(num_rows, num_in))
-            times = {
-                call: do_bench_cudagraph(body, return_mode="median") / 1e3 for call, body in calls.items()
-            }
-            row = "".join(f"  {call} {time_s * 1e6:.1f}" for call, time_s in times.items())
-            print(f"{num_rows:5} {name:8}{row}", flush=True)
-            singles.append({"num_rows": num_rows, "projection": name, "time_s": times})
-    path = write_result(
-        "decode-lora", options.hardware, claims, steps, commit, rank=rank, kernels=singles, machine=machine()
-    )
-    print(f"\n{path}")
+    print(write_result("decode-lora", options.hardware, claims, steps, commit, rank=rank, machine=machine()))
 
 
 if __name__ == "__main__":
