@@ -6,9 +6,9 @@ python -m benchmarks.pages.pictures benchmarks/results/curves-h200.json docs/cur
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +112,13 @@ def picture(panels: list[str]) -> str:
 
 
 def main() -> None:
-    source, target = map(Path, sys.argv[1:])
-    result = json.loads(source.read_text())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path)
+    parser.add_argument("picture", type=Path)
+    options = parser.parse_args()
+    result = json.loads(options.result.read_text())
     panels = {"modes": modes_panels, "curves": curves_panels}[result["name"]](result)
-    target.write_text(picture(panels), encoding="utf-8")
+    options.picture.write_text(picture(panels), encoding="utf-8")
 
 
 if __name__ == "__main__":

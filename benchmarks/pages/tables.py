@@ -1,24 +1,19 @@
-"""Parts of docs/benchmarks.md, as Markdown from their results: tables of the engine, the sections on modes.
+"""Tables of docs/benchmarks.md, as Markdown from their results.
 
-python -m benchmarks.pages.tables benchmarks/results/rollout-h200.json
-python -m benchmarks.pages.tables benchmarks/results/decode-profile-h200.json
-python -m benchmarks.pages.tables benchmarks/results/decode-swiglu-h200.json
-python -m benchmarks.pages.tables benchmarks/results/modes-h200x2.json
-python -m benchmarks.pages.tables benchmarks/results/curves-h200.json
+    python -m benchmarks.pages.tables benchmarks/results/rollout-h200.json
+
+Of the results rollout, decode-swiglu, decode-profile and modes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import string
-import sys
 from pathlib import Path
 from typing import Any
 
-from colocate.engines.vllm.memory import MAX_NUM_SEQS
-
 NAMES = {"native": "native", "colocate": "vLLM colocated", "server": "vLLM server"}
-NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
 
 
 ROLLOUTS = {
@@ -97,85 +92,15 @@ def modes_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def modes_section(result: dict[str, Any]) -> list[str]:
-    """The section of the page on the modes of rollout."""
-    claims, num_gpus = result["claims"], result["setup"]["num_gpus"]
-    name = f"modes-{result['hardware']['name']}"
-    others = "the other trains" if num_gpus == 2 else f"the other {NUMBERS[num_gpus - 1]} train"
-    versions = [origin["versions"] for origin in result["setup"]["origins"].values()]
-    vllm = " and ".join(sorted({found["vllm"] for found in versions if "vllm" in found}))
-    copies = "".join(
-        ' *Copied weights* is LoRA with `vllm_weights="buckets"`: adapters are merged and all weights '
-        f"written into vLLM's copy, in {claims['publish_bucketed_7b_s']:.2f} s, after "
-        f"{row['engine_s']['wake_up']:.2f} s of waking up, and a step takes {row['step_s']:.1f} s."
-        for row in result["setup"]["summary"]
-        if row["weights"] == "buckets"
-    )
-    tensor_parallel = "".join(
-        f" *TP {num_gpus}* is, like the server, one engine that completes all {row['num_completions']:,}, "
-        f"{MAX_NUM_SEQS} at a time: {NUMBERS[num_gpus]} times as many decode steps as with an engine on each "
-        "GPU."
-        for row in result["setup"]["summary"]
-        if row["tensor_parallel_size"] == num_gpus and row["model"] == "1p5b"
-    )
-    num_timed = len(result["repetitions"][0]["steps"]) - result["setup"]["num_warm_up"]
-    return [
-        f"## Modes of rollout on {NUMBERS[num_gpus]} H200s",
-        "",
-        f"`benchmarks/modes/suite.py`, [{name}.json](../benchmarks/results/{name}.json). GRPO steps of the "
-        "same global batch on the same GPUs: random weights of the Qwen2.5 shapes, bfloat16, groups of 8; "
-        "1.5B full fine-tuning with 256 + 512 tokens, 7B LoRA of rank 32 with 512 + 512. With a server one "
-        f"GPU serves and {others}; otherwise all GPUs generate, then all train. vLLM "
-        f"{vllm}. Medians of {num_timed} steps after a first one. *Normalised* is "
-        "how the comparison was first published: the server's rate times GPUs / training GPUs. Ratios are of "
-        "runs on one machine.",
-        "",
-        *modes_table(result["setup"]["summary"]),
-        "",
-        "With the largest batch colocated vLLM completes "
-        f"{claims['colocate_vs_server_1p5b']:.2f} times as much per second as the server with 1.5B, "
-        f"{claims['colocate_vs_server_7b']:.2f} times with 7B; the native engine "
-        f"{claims['native_vs_server_1p5b']:.2f} times with 1.5B. vLLM reads the trainer's parameters: in "
-        f"full fine-tuning a publication moves {claims['publish_shared_bytes']:,.0f} bytes, with LoRA the "
-        f"adapters alone.{copies}{tensor_parallel} Falling asleep and waking up take "
-        f"{claims['sleep_wake_overhead']:.1%} of a step where vLLM reads the trainer's parameters.",
-        "",
-        f"![Completions per second by mode and batch size]({name}.svg)",
-    ]
-
-
-def curves_section(result: dict[str, Any]) -> list[str]:
-    """The section of the page on the reward curves of the modes."""
-    claims, summary = result["claims"], result["setup"]["summary"]
-    name = f"curves-{result['hardware']['name']}"
-    seeds = {record["seed"] for record in result["repetitions"]}
-    rewards = ", ".join(f"{NAMES[mode]} {row['final_reward']:.3f}" for mode, row in summary.items())
-    gaps = ", ".join(f"{NAMES[mode]} {claims[f'logprob_gap_{mode}']:.1e}" for mode in summary)
-    return [
-        "## Reward curves of the modes",
-        "",
-        f"`benchmarks/curves/suite.py`, [{name}.json](../benchmarks/results/{name}.json). The quickstart's "
-        f"task from one warm start, {result['repetitions'][0]['num_steps']} steps, {NUMBERS[len(seeds)]} "
-        "seeds for each mode, the same prompts in the same order. Mean reward of the last "
-        f"{result['setup']['num_final_rollouts']} rollouts: {rewards}. Two modes differ by "
-        f"{claims['final_reward_difference']:.3f} at most. One run's final reward varies over seeds with a "
-        f"standard deviation of {claims['final_reward_seed_std']:.3f}, from which the difference of two "
-        f"modes' means has one of {claims['final_reward_difference_std']:.3f}. The engine's log-probs are "
-        "off from the trainer's by, mean over a rollout's tokens, median over rollouts, nothing clipped: "
-        f"{gaps}.",
-        "",
-        f"![Reward by step, and the difference of log-probs]({name}.svg)",
-    ]
-
-
 def main() -> None:
-    result = json.loads(Path(sys.argv[1]).read_text())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path)
+    result = json.loads(parser.parse_args().result.read_text())
     parts = {
         "rollout": rollout_table,
         "decode-swiglu": swiglu_table,
         "decode-profile": profile_table,
-        "modes": modes_section,
-        "curves": curves_section,
+        "modes": lambda result: modes_table(result["setup"]["summary"]),
     }
     print(*parts[result["name"]](result), sep="\n")
 
