@@ -7,7 +7,7 @@ Speed and memory do not depend on the values.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -17,7 +17,18 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from benchmarks.rollout.cases import SHAPES
 
 
-def main(size: str, directory: Path) -> None:
+def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with four special tokens and the words `w4`, `w5`, …, whose ids are these numbers."""
+    # Special tokens are found anywhere in a text, so none of them may be the beginning of a word.
+    special = ["<bos>", "<eos>", "<pad>", "<unk>"]
+    words = {f"w{i}" if i >= len(special) else special[i]: i for i in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def make_model(size: str, directory: Path) -> None:
     shape = SHAPES[size]
     config = Qwen2Config(
         **shape,
@@ -37,23 +48,15 @@ def main(size: str, directory: Path) -> None:
     # layer: where such a token is sampled, no gradient is finite.
     with torch.no_grad():
         model.model.embed_tokens.weight[config.pad_token_id].normal_(std=config.initializer_range)
-    # Special tokens are found anywhere in a text, so none of them may be the beginning of a word.
-    special = ["<bos>", "<eos>", "<pad>", "<unk>"]
-    words = {f"w{i}" if i >= len(special) else special[i]: i for i in range(shape["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Under another name until it is whole: a model cut short by a time limit must not be taken for one.
     partial = directory.with_name(directory.name + ".partial")
     model.save_pretrained(partial)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-    ).save_pretrained(partial)
+    make_tokenizer(shape["vocab_size"]).save_pretrained(partial)
     partial.rename(directory)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("directory", type=Path)
+    make_model(**vars(parser.parse_args()))

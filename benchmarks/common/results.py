@@ -12,7 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "results"
+ROOT = Path(__file__).parents[2]
+"""Of the repository."""
+RESULTS = ROOT / "benchmarks/results"
 PACKAGES = (
     "colocate",
     "torch",
@@ -26,12 +28,17 @@ PACKAGES = (
     "nvidia-cudnn-frontend",
 )
 
+Record = dict[str, Any]
+"""What one process has measured, with its `origin`."""
+PartOf = Callable[[Record], str]
+"""Which of a suite's parts a record is of."""
+
 
 def write_result(
     name: str,
     hardware: str,
     claims: dict[str, float],
-    repetitions: list[dict[str, Any]],
+    repetitions: list[Record],
     commit: str,
     surroundings: dict[str, Any] | None = None,
     **setup: Any,
@@ -47,10 +54,13 @@ def write_result(
     """
     surroundings = surroundings or _surroundings()
     directory = os.environ.get("OUT", RESULTS)
+    # Of a module that `python -m` runs, sys.argv has the path, which is another on every machine.
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    program = ["-m", module.name] if module else sys.argv[:1]
     record = {
         "name": name,
         "claims": claims,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *program, *sys.argv[1:]]),
         "commit": commit,
         **surroundings,
         "hardware": {"name": hardware, **surroundings["hardware"]},
@@ -66,19 +76,17 @@ def write_suite_result(
     name: str,
     hardware: str,
     claims: dict[str, float | None],
-    records: list[dict[str, Any]],
-    repetitions: list[dict[str, Any]] | None = None,
+    records: list[Record],
     *,
-    part: Callable[[dict[str, Any]], str] | None = None,
+    part: PartOf = lambda record: "",
     **setup: Any,
 ) -> None:
     """Write a suite's result and print where; with a claim that is None write nothing, and say which it is.
 
     Args:
-        records: of the suite's processes, each with its `origin`, all of one commit and one machine.
-        repetitions: every single measurement; the records if None.
-        part: which of the suite's parts a record is of, where they may be of different commits and machines;
-            the result then says which, and the last record's commit and hardware stand for the whole.
+        records: of the suite's processes, each part of them of one commit and one machine.
+        part: where there are several, the result says of which commit and machine each is, and the last
+            record's commit and hardware stand for the whole.
         setup: as for `write_result`.
     """
     measured = {claim: value for claim, value in claims.items() if value is not None}
@@ -86,34 +94,47 @@ def write_suite_result(
     if missing:
         print(f"Not written: {len(missing)} of {len(claims)} claims are missing, the first {missing[0]}.")
         return
-    path = write_result(
-        name,
-        hardware,
-        measured,
-        records if repetitions is None else repetitions,
-        records[-1]["commit"],
-        {
-            **{name: records[-1][name] for name in ("hardware", "python")},
-            # A peer is installed for its own processes only.
-            "versions": {name: found for record in records for name, found in record["versions"].items()},
-        },
-        **_origins(records, part),
-        **setup,
-    )
-    print(path)
+    last = records[-1]
+    names = ("commit", "machine", "versions")
+    origins = {part(record): {name: record[name] for name in names} for record in records}
+    surroundings = {
+        "hardware": last["hardware"],
+        "python": last["python"],
+        # A peer is installed for its own processes only.
+        "versions": {package: found for r in records for package, found in r["versions"].items()},
+    }
+    setup = ({"machine": last["machine"]} if set(origins) == {""} else {"origins": origins}) | setup
+    print(write_result(name, hardware, measured, records, last["commit"], surroundings, **setup))
 
 
-def published_records(name: str, hardware: str) -> list[dict[str, Any]]:
+def published_records(name: str, hardware: str) -> list[Record]:
     """The records in a suite's result, if there is one."""
     path = RESULTS / f"{name}-{hardware}.json"
     return json.loads(path.read_text())["repetitions"] if path.exists() else []
 
 
-def _origins(records: list[dict[str, Any]], part: Callable[[dict[str, Any]], str] | None) -> dict[str, Any]:
-    if part is None:
-        return {"machine": records[0]["machine"]}
-    names = ("commit", "machine", "versions")
-    return {"origins": {part(record): {name: record[name] for name in names} for record in records}}
+def by_part(records: list[Record], part: PartOf) -> dict[str, list[Record]]:
+    parts: dict[str, list[Record]] = {}
+    for record in records:
+        parts.setdefault(part(record), []).append(record)
+    return parts
+
+
+def read_records(directory: Path, part: PartOf = lambda record: "") -> list[Record]:
+    """All records, oldest first.
+
+    Raises:
+        ValueError: those of one part are of different commits or machines: their ratios would mean nothing.
+    """
+    records = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+    for of_part in by_part(records, part).values():
+        for name in ("commit", "machine"):
+            if len(found := {record[name] for record in of_part}) > 1:
+                raise ValueError(
+                    f"The records are of more than one {name}: {sorted(found)}. Remove those that do not "
+                    "belong, or pass another --records."
+                )
+    return records
 
 
 def origin(commit: str | None = None) -> dict[str, Any]:

@@ -12,22 +12,16 @@ step has the gradient's sign or size needs another one than Adam.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.common.results import origin, write_suite_result
-from benchmarks.common.runner import ROOT
-from benchmarks.curves.run import curves
-from colocate.cli import main as colocate
+from benchmarks.common.results import Record
+from benchmarks.common.suite import Claims, Suite
+from benchmarks.curves.run import warm_start
 
 NUM_COMPARED = 4
 """Rollouts at the beginning and at the end of a run whose mean rewards are compared."""
@@ -79,90 +73,55 @@ def variants() -> dict[str, dict[str, Any]]:
     return FILTERS | {name: {"loss_type": name, **other} for name, other in LOSSES.items()} | optimizers()
 
 
-def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Raises RuntimeError if the run fails."""
-    changed = variants()[options.variant]
-    with tempfile.TemporaryDirectory() as directory:
-        words = [
-            "train", str(ROOT / "recipes/quickstart.yaml"),
-            "--model_name_or_path", str(options.start / "model"),
-            "--dataset_name", str(options.start / "data"),
-            "--reward_funcs", f"{ROOT / 'examples/quickstart/addition.py'}:correct",
-            "--output_dir", directory, "--max_steps", str(options.steps), "--logging_steps", "50",
-            "--eval_on_start", "false", "--eval_strategy", "no",
-            "--use_cpu", "false" if torch.cuda.is_available() else "true",
-        ]  # fmt: skip
-        for name, value in changed.items():
-            words += [f"--{name}", str(value)]
-        if code := colocate(words):
-            raise RuntimeError(f"colocate {' '.join(words)} ended with {code}.")
-        return {"options": changed, **curves(Path(directory) / "metrics.jsonl")}
-
-
-def rise(record: dict[str, Any]) -> float:
+def rise(record: Record) -> float:
+    """The mean reward of the last rollouts less that of the first."""
     rewards = record["reward"]
     return statistics.fmean(rewards[-NUM_COMPARED:]) - statistics.fmean(rewards[:NUM_COMPARED])
 
 
-def measure(options: argparse.Namespace, directory: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The records of the runs that came to their end, and the last lines of the others."""
-    environment = os.environ | {"COLOCATE_COMMIT": origin()["commit"], "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "benchmarks.curves.learning", "--steps", str(options.steps)]
-    command += ["--start", str(directory / "start")]
-    warm_start = ROOT / "examples/quickstart/warm_start.py"
-    subprocess.run([sys.executable, warm_start, "--output_dir", directory / "start"], check=True)
+class LearningSuite(Suite):
+    """The quickstart's task with every filter, loss and optimizer."""
 
-    def run(variant: str) -> tuple[dict[str, Any] | None, str]:
-        out = directory / f"{variant}.json"
-        words = [*command, "--variant", variant, "--out", str(out)]
-        try:
-            done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=RUN_S)
-        except subprocess.TimeoutExpired:
-            return None, f"took longer than {RUN_S:.0f} s"
-        if done.returncode:
-            return None, done.stderr[-600:]
-        record = json.loads(out.read_text())
-        print(f"{variant:24} {rise(record):+.3f}", flush=True)
-        return record, ""
+    name = "learning"
+    parts = ("variants",)
+    has_tiny = False
 
-    names = options.variants or list(variants())
-    first, *others = names  # alone, so that it compiles the kernels for all
-    results = [run(first)]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        results += pool.map(run, others)
-    failed = {name: text for name, (record, text) in zip(names, results, strict=True) if record is None}
-    return [record for record, _ in results if record is not None], failed
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
+        parser.add_argument("--steps", type=int, default=100, help="optimizer steps, four to a rollout")
+        parser.add_argument("--variants", nargs="+", choices=variants(), default=list(variants()))
+        # Every command is measured anew.
+        records = Path(tempfile.gettempdir()) / f"colocate-learning-records-{os.getpid()}"
+        parser.set_defaults(records=records)
 
+    def measure(self, part: str) -> None:
+        start = warm_start(self.records / "start")
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--jobs", type=int, default=8, help="runs side by side")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps, four to a rollout")
-    parser.add_argument("--variants", nargs="+")
-    parser.add_argument("--variant", help="one run, in this process")
-    parser.add_argument("--start", type=Path)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    if options.variant:
-        record = {"variant": options.variant, "num_steps": options.steps, **origin(), **train(options)}
-        options.out.write_text(json.dumps(record) + "\n")
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        records, failed = measure(options, Path(directory))
-    claims: dict[str, float | None] = {f"rise_{record['variant']}": rise(record) for record in records}
-    for name, text in failed.items():
-        print(f"{name:24} FAILED: {text}")
-    write_suite_result(
-        "learning",
-        options.hardware,
-        claims,
-        records,
-        num_compared_rollouts=NUM_COMPARED,
-        failed=sorted(failed),
-    )
+        def run(variant: str) -> None:
+            options = [f"{name}={value}" for name, value in variants()[variant].items()]
+            self.run(
+                "curves.run", "--steps", self.options.steps, "--start", start,
+                "--label", f"variant={variant}", "--out", self.out(variant),
+                *(["--option", *options] if options else []),
+                timeout_s=RUN_S,
+                OMP_NUM_THREADS="1",
+            )  # fmt: skip
+
+        first, *others = self.options.variants
+        run(first)  # alone, so that it compiles the kernels for all
+        with ThreadPoolExecutor(self.options.jobs) as pool:
+            list(pool.map(run, others))
+        self.failures.clear()  # a package that is not installed: the result names them
+
+    def claims(self, records: list[Record]) -> Claims:
+        """The rise of every run that came to its end."""
+        return {f"rise_{record['variant']}": rise(record) for record in records}
+
+    def setup(self, records: list[Record]) -> dict[str, Any]:
+        failed = set(self.options.variants) - {record["variant"] for record in records}
+        return {"num_compared_rollouts": NUM_COMPARED, "failed": sorted(failed)}
 
 
 if __name__ == "__main__":
-    main()
+    LearningSuite.main()

@@ -1,6 +1,6 @@
 """The same training in three modes of rollout, three seeds each: writes `results/curves-<hardware>.json`.
 
-    python -m benchmarks.curves.suite --hardware h200 [--modes native colocate server] [--limit-s 540]
+    python -m benchmarks.curves.suite --hardware h200 [--parts native colocate server] [--limit-s 540]
     python -m benchmarks.curves.suite --hardware h200 --merge
 
 The quickstart's task, from one warm start, with the same prompts in the same order for each seed. Engines
@@ -16,23 +16,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from contextlib import nullcontext
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.common.results import committed, write_suite_result
-from benchmarks.common.runner import ROOT, Record, Runner, read_records, visible_gpus
+from benchmarks.common.results import Record, read_records
+from benchmarks.common.suite import Claims, Suite, visible_gpus
 from benchmarks.common.vllm_server import vllm_server
-from benchmarks.curves.run import MODES, VLLM_MEMORY
+from benchmarks.curves.run import MODES, VLLM_MEMORY, engine_options, warm_start
 
 NUM_FINAL = 10
 """Rollouts at the end of a run whose mean reward is its final reward."""
@@ -40,49 +35,51 @@ RUN_S = 420.0
 """A run that takes longer has failed."""
 
 
-class Suite(Runner):
-    """Runs the trainings as processes."""
+class CurvesSuite(Suite):
+    """The same training in three modes of rollout."""
 
-    def __init__(self, options: argparse.Namespace, commit: str) -> None:
-        super().__init__(options.records, commit, extra_words=[], limit_s=options.limit_s)
-        self._options = options
-        self._start = options.records / "start"
-        self._gpus = visible_gpus(max(1, torch.cuda.device_count()))
+    name = "curves"
+    parts = MODES
+    has_tiny = False
 
-    def warm_start(self) -> None:
-        """The model and the data that every run starts from."""
-        if not (self._start / "data" / "test.jsonl").exists():  # written last
-            script = ROOT / "examples/quickstart/warm_start.py"
-            subprocess.run([sys.executable, script, "--output_dir", self._start], check=True)
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--seeds", type=int, default=3)
+        parser.add_argument("--steps", type=int, default=120, help="optimizer steps, four to a rollout")
 
-    def measure(self, mode: str) -> None:
+    def measure(self, part: str) -> None:
         """Run what is missing of a mode, as far as the time goes."""
-        done = {record["seed"] for record in read_records(self.records) if record["mode"] == mode}
-        missing = [seed for seed in range(self._options.seeds) if seed not in done]
+        done = {record["seed"] for record in read_records(self.records) if record["mode"] == part}
+        missing = [seed for seed in range(self.options.seeds) if seed not in done]
         if not missing or self.time_is_up():
             return
+        gpus, start = visible_gpus(max(1, torch.cuda.device_count())), warm_start(self.records / "start")
         server = vllm_server(
-            self._start / "model",
+            start / "model",
             *("--gpu-memory-utilization", str(VLLM_MEMORY)),
             # vLLM would round a float32 model, which the trainer keeps on a CPU, to bfloat16.
             *([] if torch.cuda.is_available() else ["--dtype", "float32", "--enforce-eager"]),
-            gpu=self._gpus[-1],
+            gpu=gpus[-1],
             log=self.records / f"{time.time_ns()}-server.log",
             environment=self.environment,
         )
-        with self.failure_noted(mode), server if mode == "server" else nullcontext() as url:
+        with self.failure_noted(part), server if part == "server" else nullcontext() as url:
             for seed in missing:
                 if not self.time_is_up():
-                    self._train(mode, seed, url)
+                    options = engine_options(part, url) | {"seed": str(seed)}
+                    self.run(
+                        "curves.run", "--label", f"mode={part}", f"seed={seed}", "--start", start,
+                        "--steps", self.options.steps, "--out", self.out(f"{part}-{seed}"),
+                        "--option", *(f"{name}={value}" for name, value in options.items()),
+                        timeout_s=RUN_S,
+                        CUDA_VISIBLE_DEVICES=gpus[0],
+                    )  # fmt: skip
 
-    def _train(self, mode: str, seed: int, url: str | None) -> None:
-        self.run(
-            "curves.run", "--mode", mode, "--seed", seed, "--steps", self._options.steps,
-            "--start", self._start, "--out", self.out(f"{mode}-{seed}"),
-            *(["--server-url", url] if url else []),
-            timeout_s=RUN_S,
-            CUDA_VISIBLE_DEVICES=self._gpus[0],
-        )  # fmt: skip
+    def claims(self, records: list[Record]) -> Claims:
+        return compute_claims(records, self.options.seeds)
+
+    def setup(self, records: list[Record]) -> dict[str, Any]:
+        return {"num_final_rollouts": NUM_FINAL, "summary": summary(records)}
 
 
 # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -92,7 +89,7 @@ def final_reward(record: Record) -> float:
     return statistics.fmean(record["reward"][-NUM_FINAL:])
 
 
-def compute_claims(records: list[Record], num_seeds: int) -> dict[str, float | None]:
+def compute_claims(records: list[Record], num_seeds: int) -> Claims:
     """Every claim; None where a run is missing.
 
     - `final_reward_difference`: the largest between two modes, each the mean of its seeds' final rewards.
@@ -138,48 +135,5 @@ def summary(records: list[Record]) -> dict[str, dict[str, float]]:
     return rows
 
 
-def merge(options: argparse.Namespace) -> None:
-    """Print the claims, and write the result if all are there."""
-    records = read_records(options.records)
-    claims, rows = compute_claims(records, options.seeds), summary(records)
-    print(json.dumps({"summary": rows, "claims": claims}, indent=1))
-    write_suite_result(
-        "curves",
-        options.hardware,
-        claims,
-        records,
-        num_final_rollouts=NUM_FINAL,
-        summary=rows,
-    )
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps, four to a rollout")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no run after so long")
-    parser.add_argument(
-        "--records", type=Path, default=Path(tempfile.gettempdir()) / "colocate-curves-records"
-    )
-    parser.add_argument("--merge", action="store_true", help="measure nothing")
-    parser.add_argument("--hardware", default="h200")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
-    # An end from outside must not leave a server on the GPU.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if not options.merge:
-        suite = Suite(options, committed())
-        suite.warm_start()
-        for mode in options.modes:
-            suite.measure(mode)
-    merge(options)
-    if not options.merge:
-        suite.exit_if_failed()
-
-
 if __name__ == "__main__":
-    main()
+    CurvesSuite.main()

@@ -27,8 +27,8 @@ import torch
 from datasets import Dataset
 from transformers import PretrainedConfig
 
+from benchmarks.common.random_model import make_tokenizer
 from benchmarks.memory.cases import LORA_RANK, config_of, make_model
-from benchmarks.memory.handover import make_tokenizer
 from benchmarks.step.cases import LORA_TARGETS
 from benchmarks.step.run import assignment, reward
 from colocate import GRPOConfig, GRPOTrainer
@@ -155,12 +155,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=1024)
     parser.add_argument("--teacher-forced", action="store_true")
     parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model instead, to try the script")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
-    config = config_of(options.model)
+    config = config_of("tiny" if options.tiny else options.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record = train(options, config, device)
     if device.type == "cuda":

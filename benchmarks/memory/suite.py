@@ -1,9 +1,9 @@
 """The longest contexts under a cap, and how well the plan predicts: writes `results/memory-<hardware>.json`.
 
-    python -m benchmarks.memory.suite --cases 8b-qlora --lengths 47500 80000 95000
-    python -m benchmarks.memory.suite --cases 32b-lora --lengths 6144 12288
-    python -m benchmarks.memory.suite --cases 14b-lora --lengths 32768
-    python -m benchmarks.memory.suite --cases plan
+    python -m benchmarks.memory.suite --parts 8b-qlora --lengths 47500 80000 95000
+    python -m benchmarks.memory.suite --parts 32b-lora --lengths 6144 12288
+    python -m benchmarks.memory.suite --parts 14b-lora --lengths 32768
+    python -m benchmarks.memory.suite --parts plan
     python -m benchmarks.memory.suite --merge
 
 Every run is a process of its own (`run.py`). The cap is enforced: beside it another process holds so
@@ -20,18 +20,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.common.device_watch import DeviceWatch
-from benchmarks.common.results import origin, write_suite_result
-from benchmarks.common.runner import ROOT, Record, read_records
+from benchmarks.common.results import Record, origin
+from benchmarks.common.suite import Claims, Suite
 from benchmarks.memory.cases import CONTEXT_CASES, PLAN_CASES, Case
 from benchmarks.step.run import assignment
 
@@ -42,74 +38,76 @@ PLAN_NEW_TOKENS = 256
 GIB = 2**30
 
 
-def run(case: Case, length: int, new_tokens: int, options: argparse.Namespace, *words: str) -> Record:
-    """One run in its process, under the case's cap: whether it passed, and what it took."""
-    watch = DeviceWatch(case.cap_bytes) if torch.cuda.is_available() else None
-    command = [
-        sys.executable, "-m", "benchmarks.memory.run", "--model", "tiny" if options.tiny else case.model,
-        "--method", case.method, "--generations", str(case.num_generations), "--length", str(length),
-        "--new-tokens", str(new_tokens), *words,
-        *(word for name, value in options.option for word in ("--option", f"{name}={json.dumps(value)}")),
-    ]  # fmt: skip
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths}
-    if options.expandable_segments:
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    print(" ".join(command[1:]), flush=True)
-    log = options.records / f"{time.time_ns()}-memory-run.log"
-    start_s, error = time.perf_counter(), None
-    with log.open("w") as stderr:
-        try:
-            done = subprocess.run(
-                command, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                timeout=options.timeout,
-            )  # fmt: skip
-            output, status = done.stdout.splitlines(), done.returncode
-        except subprocess.TimeoutExpired:
-            output, status = [], 124
-    if status:
-        lines = [line for line in log.read_text().splitlines() if line.strip()]
-        error = f"status {status}: " + (lines[-1] if lines else "no output")
-    record: Record = {
-        "passed": status == 0,
-        "error": error,
-        "seconds": time.perf_counter() - start_s,
-        "length": length,
-        "options": dict(options.option),
-        "expandable_segments": options.expandable_segments,
-        **vars(case),
-    }
-    if watch is not None:
+class MemorySuite(Suite):
+    """The longest contexts under a cap, and how well the plan predicts."""
+
+    name = "memory"
+    parts = (*CONTEXT_CASES, "plan")
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--lengths", nargs="+", type=int, default=[PEAK_LENGTH], help="in this order")
+        parser.add_argument("--new-tokens", type=int, default=1024, help="generated ones, of decoded runs")
+        parser.add_argument("--decoded", action=argparse.BooleanOptionalAction, default=True)
+        parser.add_argument("--teacher-forced", action=argparse.BooleanOptionalAction, default=True)
+        parser.add_argument("--timeout", type=float, default=280.0, help="seconds for one run")
+        parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
+        parser.add_argument("--expandable-segments", action=argparse.BooleanOptionalAction, default=True)
+
+    @staticmethod
+    def part_of(record: Record) -> str:
+        """A model's peak does not depend on when another's was measured, nor does the error of its plan."""
+        return f"{record['kind']}, {record['model']} {record['method']}"
+
+    def measure(self, part: str) -> None:
+        options = self.options
+        if part == "plan":
+            for case, length in PLAN_CASES:
+                self._run(case, length, PLAN_NEW_TOKENS, kind="plan")
+            return
+        for length in options.lengths:
+            # The longer run of the two comes last: a length that fails in the other is not tried in it.
+            for teacher_forced in [False] * options.decoded + [True] * options.teacher_forced:
+                labels = {"kind": "context", "case": part, "teacher_forced": teacher_forced}
+                if not self._run(CONTEXT_CASES[part], length, options.new_tokens, **labels):
+                    break
+
+    def _run(self, case: Case, length: int, new_tokens: int, **labels: Any) -> bool:
+        """Whether a run under the case's cap passed; either way it leaves a record, and what it took."""
+        options = self.options
+        out = self.out(f"memory-{case.model}")
+        record = origin(self.environment["COLOCATE_COMMIT"]) | labels | vars(case)
         record |= {
-            "free_at_start_bytes": watch.free_bytes,
-            "driver_peak_bytes": watch.peak_bytes(),
+            "length": length,
+            "options": dict(options.option),
+            "expandable_segments": options.expandable_segments,
         }
-        watch.close()
-    if status == 0:
-        record |= json.loads(output[-1])
-    shown = {key: value for key, value in record.items() if key != "steps"}
-    print(f"  {json.dumps(shown)}", flush=True)
-    return record
+        watch = DeviceWatch(case.cap_bytes) if torch.cuda.is_available() else None
+        start_s = time.perf_counter()
+        output = self.run(
+            "memory.run", "--model", case.model, "--method", case.method,
+            "--generations", case.num_generations, "--length", length, "--new-tokens", new_tokens,
+            *(["--teacher-forced"] if labels.get("teacher_forced") else []),
+            *(word for name, value in options.option for word in ("--option", f"{name}={json.dumps(value)}")),
+            timeout_s=options.timeout,
+            PYTORCH_CUDA_ALLOC_CONF=f"expandable_segments:{options.expandable_segments}",
+        )  # fmt: skip
+        record |= {"passed": output is not None, "seconds": time.perf_counter() - start_s}
+        # That a length does not fit is a finding, not a failure.
+        record["error"] = self.failures.pop() if output is None else None
+        if watch is not None:
+            record |= {"free_at_start_bytes": watch.free_bytes, "driver_peak_bytes": watch.peak_bytes()}
+            watch.close()
+        if output is not None:
+            record |= json.loads(output.splitlines()[-1])
+        out.write_text(json.dumps(record, indent=1) + "\n")
+        return record["passed"]
 
+    def claims(self, records: list[Record]) -> Claims:
+        return compute_claims(records)
 
-def measure(name: str, options: argparse.Namespace, taken: Record) -> None:
-    """Run a case; each record is written as soon as it is there, with the origin that was taken before."""
-
-    def save(record: Record) -> None:
-        path = options.records / f"{time.time_ns()}-memory-{name}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
-
-    if name == "plan":
-        for case, length in PLAN_CASES:
-            save(taken | {"kind": "plan"} | run(case, length, PLAN_NEW_TOKENS, options))
-        return
-    for length in options.lengths:
-        # The longer run of the two comes last: a length that fails in the other is not tried in it.
-        for words in [[]] * options.decoded + [["--teacher-forced"]] * options.teacher_forced:
-            record = run(CONTEXT_CASES[name], length, options.new_tokens, options, *words)
-            save(taken | {"kind": "context", "case": name, "teacher_forced": bool(words)} | record)
-            if not record["passed"]:
-                break
+    def setup(self, records: list[Record]) -> dict[str, Any]:
+        return {"plan_errors": plan_errors(records), "protocol": __doc__}
 
 
 def passing_lengths(records: list[Record], case: str) -> list[int]:
@@ -133,9 +131,9 @@ def plan_errors(records: list[Record]) -> dict[str, float]:
     }
 
 
-def compute_claims(records: list[Record]) -> dict[str, float | None]:
+def compute_claims(records: list[Record]) -> Claims:
     """Every claim; None where the records do not suffice."""
-    claims: dict[str, float | None] = {
+    claims: Claims = {
         claim: max(passing_lengths(records, case), default=None) for case, claim in CONTEXT_CLAIMS.items()
     }
     last = {
@@ -152,55 +150,5 @@ def compute_claims(records: list[Record]) -> dict[str, float | None]:
     return claims
 
 
-def part(record: Record) -> str:
-    """A model's peak does not depend on when another's was measured, nor does the error of its plan."""
-    return f"{record['kind']}, {record['model']} {record['method']}"
-
-
-def merge(options: argparse.Namespace) -> None:
-    """Print the claims, and write the result if all are there."""
-    records = read_records(options.records, part)
-    claims = compute_claims(records)
-    print(json.dumps({"plan_errors": plan_errors(records), "claims": claims}, indent=1))
-    write_suite_result(
-        "memory",
-        options.hardware,
-        claims,
-        records,
-        part=part,
-        plan_errors=plan_errors(records),
-        protocol=__doc__,
-    )
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", choices=(*CONTEXT_CASES, "plan"), default=[])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[PEAK_LENGTH], help="tried in this order")
-    parser.add_argument("--new-tokens", type=int, default=1024, help="generated ones, of the decoded runs")
-    parser.add_argument("--decoded", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--teacher-forced", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--timeout", type=float, default=280.0, help="seconds for one run")
-    parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--expandable-segments", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the scripts")
-    parser.add_argument(
-        "--records", type=Path, default=Path(tempfile.gettempdir()) / "colocate-memory-records"
-    )
-    parser.add_argument("--merge", action="store_true", help="measure nothing")
-    parser.add_argument("--hardware", default="h200")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
-    options.records.mkdir(parents=True, exist_ok=True)
-    if not options.merge:
-        taken = origin()
-        for name in options.cases:
-            measure(name, options, taken)
-    merge(options)
-
-
 if __name__ == "__main__":
-    main()
+    MemorySuite.main()

@@ -16,7 +16,7 @@ many seconds; with --largest the claims come first. A server is started once for
 
 The result has the records in it, and a later command, which may be on another day, replaces what it measures
 anew; with --missing it only adds. What is compared is of one commit and one machine; a claim whose records do
-not suffice is left out. `benchmarks.pages.tables` makes the section of docs/benchmarks.md from the result,
+not suffice is left out. `benchmarks.pages.tables` makes the table of docs/benchmarks.md from the result,
 `benchmarks.pages.pictures` its picture.
 """
 
@@ -25,19 +25,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import signal
 import statistics
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import committed, published_records, write_suite_result
-from benchmarks.common.runner import Record, Runner, read_records, visible_gpus
+from benchmarks.common.results import Record, read_records
+from benchmarks.common.suite import Claims, Suite, visible_gpus
 from benchmarks.common.vllm_server import vllm_server
 from benchmarks.modes.cases import PARTS, ModeCase, all_cases, cases, largest
-from benchmarks.pages.tables import modes_table
 from benchmarks.rollout.cases import model_directory
 
 NUM_WARM_UP, NUM_TIMED = 1, 3
@@ -45,71 +40,82 @@ CASE_S = 420.0
 """A case that takes longer has failed. In the first of a model vLLM compiles, for two minutes."""
 
 
-class Suite(Runner):
-    """Runs the measurements as processes."""
+class ModesSuite(Suite):
+    """Native, colocated vLLM and a vLLM server, on the same GPUs."""
 
-    def __init__(self, options: argparse.Namespace, commit: str) -> None:
-        words = ["--tiny"] if options.tiny else []
-        super().__init__(options.records, commit, extra_words=words, limit_s=options.limit_s)
-        self._options = options
-        self._gpus = visible_gpus(options.gpus)
+    name, hardware = "modes", "h200x2"
+    parts = tuple(PARTS)
+    has_all_claims = False
+    extends_result = True
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
+        parser.add_argument("--largest", action="store_true", help="only the largest batch, for the claims")
+        parser.add_argument("--missing", action="store_true", help="only cases that the result has not")
+        parser.add_argument(
+            "--vllm-engine-kwargs", type=json.loads, default={}, metavar="JSON",
+            help="more of vllm.LLM's arguments where it is colocated, as the machine needs; in the records",
+        )  # fmt: skip
+
+    @staticmethod
+    def part_of(record: Record) -> str:
+        """The case that a record is of."""
+        return str(record["label"])
 
     def measure(self, part: str) -> None:
         """Run what is missing of a part, as far as the time goes."""
-        records = read_records(self.records, label_of)
-        if self._options.missing:
-            records += published(self._options)
-        measured = set(map(label_of, records))
-        wanted = cases(part, self._options.gpus)[: 1 if self._options.largest else None]
+        records = read_records(self.records, self.part_of)
+        if self.options.missing:
+            records += self.published()
+        measured = set(map(self.part_of, records))
+        wanted = cases(part, self.options.gpus)[: 1 if self.options.largest else None]
         missing = [case for case in wanted if case.label not in measured]
         if not missing or self.time_is_up():
             return
         # Not within a measurement.
-        directory = model_directory(
-            self._options.model_dir, "tiny" if self._options.tiny else missing[0].work.model
-        )
+        size = "tiny" if self.options.tiny else missing[0].work.model
+        directory = model_directory(self.options.model_dir, size)
         if missing[0].mode != "server":
             self._run_all(missing, {})
             return
         server = vllm_server(
             directory,
             *("--load-format", "dummy", "--max-model-len", str(max_model_len(missing[0]))),
-            *(["--enforce-eager"] if self._options.tiny else []),
-            gpu=self._gpus[-1],
+            *(["--enforce-eager"] if self.options.tiny else []),
+            gpu=visible_gpus(self.options.gpus)[-1],
             log=self.records / f"{time.time_ns()}-server.log",
             environment=self.environment,
         )
         with self.failure_noted(part), server as url:
             self._run_all(missing, {"vllm_server_base_url": url})
 
+    def claims(self, records: list[Record]) -> Claims:
+        return compute_claims(records, self.options.gpus)
+
+    def setup(self, records: list[Record]) -> dict[str, Any]:
+        rows = summary(records, self.options.gpus)
+        return {"num_gpus": self.options.gpus, "num_warm_up": NUM_WARM_UP, "summary": rows}
+
     def _run_all(self, missing: list[ModeCase], more_options: dict[str, Any]) -> None:
         for case in missing:
             if not self.time_is_up():
-                self._step(case, self._trainer_options(case) | more_options)
-
-    def _trainer_options(self, case: ModeCase) -> dict[str, Any]:
-        options = trainer_options(case, tiny=self._options.tiny)
-        if case.mode == "colocate" and self._options.vllm_engine_kwargs:
-            options["vllm_engine_kwargs"] = (
-                options.get("vllm_engine_kwargs", {}) | self._options.vllm_engine_kwargs
-            )
-        return options
+                options = trainer_options(case, tiny=self.options.tiny)
+                if case.mode == "colocate" and (more := self.options.vllm_engine_kwargs):
+                    options["vllm_engine_kwargs"] = options.get("vllm_engine_kwargs", {}) | more
+                self._step(case, options | more_options)
 
     def _step(self, case: ModeCase, run_options: dict[str, Any]) -> None:
-        work = case.work
-        shape = ["--lora-rank", work.lora_rank] if work.lora_rank else []
         assignments = [f"{name}={json.dumps(value)}" for name, value in run_options.items()]
         self.run(
-            "step.run", "--framework", "colocate", "--shape", work.model,
-            "--prompts", work.num_prompts, "--generations", work.num_generations,
-            "--prompt-tokens", work.prompt_tokens, "--new-tokens", work.new_tokens, *shape,
-            "--micro-batch", work.num_completions // case.num_trainers,
+            "step.run", "--framework", "colocate", *case.work.words(),
+            "--micro-batch", case.work.num_completions // case.num_trainers,
             "--warm-up", NUM_WARM_UP, "--steps", NUM_TIMED, "--label", case.label, "--watch-engine",
             *(word for assignment in assignments for word in ("--option", assignment)),
-            "--model-dir", self._options.model_dir, "--out", self.out(case.label),
+            "--model-dir", self.options.model_dir, "--out", self.out(case.label),
             num_processes=case.num_trainers,
             timeout_s=CASE_S,
-            CUDA_VISIBLE_DEVICES=",".join(self._gpus[: case.num_trainers]),
+            CUDA_VISIBLE_DEVICES=",".join(visible_gpus(self.options.gpus)[: case.num_trainers]),
         )  # fmt: skip
 
 
@@ -182,7 +188,7 @@ def sleep_share(records: list[Record], case: ModeCase) -> float | None:
     return statistics.median(shares) if shares else None
 
 
-def compute_claims(records: list[Record], num_gpus: int) -> dict[str, float | None]:
+def compute_claims(records: list[Record], num_gpus: int) -> Claims:
     """Every claim, at the largest batch, with an engine on each GPU; None where the records do not suffice.
 
     A bucketed publication is `VLLMEngine._publish`, the device synchronised around it: adapters merged, all
@@ -247,70 +253,5 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
     return rows
 
 
-def label_of(record: Record) -> str:
-    """Which case it is of."""
-    return str(record["label"])
-
-
-def published(options: argparse.Namespace) -> list[Record]:
-    """The records in the result, if there is one."""
-    return [] if options.tiny else published_records("modes", options.hardware)
-
-
-def merge(options: argparse.Namespace) -> None:
-    """Print claims and table, and write the result with the claims that there are."""
-    records = read_records(options.records, label_of)
-    anew = set(map(label_of, records))
-    records = [record for record in published(options) if label_of(record) not in anew] + records
-    claims, rows = compute_claims(records, options.gpus), summary(records, options.gpus)
-    print(json.dumps(claims, indent=1), *modes_table(rows), sep="\n")
-    claims = {name: value for name, value in claims.items() if value is not None}
-    if not claims:
-        return
-    write_suite_result(
-        "modes",
-        options.hardware,
-        claims,
-        records,
-        part=label_of,
-        num_gpus=options.gpus,
-        num_warm_up=NUM_WARM_UP,
-        summary=rows,
-    )
-
-
-def parse() -> argparse.Namespace:
-    temporary = Path(tempfile.gettempdir())
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, choices=(2, 4), default=2)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--largest", action="store_true", help="only the largest batch, for the claims")
-    parser.add_argument("--missing", action="store_true", help="only cases that the result does not have")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after so long")
-    parser.add_argument("--records", type=Path, default=temporary / "colocate-modes-records")
-    parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
-    parser.add_argument(
-        "--vllm-engine-kwargs", type=json.loads, default={}, metavar="JSON",
-        help="more of vllm.LLM's arguments where it is colocated, what the machine asks for; in the records",
-    )  # fmt: skip
-    parser.add_argument("--merge", action="store_true", help="measure nothing")
-    parser.add_argument("--hardware", default="h200x2")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and cases, to try the scripts")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
-    # An end from outside must not leave a server on the GPU.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if not options.merge:
-        suite = Suite(options, committed())
-        for part in options.parts:
-            suite.measure(part)
-    merge(options)
-    if not options.merge:
-        suite.exit_if_failed()
-
-
 if __name__ == "__main__":
-    main()
+    ModesSuite.main()

@@ -84,13 +84,18 @@ SHAPES = {
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, tie_word_embeddings=False, vocab_size=VOCAB_SIZE,
     ),
+    # For a CPU.
+    "cpu": dict(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, tie_word_embeddings=False, vocab_size=4096,
+    ),
     # To try the scripts themselves. Heads of 32: vLLM has no attention for smaller ones on a CPU.
     "tiny": dict(
         hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True, vocab_size=512,
     ),
 }  # fmt: skip
-"""Configurations of Qwen2.5 models, by size."""
+"""Shapes of Qwen2.5 models, by size, and two small ones."""
 TOKEN_RANGE = {size: (10, shape["vocab_size"] - 10) for size, shape in SHAPES.items()}
 
 

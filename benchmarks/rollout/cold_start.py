@@ -8,8 +8,9 @@ which it started the process.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,10 +18,22 @@ from transformers import AutoModelForCausalLM
 from colocate.engines.native.engine import NativeEngine
 from colocate.types import Prompt, SamplingParams
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).to(device)
-engine = NativeEngine(model)
-engine.wake_up()
-(completion,) = engine.generate([Prompt(tuple(range(10, 266)), key=0)], SamplingParams(max_tokens=16))
-assert len(completion.token_ids) == 16, "no stop token was given"
-print(time.time())
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument(
+        "--tiny", action="store_true", help="as the suite passes it on; nothing depends on it"
+    )
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(options.model_dir, dtype=torch.bfloat16).to(device)
+    engine = NativeEngine(model)
+    engine.wake_up()
+    (completion,) = engine.generate([Prompt(tuple(range(10, 266)), key=0)], SamplingParams(max_tokens=16))
+    assert len(completion.token_ids) == 16, "no stop token was given"
+    print(time.time())
+
+
+if __name__ == "__main__":
+    main()

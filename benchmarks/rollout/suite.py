@@ -1,6 +1,6 @@
 """The native engine beside vLLM, all cases on one GPU: writes `results/rollout-<hardware>.json`.
 
-    python -m benchmarks.rollout.suite [--vllm-site DIR] [--parts 1.5b 7b floor cold_start logprobs]
+    python -m benchmarks.rollout.suite [--peer-site DIR] [--parts 1.5b 7b floor cold_start logprobs]
     python -m benchmarks.rollout.suite --merge
 
 Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
@@ -25,29 +25,49 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import committed, origin, published_records, write_suite_result
-from benchmarks.common.runner import Record, Runner, read_records
+from benchmarks.common.results import Record, by_part, origin
+from benchmarks.common.suite import Claims, Suite
 from benchmarks.rollout.cases import CASES, model_directory
 from benchmarks.rollout.run import VARIANTS
 
 MIN_REPETITIONS = 3
 NUM_COLD_STARTS = 3
 FLOOR_CASE = "1p5b_512seq"
-PARTS = ("1.5b", "7b", "floor", "cold_start", "logprobs")
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 
 
-class Suite(Runner):
-    """Runs the measurements as processes."""
+class RolloutSuite(Suite):
+    """The native engine beside vLLM."""
 
-    def __init__(self, options: argparse.Namespace, commit: str) -> None:
-        super().__init__(
-            options.records,
-            commit,
-            extra_words=["--tiny"] if options.tiny else [],
-            peer_site=options.vllm_site,
-        )
-        self.options = options
+    name = "rollout"
+    parts = ("1.5b", "7b", "floor", "cold_start", "logprobs")
+    extends_result = True
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--cases", nargs="+", choices=CASES, help="of the rollouts, only these")
+        parser.add_argument("--rounds", type=int, default=2)
+        parser.add_argument("--first", choices=("vllm", "native"), default="vllm", help="of the first round")
+        parser.add_argument("--repetitions", type=int, default=2, help="of each case in a round")
+        parser.add_argument("--vllm-variants", nargs="+", choices=VARIANTS, default=VARIANTS[:1])
+
+    @staticmethod
+    def part_of(record: Record) -> str:
+        """The run that a record is of."""
+        return f"{record['commit']} on {record['machine']}"
+
+    def measure(self, part: str) -> None:
+        if part in ("1.5b", "7b"):
+            self.rollouts(part)
+        elif part == "floor" and not self.options.tiny:  # it needs CUDA, and this case
+            self.run("rollout.floor", FLOOR_CASE, "--out", self.out("floor"))
+        elif part == "cold_start":
+            self.cold_starts()
+        elif part == "logprobs":
+            for engine in ("native", "vllm", "trainer"):
+                words = ("rollout.logprobs", engine, self.model("1.5b"), self.records)
+                if self.run(*words, is_peer=engine == "vllm") is None:
+                    return
 
     def model(self, size: str) -> Path:
         return model_directory(self.options.model_dir, "tiny" if self.options.tiny else size)
@@ -73,10 +93,6 @@ class Suite(Runner):
                     is_peer=engine == "vllm",
                 )  # fmt: skip
 
-    def floor(self) -> None:
-        if not self.options.tiny:  # it needs CUDA, and this case
-            self.run("rollout.floor", FLOOR_CASE, "--out", self.out("floor"))
-
     def cold_starts(self) -> None:
         directory = self.model("1.5b")
         for _ in range(NUM_COLD_STARTS):
@@ -91,11 +107,17 @@ class Suite(Runner):
                 }
                 self.out("cold-start").write_text(json.dumps(record, indent=1) + "\n")
 
-    def logprobs(self) -> None:
-        directory = self.model("1.5b")
-        for part in ("native", "vllm", "trainer"):
-            if self.run("rollout.logprobs", part, directory, self.records, is_peer=part == "vllm") is None:
-                return
+    def claims(self, records: list[Record]) -> Claims:
+        return compute_claims(records)
+
+    def setup(self, records: list[Record]) -> dict[str, Any]:
+        return {
+            "runs": {
+                run: {"tokens_per_s": tokens_per_s(of_run), "claims": claims_of_run(of_run)}
+                for run, of_run in by_part(records, self.part_of).items()
+            },
+            "cases": {name: vars(case) for name, case in CASES.items()},
+        }
 
 
 # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -126,29 +148,17 @@ def tokens_per_s(records: list[Record]) -> dict[str, dict[str, float]]:
     return medians
 
 
-def run_of(record: Record) -> str:
-    """Which run it is of."""
-    return f"{record['commit']} on {record['machine']}"
-
-
-def by_run(records: list[Record]) -> dict[str, list[Record]]:
-    runs: dict[str, list[Record]] = {}
-    for record in records:
-        runs.setdefault(run_of(record), []).append(record)
-    return runs
-
-
-def compute_claims(records: list[Record]) -> dict[str, float | None]:
+def compute_claims(records: list[Record]) -> Claims:
     """Every claim, the median over runs; None where no run's records suffice."""
-    of_runs = [claims_of_run(of_run) for of_run in by_run(records).values()]
-    claims: dict[str, float | None] = {}
+    of_runs = [claims_of_run(of_run) for of_run in by_part(records, RolloutSuite.part_of).values()]
+    claims: Claims = {}
     for name in claims_of_run([]):
         known = [value for of_run in of_runs if (value := of_run[name]) is not None]
         claims[name] = statistics.median(known) if known else None
     return claims
 
 
-def claims_of_run(records: list[Record]) -> dict[str, float | None]:
+def claims_of_run(records: list[Record]) -> Claims:
     """Every claim as one run has it; None where its records do not suffice."""
     rates = tokens_per_s(records)
 
@@ -181,63 +191,5 @@ def claims_of_run(records: list[Record]) -> dict[str, float | None]:
     return claims
 
 
-def merge(options: argparse.Namespace) -> None:
-    """Print the claims, and write the result if all are there."""
-    new = read_records(options.records, run_of)
-    runs = by_run([] if options.tiny else published_records("rollout", options.hardware)) | by_run(new)
-    records = [record for of_run in runs.values() for record in of_run]
-    summary: dict[str, Any] = {
-        run: {"tokens_per_s": tokens_per_s(of_run), "claims": claims_of_run(of_run)}
-        for run, of_run in runs.items()
-    }
-    claims = compute_claims(records)
-    print(json.dumps({"runs": summary, "claims": claims}, indent=1))
-    write_suite_result(
-        "rollout",
-        options.hardware,
-        claims,
-        records,
-        part=run_of,
-        runs=summary,
-        cases={name: vars(case) for name, case in CASES.items()},
-    )
-
-
-def parse() -> argparse.Namespace:
-    temporary = Path(tempfile.gettempdir())
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--cases", nargs="+", choices=CASES, help="of the rollouts, only these")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--first", choices=("vllm", "native"), default="vllm", help="of the first round")
-    parser.add_argument("--repetitions", type=int, default=2, help="of each case in a round")
-    parser.add_argument("--vllm-variants", nargs="+", choices=VARIANTS, default=VARIANTS[:1])
-    parser.add_argument("--vllm-site", help="a folder with vLLM, put on PYTHONPATH of vLLM's processes only")
-    parser.add_argument("--records", type=Path, default=temporary / "colocate-rollout-records")
-    parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
-    parser.add_argument("--merge", action="store_true", help="measure nothing")
-    parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and cases, to try the scripts")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
-    if not options.merge:
-        suite = Suite(options, committed())
-        steps = {
-            "1.5b": lambda: suite.rollouts("1.5b"),
-            "7b": lambda: suite.rollouts("7b"),
-            "floor": suite.floor,
-            "cold_start": suite.cold_starts,
-            "logprobs": suite.logprobs,
-        }
-        for part in options.parts:
-            steps[part]()
-    merge(options)
-    if not options.merge:
-        suite.exit_if_failed()
-
-
 if __name__ == "__main__":
-    main()
+    RolloutSuite.main()

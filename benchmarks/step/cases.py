@@ -40,6 +40,21 @@ class Work:
         num_prompts = self.num_prompts if shares_prompts else self.num_completions
         return num_prompts * self.prompt_tokens + self.num_completions * self.new_tokens
 
+    def words(self) -> list[str]:
+        """As options of step/run.py."""
+        sizes = {
+            "prompts": self.num_prompts,
+            "generations": self.num_generations,
+            "prompt-tokens": self.prompt_tokens,
+            "new-tokens": self.new_tokens,
+        }
+        words = [
+            "--shape",
+            self.model,
+            *(w for name, size in sizes.items() for w in (f"--{name}", str(size))),
+        ]
+        return [*words, "--lora-rank", str(self.lora_rank)] if self.lora_rank else words
+
 
 @dataclasses.dataclass(frozen=True)
 class PeerSettings:
@@ -52,7 +67,7 @@ class PeerSettings:
     """Liger's kernels for norms, rotary embedding and MLP."""
 
     def words(self) -> list[str]:
-        """As options of step.py."""
+        """As options of step/run.py."""
         return [
             "--micro-batch", str(self.micro_batch),
             "--gradient-checkpointing" if self.gradient_checkpointing else "--no-gradient-checkpointing",
@@ -97,7 +112,7 @@ COMPARISONS = {
 }
 
 TUNING_SHARE = 4
-"""Tuning steps have a quarter of the prompts: what is compared is seconds per completion."""
+"""Tuning steps have a quarter of the prompts."""
 
 
 def tiny(work: Work) -> Work:

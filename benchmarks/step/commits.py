@@ -11,17 +11,15 @@ begins with do not count.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import committed, write_suite_result
-from benchmarks.common.runner import ROOT, read_records
+from benchmarks.common.results import ROOT, Record
+from benchmarks.common.suite import Claims, Suite
 
 CASE = "1p5b_512seq"
 RUNS = {
@@ -37,24 +35,44 @@ def program(directory: Path, kind: str) -> list[str]:
     return [script] if (directory / script).exists() else ["-m", f"benchmarks.{kind}.run"]
 
 
-def measure(options: argparse.Namespace) -> None:
-    new = committed()
-    base = subprocess.run(
-        ["git", "-C", options.base, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    for turn in range(options.turns):
-        for directory, commit in ((options.base, base), (ROOT, new)):
-            source = str(directory.resolve() / "src")
-            paths = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
-            for kind, words in RUNS.items():
-                out = options.records.resolve() / f"{turn}-{kind}-{commit[:7]}.json"
-                words = [*program(directory, kind), *words, "--model-dir", options.model_dir.resolve()]
-                subprocess.run(
-                    [sys.executable, *words, "--out", out],
-                    cwd=directory,
-                    env=os.environ | {"PYTHONPATH": paths, "COLOCATE_COMMIT": commit},
-                    check=True,
-                )
+class CommitsSuite(Suite):
+    """Rollout and GRPO step of two commits in turns."""
+
+    name = "commits"
+    parts = ("turns",)
+    has_tiny = False
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--base", type=Path, required=True, help="a checkout of the older commit")
+        parser.add_argument("--turns", type=int, default=2)
+
+    @staticmethod
+    def part_of(record: Record) -> str:
+        """Each commit is a part of its own: there are two on purpose."""
+        return record["commit"]
+
+    def measure(self, part: str) -> None:
+        options = self.options
+        base = subprocess.run(
+            ["git", "-C", options.base, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        commits = ((options.base, base), (ROOT, self.environment["COLOCATE_COMMIT"]))
+        for turn in range(options.turns):
+            for directory, commit in commits:
+                paths = [str(directory.resolve() / "src"), os.environ.get("PYTHONPATH", "")]
+                for kind, words in RUNS.items():
+                    out = options.records.resolve() / f"{turn}-{kind}-{commit[:7]}.json"
+                    command = [*program(directory, kind), *words, "--out", out]
+                    subprocess.run(
+                        [sys.executable, *command, "--model-dir", options.model_dir.resolve()],
+                        cwd=directory,
+                        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLOCATE_COMMIT": commit},
+                        check=True,
+                    )
+
+    def claims(self, records: list[Record]) -> Claims:
+        return compute_claims(records)
 
 
 def seconds(record: dict[str, Any]) -> list[float]:
@@ -63,10 +81,10 @@ def seconds(record: dict[str, Any]) -> list[float]:
     return [step["step_s"] for step in record["steps"][record["num_warm_up"] :]]
 
 
-def compute_claims(records: list[dict[str, Any]]) -> dict[str, float | None]:
+def compute_claims(records: list[dict[str, Any]]) -> Claims:
     """`rollout_ratio` and `step_ratio`; None where a commit has no record of it."""
     commits = list(dict.fromkeys(record["commit"] for record in records))
-    claims: dict[str, float | None] = {}
+    claims: Claims = {}
     for kind in ("rollout", "step"):
         of_commits = [
             [
@@ -84,25 +102,5 @@ def compute_claims(records: list[dict[str, Any]]) -> dict[str, float | None]:
     return claims
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--merge", action="store_true", help="measure nothing")
-    parser.add_argument("--hardware", default="h200")
-    temporary = Path(tempfile.gettempdir())
-    parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
-    parser.add_argument("--records", type=Path, default=temporary / "colocate-commits-records")
-    options = parser.parse_args()
-    options.records.mkdir(parents=True, exist_ok=True)
-    if not options.merge:
-        measure(options)
-    # Two commits on purpose, so that each is a part of its own.
-    records = read_records(options.records, part=lambda record: record["commit"])
-    claims = compute_claims(records)
-    print(json.dumps(claims, indent=1))
-    write_suite_result("commits", options.hardware, claims, records, part=lambda record: record["commit"])
-
-
 if __name__ == "__main__":
-    main()
+    CommitsSuite.main()

@@ -11,7 +11,8 @@ synchronised at both.
 
 Under torchrun or `accelerate launch` each process takes its share of the work; the first writes the record.
 
-`--standby` runs steps in turns with the hand-over of memory and without: the engine keeps its whole KV cache.
+`--keep` says what the engine keeps of its KV cache while the policy trains: what the run has learnt that it
+may, nothing, or in turns that and everything, as if there were no hand-over of memory.
 `--option name=value` sets any other option of the configuration, its value in JSON.
 """
 
@@ -21,6 +22,7 @@ import argparse
 import dataclasses
 import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +49,7 @@ VLLM_MEMORY = 0.6
 so more would not be used, and asleep it gives all of it back."""
 
 
-ENGINE_METHODS = ("wake_up", "generate", "sleep", "_publish")
+ENGINE_METHODS = ("wake_up", "generate", "sleep", "update_weights", "_publish")
 """What `--watch-engine` measures. vLLM in process publishes while it wakes up, and that counts apart."""
 
 
@@ -159,18 +161,32 @@ class Stopwatch:
             self._nested_s[-1] += elapsed_s
 
 
-class SwitchedHandover(Handover):
-    """Leaves the engine its whole KV cache in every other block of steps, as if memory were to spare."""
+class FixedHandover(Handover):
+    """Lets the engine keep what is said instead of what is learnt; the learning goes on."""
 
-    keeps_all = False
+    fixed_bytes: int | None = None
 
     @property
     def keep_bytes(self) -> int:  # type: ignore[override]
-        return 1 << 62 if self.keeps_all else self._learnt_bytes
+        return self._learnt_bytes if self.fixed_bytes is None else self.fixed_bytes
 
     @keep_bytes.setter
     def keep_bytes(self, num_bytes: int) -> None:
         self._learnt_bytes = num_bytes
+
+
+def made_up_rollout(work: Work) -> Any:
+    """A `rollout_func` of TRL: random completions of the work's length."""
+    rng = random.Random(0)
+
+    def rollout(rows: list[str], trainer: Any) -> dict[str, Any]:
+        prompt_ids = trainer.processing_class(rows)["input_ids"]
+        completion_ids = [
+            [rng.randrange(*TOKEN_RANGE[work.model]) for _ in range(work.new_tokens)] for _ in rows
+        ]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": None}
+
+    return rollout
 
 
 def settings(options: argparse.Namespace, work: Work, directory: str) -> dict[str, Any]:
@@ -223,25 +239,36 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
     trainer.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=())
     stopwatch, watched = Stopwatch(), []
     if options.watch_engine:
+        sent_bytes, update_weights = [0], trainer.engine.update_weights
+
+        def counted_update(named_tensors: Any, version: int) -> None:
+            tensors = list(named_tensors)
+            sent_bytes[0] = sum(tensor.nbytes for _, tensor in tensors)
+            update_weights(tensors, version)
+
+        trainer.engine.update_weights = counted_update  # type: ignore[method-assign]
         for method in ENGINE_METHODS:
             if hasattr(trainer.engine, method):
                 stopwatch.watch(trainer.engine, method)
 
         def note_engine() -> None:
-            published_bytes = getattr(trainer.engine, "published_bytes", None)
+            # vLLM counts what it copies, which is less than it is offered.
+            published_bytes = getattr(trainer.engine, "published_bytes", sent_bytes[0])
             watched.append(stopwatch.take() | {"published_bytes": published_bytes})
 
         clock.after_step = note_engine
     keeps_all = [False] * args.max_steps
-    if options.standby:
-        handover = trainer.handover = SwitchedHandover()
+    if options.keep != "learnt":
+        handover = trainer.handover = FixedHandover()
+        handover.fixed_bytes = 0 if options.keep == "nothing" else None
+    if options.keep == "in-turns":
         keeps_all = [i >= options.warm_up and (i - options.warm_up) // STANDBY_BLOCK % 2 == 1
                      for i in range(args.max_steps)]  # fmt: skip
 
         def switch() -> None:
             # The end of a step comes before the next one's rollout, whose sleep it decides on.
             done = len(clock.times_s) - 1
-            handover.keeps_all = done < args.max_steps and keeps_all[done]
+            handover.fixed_bytes = 1 << 62 if done < args.max_steps and keeps_all[done] else None
 
         clock.after_step = switch
     trainer.train()
@@ -260,6 +287,9 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
             "peak_bytes": max(span["peak_bytes"] for span in record["memory"]["spans"]),
             "train_peak_bytes": max(
                 span["peak_bytes"] for span in record["memory"]["spans"] if span["phase"] == "train"
+            ),
+            "kv_cache_bytes": max(
+                span["categories"].get("kv_cache", 0) for span in record["memory"]["spans"]
             ),
         }
         for step_s, record, keeps in zip(clock.step_s(), records, keeps_all, strict=True)
@@ -281,6 +311,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
     from trl import GRPOConfig, GRPOTrainer
 
     on_gpu = torch.cuda.is_available()
+    has_vllm = on_gpu and not options.made_up_completions
     vllm = dict(
         use_vllm=True,
         vllm_mode="colocate",
@@ -293,7 +324,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
         **settings(options, work, directory),
         model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32", "attn_implementation": "sdpa"},
         use_liger_kernel=options.liger and on_gpu,
-        **(vllm if on_gpu else {"generation_kwargs": {"min_new_tokens": work.new_tokens}}),
+        **(vllm if has_vllm else {"generation_kwargs": {"min_new_tokens": work.new_tokens}}),
     )
     clock, stopwatch = StepClock(), Stopwatch()
     trainer = GRPOTrainer(
@@ -304,9 +335,10 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
         processing_class=load_tokenizer(model_directory(options.model_dir, work.model), work),
         callbacks=[clock],
         peft_config=peft_config(work),
+        rollout_func=made_up_rollout(work) if options.made_up_completions else None,
     )
     stopwatch.watch(trainer, "_generate_and_score_completions")
-    if on_gpu:
+    if has_vllm:
         stopwatch.watch(trainer.vllm_generation, "generate")
         stopwatch.watch(trainer.vllm_generation, "sync_weights")
     else:
@@ -393,7 +425,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-memory", type=float, default=VLLM_MEMORY, help="TRL's share for vLLM")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--standby", action="store_true", help="every other block without the hand-over")
+    parser.add_argument("--keep", choices=("learnt", "nothing", "in-turns"), default="learnt", help="asleep")
+    parser.add_argument("--made-up-completions", action="store_true", help="TRL's; only training is compared")
     parser.add_argument("--watch-engine", action="store_true", help="seconds in its methods, by rank")
     parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--label", default="", help="tells records of one case apart")

@@ -15,21 +15,25 @@ runs our step with sharing of prompts on and off and with each activation policy
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import math
 import statistics
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import committed, write_suite_result
-from benchmarks.common.runner import Record, Runner, read_records
+from benchmarks.common.results import Record, read_records
+from benchmarks.common.suite import Claims, Suite
 from benchmarks.rollout.cases import model_directory
-from benchmarks.step.cases import COMPARISONS, PEAK_FLOP_PER_S, Comparison, PeerSettings, Work
+from benchmarks.step.cases import (
+    COMPARISONS,
+    PEAK_FLOP_PER_S,
+    TUNING_SHARE,
+    Comparison,
+    PeerSettings,
+    Work,
+)
 from benchmarks.step.run import STANDBY_BLOCK
 
-PARTS = ("tune", *COMPARISONS, "standby", "ablation")
 STANDBY_STEPS = 4 * STANDBY_BLOCK
 MFU_COMPARISON = "1p5b"
 ABLATION: dict[str, list[str]] = {
@@ -42,54 +46,67 @@ ABLATION: dict[str, list[str]] = {
 }
 
 
-class Suite(Runner):
-    """Runs the measurements as processes."""
+class StepSuite(Suite):
+    """GRPO steps beside TRL's."""
 
-    def __init__(self, options: argparse.Namespace, commit: str) -> None:
-        super().__init__(
-            options.records,
-            commit,
-            extra_words=["--tiny"] if options.tiny else [],
-            peer_site=options.peer_site,
+    name = "step"
+    parts = ("tune", *COMPARISONS, "standby", "ablation")
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--cases", nargs="+", choices=COMPARISONS, default=COMPARISONS, help="to tune")
+        parser.add_argument("--rounds", type=int, default=1)
+        parser.add_argument("--first", choices=("trl", "colocate"), default="trl", help="of the first round")
+        parser.add_argument("--micro-batch", type=int, default=16, help="ours, in completions")
+        parser.add_argument(
+            "--option", action="append", default=[], metavar="NAME=VALUE", help="of our configuration"
         )
-        self.options = options
+
+    @staticmethod
+    def part_of(record: Record) -> str:
+        """What is compared with one another runs on one machine, one after the other."""
+        return record["label"]
+
+    def measure(self, part: str) -> None:
+        comparison = COMPARISONS.get(part, COMPARISONS[MFU_COMPARISON])
+        work, num_warm_up, num_timed = comparison.work, comparison.num_warm_up, comparison.num_timed
+        if part == "tune":
+            self.tune()
+        elif part == "standby":
+            self._step(
+                "colocate", work, part, num_warm_up, STANDBY_STEPS, *self._own_words(), "--keep", "in-turns"
+            )
+        elif part == "ablation":
+            for label, assignments in ABLATION.items():
+                words = [word for assignment in assignments for word in ("--option", assignment)]
+                self._step("colocate", work, label, 2, 2, *self._own_words(), *words)
+        else:
+            peer = best_settings(read_records(self.records, self.part_of), part)
+            for number in range(self.options.rounds):
+                frameworks = ["trl", "colocate"]
+                if (number % 2 == 0) != (self.options.first == "trl"):
+                    frameworks.reverse()
+                for framework in frameworks:
+                    words = peer.words() if framework == "trl" else self._own_words()
+                    self._step(framework, work, part, num_warm_up, num_timed, *words)
 
     def tune(self) -> None:
+        """The training half of TRL's step with each of its settings, on made-up completions."""
         for name in self.options.cases:
-            self._model(COMPARISONS[name].work)
-            self.run(
-                "step.tune", "--comparison", name, "--model-dir", self.options.model_dir,
-                "--out", self.out(f"tune-{name}"), is_peer=True,
-            )  # fmt: skip
+            work = COMPARISONS[name].work
+            work = dataclasses.replace(work, num_prompts=work.num_prompts // TUNING_SHARE)
+            for settings in COMPARISONS[name].candidates:
+                self._step("trl", work, f"tune-{name}", 1, 1, *settings.words(), "--made-up-completions")
 
-    def compare(self, name: str) -> None:
-        comparison = COMPARISONS[name]
-        self._model(comparison.work)
-        peer = best_settings(read_records(self.records, part), name)
-        for number in range(self.options.rounds):
-            frameworks = ["trl", "colocate"]
-            if (number % 2 == 0) != (self.options.first == "trl"):
-                frameworks.reverse()
-            for framework in frameworks:
-                self._step(
-                    framework,
-                    comparison.work,
-                    name,
-                    comparison.num_warm_up,
-                    comparison.num_timed,
-                    *(peer.words() if framework == "trl" else self._own_words()),
-                )
+    def claims(self, records: list[Record]) -> Claims:
+        return compute_claims(records)
 
-    def standby(self) -> None:
-        comparison = COMPARISONS[MFU_COMPARISON]
-        words = [*self._own_words(), "--standby"]
-        self._step("colocate", comparison.work, "standby", comparison.num_warm_up, STANDBY_STEPS, *words)
-
-    def ablation(self) -> None:
-        work = COMPARISONS[MFU_COMPARISON].work
-        for label, assignments in ABLATION.items():
-            words = [word for assignment in assignments for word in ("--option", assignment)]
-            self._step("colocate", work, label, 2, 2, *self._own_words(), *words)
+    def setup(self, records: list[Record]) -> dict[str, Any]:
+        return {
+            "summary": summary(records),
+            "peak_flop_per_s": PEAK_FLOP_PER_S,
+            "peer_settings": {name: vars(best_settings(records, name)) for name in COMPARISONS},
+        }
 
     def _own_words(self) -> list[str]:
         words = ["--micro-batch", str(self.options.micro_batch)]
@@ -98,31 +115,29 @@ class Suite(Runner):
     def _step(
         self, framework: str, work: Work, label: str, num_warm_up: int, num_timed: int, *words: str
     ) -> None:
-        shape = ["--lora-rank", str(work.lora_rank)] if work.lora_rank else []
+        # Not within a measurement.
+        model_directory(self.options.model_dir, "tiny" if self.options.tiny else work.model)
         self.run(
-            "step.run", "--framework", framework, "--shape", work.model,
-            "--prompts", work.num_prompts, "--generations", work.num_generations,
-            "--prompt-tokens", work.prompt_tokens, "--new-tokens", work.new_tokens, *shape,
+            "step.run", "--framework", framework, *work.words(),
             "--warm-up", num_warm_up, "--steps", num_timed, "--label", label, *words,
             "--model-dir", self.options.model_dir, "--out", self.out(f"{framework}-step"),
             is_peer=framework == "trl",
         )  # fmt: skip
-
-    def _model(self, work: Work) -> None:
-        # Not within a measurement.
-        model_directory(self.options.model_dir, "tiny" if self.options.tiny else work.model)
 
 
 # ── Claims ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def best_settings(records: list[Record], comparison: str) -> PeerSettings:
-    """The candidate with the shortest step in the last tuning of the case; the first if there was none."""
-    tunings = [r for r in records if r["kind"] == "tune" and r["comparison"] == comparison]
-    tried = [entry for entry in tunings[-1]["candidates"] if "step_s" in entry] if tunings else []
+    """The candidate whose steps were shortest in the tuning of the case; the first if there was none."""
+    tried = [
+        (median_of(record["steps"][record["num_warm_up"] :]), record)
+        for record in records
+        if record["kind"] == "step" and record["label"] == f"tune-{comparison}"
+    ]
     if not tried:
         return COMPARISONS[comparison].candidates[0]
-    best = min(tried, key=lambda entry: statistics.median(entry["step_s"]))
+    _, best = min(tried, key=lambda entry: entry[0])
     return PeerSettings(best["micro_batch"], best["gradient_checkpointing"], best["liger"])
 
 
@@ -166,7 +181,7 @@ def standby_slowdown(records: list[Record]) -> float | None:
     return median_of(sides[False]) / median_of(sides[True])
 
 
-def compute_claims(records: list[Record]) -> dict[str, float | None]:
+def compute_claims(records: list[Record]) -> Claims:
     """Every claim; None where the records do not suffice."""
     claims = {f"step_{name}_vs_trl": ratio(records, name, case) for name, case in COMPARISONS.items()}
     steps = list(timed_steps(records, "colocate", MFU_COMPARISON))
@@ -177,7 +192,7 @@ def compute_claims(records: list[Record]) -> dict[str, float | None]:
 
 def summary(records: list[Record]) -> dict[str, Any]:
     """Medians by framework and label: what the claims are made of, and what is reported beside them."""
-    labels = {(r["framework"], r["label"]): r for r in records if r["kind"] == "step"}
+    labels = {(r["framework"], r["label"]): r for r in records if not r["label"].startswith("tune-")}
     rows = {}
     for (framework, label), record in labels.items():
         steps = list(timed_steps(records, framework, label))
@@ -204,62 +219,5 @@ def summary(records: list[Record]) -> dict[str, Any]:
     return rows
 
 
-def part(record: Record) -> str:
-    """What is compared with one another runs on one machine, one after the other."""
-    return record["label"] if record["kind"] == "step" else record["comparison"]
-
-
-def merge(options: argparse.Namespace) -> None:
-    """Print the claims, and write the result if all are there."""
-    records = read_records(options.records, part)
-    claims = compute_claims(records)
-    rows = summary(records)
-    print(json.dumps({"summary": rows, "claims": claims}, indent=1))
-    write_suite_result(
-        "step",
-        options.hardware,
-        claims,
-        records,
-        part=part,
-        summary=rows,
-        peak_flop_per_s=PEAK_FLOP_PER_S,
-        peer_settings={name: vars(best_settings(records, name)) for name in COMPARISONS},
-    )
-
-
-def parse() -> argparse.Namespace:
-    temporary = Path(tempfile.gettempdir())
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--cases", nargs="+", choices=COMPARISONS, default=COMPARISONS, help="of the tuning")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--first", choices=("trl", "colocate"), default="trl", help="of the first round")
-    parser.add_argument("--micro-batch", type=int, default=16, help="ours, in completions")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="of our configuration"
-    )
-    parser.add_argument("--peer-site", help="a folder with vLLM and TRL, on PYTHONPATH of TRL's runs only")
-    parser.add_argument("--records", type=Path, default=temporary / "colocate-step-records")
-    parser.add_argument("--model-dir", type=Path, default=temporary / "colocate-models")
-    parser.add_argument("--merge", action="store_true", help="measure nothing")
-    parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and cases, to try the scripts")
-    return parser.parse_args()
-
-
-def main() -> None:
-    options = parse()
-    if not options.merge:
-        suite = Suite(options, committed())
-        for part in options.parts:
-            if part in COMPARISONS:
-                suite.compare(part)
-            else:
-                {"tune": suite.tune, "standby": suite.standby, "ablation": suite.ablation}[part]()
-    merge(options)
-    if not options.merge:
-        suite.exit_if_failed()
-
-
 if __name__ == "__main__":
-    main()
+    StepSuite.main()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.common import device_watch
 from benchmarks.memory import cases as memory_cases
+from benchmarks.memory import handover
 from benchmarks.memory import run as memory_run
 from benchmarks.memory import suite as memory
 from colocate.weights.layouts import layout_for
@@ -193,12 +192,26 @@ def test_without_a_gpu_there_is_no_error_of_a_plan_and_no_peak() -> None:
     assert claims["plan_error"] is None and claims["context_14b_lora_80gb"] is None
 
 
-def test_plans_and_contexts_of_a_model_may_be_of_different_days(tmp_path: Path) -> None:
-    model = {"model": "llama-3.1-8b", "method": "qlora", "machine": "GPU-1"}
-    for number, (kind, commit) in enumerate((("plan", "a"), ("context", "b"), ("context", "b"))):
-        record = model | {"kind": kind, "commit": commit}
-        (tmp_path / f"{number}.json").write_text(json.dumps(record))
-    assert len(memory.read_records(tmp_path, memory.part)) == 3
-    (tmp_path / "3.json").write_text(json.dumps(model | {"kind": "context", "commit": "a"}))
-    with pytest.raises(ValueError, match="more than one commit"):
-        memory.read_records(tmp_path, memory.part)
+def test_plans_and_contexts_of_a_model_may_be_of_different_days() -> None:
+    model = {"model": "llama-3.1-8b", "method": "qlora"}
+    parts = [memory.MemorySuite.part_of(model | {"kind": kind}) for kind in ("plan", "context", "context")]
+    assert parts[0] != parts[1] == parts[2]
+
+
+def test_handover_counts_where_the_cache_is_as_large_as_asked_for() -> None:
+    seconds = ((0.5, 0.1, 9.0), (0.1, 0.2, 1.0), (0.2, 0.3, 2.0))
+    names = ("wake_up", "sleep", "update_weights")
+    steps = [
+        {"engine_s": dict(zip(names, one, strict=True)), "published_bytes": 7 * i, "kv_cache_bytes": GIB + i}
+        for i, one in enumerate(seconds)
+    ]
+    expected = {"sleep_1gib_s": 0.2, "wake_1gib_s": 0.2, "weight_sync_s": 2.0, "weight_sync_bytes": 14}
+    assert handover.compute_claims([{"steps": steps}], 1.0) == expected
+    small = [*steps, steps[0] | {"kv_cache_bytes": GIB - 1}]
+    for records in ([], [{"steps": small}]):
+        assert set(handover.compute_claims(records, 1.0).values()) == {None}
+
+
+def test_a_kv_cache_of_so_many_gib_has_whole_pages() -> None:
+    # 28 layers of 2 heads of 128: keys and values take 28 KiB for each token.
+    assert handover.kv_cache_tokens("1.5b", 1.0) == -(-GIB // (28 * 1024 * 64)) * 64

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,31 +159,6 @@ def test_figures_of_different_machines_and_commits_are_not_compared() -> None:
         assert "| 1.5B, 64 | native | 2.0 | 0.5 + 1.0 | 32.0 | – | – |" in pages.modes_table(rows)
 
 
-def test_a_later_day_adds_to_the_result_and_replaces_what_it_measures(tmp_path, monkeypatch) -> None:
-    def merge(*measured: dict[str, Any]) -> dict[str, Any]:
-        records = tmp_path / f"records-{len(list(tmp_path.iterdir()))}"
-        records.mkdir()
-        for number, one in enumerate(measured):
-            (records / f"{number}.json").write_text(json.dumps(one))
-        modes.merge(argparse.Namespace(records=records, tiny=False, hardware="h200x2", gpus=2))
-        return json.loads((tmp_path / "modes-h200x2.json").read_text())
-
-    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    server = record("7b-server-512", 512, 30.0, 30.0, 30.0)
-    first = merge(server, record("7b-colocate-512", 512, *map(awake, (20.0, 20.0, 20.0))))
-    assert first["claims"].keys() == {"colocate_vs_server_7b"}
-    assert first["claims"]["colocate_vs_server_7b"] == pytest.approx(1.5)
-    later = {"commit": "d", "machine": "n"}
-    copies = record("7b-colocate-buckets-512", 512, *[engine_step(5.0, 0.1, 0.1, 0.2)] * 3) | later
-    second = merge(copies)
-    assert second["claims"] == first["claims"] | {"publish_bucketed_7b_s": 0.2}
-    assert second["repetitions"] == [*first["repetitions"], copies]
-    assert second["setup"]["origins"]["7b-colocate-buckets-512"]["machine"] == "n"
-    # A machine of its own for one of the two: no ratio.
-    assert merge(server | later)["claims"].keys() == {"publish_bucketed_7b_s"}
-
-
 @pytest.mark.parametrize("missing", [True, False])
 def test_missing_cases_are_those_that_neither_records_nor_result_have(tmp_path, monkeypatch, missing) -> None:
     (tmp_path / "modes-h200x2.json").write_text(json.dumps({"repetitions": [record("7b-native-512", 512)]}))
@@ -196,22 +169,11 @@ def test_missing_cases_are_those_that_neither_records_nor_result_have(tmp_path, 
     monkeypatch.setattr(results_file, "RESULTS", tmp_path)
     monkeypatch.setattr(modes, "model_directory", lambda parent, size: parent / size)
     monkeypatch.setattr(
-        modes.Suite, "_run_all", lambda self, some, more: measured.extend(case.label for case in some)
+        modes.ModesSuite, "_run_all", lambda self, some, more: measured.extend(case.label for case in some)
     )
-    options = argparse.Namespace(
-        records=records, tiny=False, hardware="h200x2", gpus=2, largest=False, missing=missing,
-        limit_s=60.0, model_dir=tmp_path,
-    )  # fmt: skip
-    suite = modes.Suite(options, "c")
+    words = ["--records", str(records), *(["--missing"] if missing else [])]
+    suite = modes.ModesSuite(modes.ModesSuite.parse(words), "c")
     for part in ("1p5b-native", "7b-native"):
         suite.measure(part)
     largest_7b = [] if missing else ["7b-native-512"]
     assert measured == ["1p5b-native-1024", "1p5b-native-64", *largest_7b, "7b-native-128"]
-
-
-def test_a_case_is_measured_on_one_machine(tmp_path: Path) -> None:
-    for number, machine in enumerate("ab"):
-        one = record("7b-server-512", 512, 30.0) | {"machine": machine}
-        (tmp_path / f"{number}.json").write_text(json.dumps(one))
-    with pytest.raises(ValueError, match="more than one machine"):
-        modes.read_records(tmp_path, modes.label_of)

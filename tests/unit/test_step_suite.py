@@ -12,6 +12,8 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.rollout import cases as rollout_cases
 from benchmarks.step import cases as step_cases
+from benchmarks.step import commits
+from benchmarks.step import cpu as step_cpu
 from benchmarks.step import run as step
 from benchmarks.step import suite as step_suite
 
@@ -127,15 +129,15 @@ def test_standby_leaves_out_the_first_step_of_each_block() -> None:
     assert step_suite.compute_claims(half)["standby_slowdown"] is None
 
 
-def test_trl_runs_with_what_was_fastest_and_did_not_fail() -> None:
+def test_trl_runs_with_what_was_fastest() -> None:
     first = step_cases.COMPARISONS["1p5b"].candidates[0]
     assert step_suite.best_settings([], "1p5b") == first
-    candidates = [
-        {"micro_batch": 16, "gradient_checkpointing": False, "liger": True, "step_s": [2.0, 9.0, 3.0]},
-        {"micro_batch": 32, "gradient_checkpointing": False, "liger": True, "error": "OutOfMemoryError"},
-        {"micro_batch": 64, "gradient_checkpointing": True, "liger": False, "step_s": [2.5, 2.6, 2.4]},
+    tuned = [
+        record("trl", "tune-1p5b", 90.0, 3.0, warm_up=1)
+        | {"micro_batch": micro_batch, "gradient_checkpointing": not liger, "liger": liger}
+        for micro_batch, liger in ((16, True), (64, False))
     ]
-    tuned = [{"kind": "tune", "comparison": "1p5b", "candidates": candidates}]
+    tuned[1]["steps"][1]["step_s"] = 2.5
     assert step_suite.best_settings(tuned, "1p5b") == step_cases.PeerSettings(64, True, False)
     assert step_suite.best_settings(tuned, "7b_lora") == step_cases.COMPARISONS["7b_lora"].candidates[0]
 
@@ -167,12 +169,38 @@ def test_nested_seconds_count_only_where_they_are_innermost() -> None:
     assert 0.02 <= stopwatch.seconds["outer"] < 0.04
 
 
-def test_handover_that_is_switched_goes_on_learning() -> None:
-    handover = step.SwitchedHandover()
+def test_handover_that_is_fixed_goes_on_learning() -> None:
+    handover = step.FixedHandover()
     assert handover.keep_bytes == 0
     span = {"phase": "train", "before_bytes": 10, "after_bytes": 10, "peak_bytes": 20, "categories": {}}
-    handover.keeps_all = True
+    handover.fixed_bytes = 1000
     handover.learn({"device": "cuda:0", "limit_bytes": 100, "spans": [span]})
-    assert handover.keep_bytes > 100
-    handover.keeps_all = False
+    assert handover.keep_bytes == 1000
+    handover.fixed_bytes = None
     assert handover.keep_bytes == 90 - 25
+
+
+def test_on_a_cpu_training_is_what_generation_leaves_of_a_step() -> None:
+    def of(framework: str, phase: str, rollout_s: float, *steps_s: float) -> dict[str, Any]:
+        steps = [{"step_s": s, "phases_s": {phase: rollout_s}} for s in steps_s]
+        return record(framework, "cpu", *steps, warm_up=1) | {"work": vars(step_cpu.WORK)}
+
+    ours = of("colocate", "rollout", 2.0, 99.0, 4.0, 6.0, 5.0)
+    theirs = of("trl", "_generate_single_turn", 3.0, 99.0, 9.0, 9.0, 9.0)
+    claims = step_cpu.compute_claims([ours, theirs])
+    assert claims["rollout_tokens_per_s"] == 64 * 128 / 2 and claims["rollout_vs_trl"] == 1.5
+    assert claims["training_tokens_per_s"] == 64 * (64 + 128) / 3 and claims["training_vs_trl"] == 2.0
+    assert claims["step_vs_trl"] == 9 / 5
+    assert step_cpu.compute_claims([ours]) == {}
+
+
+def test_a_commit_is_compared_with_the_one_before_it(tmp_path) -> None:
+    records = [
+        record("colocate", "", 9.0, seconds, seconds, warm_up=1) | {"commit": commit}
+        for commit, seconds in (("old", 3.0), ("new", 2.0), ("old", 3.2), ("new", 2.0))
+    ]
+    assert commits.compute_claims(records) == {"rollout_ratio": None, "step_ratio": 1.55}
+    assert commits.program(tmp_path, "step") == ["-m", "benchmarks.step.run"]
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/step.py").touch()
+    assert commits.program(tmp_path, "step") == ["benchmarks/step.py"]
