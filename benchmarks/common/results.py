@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-"""Of the repository."""
+"""The root of the repository."""
 RESULTS = ROOT / "benchmarks/results"
 PACKAGES = (
     "colocate",

@@ -27,7 +27,7 @@ from benchmarks.common.results import (
 )
 
 Claims = dict[str, float | None]
-"""By name; None where the records do not suffice."""
+"""The figures that pages may quote, by name; None where the records do not suffice."""
 
 
 class Suite:
@@ -39,11 +39,11 @@ class Suite:
     """
 
     name: ClassVar[str]
-    """Of the result."""
+    """The result's name, and a part of its file's."""
     parts: ClassVar[Sequence[str]]
     hardware: ClassVar[str] = "h200"
     has_all_claims: ClassVar[bool] = True
-    """Whether a result without one of the claims is none."""
+    """Whether nothing is written while a claim is missing."""
     extends_result: ClassVar[bool] = False
     """Whether the published records count, but for those of what is measured anew."""
     has_tiny: ClassVar[bool] = True

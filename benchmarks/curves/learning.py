@@ -50,7 +50,7 @@ LEARNING_RATES = {
     "ademamix": 3e-4,
     "adafactor": 2e-4,
 }
-"""By how an optimizer's name begins, after `paged_`; others take the recipe's."""
+"""Learning rates by how an optimizer's name begins, after `paged_`; other optimizers take the recipe's."""
 LOW_RANK = {"optim_target_modules": "all-linear"}
 
 

@@ -75,7 +75,7 @@ def train(start: Path, num_steps: int, changed: dict[str, str]) -> Record:
 
 
 def curves(metrics: Path) -> dict[str, list[float]]:
-    """Of each rollout: the step that it came before, its reward, and |log π_trainer − log π_engine| there."""
+    """Lists over rollouts: the step that each came before, its reward, and |log π_trainer − log π_engine|."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     # A rollout's own step is the one at which trainer and engine have the same weights.
     rollouts = [line for line in lines if "reward" in line and not line.get("eval")]

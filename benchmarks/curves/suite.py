@@ -120,7 +120,7 @@ def compute_claims(records: list[Record], num_seeds: int) -> Claims:
 
 
 def summary(records: list[Record]) -> dict[str, dict[str, float]]:
-    """By mode: rewards at the beginning and the end, the log-probs' difference, and a run's time."""
+    """The modes' rewards at the beginning and the end, the log-probs' difference, and a run's time."""
     rows = {}
     for mode in MODES:
         runs = [record for record in records if record["mode"] == mode]

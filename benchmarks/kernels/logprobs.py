@@ -187,7 +187,7 @@ def measure(loss: Loss, inputs: Inputs) -> dict[str, float]:
 
 
 def exact_gradients(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Of the hidden states and the head, in float64."""
+    """Gradients of the hidden states [N, hidden] and the head [V, hidden], in float64."""
     hidden, weight = inputs.hidden.detach().double(), inputs.weight.detach().double()
     grad = (hidden @ weight.T).softmax(-1).neg_()
     grad[torch.arange(len(grad), device=grad.device), inputs.targets] += 1

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.results import committed, machine, write_result
-from benchmarks.rollout.floor import captured, median_s
+from benchmarks.common.timing import captured, median_s
 from colocate.engines.native.kernels.layers import add_rms_norm
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend

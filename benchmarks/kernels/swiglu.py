@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common.results import committed, write_result
+from benchmarks.common.timing import captured, median_s
 from benchmarks.rollout.cases import SHAPES
-from benchmarks.rollout.floor import captured, median_s
 from colocate.engines.native.kernels.gate import silu_mul
 from colocate.engines.native.kernels.swiglu import pays, swiglu
 

@@ -63,16 +63,16 @@ class MemorySuite(Suite):
         options = self.options
         if part == "plan":
             for case, length in PLAN_CASES:
-                self._run(case, length, PLAN_NEW_TOKENS, kind="plan")
+                self._run(case, length, PLAN_NEW_TOKENS, {"kind": "plan"})
             return
         for length in options.lengths:
             # The longer run of the two comes last: a length that fails in the other is not tried in it.
             for teacher_forced in [False] * options.decoded + [True] * options.teacher_forced:
                 labels = {"kind": "context", "case": part, "teacher_forced": teacher_forced}
-                if not self._run(CONTEXT_CASES[part], length, options.new_tokens, **labels):
+                if not self._run(CONTEXT_CASES[part], length, options.new_tokens, labels):
                     break
 
-    def _run(self, case: Case, length: int, new_tokens: int, **labels: Any) -> bool:
+    def _run(self, case: Case, length: int, new_tokens: int, labels: dict[str, Any]) -> bool:
         """Whether a run under the case's cap passed; either way it leaves a record, and what it took."""
         options = self.options
         out = self.out(f"memory-{case.model}")

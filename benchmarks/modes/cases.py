@@ -19,9 +19,9 @@ class Model:
     """What is trained, and on how many prompts at a time."""
 
     work: Work
-    """Of the largest batch."""
+    """The work of the largest batch."""
     num_prompts: dict[int, tuple[int, ...]]
-    """By the number of GPUs, the largest first; the completions divide among all and all but one of them."""
+    """Batches by the number of GPUs, the largest first; completions divide among all GPUs and all but one."""
 
     def at(self, num_prompts: int) -> Work:
         return dataclasses.replace(self.work, num_prompts=num_prompts)

@@ -154,7 +154,7 @@ def timed_steps(records: list[Record], case: ModeCase) -> list[Record]:
 
 
 def completions_per_s(records: list[Record], case: ModeCase) -> float | None:
-    """Of the median step; None with fewer steps than a case has."""
+    """Completions per second of the median step; None with fewer steps than a case has."""
     steps = timed_steps(records, case)
     if len(steps) < NUM_TIMED:
         return None
@@ -165,7 +165,7 @@ def completions_per_s(records: list[Record], case: ModeCase) -> float | None:
 
 
 def ratio(records: list[Record], ours: ModeCase, theirs: ModeCase) -> float | None:
-    """Of completions per second; None if they are not of one commit and one machine, too."""
+    """The ratio of two cases' completions per second; None if they are not of one commit and one machine."""
     origins = {(r["commit"], r["machine"]) for r in records if r["label"] in (ours.label, theirs.label)}
     ours_per_s, theirs_per_s = completions_per_s(records, ours), completions_per_s(records, theirs)
     if ours_per_s is None or theirs_per_s is None or len(origins) > 1:

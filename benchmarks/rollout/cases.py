@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 MEDIAN_TOKENS, SIGMA = 300, 0.8
-"""Of the log-normal lengths: half of them are longer than the median, one in 44 is longer than e^(2 sigma) =
-5 times that."""
+"""The log-normal lengths: half of them are longer than the median, one in 44 is longer than e^(2 sigma) = 5
+times that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Case:
     num_generations: int
     prompt_tokens: int
     completion_tokens: int
-    """Of every completion, or where log-normal lengths are cut."""
+    """Tokens of every completion, or where log-normal lengths are cut."""
     lengths: Literal["fixed", "lognormal"] = "fixed"
     logprobs: bool = True
     """Whether vLLM returns the sampled tokens' log-probs; the native engine always does."""

@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks.common.results import origin
+from benchmarks.common.timing import captured, copy_bytes_per_s, median_s
 from benchmarks.rollout.cases import CASES, SHAPES, Case
-
-REPETITIONS = 20
 
 
 def kv_bytes_per_step(case: Case) -> float:
@@ -33,31 +29,6 @@ def kv_bytes_per_step(case: Case) -> float:
     bytes_per_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim * 2
     num_tokens = case.num_prompts * case.prompt_tokens + case.num_seqs * case.completion_tokens / 2
     return num_tokens * bytes_per_token
-
-
-def median_s(body: Callable[[], Any]) -> float:
-    """Median seconds of `body`, after three runs that do not count."""
-    seconds = []
-    for _ in range(REPETITIONS + 3):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        body()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(seconds[3:])
-
-
-def captured(body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        body()  # cuBLAS makes its workspace outside of the graph
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body()
-    return graph
 
 
 def matrix_products_s(case: Case) -> float:
@@ -91,15 +62,6 @@ def matrix_products_s(case: Case) -> float:
         F.linear(x, head)
 
     return median_s(captured(body).replay)
-
-
-def copy_bytes_per_s() -> float:
-    source = torch.empty(2**31, dtype=torch.bfloat16, device="cuda")
-    destination = torch.empty_like(source)
-    # Not in a graph: there the copy becomes a memcpy node, which runs on a copy engine at two thirds of the
-    # rate (2.67 against 4.28 TB/s on an H200). Next to the two milliseconds of a copy its
-    # launch does not count.
-    return 2 * source.nbytes / median_s(lambda: destination.copy_(source))
 
 
 @torch.no_grad()

@@ -30,8 +30,9 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.common.results import committed, machine, write_result
+from benchmarks.common.timing import copy_bytes_per_s, median_s
 from benchmarks.rollout.cases import CASES, SHAPES, Case, model_directory
-from benchmarks.rollout.floor import copy_bytes_per_s, kv_bytes_per_step, median_s
+from benchmarks.rollout.floor import kv_bytes_per_step
 from benchmarks.rollout.run import Native
 from colocate.engines.native.decoder import Decoder
 
@@ -53,9 +54,9 @@ OWN_KERNELS = {
     "_end_step_kernel": "bookkeeping",
 }
 PASSES = {"_silu_mul_kernel": "activation", "_reduce_parts_kernel": "sampler"}
-"""Of these, a step whose products include them has none."""
+"""Kernels that a step has only where the product before them does not include their work."""
 LAST_KERNEL = "_end_step_kernel"
-"""Of a step."""
+"""The kernel with which a step ends."""
 OTHERS_BEFORE = {
     "attention, prompts": "product, qkv",
     "attention, completions": "product, qkv",
@@ -63,14 +64,14 @@ OTHERS_BEFORE = {
     "sampler": "product, head",
     "bookkeeping": "bookkeeping",
 }
-"""What the kernels are that are not ours, by the next one that is."""
+"""The role of a kernel that is not ours, by the role of the next kernel that is."""
 OTHERS_AFTER = {
     "attention, completions": "product, o",
     "activation": "product, down",
     "product, gate and up": "product, down",
     "bookkeeping": "bookkeeping",  # the embedding of the last tokens
 }
-"""By the one before, where the next is a norm."""
+"""The role of a kernel that is not ours and comes before a norm, by the role of the kernel before it."""
 BETWEEN = "between"
 
 
@@ -116,7 +117,7 @@ def roles(step: list[Kernel]) -> list[str]:
 
 
 def seconds_by_role(step: list[Kernel]) -> dict[str, float]:
-    """Of one step from its first kernel's start to its last one's end; where two overlap, of the earlier."""
+    """Seconds from the first kernel's start to the last one's end; an overlap is the earlier kernel's."""
     seconds: dict[str, float] = {}
     covered_s = step[0].start_s
     for kernel, role in zip(step, roles(step), strict=True):
@@ -131,7 +132,7 @@ def seconds_by_role(step: list[Kernel]) -> dict[str, float]:
 
 @contextmanager
 def traced(first: int) -> Iterator[list[Kernel]]:
-    """After the block: the kernels of `NUM_STEPS` steps from the `first` on, of the rollout in it."""
+    """A list that after the block has the kernels of `NUM_STEPS` steps of its rollout, from `first` on."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     numbers, launch = itertools.count(), Decoder.step
     kernels: list[Kernel] = []

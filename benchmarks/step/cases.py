@@ -41,7 +41,7 @@ class Work:
         return num_prompts * self.prompt_tokens + self.num_completions * self.new_tokens
 
     def words(self) -> list[str]:
-        """As options of step/run.py."""
+        """The fields as options of step/run.py."""
         sizes = {
             "prompts": self.num_prompts,
             "generations": self.num_generations,
@@ -67,7 +67,7 @@ class PeerSettings:
     """Liger's kernels for norms, rotary embedding and MLP."""
 
     def words(self) -> list[str]:
-        """As options of step/run.py."""
+        """The fields as options of step/run.py."""
         return [
             "--micro-batch", str(self.micro_batch),
             "--gradient-checkpointing" if self.gradient_checkpointing else "--no-gradient-checkpointing",

@@ -30,7 +30,7 @@ RUNS = {
 
 
 def program(directory: Path, kind: str) -> list[str]:
-    """The benchmark of a checkout; until November 2026 it was a script."""
+    """The benchmark of a checkout, which of an older commit is a script."""
     script = f"benchmarks/{kind}.py"
     return [script] if (directory / script).exists() else ["-m", f"benchmarks.{kind}.run"]
 

@@ -126,7 +126,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.host_s: dict[str, float] = {}
-        """Those in which this thread had a core, nested ones too. Near to all: the host is slow."""
+        """Seconds in which this thread had a core, nested ones too. Near to all of them: the host is slow."""
         self._nested_s: list[float] = []
 
     def take(self) -> dict[str, dict[str, float]]:
@@ -222,55 +222,64 @@ def peft_config(work: Work) -> Any:
     )
 
 
+def make_trainer(trainer_class: Any, args: Any, options: argparse.Namespace, work: Work, **more: Any) -> Any:
+    """Either library's trainer of the work, with a `clock` that notes when its steps end."""
+    directory, clock = model_directory(options.model_dir, work.model), StepClock()
+    trainer = trainer_class(
+        str(directory),
+        reward,
+        args,
+        prompts(work, work.num_prompts * args.max_steps),
+        processing_class=load_tokenizer(directory, work),
+        callbacks=[clock],
+        peft_config=peft_config(work),
+        **more,
+    )
+    trainer.clock = clock
+    return trainer
+
+
+def watch_engine(engine: Any) -> Callable[[], dict[str, Any]]:
+    """Measure the engine's methods from now on; what is returned takes what came since it was last called."""
+    stopwatch, sent_bytes, update_weights = Stopwatch(), [0], engine.update_weights
+
+    def counted_update(named_tensors: Any, version: int) -> None:
+        tensors = list(named_tensors)
+        sent_bytes[0] = sum(tensor.nbytes for _, tensor in tensors)
+        update_weights(tensors, version)
+
+    engine.update_weights = counted_update
+    for method in ENGINE_METHODS:
+        if hasattr(engine, method):
+            stopwatch.watch(engine, method)
+
+    # vLLM counts what it copies, which is less than it is offered.
+    return lambda: stopwatch.take() | {"published_bytes": getattr(engine, "published_bytes", sent_bytes[0])}
+
+
 def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dict[str, Any]:
     from colocate import GRPOConfig, GRPOTrainer
 
     args = GRPOConfig(**settings(options, work, directory))
-    clock = StepClock()
-    trainer = GRPOTrainer(
-        str(model_directory(options.model_dir, work.model)),
-        reward,
-        args,
-        prompts(work, work.num_prompts * args.max_steps),
-        processing_class=load_tokenizer(model_directory(options.model_dir, work.model), work),
-        callbacks=[clock],
-        peft_config=peft_config(work),
-    )
+    trainer = make_trainer(GRPOTrainer, args, options, work)
     trainer.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=())
-    stopwatch, watched = Stopwatch(), []
-    if options.watch_engine:
-        sent_bytes, update_weights = [0], trainer.engine.update_weights
-
-        def counted_update(named_tensors: Any, version: int) -> None:
-            tensors = list(named_tensors)
-            sent_bytes[0] = sum(tensor.nbytes for _, tensor in tensors)
-            update_weights(tensors, version)
-
-        trainer.engine.update_weights = counted_update  # type: ignore[method-assign]
-        for method in ENGINE_METHODS:
-            if hasattr(trainer.engine, method):
-                stopwatch.watch(trainer.engine, method)
-
-        def note_engine() -> None:
-            # vLLM counts what it copies, which is less than it is offered.
-            published_bytes = getattr(trainer.engine, "published_bytes", sent_bytes[0])
-            watched.append(stopwatch.take() | {"published_bytes": published_bytes})
-
-        clock.after_step = note_engine
+    take_watched = watch_engine(trainer.engine) if options.watch_engine else lambda: {}
+    watched: list[dict[str, Any]] = []
     keeps_all = [False] * args.max_steps
     if options.keep != "learnt":
-        handover = trainer.handover = FixedHandover()
-        handover.fixed_bytes = 0 if options.keep == "nothing" else None
+        trainer.handover = FixedHandover()
+        trainer.handover.fixed_bytes = 0 if options.keep == "nothing" else None
     if options.keep == "in-turns":
         keeps_all = [i >= options.warm_up and (i - options.warm_up) // STANDBY_BLOCK % 2 == 1
                      for i in range(args.max_steps)]  # fmt: skip
 
-        def switch() -> None:
+    def after_step() -> None:
+        watched.append(take_watched())
+        if options.keep == "in-turns" and len(watched) < args.max_steps:
             # The end of a step comes before the next one's rollout, whose sleep it decides on.
-            done = len(clock.times_s) - 1
-            handover.fixed_bytes = 1 << 62 if done < args.max_steps and keeps_all[done] else None
+            trainer.handover.fixed_bytes = 1 << 62 if keeps_all[len(watched)] else None
 
-        clock.after_step = switch
+    trainer.clock.after_step = after_step
     trainer.train()
     ranks = gather_object([watched])
     if not trainer.is_world_process_zero():
@@ -278,21 +287,9 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
     lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if not record.get("eval")]
     shares_prompts = bool(getattr(args, "share_prompts", False))
-    steps: list[dict[str, Any]] = [
-        {
-            "step_s": step_s,
-            "phases_s": record["phases"],
-            "mean_length": record["completions/mean_length"],
-            "keeps_kv_cache": keeps,
-            "peak_bytes": max(span["peak_bytes"] for span in record["memory"]["spans"]),
-            "train_peak_bytes": max(
-                span["peak_bytes"] for span in record["memory"]["spans"] if span["phase"] == "train"
-            ),
-            "kv_cache_bytes": max(
-                span["categories"].get("kv_cache", 0) for span in record["memory"]["spans"]
-            ),
-        }
-        for step_s, record, keeps in zip(clock.step_s(), records, keeps_all, strict=True)
+    steps = [
+        {"step_s": step_s, "keeps_kv_cache": keeps, **from_metrics(record)}
+        for step_s, record, keeps in zip(trainer.clock.step_s(), records, keeps_all, strict=True)
     ]
     if options.watch_engine:
         for i, step in enumerate(steps):
@@ -304,6 +301,18 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
         "shares_prompts": shares_prompts,
         "flop": training_flop(work, shares_prompts=shares_prompts),
         "flop_unshared": training_flop(work, shares_prompts=False),
+    }
+
+
+def from_metrics(record: dict[str, Any]) -> dict[str, Any]:
+    """What a line of metrics.jsonl says of its step."""
+    spans = record["memory"]["spans"]
+    return {
+        "phases_s": record["phases"],
+        "mean_length": record["completions/mean_length"],
+        "peak_bytes": max(span["peak_bytes"] for span in spans),
+        "train_peak_bytes": max(span["peak_bytes"] for span in spans if span["phase"] == "train"),
+        "kv_cache_bytes": max(span["categories"].get("kv_cache", 0) for span in spans),
     }
 
 
@@ -326,17 +335,8 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
         use_liger_kernel=options.liger and on_gpu,
         **(vllm if has_vllm else {"generation_kwargs": {"min_new_tokens": work.new_tokens}}),
     )
-    clock, stopwatch = StepClock(), Stopwatch()
-    trainer = GRPOTrainer(
-        str(model_directory(options.model_dir, work.model)),
-        reward,
-        args,
-        prompts(work, work.num_prompts * args.max_steps),
-        processing_class=load_tokenizer(model_directory(options.model_dir, work.model), work),
-        callbacks=[clock],
-        peft_config=peft_config(work),
-        rollout_func=made_up_rollout(work) if options.made_up_completions else None,
-    )
+    made_up = made_up_rollout(work) if options.made_up_completions else None
+    trainer, stopwatch = make_trainer(GRPOTrainer, args, options, work, rollout_func=made_up), Stopwatch()
     stopwatch.watch(trainer, "_generate_and_score_completions")
     if has_vllm:
         stopwatch.watch(trainer.vllm_generation, "generate")
@@ -344,11 +344,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
     else:
         stopwatch.watch(trainer, "_generate_single_turn")
     phases: list[dict[str, float]] = []
-
-    def next_step() -> None:
-        phases.append(stopwatch.take()["engine_s"])
-
-    clock.after_step = next_step
+    trainer.clock.after_step = lambda: phases.append(stopwatch.take()["engine_s"])
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
     return {
@@ -358,7 +354,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
                 "phases_s": phase | {"train": step_s - sum(phase.values())},
                 "mean_length": log["completions/mean_length"],
             }
-            for step_s, phase, log in zip(clock.step_s(), phases, logs, strict=True)
+            for step_s, phase, log in zip(trainer.clock.step_s(), phases, logs, strict=True)
         ],
         "liger": args.use_liger_kernel,
         "vllm_memory": options.vllm_memory,

@@ -171,7 +171,7 @@ def compare(outcomes: dict[str, dict[str, Outcome]]) -> list[dict[str, Any]]:
 
 
 def section(result: dict[str, Any]) -> list[str]:
-    """Of the result: what docs/moving-from-trl.md says of it."""
+    """The paragraph of docs/moving-from-trl.md on the result."""
     claims, setup, left = result["claims"], result["setup"], {}
     for record in result["repetitions"]:
         if "left" in record:
@@ -190,7 +190,7 @@ def section(result: dict[str, Any]) -> list[str]:
 
 
 def claims(records: list[dict[str, Any]]) -> dict[str, float]:
-    """What the pages may say: how many of the tests that TRL passes colocate passes, too."""
+    """The figures that pages may quote: how many of the tests that TRL passes colocate passes, too."""
     passed_by_trl = [record for record in records if record["trl"] == "passed"]
     return {
         "tests": len(records),
