@@ -1,7 +1,6 @@
 """Rollouts by the native engine or by vLLM: seconds and tokens per second of every repetition.
 
-    python -m benchmarks.rollout.run --engine native --model 1.5b --prompts 64 --generations 8
-        --prompt-tokens 256 --completion-tokens 1024 --out native.json
+    python -m benchmarks.rollout.run --engine native --cases 1p5b_512seq --out native.json
     python -m benchmarks.rollout.run --engine vllm --cases 1p5b_512seq 1p5b_ragged --out vllm.json
 
 Random weights, random prompts, temperature 1, no stop tokens, given lengths. Loading and warming up (a
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.common.results import origin
-from benchmarks.rollout.cases import CASES, SHAPES, Case, model_directory, tiny
+from benchmarks.rollout.cases import CASES, Case, model_directory, tiny
 
 VARIANTS = ("in-process", "own-process")
 """Where vLLM's engine runs: in the caller's process, as trainers that share the GPU run it, or in its own,
@@ -162,15 +161,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=("native", "vllm"), required=True)
     parser.add_argument("--vllm-variant", choices=VARIANTS, default=VARIANTS[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, help="of one model; instead of the shape below")
+    parser.add_argument("--cases", nargs="+", choices=CASES, required=True, help="of one model")
     parser.add_argument("--tiny", action="store_true", help="the cases made tiny, to try the script")
-    parser.add_argument("--model", choices=SHAPES, default="1.5b")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--generations", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--completion-tokens", type=int, default=1024)
-    parser.add_argument("--lengths", choices=("fixed", "lognormal"), default="fixed")
-    parser.add_argument("--logprobs", action=argparse.BooleanOptionalAction, default=True, help="vLLM's")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "colocate-models")
     parser.add_argument("--out", type=Path, required=True)
@@ -179,12 +171,6 @@ def parse() -> argparse.Namespace:
 
 def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
     """Raises SystemExit if the cases are not of one model."""
-    if not options.cases:
-        custom = Case(
-            options.model, options.prompts, options.generations, options.prompt_tokens,
-            options.completion_tokens, options.lengths, options.logprobs,
-        )  # fmt: skip
-        return {"custom": custom}
     cases = {name: CASES[name] for name in options.cases}
     if len(models := {case.model for case in cases.values()}) > 1:
         raise SystemExit(f"--cases are of the models {sorted(models)}; run one model at a time.")
