@@ -166,9 +166,9 @@ class GRPOConfig(TrainingArguments):
     vllm_model_impl: str = "vllm"
     """Whose implementation of the model vLLM runs: "vllm", "transformers" or "auto"."""
     vllm_weights: str = "auto"
-    """"shared": vLLM reads the trainer's own parameters, and LoRA adapters are copied beside them; "buckets":
-    it has a copy of all, with adapters merged, renewed for each rollout; "auto": shared where possible (one
-    GPU each, for Llama, Mistral and Qwen models that are not in 4 bits)."""
+    """"shared": vLLM reads the trainer's own parameters; "buckets": it has a copy, with adapters merged,
+    renewed for each rollout; "auto": shared where possible (full fine-tuning of Llama, Mistral and Qwen
+    models on one GPU each)."""
     vllm_engine_kwargs: dict[str, Any] | None = None
     """Further arguments of `vllm.LLM`."""
 

@@ -112,41 +112,10 @@ def test_shared_weights_publish_nothing_over_many_updates(start, name, engine_kw
         assert engine.published_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "engine_kwargs", "level"),
-    [("qwen2", EAGER, 1), ("llama3", GRAPHS, 2), ("qwen3", COMPILED, 1)],
-    ids=["qwen2-eager-1", "llama3-graphs-2", "qwen3-compiled-1"],
-)
-def test_adapters_are_copied_beside_shared_weights(start, name, engine_kwargs, level):
-    model = adapted(name)
-    engine = start(model, weights="shared", engine_kwargs=engine_kwargs)
-    assert engine.shares_weights
-    # The engine itself sleeps at level 1, which brings back what the buffers had; level 2 loses it.
-    sleep = engine._llm.sleep
-    engine._llm.sleep = lambda **_: sleep(level=level)
-    trainers = {parameter.data_ptr() for parameter in model.parameters()}
-    for version in range(1, 5):
-        renew(model, version)
-        engine.update_weights((), version)
-        engine.wake_up()
-        check_greedy(engine, model)
-        assert engine.published_bytes == sum(p.numel() * 2 for p in model.parameters() if p.requires_grad)
-        assert engine.rollout_weight_bytes >= engine.published_bytes
-        with model.disable_adapter(), pytest.raises(AssertionError):  # without its adapters it says otherwise
-            check_greedy(engine, model)
-        engine.sleep()
-        engine.wake_up()  # no new version
-        check_greedy(engine, model)
-        engine.sleep()
-    inside = engine._llm.apply_model(lambda module: [p.data_ptr() for p in module.parameters()])[0]
-    assert set(inside) <= trainers
-
-
-@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
-def test_shared_weights_are_in_memory_once(start, with_adapter):
+def test_shared_weights_are_in_memory_once(start):
     sizes = {"num_hidden_layers": 8, "hidden_size": 2048, "intermediate_size": 8192}
-    model = adapted("qwen3", **sizes) if with_adapter else sized("qwen3", **sizes).bfloat16()
-    base_bytes = sum(p.nbytes for name, p in model.named_parameters() if "lora_" not in name)
+    model = sized("qwen3", **sizes).bfloat16()
+    base_bytes = sum(parameter.nbytes for parameter in model.parameters())
     options = EAGER | {"kv_cache_memory_bytes": 2**26}
     engine = start(model, weights="shared", engine_kwargs=options)
     for _ in range(2):
@@ -161,17 +130,11 @@ def test_shared_weights_are_in_memory_once(start, with_adapter):
         engine.sleep()
 
 
-def test_adapters_in_float32_get_a_copy_they_are_merged_into(start, caplog):
-    # vLLM's kernels for adapters are for 16 bits.
-    model = make_lora("qwen3", **SIZES).cuda()
-    with caplog.at_level("INFO", "colocate"):
-        engine = start(model, engine_kwargs=EAGER)
-    assert not engine.shares_weights
-    assert "LoRA kernels compute in 16 bits, and the model is in float32" in caplog.text
-
-
-@pytest.mark.parametrize("with_adapter", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(("weights", "level"), [("shared", 1), ("buckets", 2)])
+@pytest.mark.parametrize(
+    ("weights", "level", "with_adapter"),
+    [("shared", 1, False), ("buckets", 2, False), ("auto", 2, True)],
+    ids=["shared", "buckets", "lora"],
+)
 def test_every_one_of_50_steps_generates_with_its_own_weights(start, weights, level, with_adapter):
     model = adapted("qwen2") if with_adapter else sized("qwen3").bfloat16()
     # A small KV cache, which is quickly mapped and unmapped.
@@ -191,7 +154,7 @@ def test_every_one_of_50_steps_generates_with_its_own_weights(start, weights, le
             engine.wake_up()
             check_greedy(engine, model)
             engine.sleep()
-        assert (engine.published_bytes > 0) == (weights == "buckets" or with_adapter)
+        assert (engine.published_bytes > 0) == (weights != "shared")
     assert set(levels) == {level} and len(levels) == 52
 
 

@@ -24,10 +24,9 @@ from engine_models import (
     make_model,
     make_prompts,
     plain_logits,
-    token_logprobs,
 )
 
-from colocate.engines.vllm import adapter_slot, internals
+from colocate.engines.vllm import shared_weights
 from colocate.engines.vllm.in_process import VLLMEngine
 from colocate.types import SamplingParams
 from vllm_unpacked import unpacked
@@ -107,26 +106,6 @@ def tensor_parallel() -> dict[str, Any]:
     return found | {"ranks": ranks}
 
 
-def make_partial_lora() -> Any:
-    """LoRA on some projections of each fused matrix, of several ranks and scalings, two adapters on some."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=5,
-        lora_alpha=12,
-        use_rslora=True,
-        rank_pattern={"q_proj": 3, r"layers\.1\.mlp\.up_proj": 8},
-        alpha_pattern={"v_proj": 7},
-        target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
-    )
-    # A vocabulary of whole blocks: vLLM pads others.
-    model = get_peft_model(make_model("qwen2", hidden_size=128, vocab_size=128), config)
-    model.add_adapter("second", LoraConfig(r=2, lora_alpha=1, target_modules=["v_proj"]))
-    model.base_model.set_adapter(["default", "second"])
-    perturb(model, 100)
-    return model.eval()
-
-
 def addresses(model: Any) -> list[int]:
     return [parameter.data_ptr() for parameter in model.parameters()]
 
@@ -145,71 +124,13 @@ def shared() -> dict[str, Any]:
     }
 
 
-def shared_lora() -> dict[str, Any]:
-    """A base of one storage, and adapters that are copied; also what a sleep of level 2 would do to those."""
-    model, prompts = make_partial_lora(), make_prompts([5, 7])
-    with unpacked():
-        engine = start(model, weights="shared")
-    before = engine._llm.apply_model(addresses)[0]
-    equal = rounds(engine, model, prompts, 4)
-    found = {"equal": equal, "shares": engine.shares_weights, "published_bytes": engine.published_bytes}
-    engine.wake_up()
-    completions = engine.generate(prompts, GREEDY)
-    gaps = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
-        gaps.append(torch.tensor(completion.logprobs) - token_logprobs(logits, completion.token_ids))
-    found["max_gap"] = torch.cat(gaps).abs().max().item()
-    with model.disable_adapter():
-        found["base_equal"] = [is_greedy(model, *pair) for pair in zip(prompts, completions, strict=True)]
-    engine.sleep()
-    model.merge_adapter()  # the base changes, and has no adapter beside it
-    engine.update_weights((), 5)
-    found["merged_equal"] = rounds(engine, model, prompts, 1)
-    found["merged_bytes"] = engine.published_bytes
-    model.unmerge_adapter()
-    engine.update_weights((), 6)
-
-    def lose_buffers(level: int) -> None:
-        for layer in engine._slot._manager.modules.values():
-            for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked):
-                buffer.fill_(float("nan"))
-
-    # vLLM sleeps on GPUs only.
-    engine._frees_memory, engine._llm.sleep, engine._llm.wake_up = True, lose_buffers, lambda tags: None
-    torch.cuda.mem_get_info, internals.unmapped_bytes = lambda device: (0, 0), lambda: 0
-    found["lost_equal"] = [*rounds(engine, model, prompts, 2), *rounds(engine, model, prompts, 1)]
-    engine._frees_memory = False
-    after = engine._llm.apply_model(addresses)[0]
-    return found | {
-        "adapter_bytes": sum(p.nbytes for p in model.parameters() if p.requires_grad),
-        "outside": len(set(after) - set(addresses(model))),
-        "moved": before != after,
-    }
-
-
-def unknown_slot() -> dict[str, Any]:
-    """A vLLM that takes adapters in another order than is known: refused, or copies."""
-    model = make_lora("qwen2", hidden_size=128, vocab_size=128)
-    found: dict[str, Any] = {}
-    other_order = mock.patch.dict(adapter_slot.PACKED, qkv_proj=["k_proj", "q_proj", "v_proj"])
-    with unpacked(), other_order:
-        try:
-            start(model, weights="shared")
-        except ValueError as error:
-            found["error"] = str(error)
-        engine = start(model)
-    return found | {
-        "equal": rounds(engine, model, make_prompts([5, 7]), 3),
-        "shares": engine.shares_weights,
-        "reason": engine._source.reason,
-    }
-
-
 def in_place() -> dict[str, Any]:
     """A copy whose parameters vLLM reads as they are, as on GPUs; and sharing that turns out impossible."""
     model = make_model("qwen3", head_dim=32)  # 97 tokens, which vLLM pads
-    with unpacked():
+    with (
+        unpacked(),
+        mock.patch.object(shared_weights, "VOCABULARY_BLOCK", 1),
+    ):  # which nobody knows beforehand
         engine = start(model, weights="auto", bucket_bytes=20_000)
     found = {
         "equal": rounds(engine, model, make_prompts([5, 7]), 3),
@@ -231,7 +152,7 @@ def in_place() -> dict[str, Any]:
 
 def main() -> None:
     directory, *names = sys.argv[1:]
-    cases = {case.__name__: case for case in (tensor_parallel, shared, shared_lora, unknown_slot, in_place)}
+    cases = {case.__name__: case for case in (tensor_parallel, shared, in_place)}
     found = {name: cases[name]() for name in names}
     Path(directory, f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 

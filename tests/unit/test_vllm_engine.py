@@ -280,9 +280,10 @@ def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
     [
         (lambda: make_model("qwen3"), {}, "on the device 'cpu'"),
         (lambda: make_model("qwen3").to("meta"), {"tensor_parallel_size": 2}, "a part of every matrix"),
-        (lambda: make_lora("qwen3").to("meta"), {}, None),
+        (lambda: make_lora("qwen3").to("meta"), {}, "the policy has adapters, which are merged"),
         (lambda: make_model("qwen3").to("meta"), {"model_impl": "transformers"}, "its own parameters"),
-        (lambda: make_model("qwen3").to("meta"), {}, None),
+        (lambda: make_model("qwen3").to("meta"), {}, "vocabulary of 97 tokens to a multiple of 64"),
+        (lambda: make_model("qwen3", vocab_size=128).to("meta"), {}, None),
     ],
 )
 def test_why_weights_cannot_be_shared(make, options, reason, monkeypatch):
@@ -294,8 +295,7 @@ def test_why_weights_cannot_be_shared(make, options, reason, monkeypatch):
     assert (why is None) if reason is None else (reason in why)
 
 
-@pytest.mark.parametrize("make", [make_model, make_lora])
-def test_parameters_are_fused_before_vllm_has_its_pools(make, with_vllm, monkeypatch):
+def test_parameters_are_fused_before_vllm_has_its_pools(with_vllm, monkeypatch):
     # What is allocated while vLLM loads would be discarded when it sleeps.
     class Started(Exception):
         pass
@@ -305,7 +305,7 @@ def test_parameters_are_fused_before_vllm_has_its_pools(make, with_vllm, monkeyp
 
     monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
     monkeypatch.setattr(in_process.VLLMEngine, "_start", start)
-    model = make("qwen3")
+    model = make_model("qwen3", vocab_size=128)
     with pytest.raises(RuntimeError, match="not slices of one storage"):
         shared_weights.vllm_views(model)
     with pytest.raises(Started):
@@ -313,13 +313,11 @@ def test_parameters_are_fused_before_vllm_has_its_pools(make, with_vllm, monkeyp
     assert shared_weights.vllm_views(model)
 
 
-@pytest.mark.parametrize("make", [make_model, make_lora])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_vllms_first_copy_has_the_size_of_the_base(make, name):
-    model = make(name)
-    base_bytes = sum(p.nbytes for key, p in model.named_parameters() if "lora_" not in key)
+def test_vllms_first_copy_has_the_size_of_the_model(name):
+    model = make_model(name)
     fuse_parameters(layout_for(model))
-    assert shared_weights.num_bytes(model) == base_bytes
+    assert shared_weights.num_bytes(model) == sum(p.nbytes for p in model.parameters())
 
 
 def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monkeypatch):
@@ -338,11 +336,37 @@ def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monke
     assert engine._utilization(0.5) == 0.5
 
 
-def test_sharing_asked_for_and_impossible_is_an_error(with_vllm):
-    with pytest.raises(
-        ValueError, match=r"vllm_weights='shared' is not possible: on the device 'cpu'.*'auto'"
-    ):
-        in_process.VLLMEngine(make_model("qwen3"), weights="shared")
+@pytest.mark.parametrize(
+    ("make", "device", "reason"),
+    [(make_model, "cuda", "on the device 'cpu'"), (make_lora, "cpu", "the policy has adapters")],
+)
+def test_sharing_asked_for_and_impossible_is_an_error(make, device, reason, with_vllm, monkeypatch):
+    monkeypatch.setattr(shared_weights, "SHARING_DEVICE", device)
+    with pytest.raises(ValueError, match=rf"vllm_weights='shared' is not possible: {reason}.*'auto'"):
+        in_process.VLLMEngine(make("qwen3"), weights="shared")
+
+
+@pytest.mark.parametrize(("asked", "level"), [("auto", "INFO"), ("shared", "WARNING")])
+def test_a_vllm_whose_parameters_do_not_match_starts_once_and_copies(
+    asked, level, with_vllm, monkeypatch, caplog
+):
+    started = []
+
+    def start(engine, *_, **__):
+        # As the loader does when it finds that vLLM keeps its parameters in another form.
+        started.append(engine._source.wants_sharing)
+        engine._source.reason = "lm_head.weight has shape (192, 32) in vLLM and (128, 32) in the trainer"
+        return SimpleNamespace(apply_model=lambda function: [4096])
+
+    monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
+    monkeypatch.setattr(in_process.VLLMEngine, "_start", start)
+    monkeypatch.setattr(internals, "kv_cache_bytes", lambda llm: 0)
+    monkeypatch.setattr(in_process.atexit, "register", lambda *_: None)
+    with caplog.at_level("INFO", "colocate"):
+        engine = in_process.VLLMEngine(make_model("qwen3", vocab_size=128), weights=asked)
+    assert started == [True] and not engine.shares_weights
+    (record,) = caplog.records
+    assert record.levelname == level and "copy of the weights, because lm_head.weight has" in record.message
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama-biases"])

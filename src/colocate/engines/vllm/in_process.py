@@ -7,7 +7,7 @@ A rollout phase and what vLLM holds in it:
 
     wake_up()   memory for weights ── publish ── memory for the KV cache
     generate()  as often as the phase needs: nothing is loaded or published again
-    sleep()     both are the trainer's; of shared weights only the KV cache was vLLM's
+    sleep()     both are the trainer's; beside shared weights only the KV cache was vLLM's
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 
 from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.engines.vllm import internals
-from colocate.engines.vllm.adapter_slot import AdapterSlot, has_adapters, slot_arguments, why_no_slot
 from colocate.engines.vllm.engine_arguments import check_engine_kwargs
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.llm_request import LLMRequest, llm_requests
@@ -71,9 +69,9 @@ class VLLMEngine:
     batch; the logits themselves depend a little on it. vLLM filters by `min_p` before `top_k` and `top_p`,
     the other engines after them.
 
-    Weights are shared where they can be (`shared_weights.why_not_shared`), and publishing then moves nothing
-    but LoRA adapters, which vLLM adds to the shared weights as it generates (`adapter_slot`). Else they are
-    read from `model`, adapters merged, when the engine wakes up or, awake, in `update_weights`.
+    Weights are shared where they can be (`shared_weights.why_not_shared`), and publishing then moves nothing.
+    Otherwise vLLM has a copy, read from `model` with adapters merged when the engine wakes up or, awake,
+    in `update_weights`.
 
     vLLM's state of the process (random generators, precision, environment) is put back after its start.
 
@@ -131,7 +129,7 @@ class VLLMEngine:
             raise ValueError(f"vLLM cannot generate with this policy: {reason}.")
         self.policy_version = 0
         self.published_bytes = 0
-        """Moved by the last publication: 0 where weights are shared, or the adapters beside them."""
+        """Bytes that the last publication moved: 0 where weights are shared."""
         self._model: nn.Module | None = model
         self._base: Any = causal_lm(model)
         self._device = next(self._base.parameters()).device
@@ -147,27 +145,16 @@ class VLLMEngine:
             "max_model_len": max_model_len,
             **self._memory_kwargs(gpu_memory_utilization, reserve_bytes, usable_kv_cache_bytes, user_kwargs),
         }
-        start = partial(
-            self._start,
+        self._llm: Any = self._start(
             {name: value for name, value in kwargs.items() if value is not None},
             model_impl=model_impl,
             trust_remote_code=trust_remote_code,
         )
-        self._llm: Any = start()
-        self._slot = self._adapter_slot()
-        if self._source.wants_sharing and has_adapters(model) and self._slot is None and weights == "auto":
-            # Layers with room for adapters have other names than those that buckets bring weights for.
-            self._shut_down()
-            self._source = WeightSource(model, wants_sharing=False, reason=self._source.reason)
-            self._llm = start()
         self.shares_weights = bool(self._source.shared)
         self._say_where_weights_are(weights)
         self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
         self.pooled_bytes = internals.pooled_bytes() if self._frees_memory else NOTHING_POOLED
-        if self._slot is not None:
-            self._weight_bytes = self._slot.num_bytes
-        else:
-            self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
+        self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
         self._is_awake, self._is_stale = True, False
         atexit.register(_close_at_exit, weakref.ref(self))
         self.sleep()
@@ -179,7 +166,7 @@ class VLLMEngine:
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Of the engine's copy, or of its buffers for adapters beside shared weights; asleep 0."""
+        """Memory of vLLM's copy of the weights: 0 where weights are shared, and asleep."""
         return self._weight_bytes if self._is_awake else 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -205,10 +192,10 @@ class VLLMEngine:
         if self._is_awake and self._frees_memory:
             # Level 1 saves on the host what is no KV cache, level 2 drops it. With shared weights that are a
             # few buffers. A copy of the weights is faster made anew from the trainer's than saved and read
-            # back, and would be stale as a rule. So would adapters, which are made anew at either level.
+            # back, and would be stale as a rule.
             with internals.reserve_kept():
                 self._llm.sleep(level=1 if self.shares_weights else 2)
-            self._is_stale = self._is_stale or not self.shares_weights or self._slot is not None
+            self._is_stale = self._is_stale or not self.shares_weights
         self._is_awake = False
 
     def wake_up(self) -> None:
@@ -257,10 +244,7 @@ class VLLMEngine:
             return
         self._is_awake = False
         self._model = self._base = None
-        self._shut_down()
-
-    def _shut_down(self) -> None:
-        llm, self._llm, self._slot = self._llm, None, None
+        llm, self._llm = self._llm, None
         if self._frees_memory:
             internals.keep_pools()
         internals.shut_down(llm, owns_process_group=self._owns_process_group)
@@ -275,18 +259,19 @@ class VLLMEngine:
 
     def _weight_source(self, weights: str, model_impl: str) -> WeightSource:
         assert self._model is not None
-        reason = "vllm_weights='buckets'"
+        reason: str | None = "vllm_weights='buckets'"
         if weights != "buckets":
             size = self._group.size
-            reason = why_not_shared(self._model, tensor_parallel_size=size, model_impl=model_impl) or ""
-            if not reason and has_adapters(self._model):
-                reason = why_no_slot(self._model) or ""
-            if not reason:
-                # Here and not where vLLM loads: what is allocated there lies in the pool that sleep discards.
-                fuse_parameters(layout_for(self._model))
-        if weights == "shared" and reason:
-            _refuse_sharing(reason)
-        return WeightSource(self._model, wants_sharing=not reason, reason=reason)
+            reason = why_not_shared(self._model, tensor_parallel_size=size, model_impl=model_impl)
+        if reason is None:
+            # Here and not where vLLM loads: what is allocated there lies in the pool that sleep discards.
+            fuse_parameters(layout_for(self._model))
+        elif weights == "shared":
+            raise ValueError(
+                f"vllm_weights='shared' is not possible: {reason}. Set vllm_weights='auto' or 'buckets', "
+                "with which vLLM has its own copy."
+            )
+        return WeightSource(self._model, wants_sharing=reason is None, reason=reason or "")
 
     def _memory_kwargs(
         self,
@@ -327,8 +312,6 @@ class VLLMEngine:
 
             assert self._model is not None
             load_kwargs, key = start_source(self._source)
-            if self._source.wants_sharing and has_adapters(self._model):
-                load_kwargs |= slot_arguments(self._model)
             if (share := kwargs.get("gpu_memory_utilization")) is not None:
                 kwargs = kwargs | {"gpu_memory_utilization": self._utilization(share)}
             try:
@@ -366,34 +349,13 @@ class VLLMEngine:
         total_bytes = torch.cuda.mem_get_info(self._device)[1]
         return max(share - num_bytes(self._model) / total_bytes, SMALLEST_MEMORY_SHARE)
 
-    def _adapter_slot(self) -> AdapterSlot | None:
-        """Room for the adapters beside shared weights; None if there are none, or it turns out impossible."""
-        assert self._model is not None
-        if not self._source.shared or not has_adapters(self._model):
-            return None
-        try:
-            slot = AdapterSlot(self._llm, self._model)
-        except RuntimeError as error:
-            self._source.reason, self._source.shared = str(error), {}
-            return None
-        self.published_bytes = slot.copied_bytes
-        return slot
-
     def _say_where_weights_are(self, asked: str) -> None:
-        if self._slot is not None:
-            logger.info(
-                "vLLM reads the trainer's own base weights. Publishing copies the adapters, "
-                f"{self.published_bytes / 1e6:,.1f} MB, rounded to the model's {self._base.dtype}."
-            )
-            return
         if self.shares_weights:
             logger.info("vLLM reads the trainer's own parameters: publishing moves nothing.")
             return
-        if asked == "shared":
-            self._is_awake = True
-            self.close()
-            _refuse_sharing(self._source.reason)
-        logger.info(
+        # What speaks against sharing before the start was refused then.
+        say = logger.warning if asked == "shared" else logger.info
+        say(
             f"vLLM has its own copy of the weights, because {self._source.reason}. They are published in "
             f"buckets of up to {self._bucket_bytes / 2**20:,.0f} MiB before each rollout."
         )
@@ -420,7 +382,6 @@ class VLLMEngine:
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(request.prompt)} for request in requests],
                 [request.params() for request in requests],
-                lora_request=self._slot and self._slot.request,
                 use_tqdm=False,
             )
         return [
@@ -432,10 +393,7 @@ class VLLMEngine:
         """Make vLLM generate with the trainer's present weights, and forget what it computed with others."""
         start = time.perf_counter()
         self.published_bytes = 0
-        if self._slot is not None:
-            self._slot.copy()
-            self.published_bytes = self._slot.copied_bytes
-        elif not self.shares_weights:
+        if not self.shares_weights:
             with torch.no_grad():
                 if self._source.is_plain:
                     self._llm.apply_model(self._load)
@@ -465,13 +423,6 @@ class VLLMEngine:
 
 def _num_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _refuse_sharing(reason: str) -> None:
-    raise ValueError(
-        f"vllm_weights='shared' is not possible: {reason}. Set vllm_weights='auto' or 'buckets', with which "
-        "vLLM has its own copy."
-    )
 
 
 def _close_at_exit(engine: weakref.ref[VLLMEngine]) -> None:

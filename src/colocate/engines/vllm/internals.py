@@ -1,4 +1,4 @@
-"""What this package takes from inside vLLM, in one place (of its LoRA, see `adapter_slot`). For 0.25 to 0.33.
+"""What this package takes from inside vLLM, in one place. Holds for 0.25 to 0.33.
 
 Everything else goes through `vllm.LLM`, `vllm.SamplingParams` and `register_model_loader`, which are public.
 """

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from colocate.engines.vllm import internals
-from colocate.weights.adapters import base_linear
 from colocate.weights.buckets import buckets
-from colocate.weights.layouts import Layout, causal_lm, has_layout, layout_for
+from colocate.weights.layouts import causal_lm, has_layout, layout_for
 from colocate.weights.quantized import is_4bit
 from colocate.weights.shared_views import fused_view
 
 LOAD_FORMAT = "colocate"
 
 SHARING_DEVICE = "cuda"
-"""On a CPU vLLM packs the weights for its kernels."""
+"""The devices on which vLLM's kernels read weights as they are: on a CPU it packs them."""
+
+VOCABULARY_BLOCK = 64
+"""vLLM pads the rows of embedding and head to a multiple of this."""
+
+FUSED = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+"""vLLM's linear layers of a decoder layer, in the order of `LayerLayout.projection_groups`."""
 
 _sources: dict[str, WeightSource] = {}
 
@@ -71,33 +75,27 @@ class WeightSource:
 
 def why_not_shared(model: nn.Module, *, tensor_parallel_size: int, model_impl: str) -> str | None:
     """What is known to be against sharing before vLLM has started; None if nothing is."""
-    base = causal_lm(model)
+    base: Any = causal_lm(model)
     device = next(base.parameters()).device
     if device.type != SHARING_DEVICE:
         return f"on the device {device.type!r} vLLM packs the weights for its kernels"
     if tensor_parallel_size > 1:
         return f"with vllm_tensor_parallel_size={tensor_parallel_size} each GPU holds a part of every matrix"
+    if hasattr(model, "peft_config"):
+        return "the policy has adapters, which are merged into the weights that vLLM gets"
     if not has_layout(model):
         return f"{type(base).__name__} has no layout that says how its matrices fuse"
     if any(is_4bit(module) for module in base.modules()):
         return "the weights are in 4 bits"
     if model_impl == "transformers":
         return "vllm_model_impl='transformers' has its own parameters"
+    if (num_tokens := base.get_input_embeddings().num_embeddings) % VOCABULARY_BLOCK:
+        return f"vLLM pads the vocabulary of {num_tokens} tokens to a multiple of {VOCABULARY_BLOCK}"
     return None
-
-
-def fused_projections(layout: Layout) -> Iterator[tuple[str, tuple[nn.Module, ...]]]:
-    """Name of each linear layer of vLLM's decoder, and the trainer's projections that it consists of."""
-    names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    for index, layer in enumerate(layout.layers):
-        for name, modules in zip(names, layer.projection_groups(), strict=True):
-            yield f"model.layers.{index}.{name}", modules
 
 
 def vllm_views(model: nn.Module) -> dict[str, Tensor]:
     """vLLM's parameters of a model with a layout, as views of the trainer's fused storage.
-
-    Of layers with adapters those are the base's.
 
     Raises:
         RuntimeError: the storage is not fused (see `fuse_parameters`).
@@ -110,13 +108,12 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
         # Tied, vLLM has one parameter under the first name.
         "lm_head.weight": layout.lm_head.weight.detach(),
     }
-    for name, modules in fused_projections(layout):
-        linears = [base_linear(module) for module in modules]
-        views[f"{name}.weight"] = fused_view([linear.weight for linear in linears])
-        if linears[0].bias is not None:
-            views[f"{name}.bias"] = fused_view([linear.bias for linear in linears])
     for index, layer in enumerate(layout.layers):
         prefix = f"model.layers.{index}"
+        for name, linears in zip(FUSED, layer.projection_groups(), strict=True):
+            views[f"{prefix}.{name}.weight"] = fused_view([linear.weight for linear in linears])
+            if linears[0].bias is not None:
+                views[f"{prefix}.{name}.bias"] = fused_view([linear.bias for linear in linears])
         norms: dict[str, Any] = {
             "input_layernorm": layer.input_norm,
             "post_attention_layernorm": layer.post_attention_norm,
