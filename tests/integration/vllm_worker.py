@@ -126,11 +126,8 @@ def shared() -> dict[str, Any]:
 
 def in_place() -> dict[str, Any]:
     """A copy whose parameters vLLM reads as they are, as on GPUs; and sharing that turns out impossible."""
-    model = make_model("qwen3", head_dim=32)  # 97 tokens, which vLLM pads
-    with (
-        unpacked(),
-        mock.patch.object(shared_weights, "VOCABULARY_BLOCK", 1),
-    ):  # which nobody knows beforehand
+    model = make_model("qwen3", head_dim=32)  # 97 tokens, which vLLM pads; it starts as if that were unknown
+    with unpacked(), mock.patch.object(shared_weights, "VOCABULARY_BLOCK", 1):
         engine = start(model, weights="auto", bucket_bytes=20_000)
     found = {
         "equal": rounds(engine, model, make_prompts([5, 7]), 3),
