@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from engine_models import make_model
+
+from colocate.engines.vllm.server import VLLMServerEngine
 
 # ── One answer after another, byte by byte ───────────────────────────────────────────────────────────────
 
@@ -346,6 +349,50 @@ class FakeVLLM:
             "token_ids": token_ids,
             "logprobs": {"token_logprobs": [-rng.random() for _ in token_ids]},
         }
+
+
+BUCKET_BYTES = 20_000  # several chunks for the tiny model
+
+
+@pytest.fixture(scope="module", name="model")
+def served_model() -> Any:
+    return make_model("qwen3")
+
+
+@pytest.fixture(name="fake")
+def fake_vllm(model, monkeypatch) -> Iterator[FakeVLLM]:
+    install_fake_vllm(monkeypatch)
+    server = FakeVLLM(model)
+    yield server
+    server.close()
+
+
+@pytest.fixture(name="make_engine")
+def engines_of_fake(model, fake, tmp_path) -> Iterator[Callable[..., VLLMServerEngine]]:
+    """Makes engines of `fake`, awake, whose pushes are of several chunks and whose patience is short."""
+    engines = []
+    directory = tmp_path / "pushed"
+    directory.mkdir()
+
+    def make(**options: Any) -> VLLMServerEngine:
+        defaults: dict[str, Any] = dict(
+            base_url=fake.base_url,
+            server_timeout_s=2,
+            push_timeout_s=10,
+            request_timeout_s=10,
+            bucket_bytes=BUCKET_BYTES,
+            directory=str(directory),
+        )
+        engine = VLLMServerEngine(model, **{**defaults, **options})
+        engine._client._first_delay_s = 0.001
+        engine.wake_up()
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+    assert list(directory.iterdir()) == [], "pushed files must not stay behind"
 
 
 def send_json(handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:

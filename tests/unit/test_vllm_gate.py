@@ -18,11 +18,10 @@ import threading
 import time
 from typing import Any
 
-import fake_server
 import pytest
 import torch
-from engine_models import make_model, make_prompts
-from fake_server import KEY, FakeVLLM, send_json
+from engine_models import make_prompts
+from fake_server import KEY, FakeVLLM, engines_of_fake, fake_vllm, send_json, served_model  # noqa: F401
 from hostile_client import ask, attack_as_nobody, attacks
 
 from colocate.engines.vllm import key as key_module
@@ -38,35 +37,6 @@ from colocate.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
 BEARER = {"Authorization": f"Bearer {KEY}"}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("qwen3")
-
-
-@pytest.fixture
-def fake(model, monkeypatch):
-    fake_server.install_fake_vllm(monkeypatch)
-    server = FakeVLLM(model)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def make_engine(model, fake, tmp_path):
-    engines = []
-
-    def make(**options: Any) -> VLLMServerEngine:
-        defaults: dict[str, Any] = dict(base_url=fake.base_url, server_timeout_s=2, directory=str(tmp_path))
-        engine = VLLMServerEngine(model, **{**defaults, **options})
-        engine.wake_up()
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def port_of(fake: FakeVLLM) -> int:

@@ -6,11 +6,22 @@ import dataclasses
 import threading
 from typing import Any
 
-import fake_server
 import pytest
 import torch
 from engine_models import make_model, make_prompts
-from fake_server import FakeVLLM, changed, error_500, half_of_it, nothing, restart, restart_before
+from fake_server import (  # noqa: F401
+    BUCKET_BYTES,
+    FakeVLLM,
+    changed,
+    engines_of_fake,
+    error_500,
+    fake_vllm,
+    half_of_it,
+    nothing,
+    restart,
+    restart_before,
+    served_model,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,46 +32,7 @@ from colocate.types import SamplingParams
 from colocate.weights.buckets import buckets
 
 COMPLETIONS = "/v1/completions"
-BUCKET_BYTES = 20_000  # several chunks for the tiny model
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return make_model("qwen3")
-
-
-@pytest.fixture
-def fake(model, monkeypatch):
-    fake_server.install_fake_vllm(monkeypatch)
-    server = FakeVLLM(model)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def make_engine(model, fake, tmp_path):
-    engines = []
-
-    def make(**options: Any) -> VLLMServerEngine:
-        defaults: dict[str, Any] = dict(
-            base_url=fake.base_url,
-            server_timeout_s=2,
-            push_timeout_s=10,
-            request_timeout_s=10,
-            bucket_bytes=BUCKET_BYTES,
-            directory=str(tmp_path),
-        )
-        engine = VLLMServerEngine(model, **{**defaults, **options})
-        engine._client._first_delay_s = 0.001
-        engine.wake_up()
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        engine.close()
-    assert list(tmp_path.iterdir()) == [], "pushed files must not stay behind"
 
 
 def loaded_exactly(fake: FakeVLLM, model: Any) -> bool:
