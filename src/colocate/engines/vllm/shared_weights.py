@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from colocate.engines.vllm import internals
+from colocate.weights.adapters import base_linear
 from colocate.weights.buckets import buckets
 from colocate.weights.layouts import causal_lm, has_layout, layout_for
 from colocate.weights.quantized import is_4bit
@@ -110,7 +111,8 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
     }
     for index, layer in enumerate(layout.layers):
         prefix = f"model.layers.{index}"
-        for name, linears in zip(FUSED, layer.projection_groups(), strict=True):
+        for name, modules in zip(FUSED, layer.projection_groups(), strict=True):
+            linears = [base_linear(module) for module in modules]
             views[f"{prefix}.{name}.weight"] = fused_view([linear.weight for linear in linears])
             if linears[0].bias is not None:
                 views[f"{prefix}.{name}.bias"] = fused_view([linear.bias for linear in linears])
