@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from colocate.config import GRPOConfig
-from colocate.memory.timeline import NOTHING_POOLED
+from colocate.engines.base import BaseEngine
 from colocate.trainer import GRPOTrainer
 from colocate.types import Completion, Prompt
 
@@ -157,19 +157,12 @@ def changed_weights(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> 
     return {name for name, parameter in now.items() if not torch.equal(parameter, before[name])}
 
 
-class StubEngine:
+class StubEngine(BaseEngine):
     """A rollout engine that completes with what it is told, and knows no log-probs.
 
     Args:
         complete: (prompt, member of the group) -> token ids.
     """
-
-    shares_weights = True
-    kv_cache_bytes = 0
-    rollout_weight_bytes = 0
-    pooled_bytes = NOTHING_POOLED
-    policy_version = 0
-    num_restarts = 0
 
     def __init__(self, complete: Callable[[Prompt, int], list[int]]) -> None:
         self._complete = complete
@@ -180,12 +173,3 @@ class StubEngine:
             Completion(tuple(i), None, "stop" if i[-1] in sampling.stop_token_ids else "length", 0)
             for i in ids
         ]
-
-    def wake_up(self): ...
-
-    def sleep(self, keep_bytes=0): ...
-
-    def close(self): ...
-
-    def update_weights(self, named_tensors, version):
-        self.policy_version = version

@@ -361,6 +361,7 @@ def test_a_vllm_whose_parameters_do_not_match_starts_once_and_copies(
     monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
     monkeypatch.setattr(in_process.VLLMEngine, "_start", start)
     monkeypatch.setattr(internals, "kv_cache_bytes", lambda llm: 0)
+    monkeypatch.setattr(internals, "max_model_len", lambda llm: 128)
     monkeypatch.setattr(in_process.atexit, "register", lambda *_: None)
     with caplog.at_level("INFO", "colocate"):
         engine = in_process.VLLMEngine(make_model("qwen3", vocab_size=128), weights=asked)

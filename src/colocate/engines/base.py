@@ -1,4 +1,4 @@
-"""The five methods by which the loop drives any rollout engine.
+"""The methods by which the loop drives any rollout engine, and what the engines here have in common.
 
 `tests/unit/test_engine_contract.py` holds every engine to what is written here.
 """
@@ -10,7 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from colocate.memory.timeline import PooledBytes
+from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.memory.timeline import NOTHING_POOLED, PooledBytes
 from colocate.types import Completion, Prompt, SamplingParams
 
 
@@ -36,7 +37,7 @@ class RolloutEngine(Protocol):
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Memory that the engine holds now for weights of its own, beside the trainer's; likewise."""
+        """Memory that the engine holds now for a copy of the weights; asleep what it was allowed to keep."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -71,3 +72,74 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Free everything. The engine cannot be used afterwards."""
         ...
+
+
+class BaseEngine:
+    """An engine that is asleep, awake or closed, reads the trainer's own weights and holds no memory.
+
+    A subclass has `generate`, which begins with `_check`, and overrides what it does otherwise.
+
+    Attributes:
+        _max_len: longest prompt + completion in tokens, for `_max_len_reason`.
+        _vocab_size: number of token ids that a prompt may consist of.
+    """
+
+    shares_weights = True
+    pooled_bytes = NOTHING_POOLED
+    num_restarts = 0
+    policy_version = 0
+    _is_awake = False
+    _is_closed = False
+    _max_len: int
+    _max_len_reason: str
+    _vocab_size: int
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return 0
+
+    @property
+    def rollout_weight_bytes(self) -> int:
+        return 0
+
+    def sleep(self, keep_bytes: int = 0) -> None:
+        """Refuse `generate`; there is no memory to give back."""
+        self._is_awake = False
+
+    def wake_up(self) -> None:
+        """Allow `generate`.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        self._check_open()
+        self._is_awake = True
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Note the version of the weights, which are in place already.
+
+        Raises:
+            ValueError: tensors were passed.
+        """
+        check_no_tensors(named_tensors)
+        self.policy_version = version
+
+    def close(self) -> None:
+        """Refuse everything from now on."""
+        self._is_awake, self._is_closed = False, True
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("The engine is closed and cannot be used again.")
+
+    def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+        """Raises RuntimeError if the engine is asleep, ValueError for what `check_requests` refuses."""
+        if not self._is_awake:
+            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
+        check_requests(
+            prompts,
+            sampling,
+            max_len=self._max_len,
+            max_len_reason=self._max_len_reason,
+            vocab_size=self._vocab_size,
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
+from colocate.engines.base import BaseEngine
 from colocate.engines.batching import PADDED, batches, choose_batching
 from colocate.engines.logprob_noise import largest_mean_noise
 from colocate.engines.native.sampler import Sampler
-from colocate.engines.requests import check_no_tensors, check_requests, derived_seed
-from colocate.memory.timeline import NOTHING_POOLED
+from colocate.engines.requests import derived_seed
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
 from colocate.weights.layouts import causal_lm
 
 
-class TransformersEngine:
+class TransformersEngine(BaseEngine):
     """Generates with `model.generate`. Any causal language model of transformers.
 
     Batches are padded on the left unless the architecture reads the padding, which the first rollout finds
@@ -46,11 +46,7 @@ class TransformersEngine:
         ValueError: the PEFT method lives in the wrapper's `forward` (prompt learning).
     """
 
-    shares_weights = True
-    kv_cache_bytes = 0  # `generate` makes and drops its cache within each batch
-    rollout_weight_bytes = 0
-    pooled_bytes = NOTHING_POOLED
-    num_restarts = 0
+    # `kv_cache_bytes` is 0, as `generate` makes and drops its cache within each batch.
 
     def __init__(
         self,
@@ -64,26 +60,19 @@ class TransformersEngine:
             raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1.")
         if (reason := prompt_learning_adapter(model)) is not None:
             raise ValueError(reason)
-        self.policy_version = 0
         self._base: Any = causal_lm(model)
+        max_len = getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
+        self._max_len = sys.maxsize if max_len is None else max_len
+        self._max_len_reason = f"max_position_embeddings = {max_len}"
+        self._vocab_size = self._base.get_input_embeddings().num_embeddings
         self._pad_token_id = pad_token_id
         self._generation_kwargs = dict(generation_kwargs or {})
         self._max_num_seqs = max(1, max_num_seqs // self._generation_kwargs.get("num_beams", 1))
         self._batching: str | None = None
-        self._is_awake = False
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`."""
-        if not self._is_awake or self._base is None:
-            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
-        max_len = getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
-        check_requests(
-            prompts,
-            sampling,
-            max_len=sys.maxsize if max_len is None else max_len,
-            max_len_reason=f"max_position_embeddings = {max_len}",
-            vocab_size=self._base.get_input_embeddings().num_embeddings,
-        )
+        self._check(prompts, sampling)
         requests = [
             (prompt, sample, limit)
             for prompt in prompts
@@ -101,32 +90,9 @@ class TransformersEngine:
                 completions.update(zip(batch, generated, strict=True))
         return [completions[index] for index in range(len(requests))]
 
-    def sleep(self, keep_bytes: int = 0) -> None:
-        """Nothing to give back: the KV cache lives only inside `generate`."""
-        self._is_awake = False
-
-    def wake_up(self) -> None:
-        """Allow `generate`.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
-        if self._base is None:
-            raise RuntimeError("The engine is closed and cannot be used again.")
-        self._is_awake = True
-
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Note the version of the weights, which are in place already.
-
-        Raises:
-            ValueError: tensors were passed.
-        """
-        check_no_tensors(named_tensors)
-        self.policy_version = version
-
     def close(self) -> None:
         """Let go of the model."""
-        self.sleep()
+        super().close()
         self._base = None
 
     def _choose_batching(self) -> str:

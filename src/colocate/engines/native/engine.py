@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from colocate.engines.base import BaseEngine
 from colocate.engines.native.backends import backend_for, default_sizes
 from colocate.engines.native.capacity import (
     FREE_MEMORY_FRACTION,
@@ -21,9 +22,7 @@ from colocate.engines.native.decoder import Decoder, capacity_for
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
-from colocate.engines.requests import check_no_tensors, check_requests
 from colocate.memory.recovery import Recovery
-from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
@@ -37,7 +36,7 @@ ADVICE = (
 )
 
 
-class NativeEngine:
+class NativeEngine(BaseEngine):
     """Generates with the parameters of `model`, which the trainer may update in place between rollouts.
 
     The model's q/k/v and gate/up parameters become views of fused storage (see `fuse_parameters`); LoRA
@@ -59,9 +58,7 @@ class NativeEngine:
         ValueError: the model has no layout, or a size is out of range.
     """
 
-    shares_weights = True
-    pooled_bytes = NOTHING_POOLED  # its arena is mapped without PyTorch
-    num_restarts = 0
+    # The arena is mapped without PyTorch, so that `pooled_bytes` is nothing.
 
     def __init__(
         self,
@@ -90,7 +87,6 @@ class NativeEngine:
                 f"max_model_len={max_model_len} exceeds what the native engine can decode with this model: "
                 f"{layout.max_position_reason}. Lower max_model_len, or use the 'transformers' engine."
             )
-        self.policy_version = 0
         self._model: nn.Module | None = model
         self._max_num_seqs = max_num_seqs
         self._page_size = page_size
@@ -99,6 +95,7 @@ class NativeEngine:
         self._max_len_reason = (
             layout.max_position_reason if max_model_len is None else f"max_model_len = {max_model_len}"
         )
+        self._vocab_size = layout.embed_tokens.num_embeddings
         self._layout = layout
         self._cache = KVCache(
             num_layers=len(layout.layers),
@@ -109,7 +106,6 @@ class NativeEngine:
         )
         self._weights = RolloutWeights(stacks_adapters=self._backend.stacks_adapters)
         self._decoder: Decoder | None = None
-        self._is_awake = False
         self._max_pages: int | None = None
         """Of the KV cache, since memory once ran out beside more."""
         self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
@@ -129,15 +125,8 @@ class NativeEngine:
         Raises:
             ValueError: also if one sequence alone would not fit in the KV cache.
         """
-        if not self._is_awake or self._model is None:
-            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
-        check_requests(
-            prompts,
-            sampling,
-            max_len=self._max_len,
-            max_len_reason=self._max_len_reason,
-            vocab_size=self._layout.embed_tokens.num_embeddings,
-        )
+        self._check(prompts, sampling)
+        assert self._model is not None
         prompts = [prompt for prompt in prompts if len(prompt.samples)]
         if not prompts:
             return []
@@ -176,7 +165,7 @@ class NativeEngine:
         self._cache.free(max(0, keep_bytes - self._weights.num_bytes))
         if not self._backend.captures_graphs:
             self._decoder = None  # cheap to make anew, and it holds on to weights that may be moved
-        self._is_awake = False
+        super().sleep()
 
     def wake_up(self) -> None:
         """Take the KV cache's memory, if its size was given.
@@ -184,8 +173,7 @@ class NativeEngine:
         Raises:
             RuntimeError: the engine is closed.
         """
-        if self._model is None:
-            raise RuntimeError("The engine is closed and cannot be used again.")
+        self._check_open()
         if not self._is_awake and self._kv_cache_tokens is not None:
             wanted = self._kv_cache_tokens // self._page_size
             take_weights(self._weights, self._cache, self._layout, wanted_pages=wanted, needed_pages=1)
@@ -200,18 +188,9 @@ class NativeEngine:
                 )
         self._is_awake = True
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Note the version of the weights, which are in place already.
-
-        Raises:
-            ValueError: tensors were passed.
-        """
-        check_no_tensors(named_tensors)
-        self.policy_version = version
-
     def close(self) -> None:
         """Free the KV cache and let go of the model."""
-        self._is_awake = False
+        super().close()
         self._decoder = self._model = None
         self._cache.close()
         self._weights.close()

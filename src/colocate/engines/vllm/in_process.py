@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.engines.base import BaseEngine
+from colocate.engines.requests import check_no_tensors
 from colocate.engines.vllm import internals
 from colocate.engines.vllm.engine_arguments import check_engine_kwargs
 from colocate.engines.vllm.groups import TensorParallelGroup
@@ -62,7 +63,7 @@ SMALLEST_TEMPERATURE = 0.01
 """vLLM raises a lower one to this, except 0: log-probs would not be those of the temperature asked for."""
 
 
-class VLLMEngine:
+class VLLMEngine(BaseEngine):
     """Generates with vLLM in this process, with the weights of `model`.
 
     With equal (seed, prompt key, member) a completion is drawn with equal noise whatever else is in the
@@ -102,8 +103,6 @@ class VLLMEngine:
             groups, or weights="shared" is impossible for this model.
     """
 
-    num_restarts = 0
-
     def __init__(
         self,
         model: nn.Module,
@@ -127,7 +126,6 @@ class VLLMEngine:
         check_engine_kwargs(user_kwargs)
         if (reason := why_not_publishable(model)) is not None:
             raise ValueError(f"vLLM cannot generate with this policy: {reason}.")
-        self.policy_version = 0
         self.published_bytes = 0
         """Bytes that the last publication moved: 0 where weights are shared."""
         self._model: nn.Module | None = model
@@ -152,6 +150,9 @@ class VLLMEngine:
         )
         self.shares_weights = bool(self._source.shared)
         self._say_where_weights_are(weights)
+        self._max_len = internals.max_model_len(self._llm)
+        self._max_len_reason = f"vLLM's max_model_len = {self._max_len}"
+        self._vocab_size = self._base.get_input_embeddings().num_embeddings
         self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
         self.pooled_bytes = internals.pooled_bytes() if self._frees_memory else NOTHING_POOLED
         self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
@@ -177,8 +178,6 @@ class VLLMEngine:
         Raises:
             ValueError: also for a temperature that vLLM would change.
         """
-        if not self._is_awake or self._llm is None:
-            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
         error = None
         try:
             self._check(prompts, sampling)
@@ -196,7 +195,7 @@ class VLLMEngine:
             with internals.reserve_kept():
                 self._llm.sleep(level=1 if self.shares_weights else 2)
             self._is_stale = self._is_stale or not self.shares_weights
-        self._is_awake = False
+        super().sleep()
 
     def wake_up(self) -> None:
         """Take memory for weights, publish what is missing or older than the trainer's, take the KV cache's.
@@ -204,8 +203,7 @@ class VLLMEngine:
         Raises:
             RuntimeError: the engine is closed, or shared parameters have moved.
         """
-        if self._llm is None:
-            raise RuntimeError("The engine is closed and cannot be used again.")
+        self._check_open()
         if self._is_awake:
             return
         if self._frees_memory:
@@ -240,9 +238,9 @@ class VLLMEngine:
 
     def close(self) -> None:
         """End vLLM and free its memory."""
-        if self._llm is None:
+        if self._is_closed:
             return
-        self._is_awake = False
+        super().close()
         self._model = self._base = None
         llm, self._llm = self._llm, None
         if self._frees_memory:
@@ -363,14 +361,7 @@ class VLLMEngine:
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
-        max_len = internals.max_model_len(self._llm)
-        check_requests(
-            prompts,
-            sampling,
-            max_len=max_len,
-            max_len_reason=f"vLLM's max_model_len = {max_len}",
-            vocab_size=self._base.get_input_embeddings().num_embeddings,
-        )
+        super()._check(prompts, sampling)
         if 0 < sampling.temperature < SMALLEST_TEMPERATURE:
             raise ValueError(
                 f"temperature={sampling.temperature}, and vLLM samples at {SMALLEST_TEMPERATURE} at least. "

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from packaging.version import Version
 from torch import Tensor, nn
 
-from colocate.engines.requests import check_requests
+from colocate.engines.base import BaseEngine
 from colocate.engines.vllm.completions import parser_for, requests_of
 from colocate.engines.vllm.http import (
     HttpClient,
@@ -34,7 +34,6 @@ from colocate.engines.vllm.versions import check_version
 from colocate.engines.vllm.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.engines.vllm.weight_wire import SHAPE
 from colocate.engines.vllm.workers import HOW_TO_START, Workers
-from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
 from colocate.weights.layouts import causal_lm
@@ -63,7 +62,7 @@ class ServerPaused(RuntimeError):
 _LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted, KeyRefused)
 
 
-class VLLMServerEngine:
+class VLLMServerEngine(BaseEngine):
     """Generates on a vLLM server, whose weights it keeps equal to the model's.
 
     The server has memory of its own, so `sleep` gives nothing back and `wake_up` takes nothing.
@@ -91,11 +90,7 @@ class VLLMServerEngine:
         RuntimeError: its vLLM is too old, or it cannot take weights.
     """
 
-    shares_weights = False
-    kv_cache_bytes = 0  # the server's is not on the trainer's device
-    rollout_weight_bytes = 0
-    pooled_bytes = NOTHING_POOLED
-    num_restarts = 0
+    shares_weights = False  # and the server's memory is not on the trainer's device
 
     def __init__(
         self,
@@ -117,7 +112,6 @@ class VLLMServerEngine:
         directory: str | None = None,
         max_in_flight: int = 256,
     ) -> None:
-        self.policy_version = 0
         self._model: nn.Module | None = model
         self._is_main = is_main
         self._barrier = barrier
@@ -126,9 +120,9 @@ class VLLMServerEngine:
         self._on_server_loss = on_server_loss
         self._server_timeout_s = server_timeout_s
         self._request_timeout_s = request_timeout_s
-        self._is_awake = False
         self._reported = self._report_in(PROCESSED)
         self._start_id: str | None = None
+        self._vocab_size = causal_lm(model).get_input_embeddings().num_embeddings
         self._client = HttpClient(base_url, max_in_flight=max_in_flight, run_id=self._run_id)
         self._workers = Workers(self._client, this_run(self._run_id, output_dir))
         self._pusher = WeightPusher(
@@ -143,7 +137,7 @@ class VLLMServerEngine:
         )
         try:
             self._await_server()
-            self._served_name, self._max_len = self._check_server()
+            self._check_server()
         except BaseException:
             self._client.close()
             raise
@@ -156,30 +150,8 @@ class VLLMServerEngine:
         Raises:
             RuntimeError: the server was lost and `on_server_loss` is "error", or it did not come back.
         """
-        if not self._is_awake or self._model is None:
-            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
-        check_requests(
-            prompts,
-            sampling,
-            max_len=self._max_len,
-            max_len_reason=f"the server's --max-model-len = {self._max_len}",
-            vocab_size=causal_lm(self._model).get_input_embeddings().num_embeddings,
-        )
+        self._check(prompts, sampling)
         return self._surviving("generate", lambda: self._generate(prompts, sampling))
-
-    def sleep(self, keep_bytes: int = 0) -> None:
-        """Nothing to give back: the server's memory is its own."""
-        self._is_awake = False
-
-    def wake_up(self) -> None:
-        """Allow `generate`.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
-        if self._model is None:
-            raise RuntimeError("The engine is closed and cannot be used again.")
-        self._is_awake = True
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the model's present weights, with adapters merged, and forget what older ones computed.
@@ -194,8 +166,8 @@ class VLLMServerEngine:
             ValueError: a tensor is not the model's.
             RuntimeError: see `generate`.
         """
-        if self._model is None:
-            raise RuntimeError("The engine is closed and cannot be used again.")
+        self._check_open()
+        assert self._model is not None
         own = {id(parameter) for parameter in self._model.parameters()}
         foreign = [name for name, tensor in named_tensors if id(tensor) not in own]
         if foreign:
@@ -211,7 +183,7 @@ class VLLMServerEngine:
 
     def close(self) -> None:
         """Let go of the server, which keeps running and is the next run's."""
-        self.sleep()
+        super().close()
         self._model = None
         self._pusher.reset()
         self._let_go()
@@ -350,7 +322,7 @@ class VLLMServerEngine:
                 self._pusher.reset()
                 self._await_server()
                 self._client.read_key()
-                self._served_name, self._max_len = self._check_server()
+                self._check_server()
         raise RuntimeError(
             f"The vLLM server at {self._client.base_url} was lost {_MAX_LOSSES} times in a row; the last "
             f"time: {last} Look into its log."
@@ -382,8 +354,8 @@ class VLLMServerEngine:
                     )
             time.sleep(0.5)
 
-    def _check_server(self) -> tuple[str, int]:
-        """The served model's name and context length, once it is known to be the one that is trained."""
+    def _check_server(self) -> None:
+        """Note the served model's name and context length, once it is known to be the one that is trained."""
         assert self._model is not None
         url = self._client.base_url
         key = self._client.key
@@ -425,7 +397,8 @@ class VLLMServerEngine:
                 "have one policy."
             )
         self._take_server()
-        return str(offered["id"]), int(offered["max_model_len"])
+        self._served_name, self._max_len = str(offered["id"]), int(offered["max_model_len"])
+        self._max_len_reason = f"the server's --max-model-len = {self._max_len}"
 
     def _report_in(self, mode: str) -> ReportedLogprobs:
         how_to_start = "Start the server with `colocate serve MODEL -- --logprobs-mode {}`"
