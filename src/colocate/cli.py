@@ -482,7 +482,7 @@ def _report(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _serve(known: argparse.Namespace, vllm_options: Sequence[str]) -> int:
-    from colocate.engines.vllm.serve import serve
+    from colocate.engines.vllm_server.serve import serve
 
     return serve(
         known.model,

@@ -52,7 +52,7 @@ def adapted(name: str, **overrides: Any) -> Any:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Any]]:
-    from colocate.engines.vllm.in_process import VLLMEngine
+    from colocate.engines.vllm.engine import VLLMEngine
 
     engines: list[Any] = []
 

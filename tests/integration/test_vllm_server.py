@@ -33,11 +33,11 @@ from vllm_server_case import (
     shared_server,
 )
 
-from colocate.engines.vllm.http import ServerUnreachable
-from colocate.engines.vllm.key import key_file
-from colocate.engines.vllm.lease import ServerHeld
-from colocate.engines.vllm.server import VLLMServerEngine
-from colocate.engines.vllm.workers import Workers
+from colocate.engines.vllm_server import lease
+from colocate.engines.vllm_server.client import ServerUnreachable, Workers
+from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.vllm_server.key import key_file
+from colocate.engines.vllm_server.lease import ServerHeld
 from colocate.types import SamplingParams
 
 # One shared server for these and the contract suite's tests.
@@ -174,7 +174,7 @@ def test_strangers_and_second_runs_are_refused_while_a_run_goes_on(model, monkey
         assert ask(server.port, "POST", "/pause?mode=keep", second, None)[0] == 409
         assert ask(server.port, "POST", "/sleep", bearer, {})[0] == 403
         with monkeypatch.context() as context:
-            context.setattr("colocate.engines.vllm.lease.process_identity", lambda pid: "another/process/1/2")
+            context.setattr(lease, "process_identity", lambda pid: "another/process/1/2")
             with pytest.raises(ServerHeld, match="belongs to the run in /runs/A"):
                 VLLMServerEngine(model, base_url=server.base_url, output_dir="/runs/B")
 

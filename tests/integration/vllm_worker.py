@@ -27,7 +27,7 @@ from engine_models import (
 )
 
 from colocate.engines.vllm import shared_weights
-from colocate.engines.vllm.in_process import VLLMEngine
+from colocate.engines.vllm.engine import VLLMEngine
 from colocate.types import SamplingParams
 from vllm_unpacked import unpacked
 

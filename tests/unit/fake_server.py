@@ -20,7 +20,7 @@ import pytest
 import torch
 from engine_models import make_model
 
-from colocate.engines.vllm.server import VLLMServerEngine
+from colocate.engines.vllm_server.engine import VLLMServerEngine
 
 # ── One answer after another, byte by byte ───────────────────────────────────────────────────────────────
 
@@ -206,8 +206,8 @@ class FakeVLLM:
 
     def restart(self) -> None:
         """Forget everything, as a new process would."""
-        from colocate.engines.vllm.gate import Gate
-        from colocate.engines.vllm.weight_receiver import WeightReceiver
+        from colocate.engines.vllm_server.gate import Gate
+        from colocate.engines.vllm_server.weight_receiver import WeightReceiver
 
         self.gate = Gate(self._app)
         worker = WeightReceiver()
@@ -248,8 +248,8 @@ class FakeVLLM:
 
     def message(self, do: str, run_id: str = "somebody", **arguments: Any) -> dict[str, Any]:
         """What the worker answers to a message of the key's owner."""
-        from colocate.engines.vllm.key import ServerKey
-        from colocate.engines.vllm.messages import Message
+        from colocate.engines.vllm_server.key import ServerKey
+        from colocate.engines.vllm_server.messages import Message
 
         message = Message(ServerKey(KEY, "a test"), {"do": do, "run": {"id": run_id}, **arguments})
         return message.opened(self.worker.colocate_receive(*message.call(1)["args"]))

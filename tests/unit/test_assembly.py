@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from colocate.assembly import build_engine, sampling_params, set_up_process
 from colocate.config import GRPOConfig
-from colocate.engines.vllm import in_process, versions
+from colocate.engines.vllm import engine, environment
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_seed_full_determinism_and_log_level(tmp_path, process_as_before):
 
 @pytest.fixture
 def build(tmp_path, monkeypatch):
-    monkeypatch.setattr(versions, "installed_version", lambda: Version("0.30"))
-    monkeypatch.setattr(in_process, "VLLMEngine", lambda model, **options: options)
+    monkeypatch.setattr(environment, "installed_version", lambda: Version("0.30"))
+    monkeypatch.setattr(engine, "VLLMEngine", lambda model, **options: options)
     accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
 
     def build(model, **options):
@@ -70,7 +70,7 @@ def test_vllms_options_are_said_to_be_unread_where_a_model_has_a_layout(build, c
 
 
 def test_vllms_options_are_not_lost_without_vllm(build, monkeypatch):
-    monkeypatch.setattr(versions, "installed_version", lambda: None)
+    monkeypatch.setattr(environment, "installed_version", lambda: None)
     with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported"):
         build(make_gpt2(), vllm_tensor_parallel_size=2)
 

@@ -63,7 +63,7 @@ def min_p_first(logits: torch.Tensor, sampling: SamplingParams, seen: torch.Tens
 
 
 def vllm_engine(model: Any, **options: Any) -> RolloutEngine:
-    from colocate.engines.vllm.in_process import VLLMEngine
+    from colocate.engines.vllm.engine import VLLMEngine
 
     engine_kwargs: dict[str, Any] = {"enforce_eager": True}
     if torch.cuda.is_available():

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from colocate.config import GRPOConfig
-from colocate.engines.vllm.versions import NEWEST, OLDEST
+from colocate.engines.vllm.environment import NEWEST, OLDEST
 from colocate.option_help import option_help
 from colocate.options import HONOURED_BY, REFUSED, RENAMED, UNNECESSARY
 from colocate.run_config import RunConfig

@@ -18,8 +18,9 @@ from packaging.version import Version
 from quantized_models import make_4bit_model
 
 from colocate.engines.requests import derived_seed
-from colocate.engines.vllm import in_process, internals, memory, model_config, shared_weights, versions
-from colocate.engines.vllm.engine_arguments import OWN_ARGUMENTS
+from colocate.engines.vllm import arguments, environment, internals, shared_weights
+from colocate.engines.vllm import engine as engine_module
+from colocate.engines.vllm.arguments import OWN_ARGUMENTS
 from colocate.engines.vllm.groups import check_group_size
 from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
@@ -29,23 +30,23 @@ from colocate.weights.shared_views import fuse_parameters
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.25.1", "0.32.0", "0.33.4", "0.33.0+cpu"])
 def test_supported_versions_say_nothing(version):
-    assert versions.check_version(Version(version)) is None
+    assert environment.check_version(Version(version)) is None
 
 
 def test_newer_ones_are_untested_and_older_ones_refused(monkeypatch, caplog):
-    monkeypatch.setattr(versions, "installed_version", lambda: Version("0.34.0"))
+    monkeypatch.setattr(environment, "installed_version", lambda: Version("0.34.0"))
     with caplog.at_level(logging.WARNING, "colocate"):
-        assert versions.check_installed() == Version("0.34.0")
+        assert environment.check_installed() == Version("0.34.0")
     assert "vLLM 0.34.0 is untested here: 0.25 to 0.33" in caplog.text
-    monkeypatch.setattr(versions, "installed_version", lambda: Version("0.24.9"))
+    monkeypatch.setattr(environment, "installed_version", lambda: Version("0.24.9"))
     with pytest.raises(ImportError, match=r"vLLM 0\.24\.9 is too old: 0\.25 to 0\.33.*pip install"):
-        versions.check_installed()
+        environment.check_installed()
 
 
 def test_a_missing_vllm_is_an_error_with_remedies(monkeypatch):
-    monkeypatch.setattr(versions, "installed_version", lambda: None)
+    monkeypatch.setattr(environment, "installed_version", lambda: None)
     with pytest.raises(ImportError, match=r"pip install 'vllm>=0\.25,<0\.34'.*engine='native'"):
-        in_process.VLLMEngine(make_model("qwen3"))
+        engine_module.VLLMEngine(make_model("qwen3"))
 
 
 # ── Arguments ────────────────────────────────────────────────────────────────────────────────────────────
@@ -53,18 +54,18 @@ def test_a_missing_vllm_is_an_error_with_remedies(monkeypatch):
 
 @pytest.fixture
 def with_vllm(monkeypatch):
-    monkeypatch.setattr(in_process, "check_installed", lambda: Version("0.32.0"))
+    monkeypatch.setattr(engine_module, "check_installed", lambda: Version("0.32.0"))
 
 
 @pytest.mark.parametrize("name", sorted(OWN_ARGUMENTS))
 def test_arguments_that_are_ours_are_refused_by_name(name, with_vllm):
     with pytest.raises(ValueError, match=f"vllm_engine_kwargs has '{name}'=1"):
-        in_process.VLLMEngine(make_model("qwen3"), engine_kwargs={name: 1})
+        engine_module.VLLMEngine(make_model("qwen3"), engine_kwargs={name: 1})
 
 
 def test_groups_must_divide_the_processes(with_vllm):
     with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 .*: 1 processes = 0 × 2 \+ 1"):
-        in_process.VLLMEngine(make_model("qwen3"), tensor_parallel_size=2)
+        engine_module.VLLMEngine(make_model("qwen3"), tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"8 processes = 2 × 3 \+ 2\. Set it to one of \[1, 2, 4, 8\]"):
         check_group_size(3, 8)
     check_group_size(4, 8)
@@ -72,26 +73,26 @@ def test_groups_must_divide_the_processes(with_vllm):
 
 def test_memory_is_a_share_of_what_is_free_less_what_training_will_take():
     gib = 2**30
-    assert memory.memory_share(100 * gib, 140 * gib, reserve_bytes=20 * gib) == pytest.approx(70 / 140)
+    assert arguments.memory_share(100 * gib, 140 * gib, reserve_bytes=20 * gib) == pytest.approx(70 / 140)
     with pytest.raises(ValueError, match=r"0\.9 × 10\.00 GiB free - 12\.00 GiB .* = -3\.00 GiB"):
-        memory.memory_share(10 * gib, 140 * gib, reserve_bytes=12 * gib)
+        arguments.memory_share(10 * gib, 140 * gib, reserve_bytes=12 * gib)
 
 
 @given(num_seqs=st.integers(1, 2000), num_tokens=st.integers(1, 5000))
 def test_a_whole_kv_cache_holds_every_sequence_and_little_more(num_seqs, num_tokens):
-    tokens = memory.whole_kv_cache_bytes(num_seqs, num_tokens, bytes_per_token=1)
-    blocks = tokens // memory.BLOCK_TOKENS - 1  # vLLM keeps one for padding
-    assert num_tokens <= blocks // num_seqs * memory.BLOCK_TOKENS < num_tokens + 2 * memory.BLOCK_TOKENS
+    tokens = arguments.whole_kv_cache_bytes(num_seqs, num_tokens, bytes_per_token=1)
+    blocks = tokens // arguments.BLOCK_TOKENS - 1  # vLLM keeps one for padding
+    assert num_tokens <= blocks // num_seqs * arguments.BLOCK_TOKENS < num_tokens + 2 * arguments.BLOCK_TOKENS
 
 
 @pytest.mark.parametrize(("usable", "is_given"), [(19, True), (21, False), (None, False)])
 def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
     gib = 2**30
-    engine = object.__new__(in_process.VLLMEngine)
+    engine = object.__new__(engine_module.VLLMEngine)
     engine._device, engine._frees_memory = torch.device("cuda"), True
     engine._model, engine._group = object(), SimpleNamespace(size=2)
     engine._source = SimpleNamespace(wants_sharing=True)
-    monkeypatch.setattr(in_process, "all_bytes", lambda model: 10 * gib)
+    monkeypatch.setattr(engine_module, "all_bytes", lambda model: 10 * gib)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
     usable_bytes = None if usable is None else usable * gib
     kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})
@@ -116,7 +117,7 @@ def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
 @pytest.mark.parametrize("make", [make_gpt2, lambda: make_model("qwen3")], ids=["no layout", "not fused"])
 def test_a_copy_of_any_model_has_a_share(make, monkeypatch):
     gib = 2**30
-    engine = object.__new__(in_process.VLLMEngine)
+    engine = object.__new__(engine_module.VLLMEngine)
     engine._device, engine._frees_memory = torch.device("cuda"), True
     engine._model, engine._group = make(), SimpleNamespace(size=1)
     engine._source = SimpleNamespace(wants_sharing=False)
@@ -128,7 +129,7 @@ def test_a_copy_of_any_model_has_a_share(make, monkeypatch):
 @pytest.mark.parametrize(("free_gib", "is_emptied"), [(10.5, True), (11.5, False)])
 def test_pytorch_gives_back_only_what_waking_up_needs(free_gib, is_emptied, monkeypatch):
     gib, calls = 2**30, []
-    engine = object.__new__(in_process.VLLMEngine)
+    engine = object.__new__(engine_module.VLLMEngine)
     engine._device, engine._frees_memory = torch.device("cuda"), True
     engine._is_awake = engine._is_stale = engine.shares_weights = False
     monkeypatch.setattr(internals, "unmapped_bytes", lambda: 10 * gib)
@@ -161,13 +162,13 @@ def test_seeds_stay_what_they_were():
 
 
 def test_the_configuration_has_the_same_place_in_every_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_config.tempfile, "tempdir", str(tmp_path))
-    first = model_config.config_directory(make_model("qwen3"))
-    assert model_config.config_directory(make_model("qwen3", seed=1)) == first
-    assert model_config.config_directory(make_model("qwen3", num_hidden_layers=3)) != first
+    monkeypatch.setattr(arguments.tempfile, "tempdir", str(tmp_path))
+    first = arguments.config_directory(make_model("qwen3"))
+    assert arguments.config_directory(make_model("qwen3", seed=1)) == first
+    assert arguments.config_directory(make_model("qwen3", num_hidden_layers=3)) != first
     assert [path.name for path in first.iterdir()] == ["config.json"]
     # Weights come dequantised, so vLLM must not hear of their quantisation.
-    config = json.loads((model_config.config_directory(make_4bit_model("qwen3")) / "config.json").read_text())
+    config = json.loads((arguments.config_directory(make_4bit_model("qwen3")) / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["architectures"] == ["Qwen3ForCausalLM"]
 
@@ -304,12 +305,12 @@ def test_parameters_are_fused_before_vllm_has_its_pools(with_vllm, monkeypatch):
         raise Started
 
     monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
-    monkeypatch.setattr(in_process.VLLMEngine, "_start", start)
+    monkeypatch.setattr(engine_module.VLLMEngine, "_start", start)
     model = make_model("qwen3", vocab_size=128)
     with pytest.raises(RuntimeError, match="not slices of one storage"):
         shared_weights.vllm_views(model)
     with pytest.raises(Started):
-        in_process.VLLMEngine(model)
+        engine_module.VLLMEngine(model)
     assert shared_weights.vllm_views(model)
 
 
@@ -321,7 +322,7 @@ def test_vllms_first_copy_has_the_size_of_the_model(name):
 
 
 def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monkeypatch):
-    engine = object.__new__(in_process.VLLMEngine)
+    engine = object.__new__(engine_module.VLLMEngine)
     engine._model, engine._device, engine._frees_memory = make_model("qwen3"), torch.device("cpu"), True
     engine._source = shared_weights.WeightSource(engine._model, wants_sharing=True)
     fuse_parameters(layout_for(engine._model))
@@ -343,7 +344,7 @@ def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monke
 def test_sharing_asked_for_and_impossible_is_an_error(make, device, reason, with_vllm, monkeypatch):
     monkeypatch.setattr(shared_weights, "SHARING_DEVICE", device)
     with pytest.raises(ValueError, match=rf"vllm_weights='shared' is not possible: {reason}.*'auto'"):
-        in_process.VLLMEngine(make("qwen3"), weights="shared")
+        engine_module.VLLMEngine(make("qwen3"), weights="shared")
 
 
 @pytest.mark.parametrize(("asked", "level"), [("auto", "INFO"), ("shared", "WARNING")])
@@ -359,12 +360,12 @@ def test_a_vllm_whose_parameters_do_not_match_starts_once_and_copies(
         return SimpleNamespace(apply_model=lambda function: [4096])
 
     monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
-    monkeypatch.setattr(in_process.VLLMEngine, "_start", start)
+    monkeypatch.setattr(engine_module.VLLMEngine, "_start", start)
     monkeypatch.setattr(internals, "kv_cache_bytes", lambda llm: 0)
     monkeypatch.setattr(internals, "max_model_len", lambda llm: 128)
-    monkeypatch.setattr(in_process.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(engine_module.atexit, "register", lambda *_: None)
     with caplog.at_level("INFO", "colocate"):
-        engine = in_process.VLLMEngine(make_model("qwen3", vocab_size=128), weights=asked)
+        engine = engine_module.VLLMEngine(make_model("qwen3", vocab_size=128), weights=asked)
     assert started == [True] and not engine.shares_weights
     (record,) = caplog.records
     assert record.levelname == level and "copy of the weights, because lm_head.weight has" in record.message

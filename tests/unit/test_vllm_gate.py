@@ -24,15 +24,14 @@ from engine_models import make_prompts
 from fake_server import KEY, FakeVLLM, engines_of_fake, fake_vllm, send_json, served_model  # noqa: F401
 from hostile_client import ask, attack_as_nobody, attacks
 
-from colocate.engines.vllm import key as key_module
-from colocate.engines.vllm import lease as lease_module
-from colocate.engines.vllm import model_config
-from colocate.engines.vllm.http import HttpClient
-from colocate.engines.vllm.key import ServerKey, key_file, key_of_new_server, key_of_server_at
-from colocate.engines.vllm.lease import LeaseKeeper, ServerHeld, has_ended, process_identity
-from colocate.engines.vllm.messages import Message, authorization
-from colocate.engines.vllm.server import ServerPaused, VLLMServerEngine
-from colocate.engines.vllm.workers import WorkerError
+from colocate.engines.vllm import arguments
+from colocate.engines.vllm_server import key as key_module
+from colocate.engines.vllm_server import lease as lease_module
+from colocate.engines.vllm_server.client import HttpClient, WorkerError
+from colocate.engines.vllm_server.engine import ServerPaused, VLLMServerEngine
+from colocate.engines.vllm_server.key import ServerKey, key_file, key_of_new_server, key_of_server_at
+from colocate.engines.vllm_server.lease import LeaseKeeper, ServerHeld, has_ended, process_identity
+from colocate.engines.vllm_server.messages import Message, authorization
 from colocate.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
@@ -152,7 +151,7 @@ def test_a_signature_is_good_for_one_request_alone(fake, monkeypatch):
     ],
 )
 def test_token_ids_outside_the_vocabulary_do_not_reach_the_engine(fields, wrong):
-    from colocate.engines.vllm.gate import Refused, check_token_ids
+    from colocate.engines.vllm_server.gate import Refused, check_token_ids
 
     if wrong is None:
         check_token_ids(fields, vocab_size=97)
@@ -327,7 +326,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(make_engine, fake, monkey
     first = make_engine(run_id="first", output_dir="/runs/A")
     expected = first.generate(make_prompts([3]), SAMPLING)
     # As from another process of this machine.
-    monkeypatch.setattr("colocate.engines.vllm.lease.process_identity", lambda pid: "a/b/1/2")
+    monkeypatch.setattr("colocate.engines.vllm_server.lease.process_identity", lambda pid: "a/b/1/2")
     with pytest.raises(
         ServerHeld, match=rf"belongs to the run in /runs/A \(process {os.getpid()} on .*\), since .*--port"
     ):
@@ -355,7 +354,7 @@ def test_what_frees_a_server(make_engine, fake, model, ended_process, monkeypatc
 
 
 def test_a_run_that_crashed_on_another_machine_takes_its_server_back(make_engine, fake, monkeypatch):
-    monkeypatch.setattr("colocate.engines.vllm.server.LEASE_S", 0.4)
+    monkeypatch.setattr("colocate.engines.vllm_server.engine.LEASE_S", 0.4)
     monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
     claim_as(fake, "crashed")
     with pytest.raises(ServerHeld, match="/runs/A"):
@@ -388,7 +387,7 @@ def test_a_server_that_came_back_with_another_key(make_engine, fake, model, cach
         fake.restart()
         monkeypatch.delenv("COLOCATE_SERVER_KEY")
         monkeypatch.setattr(
-            "colocate.engines.vllm.weight_receiver.key_from_environment", lambda: fake.gate._key
+            "colocate.engines.vllm_server.weight_receiver.key_from_environment", lambda: fake.gate._key
         )
 
     restart_with("the-first-key-of-a-server")
@@ -443,8 +442,8 @@ def test_a_server_that_somebody_paused_is_noticed(make_engine, fake, caplog):
 
 @pytest.mark.parametrize("case", ["others may write", "a link", "another user's", "own"])
 def test_a_configuration_that_somebody_else_laid_out_is_not_read(model, tmp_path, monkeypatch, caplog, case):
-    monkeypatch.setattr(model_config.tempfile, "tempdir", str(tmp_path))
-    honest = model_config.config_directory(model)
+    monkeypatch.setattr(arguments.tempfile, "tempdir", str(tmp_path))
+    honest = arguments.config_directory(model)
     root = tmp_path / f"colocate-vllm-{os.getuid()}"
     assert honest.parent == root
     (honest / "config.json").write_text("{}")
@@ -454,8 +453,8 @@ def test_a_configuration_that_somebody_else_laid_out_is_not_read(model, tmp_path
         root.rename(tmp_path / "elsewhere")
         root.symlink_to(tmp_path / "elsewhere")
     elif case == "another user's":
-        monkeypatch.setattr(model_config.os, "geteuid", lambda: root.stat().st_uid + 1)
-    directory = model_config.config_directory(model)
+        monkeypatch.setattr(arguments.os, "geteuid", lambda: root.stat().st_uid + 1)
+    directory = arguments.config_directory(model)
     if case == "own":
         assert directory == honest and caplog.messages == []
     else:

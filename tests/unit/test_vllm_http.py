@@ -14,7 +14,12 @@ from fake_server import ScriptedServer, http_response, say_nothing, trickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.vllm.http import HttpClient, MalformedResponse, RequestRefused, ServerUnreachable
+from colocate.engines.vllm_server.client import (
+    HttpClient,
+    MalformedResponse,
+    RequestRefused,
+    ServerUnreachable,
+)
 
 GOOD = http_response(200, b'{"value": 7}')
 FAILURES = {

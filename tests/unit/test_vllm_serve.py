@@ -17,9 +17,9 @@ import pytest
 from packaging.version import Version
 
 from colocate.cli import main
-from colocate.engines.vllm import serve as serve_module
-from colocate.engines.vllm.key import key_of_new_server
-from colocate.engines.vllm.process import free_port
+from colocate.engines.vllm.environment import free_port
+from colocate.engines.vllm_server import serve as serve_module
+from colocate.engines.vllm_server.key import key_of_new_server
 
 
 @pytest.fixture

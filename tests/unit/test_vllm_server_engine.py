@@ -25,9 +25,9 @@ from fake_server import (  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.vllm import server as server_module
-from colocate.engines.vllm.http import ServerUnreachable
-from colocate.engines.vllm.server import VLLMServerEngine
+from colocate.engines.vllm_server import engine as server_module
+from colocate.engines.vllm_server.client import ServerUnreachable
+from colocate.engines.vllm_server.engine import VLLMServerEngine
 from colocate.types import SamplingParams
 from colocate.weights.buckets import buckets
 
@@ -380,7 +380,7 @@ def test_plain_vllm_serve_is_told_what_it_lacks(make_engine, fake, monkeypatch):
 
 def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
     monkeypatch.setattr(
-        "colocate.engines.vllm.weight_receiver._Receiver.share", lambda self, **_: {"is_shared": False}
+        "colocate.engines.vllm_server.weight_receiver._Receiver.share", lambda self, **_: {"is_shared": False}
     )
     engine = make_engine()
     with pytest.raises(ValueError, match="it does not see"):

@@ -20,9 +20,8 @@ from typing import Any
 import psutil
 from engine_models import MAX_POSITION, make_model
 
-from colocate.engines.vllm.key import key_file
-from colocate.engines.vllm.process import free_port
-from colocate.engines.vllm.versions import installed_version
+from colocate.engines.vllm.environment import free_port, installed_version
+from colocate.engines.vllm_server.key import key_file
 
 START_S = 300.0
 """Within which a server of a tiny model is up, even where two cores are shared."""
@@ -143,6 +142,6 @@ def shared_server() -> ServerProcess:
 
 def make_server_engine(model: Any) -> Any:
     """For the contract suite: an engine of the shared server, to which it sends `model`'s weights."""
-    from colocate.engines.vllm.server import VLLMServerEngine
+    from colocate.engines.vllm_server.engine import VLLMServerEngine
 
     return VLLMServerEngine(model, base_url=shared_server().base_url)

@@ -77,7 +77,7 @@ def _native(parts: EngineParts) -> RolloutEngine:
 
 
 def _vllm(parts: EngineParts) -> RolloutEngine:
-    from colocate.engines.vllm.in_process import VLLMEngine
+    from colocate.engines.vllm.engine import VLLMEngine
     from colocate.engines.vllm.logprobs_mode import mode_for
 
     options = parts.options
@@ -101,7 +101,7 @@ def _vllm(parts: EngineParts) -> RolloutEngine:
 def _vllm_server(parts: EngineParts) -> RolloutEngine:
     from accelerate.utils import broadcast_object_list
 
-    from colocate.engines.vllm.server import VLLMServerEngine
+    from colocate.engines.vllm_server.engine import VLLMServerEngine
 
     options = parts.options
     # One server for all processes: what it is sent bears the same name from each.
@@ -161,7 +161,7 @@ def engine_of_auto(
         use_vllm: prefer an installed vLLM to `model.generate` where the model has no layout.
         generate_arguments: in words, the arguments asked for that only `model.generate` knows.
     """
-    from colocate.engines.vllm.versions import installed_version
+    from colocate.engines.vllm.environment import installed_version
     from colocate.weights.layouts import causal_lm, has_layout
 
     if generate_arguments:
@@ -186,7 +186,7 @@ def _moments_bytes(model: nn.Module) -> int:
 
 def _usable_kv_cache_bytes(parts: EngineParts) -> int | None:
     """vLLM's KV cache on a GPU if all of a rollout decodes at once; None if nothing says how long it gets."""
-    from colocate.engines.vllm.memory import MAX_NUM_SEQS, whole_kv_cache_bytes
+    from colocate.engines.vllm.arguments import MAX_NUM_SEQS, whole_kv_cache_bytes
     from colocate.weights.layouts import has_layout, layout_for
 
     options = parts.options

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colocate.engines.vllm.process import environment, free_port
+from colocate.engines.vllm.environment import environment, free_port
 from colocate.memory.timeline import PooledBytes
 
 _kept_pools: list[Any] = []

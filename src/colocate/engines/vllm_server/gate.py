@@ -1,6 +1,6 @@
 """The gate in front of vLLM's API server: it lets in who has the key, and to what training needs.
 
-    vllm serve MODEL --middleware colocate.engines.vllm.gate.Gate ...
+    vllm serve MODEL --middleware colocate.engines.vllm_server.gate.Gate ...
 
 `--middleware`, the ASGI interface and the routes are public. What is not, and holds for vLLM 0.25 to 0.33, is
 that `app.state.vllm_config.model_config.get_vocab_size()` is the model's vocabulary.
@@ -21,9 +21,9 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from colocate.engines.vllm import lease
-from colocate.engines.vllm.key import VARIABLE, ServerKey, is_loopback, key_from_environment
-from colocate.engines.vllm.messages import RUN_HEADER, WORKER_METHOD, Message, signed_digest
+from colocate.engines.vllm_server import lease
+from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, key_from_environment
+from colocate.engines.vllm_server.messages import RUN_HEADER, WORKER_METHOD, Message, signed_digest
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colocate.engines.vllm.process import environment
+from colocate.engines.vllm.environment import environment
 
 SHAPE = (
     "model_type",

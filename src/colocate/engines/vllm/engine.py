@@ -29,20 +29,21 @@ from torch import Tensor, nn
 from colocate.engines.base import BaseEngine
 from colocate.engines.requests import check_no_tensors
 from colocate.engines.vllm import internals
-from colocate.engines.vllm.engine_arguments import check_engine_kwargs
-from colocate.engines.vllm.groups import TensorParallelGroup
-from colocate.engines.vllm.llm_request import LLMRequest, llm_requests
-from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
-from colocate.engines.vllm.memory import (
+from colocate.engines.vllm.arguments import (
     CPU_KV_CACHE_BYTES,
     KV_CACHE_SHARE,
     MAX_NUM_SEQS,
     MEMORY_SHARE_AWAKE,
     SMALLEST_MEMORY_SHARE,
     WAKE_UP_BYTES,
+    check_engine_kwargs,
+    config_directory,
     memory_share,
 )
-from colocate.engines.vllm.model_config import config_directory
+from colocate.engines.vllm.environment import check_installed
+from colocate.engines.vllm.groups import TensorParallelGroup
+from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
+from colocate.engines.vllm.requests import LLMRequest, llm_requests
 from colocate.engines.vllm.shared_weights import (
     WeightSource,
     forget,
@@ -50,7 +51,6 @@ from colocate.engines.vllm.shared_weights import (
     start_source,
     why_not_shared,
 )
-from colocate.engines.vllm.versions import check_installed
 from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, all_bytes, buckets, tied_head, why_not_publishable

@@ -20,10 +20,16 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from colocate.engines.vllm.http import HttpClient, MalformedResponse, ServerUnreachable
+from colocate.engines.vllm.environment import free_port
 from colocate.engines.vllm.internals import plain_segments
-from colocate.engines.vllm.process import free_port
-from colocate.engines.vllm.weight_wire import (
+from colocate.engines.vllm_server.client import (
+    HttpClient,
+    MalformedResponse,
+    ServerUnreachable,
+    WorkerError,
+    Workers,
+)
+from colocate.engines.vllm_server.weight_wire import (
     GROUP_TIMEOUT_S,
     PROBE,
     NcclGroup,
@@ -32,7 +38,6 @@ from colocate.engines.vllm.weight_wire import (
     pack,
     visible_gpus,
 )
-from colocate.engines.vllm.workers import WorkerError, Workers
 from colocate.weights.buckets import buckets, tied_head
 
 logger = logging.getLogger(__name__)

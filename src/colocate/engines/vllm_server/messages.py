@@ -13,7 +13,7 @@ import json
 import uuid
 from typing import Any
 
-from colocate.engines.vllm.key import ServerKey
+from colocate.engines.vllm_server.key import ServerKey
 
 RUN_HEADER = "X-Colocate-Run"
 """Names the run that asks, where a route is its holder's."""

@@ -19,21 +19,22 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from colocate.engines.base import BaseEngine
-from colocate.engines.vllm.completions import parser_for, requests_of
-from colocate.engines.vllm.http import (
+from colocate.engines.vllm.environment import check_version
+from colocate.engines.vllm.logprobs_mode import MODES, PROCESSED, ReportedLogprobs
+from colocate.engines.vllm_server.client import (
+    HOW_TO_START,
     HttpClient,
     KeyRefused,
     MalformedResponse,
     RequestRefused,
     ServerUnreachable,
+    Workers,
 )
-from colocate.engines.vllm.key import VARIABLE
-from colocate.engines.vllm.lease import LEASE_S, LeaseKeeper, ServerHeld, has_ended, this_run
-from colocate.engines.vllm.logprobs_mode import MODES, PROCESSED, ReportedLogprobs
-from colocate.engines.vllm.versions import check_version
-from colocate.engines.vllm.weight_push import PushInterrupted, TransportName, WeightPusher
-from colocate.engines.vllm.weight_wire import SHAPE
-from colocate.engines.vllm.workers import HOW_TO_START, Workers
+from colocate.engines.vllm_server.completions import parser_for, requests_of
+from colocate.engines.vllm_server.key import VARIABLE
+from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, ServerHeld, has_ended, this_run
+from colocate.engines.vllm_server.weight_push import PushInterrupted, TransportName, WeightPusher
+from colocate.engines.vllm_server.weight_wire import SHAPE
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
 from colocate.weights.layouts import causal_lm

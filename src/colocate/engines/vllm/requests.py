@@ -1,4 +1,4 @@
-"""One completion, asked of `vllm.LLM` in this process."""
+"""How a completion is asked of vLLM."""
 
 from __future__ import annotations
 
@@ -6,12 +6,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from colocate.engines.requests import derived_seed
-from colocate.engines.vllm.sampling_fields import sampling_fields
 from colocate.types import Completion, Prompt, SamplingParams
 
 
+def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """The distribution to draw from, what ends a completion, and the log-prob of each token drawn.
+
+    vLLM's `SamplingParams` and its server's `/v1/completions` call these by the same names.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # which tokens end a completion is said by stop_token_ids alone
+        "logprobs": 0,  # of the token drawn, and of no other
+    }
+
+
 class LLMRequest:
-    """One completion to make. Travels between the processes of a group."""
+    """One completion to make by `vllm.LLM` in this process. Travels between the processes of a group."""
 
     def __init__(self, prompt: Prompt, sample: int, max_tokens: int, sampling: SamplingParams) -> None:
         self.prompt = prompt.token_ids

@@ -14,9 +14,9 @@ from contextlib import suppress
 from importlib import metadata
 from types import FrameType
 
-from colocate.engines.vllm.key import VARIABLE, ServerKey, is_loopback, key_of_new_server
-from colocate.engines.vllm.memory import MAX_NUM_SEQS
-from colocate.engines.vllm.versions import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
+from colocate.engines.vllm.arguments import MAX_NUM_SEQS
+from colocate.engines.vllm.environment import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
+from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, key_of_new_server
 
 _POLL_S = 0.25
 STOP_S = 30.0
@@ -117,8 +117,8 @@ def _command(
         "--skip-tokenizer-init",  # else it turns every token into text, which nobody reads
         *("--api-server-count", str(num_api_servers)),
         *("--max-num-seqs", str(MAX_NUM_SEQS)),
-        *("--worker-extension-cls", "colocate.engines.vllm.weight_receiver.WeightReceiver"),
-        *("--middleware", "colocate.engines.vllm.gate.Gate"),
+        *("--worker-extension-cls", "colocate.engines.vllm_server.weight_receiver.WeightReceiver"),
+        *("--middleware", "colocate.engines.vllm_server.gate.Gate"),
         *vllm_options,
     ]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocate.engines.requests import derived_seed
-from colocate.engines.vllm.http import MalformedResponse
-from colocate.engines.vllm.sampling_fields import sampling_fields
+from colocate.engines.vllm.requests import sampling_fields
+from colocate.engines.vllm_server.client import MalformedResponse
 from colocate.types import Completion, Prompt, SamplingParams
 
 

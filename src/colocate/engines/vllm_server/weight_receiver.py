@@ -1,6 +1,6 @@
 """The server's side of a weight push: a worker extension that vLLM mixes into each of its workers.
 
-    vllm serve MODEL --worker-extension-cls colocate.engines.vllm.weight_receiver.WeightReceiver ...
+    vllm serve MODEL --worker-extension-cls colocate.engines.vllm_server.weight_receiver.WeightReceiver ...
 
 It listens to nobody without the server's key, and for most things only to the run that holds the server.
 
@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from colocate.engines.vllm.internals import end_reload, has_packed_head, load_weights, start_reload
-from colocate.engines.vllm.key import VARIABLE, key_from_environment
-from colocate.engines.vllm.lease import Lease, Run, ServerHeld
-from colocate.engines.vllm.messages import opened_message, sealed_answer
-from colocate.engines.vllm.weight_wire import (
+from colocate.engines.vllm_server.key import VARIABLE, key_from_environment
+from colocate.engines.vllm_server.lease import Lease, Run, ServerHeld
+from colocate.engines.vllm_server.messages import opened_message, sealed_answer
+from colocate.engines.vllm_server.weight_wire import (
     GROUP_TIMEOUT_S,
     PROBE,
     SHAPE,
