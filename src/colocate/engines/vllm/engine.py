@@ -126,6 +126,7 @@ class VLLMEngine(BaseEngine):
         check_engine_kwargs(user_kwargs)
         if (reason := why_not_publishable(model)) is not None:
             raise ValueError(f"vLLM cannot generate with this policy: {reason}.")
+        self._is_stale = False
         self.published_bytes = 0
         """Bytes that the last publication moved: 0 where weights are shared."""
         self._model: nn.Module | None = model
@@ -148,15 +149,8 @@ class VLLMEngine(BaseEngine):
             model_impl=model_impl,
             trust_remote_code=trust_remote_code,
         )
-        self.shares_weights = bool(self._source.shared)
+        self._note_what_has_started()
         self._say_where_weights_are(weights)
-        self._max_len = internals.max_model_len(self._llm)
-        self._max_len_reason = f"vLLM's max_model_len = {self._max_len}"
-        self._vocab_size = self._base.get_input_embeddings().num_embeddings
-        self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
-        self.pooled_bytes = internals.pooled_bytes() if self._frees_memory else NOTHING_POOLED
-        self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
-        self._is_awake, self._is_stale = True, False
         atexit.register(_close_at_exit, weakref.ref(self))
         self.sleep()
 
@@ -338,6 +332,17 @@ class VLLMEngine(BaseEngine):
                 raise
             finally:
                 forget(key)
+
+    def _note_what_has_started(self) -> None:
+        """Read off the running vLLM, which is awake, where its weights are and how much it holds."""
+        self.shares_weights = bool(self._source.shared)
+        self._max_len = internals.max_model_len(self._llm)
+        self._max_len_reason = f"vLLM's max_model_len = {self._max_len}"
+        self._vocab_size = self._base.get_input_embeddings().num_embeddings
+        self._kv_cache_bytes = internals.kv_cache_bytes(self._llm)
+        self.pooled_bytes = internals.pooled_bytes() if self._frees_memory else NOTHING_POOLED
+        self._weight_bytes = 0 if self.shares_weights else self._llm.apply_model(_num_bytes)[0]
+        self._is_awake = True
 
     def _utilization(self, share: float) -> float:
         """The `gpu_memory_utilization` with which vLLM takes `share` of the device."""
