@@ -33,6 +33,10 @@ class ServerUnreachable(RuntimeError):
     """The server gave no usable answer: no connection, errors of its own, half an answer, or none in time."""
 
 
+class _AttemptFailed(Exception):
+    """One attempt gave no usable answer; the message says what happened."""
+
+
 class RequestRefused(RuntimeError):
     """The server understood and said no (4xx). Asking again would change nothing."""
 
@@ -157,20 +161,9 @@ class HttpClient:
             if time.monotonic() >= deadline:
                 break
             try:
-                status, content = self._exchange(method, path, payload, deadline)
-            except (OSError, http.client.HTTPException) as error:
-                failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                continue
-            if status >= 500:
-                failure = f"HTTP {status}: {_message(content)}"
-                continue
-            if status >= 400:
-                kind = KeyRefused if status == 401 else RequestRefused
-                raise kind(f"{asked} was refused with HTTP {status}: {_message(content)}")
-            try:
-                return parse(json.loads(content) if content else None)
-            except (MalformedResponse, json.JSONDecodeError, UnicodeDecodeError) as error:
-                failure = f"an answer that makes no sense: {error}"
+                return self._attempt(method, path, payload, deadline, parse)
+            except _AttemptFailed as error:
+                failure = str(error)
         if epoch != self._num_cancellations:
             raise CancelledError(f"{asked} was cancelled.")
         elapsed_s = time.monotonic() - started
@@ -179,6 +172,24 @@ class HttpClient:
             f"{asked} had no usable answer within {limit} ({elapsed_s:.1f} s passed); the last failure was "
             f"{failure}."
         )
+
+    def _attempt(
+        self, method: str, path: str, payload: bytes | None, deadline: float, parse: Callable[[Any], T]
+    ) -> T:
+        try:
+            status, content = self._exchange(method, path, payload, deadline)
+        except (OSError, http.client.HTTPException) as error:
+            name = type(error).__name__
+            raise _AttemptFailed(f"{name}: {error}" if str(error) else name) from error
+        if status >= 500:
+            raise _AttemptFailed(f"HTTP {status}: {_message(content)}")
+        if status >= 400:
+            kind = KeyRefused if status == 401 else RequestRefused
+            raise kind(f"{method} {self.base_url}{path} was refused with HTTP {status}: {_message(content)}")
+        try:
+            return parse(json.loads(content) if content else None)
+        except (MalformedResponse, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise _AttemptFailed(f"an answer that makes no sense: {error}") from error
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """`call` in the background."""

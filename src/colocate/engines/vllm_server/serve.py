@@ -14,6 +14,8 @@ from contextlib import suppress
 from importlib import metadata
 from types import FrameType
 
+from packaging.version import Version
+
 from colocate.engines.vllm.arguments import MAX_NUM_SEQS
 from colocate.engines.vllm.environment import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
 from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, key_of_new_server
@@ -54,14 +56,7 @@ def serve(
         ImportError: vLLM is missing or too old.
         ValueError: the port is taken, an option would go past the gate, or the key is not fit to be one.
     """
-    version = installed_version()
-    if version is None:
-        raise ImportError(
-            f"vLLM is not installed in this environment. Install it here (`{HOW_TO_INSTALL}`; "
-            f"{OLDEST} to {NEWEST} are supported), or run `colocate serve` where it is."
-        )
-    if (warning := check_version(version)) is not None:
-        print(f"colocate serve: {warning}", file=sys.stderr)
+    version = _version_here()
     _check_options(vllm_options)
     _check_port(host, port)
     key = key_of_new_server(port)
@@ -98,6 +93,18 @@ def serve(
         if process.poll() is None:  # an error of ours: leave no server behind
             process.terminate()
     return code if code >= 0 else 128 - code
+
+
+def _version_here() -> Version:
+    version = installed_version()
+    if version is None:
+        raise ImportError(
+            f"vLLM is not installed in this environment. Install it here (`{HOW_TO_INSTALL}`; "
+            f"{OLDEST} to {NEWEST} are supported), or run `colocate serve` where it is."
+        )
+    if (warning := check_version(version)) is not None:
+        print(f"colocate serve: {warning}", file=sys.stderr)
+    return version
 
 
 def _command(
