@@ -136,8 +136,8 @@ ENGINES_WITH_VLLM = {
     ),
     "vllm-lora": vllm_case(lambda: make_lora("qwen2", hidden_size=128), shares_weights=False),
     # Whole blocks of vocabulary: vLLM pads others, which cannot be shared.
-    "vllm-lora-shared": dataclasses.replace(
-        vllm_case(lambda: make_lora("qwen2", hidden_size=128, vocab_size=128)),
+    "vllm-shared": dataclasses.replace(
+        vllm_case(lambda: make_model("qwen2", hidden_size=128, vocab_size=128)),
         make_engine=unpacked_vllm_engine,
     ),
     "vllm_server": dataclasses.replace(
