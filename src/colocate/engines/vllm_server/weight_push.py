@@ -14,8 +14,9 @@ import socket
 import tempfile
 import time
 import uuid
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,31 +53,29 @@ class PushInterrupted(RuntimeError):
     """The server does not know a push any more: it restarted, or gave up one that was silent. Push again."""
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """A way for a chunk's bytes. One chunk is under way at a time."""
 
+    @abstractmethod
     def buffer(self, size_bytes: int) -> Tensor:
         """[size_bytes] uint8 to pack the next chunk into."""
-        ...
 
+    @abstractmethod
     def offer(self, flat: Tensor) -> dict[str, Any]:
         """What the workers are told, so that they find the packed chunk."""
-        ...
 
-    def transmit(self, flat: Tensor) -> None:
+    def transmit(self, flat: Tensor) -> None:  # noqa: B027  nothing, where the workers read what was offered
         """Send it, after the workers have been told."""
-        ...
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027  nothing, where a worker answers only after it has copied the chunk
         """The workers have it; the buffer may be used again."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Give up what this way holds, even in the middle of a chunk."""
-        ...
 
 
-class FileTransport:
+class FileTransport(Transport):
     """Chunks as files in a directory that trainer and server share.
 
     Args:
@@ -101,9 +100,6 @@ class FileTransport:
         save_file({"chunk": flat}, self._path)
         return {"file": self._path.name}
 
-    def transmit(self, flat: Tensor) -> None:
-        """Nothing: the file is there."""
-
     def settle(self) -> None:
         self._path.unlink()
 
@@ -111,7 +107,7 @@ class FileTransport:
         self._owner.cleanup()
 
 
-class IpcTransport:
+class IpcTransport(Transport):
     """One buffer on the trainer's GPU that the workers map into their own address space."""
 
     def __init__(self, device: torch.device) -> None:
@@ -132,17 +128,11 @@ class IpcTransport:
         torch.cuda.synchronize(self._device)  # another process's stream knows nothing of ours
         return {"ipc": self._handle}
 
-    def transmit(self, flat: Tensor) -> None:
-        """Nothing: the workers read it."""
-
-    def settle(self) -> None:
-        """Nothing: a worker answers only after it has copied the chunk."""
-
     def close(self) -> None:
         self._flat = None
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Broadcasts in a group of the trainer and every worker.
 
     Raises:
@@ -406,9 +396,8 @@ class WeightPusher:
 
 def _check_done(answer: Any) -> None:
     if isinstance(answer, dict) and answer.get("success") is False:
-        raise MalformedResponse(
-            "the server could not"
-        )  # blocks are still in use; a moment later they are not
+        # Blocks are still in use; a moment later they are not.
+        raise MalformedResponse("the server could not")
 
 
 def _check(answers: list[dict[str, Any]], expected: str) -> None:
