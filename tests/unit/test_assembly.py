@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -113,3 +115,9 @@ def test_nothing_says_how_long_sequences_get(build):
 )
 def test_vllm_starts_in_the_mode_that_tells_log_probs_of_the_policy(build, sampling, mode):
     assert build(make_model("qwen3"), engine="vllm", **sampling)["logprobs_mode"] == mode
+
+
+def test_the_engines_are_known_by_name_before_anything_heavy_is_loaded():
+    code = "import sys, colocate.engines.build as b; print(*b.ENGINES, 'torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.split() == ["native", "vllm", "vllm_server", "transformers", "False"]
