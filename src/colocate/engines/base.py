@@ -1,4 +1,4 @@
-"""The methods by which the loop drives any rollout engine, and what the engines here have in common.
+"""The five methods by which the loop drives any rollout engine, and what the engines here have in common.
 
 `tests/unit/test_engine_contract.py` holds every engine to what is written here.
 """

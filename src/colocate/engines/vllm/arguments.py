@@ -58,23 +58,23 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
 # ── Memory in the trainer's process ──────────────────────────────────────────────────────────────────────
 
 MEMORY_SHARE = 0.9
-"""Of what is free on the device when the engine starts, beside `reserve_bytes`."""
+"""vLLM's share of the memory that is free when the engine starts; `reserve_bytes` are then taken from it."""
 
 MEMORY_SHARE_AWAKE = 0.3
-"""Of the device, for an engine that never sleeps: training needs the rest. TRL's default."""
+"""vLLM's share of the device if it never sleeps: training needs the rest. It is TRL's default."""
 
 SMALLEST_MEMORY_SHARE = 0.01
-"""vLLM takes no less than a positive one."""
+"""The least share to give vLLM, which takes none that is not positive."""
 
 KV_CACHE_SHARE = 0.5
-"""Of what a copy of the weights leaves of vLLM's share: a KV cache up to this size can be given without
-asking vLLM, which would measure what its activations, logits and CUDA graphs leave."""
+"""The part of vLLM's memory, less its copy of the weights, up to which the KV cache's size is given. For a
+larger one vLLM measures what its activations, logits and CUDA graphs leave."""
 
 BLOCK_TOKENS = 64
-"""Of the largest blocks in vLLM's KV cache; most backends of attention have blocks of 16."""
+"""Tokens of the largest blocks in vLLM's KV cache; most backends of attention have blocks of 16."""
 
 WAKE_UP_BYTES = 2**30
-"""That stay free of the device when vLLM has woken up, for workspaces outside of PyTorch's allocator."""
+"""Memory that stays free when vLLM has woken up, for workspaces outside of PyTorch's allocator."""
 
 MAX_NUM_SEQS = 512
 """Sequences that vLLM decodes at the same time on a GPU unless told otherwise: as many as it captures CUDA

@@ -89,8 +89,8 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 PORTS = range(20_000, 32_768)
-"""Below those that Linux gives to outgoing connections: one of these could take a port that was found free,
-and a vLLM server listens only when it has imported everything."""
+"""Ports below those that Linux gives to outgoing connections. One of these could take a port that was found
+free before a vLLM server listens there, which it does only when it has imported everything."""
 NUM_TRIES = 100
 
 

@@ -131,7 +131,7 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Of vLLM's parameters of a model with fused storage, each once."""
+    """Memory of vLLM's parameters of a model with fused storage, each counted once."""
     return sum({view.data_ptr(): view.nbytes for view in vllm_views(model).values()}.values())
 
 

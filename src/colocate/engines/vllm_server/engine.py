@@ -46,7 +46,7 @@ T = TypeVar("T")
 _CALL_S = 60.0
 """Deadline of a question that takes no work to answer; a server silent for longer counts as lost."""
 _RELEASE_S = 5.0
-"""For letting go of the server, which otherwise finds out by itself."""
+"""Deadline for letting go of the server, which otherwise finds out by itself that the run is over."""
 _MAX_LOSSES = 5
 """Losses survived within one rollout or one push; a server that falls more often has a reason to."""
 

@@ -33,7 +33,7 @@ SHAPE = (
 PROBE = "probe"
 """The file in a trainer's directory by which the server finds out whether it sees that directory."""
 GROUP_TIMEOUT_S = 120.0
-"""For meeting for NCCL and for each broadcast, in which a worker does nothing else."""
+"""Longest wait for the meeting for NCCL and for each broadcast, during which a worker does nothing else."""
 
 _ALIGNMENT_BYTES = 16  # every type can be viewed there
 
