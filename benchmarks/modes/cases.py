@@ -9,7 +9,7 @@ from benchmarks.step.cases import Work
 
 Mode = Literal["native", "colocate", "server"]
 Weights = Literal["auto", "buckets"]
-"""`vllm_weights`: "auto" shares vLLM's with the trainer on one GPU each, under LoRA the base."""
+"""`vllm_weights`: "auto" shares vLLM's with the trainer in full fine-tuning on one GPU each."""
 
 NUM_GENERATIONS = 8
 
