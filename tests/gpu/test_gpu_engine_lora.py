@@ -10,7 +10,7 @@ from engine_models import greedy_reference, make_model, make_prompts
 from peft import LoraConfig, get_peft_model
 from test_native_engine_lora import ALL_LINEAR, randomise_adapters
 
-from colocate.engines.native.kernels import lora as kernels
+from colocate.kernels import lora as kernels
 from colocate.types import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from colocate.engines.native import prefixes
-from colocate.engines.native.kernels import attention
+from colocate.kernels import decode_attention as attention
+from colocate.kernels import prefixes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # engine_models
 

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colocate.engines.native import prefixes as prefixes_module
 from colocate.engines.native.context import Rotation
-from colocate.engines.native.kernels import attention
-from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
-from colocate.engines.native.prefixes import SharedPrefixes
 from colocate.engines.native.torch_backend import rms_norm, rotate
+from colocate.kernels import decode_attention as attention
+from colocate.kernels import prefixes as prefixes_module
+from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.kernels.prefixes import SharedPrefixes
 
 NAN = float("nan")
 # Outputs are means of normal values; the weights and the result are rounded to the type once each.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import ULP, draw, few
 
-from colocate.engines.native.kernels import head, ping_pong, sampling
+from colocate.kernels import head, ping_pong, sampling
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.native.kernels.lora import expand
+from colocate.kernels.lora import expand
 from colocate.weights.adapters import Adapter, AdapterStack
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -11,9 +11,9 @@ import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.native.kernels import sampling
-from colocate.engines.native.kernels.sampling import sample
 from colocate.engines.native.sampler import BLOCK_SIZE, Sampler, gumbel_noise, philox
+from colocate.kernels import sampling
+from colocate.kernels.sampling import sample
 from colocate.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from colocate.kernels.softmax import softmax_gradient, softmax_statistics
 from colocate.policy import logprobs as module
-from colocate.policy.kernels.logprobs import softmax_gradient, softmax_statistics
 from colocate.policy.logprobs import OutputHead, logprob_bytes, token_logprobs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.native.kernels.steps import begin_step, end_step
+from colocate.kernels.steps import begin_step, end_step
 
 few = settings(
     max_examples=40,

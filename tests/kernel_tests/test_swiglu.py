@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from rounding import ULP, draw, few
 
 from colocate.engines.native import triton_backend
-from colocate.engines.native.kernels import ping_pong, swiglu
-from colocate.engines.native.kernels import swiglu_many_rows as many
-from colocate.engines.native.kernels.gate import silu_mul
 from colocate.engines.native.triton_backend import TritonBackend
+from colocate.kernels import ping_pong, swiglu
+from colocate.kernels import swiglu_many_rows as many
+from colocate.kernels.gate import silu_mul
 from colocate.weights.adapters import AdaptedLinear, Adapter
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

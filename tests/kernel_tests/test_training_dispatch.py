@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from rounding import draw
 from transformers.activations import ACT2FN
 
-from colocate.engines.native.kernels import gate as forward_gate
+from colocate.kernels import attention_merge as merge
+from colocate.kernels import gate as forward_gate
+from colocate.kernels import gate_backward, norms, rotary
 from colocate.policy import operations
-from colocate.policy.kernels import gate, merge, norms, rotary
 from colocate.weights.low_rank import LowRank
 
 EPS = 1e-6
@@ -76,7 +77,7 @@ def launches(monkeypatch) -> list[str]:
         (norms, ("rms_norm", "rms_norm_backward")),
         (rotary, ("rotate", "rotate_backward")),
         (forward_gate, ("silu_mul", "silu_mul_low_rank")),
-        (gate, ("silu_mul_backward", "silu_mul_low_rank_backward")),
+        (gate_backward, ("silu_mul_backward", "silu_mul_low_rank_backward")),
         (merge, ("merge_attention",)),
     ):
         for name in names:

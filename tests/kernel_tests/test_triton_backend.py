@@ -12,11 +12,11 @@ from peft import LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
 
 from colocate.engines.native import engine as native_engine
-from colocate.engines.native import prefixes
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
+from colocate.kernels import prefixes
 from colocate.types import Completion, SamplingParams
 
 

@@ -11,8 +11,8 @@ from transformers.training_args import OptimizerNames
 from colocate.config import GRPOConfig
 from colocate.engines.native.backends import default_sizes
 from colocate.engines.native.decoder import bucket_for
-from colocate.engines.native.prefixes import decode_scratch_bytes
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.kernels.prefixes import decode_scratch_bytes
 from colocate.planning.accounting import CONTEXT_BYTES, MOMENTS_BYTES, Workload
 from colocate.planning.planner import Planner, Wishes
 from colocate.planning.shapes import ModelShapes

@@ -310,7 +310,7 @@ class _Logits:
     def statistics(self, logprobs: Tensor, entropies: Tensor) -> None:
         """Write log_z, log-probability and entropy, [n] each, of whole rows."""
         if _runs_kernels(self.products):
-            from colocate.policy.kernels.logprobs import softmax_statistics
+            from colocate.kernels.softmax import softmax_statistics
 
             softmax_statistics(
                 self.products,
@@ -343,7 +343,7 @@ class _Logits:
         inner * outer * (1 - (z / outer)^2).
         """
         if _runs_kernels(self.products):
-            from colocate.policy.kernels.logprobs import softmax_gradient
+            from colocate.kernels.softmax import softmax_gradient
 
             softmax_gradient(
                 self.products,

@@ -1,7 +1,7 @@
 """What a decoder layer does between its matrix products, with the backward passes written out.
 
 Everything here is bound by memory: on a GPU each function is one Triton kernel that reads and writes every
-byte once (`colocate.policy.kernels`), elsewhere the PyTorch operations below, which are also their
+byte once (`colocate.kernels`), elsewhere the PyTorch operations below, which are also their
 definition. Values are rounded to the model's type where the operations of transformers would store them, so
 that log-probs agree with the engine's; gradients are computed in float32 and rounded once. Forward and
 backward are called by hand: autograd does not see through the kernels.
@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: [hidden] or [D].
     """
     if x.dim() == 2 and _have_kernels(x, weight):
-        from colocate.policy.kernels import norms  # triton comes with CUDA builds of torch
+        from colocate.kernels import norms  # triton comes with CUDA builds of torch
 
         return norms.rms_norm(x, weight, eps)
     return weight * (_wide(x) * _inverse_rms(x, eps)).to(x.dtype)
@@ -48,7 +48,7 @@ def rms_norm_backward(
         like `x`, in its dtype; [hidden] in float32 (float64 for float64).
     """
     if x.dim() == 2 and _have_kernels(x, weight):
-        from colocate.policy.kernels import norms
+        from colocate.kernels import norms
 
         return norms.rms_norm_backward(grad, x, weight, eps, grad_residual)
     inverse = _inverse_rms(x, eps)
@@ -83,7 +83,7 @@ def rotate(
         queries [T, H, D] and keys [T, K, D], contiguous.
     """
     if _have_kernels(qkv, cos, sin, q_norm, k_norm):
-        from colocate.policy.kernels import rotary
+        from colocate.kernels import rotary
 
         return rotary.rotate(qkv, cos, sin, num_heads, q_norm, k_norm, eps)
     q, k, _ = _heads(qkv, num_heads)
@@ -116,7 +116,7 @@ def rotate_backward(
         [T, H + 2K, D] in the dtype of `qkv`; [D] float32 (or float64) for either norm's weight, or None.
     """
     if _have_kernels(qkv, cos, sin, q_norm, k_norm):
-        from colocate.policy.kernels import rotary
+        from colocate.kernels import rotary
 
         return rotary.rotate_backward(grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, eps)
     grads: list[Tensor] = []
@@ -143,7 +143,7 @@ def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowR
     """
     has_kernels = _is_silu(activation) and _have_kernels(gate_up)
     if has_kernels:
-        from colocate.engines.native.kernels import gate as kernels
+        from colocate.kernels import gate as kernels
     if low_rank is not None:
         if has_kernels:
             return kernels.silu_mul_low_rank(gate_up, low_rank)
@@ -175,7 +175,7 @@ def gate_backward(
     """
     has_kernels = _is_silu(activation) and _have_kernels(gate_up)
     if has_kernels:
-        from colocate.policy.kernels import gate as kernels
+        from colocate.kernels import gate_backward as kernels
     if has_kernels and low_rank is not None and grad_low_rank is not None:
         return kernels.silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank)
     if low_rank is not None:
@@ -205,7 +205,7 @@ def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
         Like `out` and `lse`, which may be overwritten.
     """
     if _have_kernels(out, other_out):
-        from colocate.policy.kernels import merge
+        from colocate.kernels import attention_merge as merge
 
         merge.merge_attention(out, lse, other_out, other_lse)
         return out, lse

@@ -15,11 +15,11 @@ from transformers.activations import SiLUActivation
 
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
-from colocate.engines.native.kernels import gate, layers, lora, sampling, steps
-from colocate.engines.native.kernels.attention import DecodeScratch, decode_attention, num_splits_for
-from colocate.engines.native.prefixes import SharedPrefixes
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.kernels import gate, layers, lora, sampling, steps
+from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.kernels.prefixes import SharedPrefixes
 from colocate.weights.adapters import AdaptedLinear, AdapterStack
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
@@ -145,7 +145,7 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         is_plain = adapted.bias is None and not adapted.adapters and isinstance(activation, SILU)
         if is_plain and HAS_GLUON_KERNELS:
-            from colocate.engines.native.kernels import swiglu
+            from colocate.kernels import swiglu
 
             if swiglu.pays(x, adapted.weight):
                 return swiglu.swiglu(x, adapted.weight)
@@ -247,7 +247,7 @@ class TritonBackend(TorchBackend):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if out is not None and sampler.is_plain and HAS_GLUON_KERNELS:
-            from colocate.engines.native.kernels.head import logits_and_parts, pays
+            from colocate.kernels.head import logits_and_parts, pays
 
             if pays(hidden, head):
                 parts = logits_and_parts(hidden, head, sampler.sampling.temperature, out)

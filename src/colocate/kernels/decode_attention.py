@@ -24,8 +24,8 @@ import triton
 from torch import Tensor
 
 from colocate.engines.native.context import Rotation
-from colocate.engines.native.kernels.attention_levels import merge_kernel, prefix_kernel, suffix_kernel
-from colocate.engines.native.prefixes import (
+from colocate.kernels.decode_attention_levels import merge_kernel, prefix_kernel, suffix_kernel
+from colocate.kernels.prefixes import (
     MAX_PARTIALS,
     NUM_ITEM_FIELDS,
     PREFIX_QUERIES,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocate.engines.native.kernels.gate import (
+from colocate.kernels.gate import (
     BLOCK,
     NUM_WARPS,
     factor_tile,

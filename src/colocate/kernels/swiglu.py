@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from colocate.engines.native.kernels.gate import silu
-from colocate.engines.native.kernels.ping_pong import (
+from colocate.kernels.gate import silu
+from colocate.kernels.ping_pong import (
     DEPTH,
     can_multiply,
     fills_tiles,
     num_multiprocessors,
 )
-from colocate.engines.native.kernels.swiglu_many_rows import Tiling, many_rows
+from colocate.kernels.swiglu_many_rows import Tiling, many_rows
 
 FEW_ROWS = 64
 """Rows of the smallest warp-group product."""

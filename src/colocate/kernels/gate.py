@@ -1,7 +1,7 @@
 """silu(gate) * up (Shazeer 2020, arXiv:2002.05202), also of sums with what adapters add to gate and up.
 
 As a product of its own that would be one more pass over the widest tensor of a layer; here it is arithmetic
-beside its traffic. What the backward pass (`colocate.policy.kernels.gate`) shares with it is here, too.
+beside its traffic. What the backward pass (`colocate.kernels.gate_backward`) shares with it is here, too.
 """
 
 from __future__ import annotations

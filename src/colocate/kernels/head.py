@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from colocate.engines.native.kernels.ping_pong import (
+from colocate.kernels.ping_pong import (
     COLUMN_TILE,
     COLUMNS,
     DEPTH,
@@ -30,7 +30,7 @@ from colocate.engines.native.kernels.ping_pong import (
     next_stage,
     num_multiprocessors,
 )
-from colocate.engines.native.kernels.sampling import LOG2_E, PART_SIZE, Parts
+from colocate.kernels.sampling import LOG2_E, PART_SIZE, Parts
 
 assert PART_SIZE == COLUMN_TILE, "a tile leaves one maximum and one sum for each of its rows"
 

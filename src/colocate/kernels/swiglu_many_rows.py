@@ -15,8 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from colocate.engines.native.kernels.gate import silu
-from colocate.engines.native.kernels.ping_pong import (
+from colocate.kernels.gate import silu
+from colocate.kernels.ping_pong import (
     DEPTH,
     LOADER_REGISTERS,
     REGISTERS,

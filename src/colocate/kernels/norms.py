@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocate.policy.kernels.programs import num_programs
+from colocate.kernels.programs import num_programs
 
 _READ_AHEAD_BYTES = 48 * 2**10
 """Shared memory of a program for what it reads ahead; half of what the smallest of the GPUs has."""

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocate.policy.kernels.programs import num_programs
+from colocate.kernels.programs import num_programs
 
 _TILE = 1024
 """Pairs a program turns at a time; with 4 warps 8 a thread: 16-byte loads of bfloat16."""
