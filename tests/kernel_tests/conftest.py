@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from colocate.kernels import decode_attention as attention
-from colocate.kernels import prefixes
+from colocate.kernels import decode_attention, prefixes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # engine_models
 
@@ -46,7 +45,7 @@ def device(request) -> torch.device:
 @pytest.fixture
 def few_programs(monkeypatch):
     """Attention is cut into few programs: those that fill a GPU take the interpreter a minute."""
-    for module in (prefixes, attention):
+    for module in (prefixes, decode_attention):
         monkeypatch.setattr(module, "TARGET_PROGRAMS", 24)
 
 

@@ -17,11 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colocate.engines.native.context import Rotation
-from colocate.engines.native.torch_backend import rms_norm, rotate
 from colocate.kernels import decode_attention as attention
 from colocate.kernels import prefixes as prefixes_module
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.kernels.definitions import Rotation, rms_norm, rotate
 from colocate.kernels.prefixes import SharedPrefixes
 
 NAN = float("nan")
@@ -43,6 +42,7 @@ class Case:
     sliding_window: int | None = None
     num_splits: int = 1
     has_norms: bool = False
+    offset: float | None = None
     seed: int = 0
     is_page_major: bool = True
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Case:
         angles = 2 * math.pi * torch.rand(max(1, *contexts), self.head_dim, generator=generator)
         norms = 1 + 0.3 * torch.randn(2, self.head_dim, generator=generator)
         cos, sin, norms = (x.to(self.dtype).to(device) for x in (angles.cos(), angles.sin(), norms))
-        self.rotation = Rotation(cos, sin, *(norms if self.has_norms else (None, None)), EPS)
+        self.rotation = Rotation(cos, sin, *(norms if self.has_norms else (None, None)), EPS, self.offset)
         slots = [
             places[pages[-1]] * self.page_size + (context - 1) % self.page_size if context else -1
             for pages, context in zip(tables, contexts, strict=True)
@@ -123,7 +123,8 @@ class Case:
         positions = torch.tensor(self.contexts).sub(1).clamp(min=0)
         angles = [table.cpu()[positions][:, None] for table in (rotation.cos, rotation.sin)]
         if self.has_norms:
-            q, k = rms_norm(q, rotation.q_norm.cpu(), EPS), rms_norm(k, rotation.k_norm.cpu(), EPS)
+            q = rms_norm(q, rotation.q_norm.cpu(), EPS, self.offset)
+            k = rms_norm(k, rotation.k_norm.cpu(), EPS, self.offset)
         self._rotated_q = rotate(q, *angles)
         self._expected = self._pristine.clone()
         self._expected_caches = self._expected.as_strided(
@@ -284,7 +285,9 @@ def test_prefix_in_pieces(device, num_splits, sliding_window):
 def test_pages_longer_than_a_tile(device, monkeypatch):
     monkeypatch.setattr(attention, "OTHER_LAUNCH", attention.Launch(16, 4, 2))
     groups = [(2, [5, 70, 129, 0]), (0, [40, 1])]
-    case = Case(groups, head_dim=40, page_size=64, sliding_window=100).make(device)
+    case = Case(groups, head_dim=40, page_size=64, sliding_window=100, has_norms=True, offset=1.0).make(
+        device
+    )
     case.check(case.prefixes())
 
 

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from rounding import draw
 from transformers.activations import ACT2FN
 
-from colocate.kernels import attention_merge as merge
-from colocate.kernels import gate as forward_gate
-from colocate.kernels import gate_backward, norms, rotary
+from colocate.kernels import attention_merge, gate, norms, rotary
 from colocate.policy import operations
 from colocate.weights.low_rank import LowRank
 
@@ -76,9 +74,8 @@ def launches(monkeypatch) -> list[str]:
     for module, names in (
         (norms, ("rms_norm", "rms_norm_backward")),
         (rotary, ("rotate", "rotate_backward")),
-        (forward_gate, ("silu_mul", "silu_mul_low_rank")),
-        (gate_backward, ("silu_mul_backward", "silu_mul_low_rank_backward")),
-        (merge, ("merge_attention",)),
+        (gate, ("silu_mul", "silu_mul_low_rank", "silu_mul_backward", "silu_mul_low_rank_backward")),
+        (attention_merge, ("merge_attention",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, partial(recorded, getattr(module, name)))

@@ -9,8 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import ULP, assert_rounded_once, assert_rounds_like, draw, dtypes, few, strided
 
-from colocate.kernels.gate import silu_mul, silu_mul_low_rank
-from colocate.kernels.gate_backward import silu_mul_backward, silu_mul_low_rank_backward
+from colocate.kernels.gate import (
+    silu_mul,
+    silu_mul_backward,
+    silu_mul_low_rank,
+    silu_mul_low_rank_backward,
+)
 from colocate.weights.low_rank import MAX_RANK, LowRank
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

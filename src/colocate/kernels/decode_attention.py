@@ -23,8 +23,8 @@ import torch
 import triton
 from torch import Tensor
 
-from colocate.engines.native.context import Rotation
 from colocate.kernels.decode_attention_levels import merge_kernel, prefix_kernel, suffix_kernel
+from colocate.kernels.definitions import Rotation
 from colocate.kernels.prefixes import (
     MAX_PARTIALS,
     NUM_ITEM_FIELDS,
@@ -161,6 +161,7 @@ def decode_attention(
     common = dict(
         scale_log2=scale * math.log2(math.e),
         eps=rotation.eps,
+        OFFSET=rotation.offset,
         NUM_KV_HEADS=num_kv_heads,
         RATIO=ratio,
         HEAD_DIM=head_dim,

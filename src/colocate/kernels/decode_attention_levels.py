@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from colocate.kernels.norms import inverse_rms, rms_normed
+from colocate.kernels.rotary import turned
+
 # The running maximum starts here and not at minus infinity, whose difference from itself is NaN.
 _LOWEST = tl.constexpr(-1.0e30)
 
@@ -28,10 +31,10 @@ def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr):
+def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr):
     """The heads [queries, D] that begin at `heads`, normed (if there is a norm) and rotated.
 
-    Rounded where `layers.rotate_and_store` rounds, so that a prompt's and a completion's keys are the same.
+    Rounded where `rotary.rotate_and_store` rounds, so that a prompt's and a completion's keys are the same.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
@@ -40,16 +43,12 @@ def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr)
     x = loaded.to(tl.float32)
     partner = tl.load(heads + partners, mask=mask, other=0.0).to(tl.float32)
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        inverse = inverse_rms(tl.sum(x * x, axis=1), HEAD_DIM, eps)[:, None]
         weight = tl.load(norm + dims, mask=mask, other=0.0).to(tl.float32)
         partner_weight = tl.load(norm + partners, mask=mask, other=0.0).to(tl.float32)
-        x = (weight * (x * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        partner = (partner_weight * (partner * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    # Each product is rounded to the type before the sum. As plain products the compiler would narrow them to
-    # the type and fuse one with the sum, which loses a rounding; sums with a zero it leaves alone.
-    along = tl.fma(x, cosine, 0.0).to(dtype).to(tl.float32)
-    across = tl.fma(partner, sine, 0.0).to(dtype).to(tl.float32)
-    return (along + across).to(dtype)
+        x = rms_normed(x, inverse, weight, dtype, OFFSET).to(tl.float32)
+        partner = rms_normed(partner, inverse, partner_weight, dtype, OFFSET).to(tl.float32)
+    return turned(x, partner, cosine, sine, 1, dtype, True)
 
 
 @triton.jit
@@ -142,6 +141,7 @@ def prefix_kernel(
     table_stride,
     scale_log2,
     eps,
+    OFFSET: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -182,7 +182,7 @@ def prefix_kernel(
         page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
         cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM)
         maximum, total, acc = _attend(
-            _rotated(q_heads, dims[None, :], mask, cosine, sine, q_norm, eps, HEAD_DIM),
+            _rotated(q_heads, dims[None, :], mask, cosine, sine, q_norm, eps, HEAD_DIM, OFFSET),
             tl.full([NUM_QUERIES], _LOWEST, tl.float32),
             tl.zeros([NUM_QUERIES], tl.float32),
             tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32),
@@ -236,6 +236,7 @@ def suffix_kernel(
     num_prefix_slots,
     scale_log2,
     eps,
+    OFFSET: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -292,8 +293,8 @@ def suffix_kernel(
     is_new = is_query & (slot >= 0) & (split == NUM_SPLITS - 1)
     new_mask = is_new[:, None] & (dims < HEAD_DIM)
     cosine, sine = _angles(cos, sin, context - 1, dims, mask, HEAD_DIM)
-    q = _rotated(q_heads, dims, mask, cosine, sine, q_norm, eps, HEAD_DIM)
-    k = _rotated(k_heads, dims, new_mask, cosine, sine, k_norm, eps, HEAD_DIM)
+    q = _rotated(q_heads, dims, mask, cosine, sine, q_norm, eps, HEAD_DIM, OFFSET)
+    k = _rotated(k_heads, dims, new_mask, cosine, sine, k_norm, eps, HEAD_DIM, OFFSET)
     v = tl.load(k_heads + NUM_KV_HEADS * HEAD_DIM + dims, mask=new_mask, other=0.0)
     first_mask = new_mask & (queries == 0)[:, None]
     new_page = (slot // PAGE_SIZE).to(tl.int64)

@@ -1,7 +1,7 @@
-"""silu(gate) * up (Shazeer 2020, arXiv:2002.05202), also of sums with what adapters add to gate and up.
+"""silu(gate) * up (Shazeer 2020, arXiv:2002.05202) and its gradient, as Triton kernels.
 
-As a product of its own that would be one more pass over the widest tensor of a layer; here it is arithmetic
-beside its traffic. What the backward pass (`colocate.kernels.gate_backward`) shares with it is here, too.
+Both also of sums with what adapters add to gate, up and the gradient given: as products of their own those
+would be one more pass over the widest tensor of a layer; here they are arithmetic beside its traffic.
 """
 
 from __future__ import annotations
@@ -20,6 +20,27 @@ NUM_WARPS = 4
 """8 values a thread: one 16-byte load of bfloat16 from each of the tensors read."""
 
 
+@triton.jit
+def silu(gates, DTYPE: tl.constexpr):
+    """silu of float32 gates, rounded to the type; float32."""
+    return (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def gated(gates, up, DTYPE: tl.constexpr):
+    """silu(gates) * up of float32 gates and up, in the type."""
+    return (silu(gates, DTYPE) * up).to(DTYPE)
+
+
+@triton.jit
+def gradients(grad, gates, up, DTYPE: tl.constexpr):
+    """Gradients of gates and up, and silu(gates) * up once more, in the type; given all in float32."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gates))
+    activated = silu(gates, DTYPE)
+    grad_gates = grad * up * sigmoid * (1.0 + gates * (1.0 - sigmoid))
+    return grad_gates.to(DTYPE), (grad * activated).to(DTYPE), (activated * up).to(DTYPE)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, silu rounded to the type before the product.
 
@@ -29,44 +50,65 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Returns:
         [T, i], contiguous.
     """
+    # The product that made these rows wrote them tile by tile, all rows of some columns at a time. As long as
+    # they fit into the L2 cache they are read in that order; beyond, row by row.
+    return _silu_mul(gate_up, None, None, rows_first=gate_up.nbytes <= _L2_BYTES)
+
+
+def silu_mul_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of `silu_mul` with respect to its input, and `silu_mul`'s output once more.
+
+    With s = sigmoid(gate): d silu(gate) / d gate = s (1 + gate (1 - s)).
+
+    Args:
+        grad: [T, i]; gate_up: [T, 2i]. Rows of both are contiguous.
+
+    Returns:
+        [T, 2i] and [T, i], contiguous.
+    """
+    num_rows, width = grad.shape
+    assert gate_up.shape == (num_rows, 2 * width), f"gate_up of {tuple(gate_up.shape)} for a grad of {width}"
+    assert grad.stride(1) == 1, "a row of grad must be contiguous"
+    grad_gate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    return grad_gate_up, _silu_mul(gate_up, grad, grad_gate_up, rows_first=False)
+
+
+def _silu_mul(
+    gate_up: Tensor, grad: Tensor | None, grad_gate_up: Tensor | None, *, rows_first: bool
+) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "a row of gate_up must be contiguous"
     output = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     num_blocks = triton.cdiv(width, BLOCK)
-    # The product that made these rows wrote them tile by tile, all rows of some columns at a time. As long as
-    # they fit into the L2 cache they are read in that order; beyond, row by row.
     _silu_mul_kernel[(num_rows * num_blocks,)](
-        gate_up,
-        output,
-        gate_up.stride(0),
-        num_rows,
-        width,
-        num_blocks,
-        BLOCK=BLOCK,
-        ROWS_FIRST=gate_up.nbytes <= _L2_BYTES,
-        num_warps=NUM_WARPS,
-    )
+        gate_up, grad, grad_gate_up, output, gate_up.stride(0), None if grad is None else grad.stride(0),
+        num_rows, width, num_blocks, BLOCK=BLOCK, ROWS_FIRST=rows_first, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _silu_mul_kernel(
-    gate_up, output, stride, num_rows, width, num_blocks, BLOCK: tl.constexpr, ROWS_FIRST: tl.constexpr
-):
+    gate_up, grad, grad_gate_up, output, gate_up_stride, grad_stride, num_rows, width, num_blocks,
+    BLOCK: tl.constexpr, ROWS_FIRST: tl.constexpr,
+):  # fmt: skip
     number = tl.program_id(0)
     row = (number % num_rows if ROWS_FIRST else number // num_blocks).to(tl.int64)
     columns = (number // num_rows if ROWS_FIRST else number % num_blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
     dtype = output.dtype.element_ty
-    gates = tl.load(gate_up + row * stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + width + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(output + row * width + columns, (silu(gates, dtype) * up).to(dtype), mask=mask)
-
-
-@triton.jit
-def silu(gates, DTYPE: tl.constexpr):
-    """silu of float32 gates, rounded to the type; float32."""
-    return (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
+    pointers = gate_up + row * gate_up_stride + columns
+    gates = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
+    if grad is None:
+        activated = gated(gates, up, dtype)
+    else:
+        wide_grad = tl.load(grad + row * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
+        grad_gates, grad_up, activated = gradients(wide_grad, gates, up, dtype)
+        grad_pointers = grad_gate_up + row * (2 * width) + columns
+        tl.store(grad_pointers, grad_gates, mask=mask)
+        tl.store(grad_pointers + width, grad_up, mask=mask)
+    tl.store(output + row * width + columns, activated, mask=mask)
 
 
 ROWS, COLUMNS, MAX_TILES = 16, 128, 16
@@ -86,44 +128,51 @@ def silu_mul_low_rank(gate_up: Tensor, low_rank: LowRank) -> Tensor:
     Returns:
         [T, i], contiguous.
     """
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "a row of gate_up must be contiguous"
+    return _silu_mul_low_rank(gate_up, low_rank, None, None, None)
+
+
+def silu_mul_low_rank_backward(
+    grad: Tensor, gate_up: Tensor, low_rank: LowRank, grad_low_rank: LowRank
+) -> tuple[Tensor, Tensor]:
+    """`silu_mul_backward` of grad + grad_low_rank and gate_up + low_rank, those sums rounded to the type.
+
+    Args:
+        grad: [T, i]; gate_up: [T, 2i]. Both are contiguous.
+        low_rank: two blocks of width i; grad_low_rank: one.
+
+    Returns:
+        [T, 2i] and [T, i], contiguous.
+    """
+    num_rows, width = grad.shape
+    assert gate_up.shape == (num_rows, 2 * width), f"gate_up of {tuple(gate_up.shape)} for a grad of {width}"
+    assert grad.is_contiguous() and gate_up.is_contiguous(), "grad and gate_up must be contiguous"
+    grad_gate_up = torch.empty_like(gate_up)
+    return grad_gate_up, _silu_mul_low_rank(gate_up, low_rank, grad, grad_low_rank, grad_gate_up)
+
+
+def _silu_mul_low_rank(
+    gate_up: Tensor,
+    low_rank: LowRank,
+    grad: Tensor | None,
+    grad_low_rank: LowRank | None,
+    grad_gate_up: Tensor | None,
+) -> Tensor:
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    tiles = tiling(num_rows)
-    _silu_mul_low_rank_kernel[grid(num_rows, width, tiles["NUM_TILES"])](
-        gate_up,
-        gate_up.stride(0),
-        *two_blocks(low_rank),
-        output,
-        num_rows,
-        width,
-        PADDED_RANK=largest_padded_rank(low_rank),
-        **tiles,
-    )
+    parts = low_rank.parts() + ([] if grad_low_rank is None else grad_low_rank.parts())
+    blocks = [*(one_block(*part) for part in parts), (None,) * 7]
+    num_tiles = min(MAX_TILES, 1 << max(1, num_rows // _ROWS_PER_TILE).bit_length() - 1)
+    _silu_mul_low_rank_kernel[triton.cdiv(num_rows, num_tiles * ROWS), triton.cdiv(width, COLUMNS)](
+        gate_up, gate_up.stride(0), *blocks[0], *blocks[1], grad, *blocks[2], grad_gate_up, output, num_rows,
+        width, PADDED_RANK=max(padded_rank(factor.shape[1]) for _, factor, _ in parts), ROWS=ROWS,
+        COLUMNS=COLUMNS, NUM_TILES=num_tiles, NUM_STAGES=min(3, num_tiles), num_warps=4,
+    )  # fmt: skip
     return output
 
 
-def tiling(num_rows: int) -> dict[str, int]:
-    """Constants of the kernels with adapters."""
-    num_tiles = min(MAX_TILES, 1 << max(1, num_rows // _ROWS_PER_TILE).bit_length() - 1)
-    return dict(ROWS=ROWS, COLUMNS=COLUMNS, NUM_TILES=num_tiles, NUM_STAGES=min(3, num_tiles), num_warps=4)
-
-
-def grid(num_rows: int, width: int, num_tiles: int) -> tuple[int, int]:
-    return triton.cdiv(num_rows, num_tiles * ROWS), triton.cdiv(width, COLUMNS)
-
-
-def largest_padded_rank(*terms: LowRank) -> int:
-    return max(padded_rank(factor.shape[1]) for term in terms for factor in term.factors)
-
-
-def two_blocks(low_rank: LowRank) -> tuple:
-    gates, up = low_rank.parts()
-    return *one_block(*gates), *one_block(*up)
-
-
 def one_block(reduced: Tensor, factor: Tensor, scaling: float) -> tuple:
-    """As the kernels take one."""
+    """A block of a `LowRank` as the kernel takes it."""
     assert reduced.stride(1) == 1, "a token's part must be contiguous"
     return reduced, reduced.stride(0), factor, *factor.stride(), factor.shape[1], scaling
 
@@ -152,53 +201,25 @@ def with_low_rank(product, reduced, stride, rank, scaling, factor, rows, num_row
 
 
 @triton.jit
-def gates_and_up(
-    pointers, width, mask, rows, num_rows,
-    gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_factor,
-    up_reduced, up_reduced_stride, up_rank, up_scaling, up_factor, PADDED_RANK: tl.constexpr,
-):  # fmt: skip
-    """Gates, and up `width` columns further, with what adapters add to them; `with_low_rank` of each."""
-    gates = tl.load(pointers, mask=mask, other=0.0)
-    up = tl.load(pointers + width, mask=mask, other=0.0)
-    gates = with_low_rank(
-        gates, gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_factor, rows, num_rows,
-        PADDED_RANK,
-    )  # fmt: skip
-    up = with_low_rank(
-        up, up_reduced, up_reduced_stride, up_rank, up_scaling, up_factor, rows, num_rows, PADDED_RANK
-    )
-    return gates, up
-
-
-@triton.jit
 def _silu_mul_low_rank_kernel(
-    gate_up,
-    stride,
-    gate_reduced,
-    gate_reduced_stride,
-    gate_factor,
-    gate_column_stride,
-    gate_rank_stride,
-    gate_rank,
+    gate_up, stride,
+    gate_reduced, gate_reduced_stride, gate_factor, gate_column_stride, gate_rank_stride, gate_rank,
     gate_scaling,
-    up_reduced,
-    up_reduced_stride,
-    up_factor,
-    up_column_stride,
-    up_rank_stride,
-    up_rank,
-    up_scaling,
-    output,
-    num_rows,
-    width,
-    PADDED_RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NUM_TILES: tl.constexpr,
+    up_reduced, up_reduced_stride, up_factor, up_column_stride, up_rank_stride, up_rank, up_scaling,
+    grad,
+    grad_reduced, grad_reduced_stride, grad_factor, grad_column_stride, grad_rank_stride, grad_rank,
+    grad_scaling,
+    grad_gate_up, output, num_rows, width,
+    PADDED_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-):
+):  # fmt: skip
+    """Where there is a gradient, gate_up and grad_gate_up are contiguous, of one stride."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     dtype = output.dtype.element_ty
+    if grad is not None:
+        grad_tile = factor_tile(
+            dtype, grad_factor, grad_column_stride, grad_rank_stride, grad_rank, columns, width, PADDED_RANK
+        )
     gate_tile = factor_tile(
         dtype, gate_factor, gate_column_stride, gate_rank_stride, gate_rank, columns, width, PADDED_RANK
     )
@@ -209,11 +230,26 @@ def _silu_mul_low_rank_kernel(
         first = (tl.program_id(0) * NUM_TILES + tile) * ROWS
         rows = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
         mask = (rows < num_rows) & (columns < width)[None, :]
-        in_both = rows * stride + columns[None, :]
-        gates, up = gates_and_up(
-            gate_up + in_both, width, mask, rows, num_rows,
-            gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_tile,
-            up_reduced, up_reduced_stride, up_rank, up_scaling, up_tile, PADDED_RANK,
+        in_one, in_both = rows * width + columns[None, :], rows * stride + columns[None, :]
+        if grad is not None:
+            wide_grad = tl.load(grad + in_one, mask=mask, other=0.0)
+        gates = tl.load(gate_up + in_both, mask=mask, other=0.0)
+        up = tl.load(gate_up + in_both + width, mask=mask, other=0.0)
+        gates = with_low_rank(
+            gates, gate_reduced, gate_reduced_stride, gate_rank, gate_scaling, gate_tile, rows, num_rows,
+            PADDED_RANK,
         )  # fmt: skip
-        activated = (silu(gates, dtype) * up).to(dtype)
-        tl.store(output + rows * width + columns[None, :], activated, mask=mask)
+        up = with_low_rank(
+            up, up_reduced, up_reduced_stride, up_rank, up_scaling, up_tile, rows, num_rows, PADDED_RANK
+        )
+        if grad is None:
+            activated = gated(gates, up, dtype)
+        else:
+            wide_grad = with_low_rank(
+                wide_grad, grad_reduced, grad_reduced_stride, grad_rank, grad_scaling, grad_tile, rows,
+                num_rows, PADDED_RANK,
+            )  # fmt: skip
+            grad_gates, grad_up, activated = gradients(wide_grad, gates, up, dtype)
+            tl.store(grad_gate_up + in_both, grad_gates, mask=mask)
+            tl.store(grad_gate_up + in_both + width, grad_up, mask=mask)
+        tl.store(output + in_one, activated, mask=mask)

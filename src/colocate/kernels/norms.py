@@ -1,4 +1,8 @@
-"""Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), forward and backward."""
+"""Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467), forward and backward, as Triton kernels.
+
+Engine and trainer run one kernel, which rounds where `definitions.rms_norm` does; they differ in the tiles
+that they cut the rows into. A row's sum of squares depends on its tile in the last bit.
+"""
 
 from __future__ import annotations
 
@@ -13,53 +17,112 @@ _READ_AHEAD_BYTES = 48 * 2**10
 """Shared memory of a program for what it reads ahead; half of what the smallest of the GPUs has."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of x's rows times `weight`, rounded to the type before and after that product.
+@triton.jit
+def inverse_rms(squares, size, eps):
+    """1 / root mean square of `size` values, given the sum of their squares."""
+    return tl.rsqrt(squares / size + eps)
+
+
+@triton.jit
+def rms_normed(x, inverse, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
+    """The norm of float32 x in the type, given 1 / root mean square and float32 weights."""
+    if OFFSET is not None:
+        weight += OFFSET
+    return (weight * multiplied(x * inverse, DTYPE, OFFSET)).to(DTYPE)
+
+
+@triton.jit
+def multiplied(normed, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
+    """What a norm multiplies with its weights: x / rms, rounded to the type unless there is an offset."""
+    if OFFSET is None:
+        normed = normed.to(DTYPE).to(tl.float32)
+    return normed
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Residual sum and its root-mean-square norm, in the tiles of a decode step: one row a program.
+
+    Args:
+        x: [T, hidden], rows contiguous; output of the attention or the MLP, or the embeddings.
+        residual: [T, hidden], rows contiguous; None: there is none yet.
+        weight: [hidden], the norm's.
+        offset: added to the weight; see `definitions.rms_norm`.
+
+    Returns:
+        The norm, [T, hidden], and the sum, [T, hidden]: the next residual, `x` itself if there was none.
+    """
+    block = triton.next_power_of_2(x.shape[1])
+    # 8 values a thread: one 16-byte load of bfloat16.
+    return _norm(x, residual, weight, eps, offset, 1, block, min(max(block // 256, 1), 16))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
+    """The norm of x's rows, in the tiles of a training step: several short rows a program.
 
     Args:
         x: [T, hidden], rows contiguous.
         weight: [hidden], in the type of `x`.
+        offset: added to the weight; see `definitions.rms_norm`.
 
     Returns:
         [T, hidden], contiguous.
     """
+    return _norm(x, None, weight, eps, offset, *_tile(x.shape[1]))[0]
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float | None,
+    rows: int,
+    block: int,
+    num_warps: int,
+) -> tuple[Tensor, Tensor]:
     num_rows, hidden_size = x.shape
     assert x.stride(1) == 1, "a row of x must be contiguous"
+    assert residual is None or residual.stride(1) == 1, "a row of the residual must be contiguous"
     assert weight.is_contiguous() and weight.shape == (hidden_size,), f"weight is not [{hidden_size}]"
     normed = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
-    rows, block, num_warps = _tile(hidden_size)
+    summed = x if residual is None else torch.empty_like(normed)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        weight,
-        normed,
-        x.stride(0),
-        eps,
-        num_rows,
-        hidden_size,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=num_warps,
-    )
-    return normed
+        x, residual, weight, normed, summed, x.stride(0), 0 if residual is None else residual.stride(0), eps,
+        num_rows, hidden_size, OFFSET=offset, ROWS=rows, BLOCK=block, num_warps=num_warps,
+    )  # fmt: skip
+    return normed, summed
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x, weight, normed, x_stride, eps, num_rows, hidden_size, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, residual, weight, normed, summed, x_stride, residual_stride, eps, num_rows, hidden_size,
+    OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < hidden_size)
     dtype = normed.dtype.element_ty
-    value = tl.load(x + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(value * value, axis=1) / hidden_size + eps)[:, None]
-    rounded = (value * inverse).to(dtype).to(tl.float32)
+    value = tl.load(x + rows * x_stride + columns, mask=mask, other=0.0)
+    if residual is not None:
+        added = tl.load(residual + rows * residual_stride + columns, mask=mask, other=0.0)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
+        tl.store(summed + rows * hidden_size + columns, value, mask=mask)
+    upcast = value.to(tl.float32)
+    inverse = inverse_rms(tl.sum(upcast * upcast, axis=1), hidden_size, eps)[:, None]
     weights = tl.load(weight + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
-    tl.store(normed + rows * hidden_size + columns, (weights * rounded).to(dtype), mask=mask)
+    output = rms_normed(upcast, inverse, weights, dtype, OFFSET)
+    tl.store(normed + rows * hidden_size + columns, output, mask=mask)
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_residual: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    grad_residual: Tensor | None = None,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm` with respect to its input and its weight.
 
@@ -67,7 +130,7 @@ def rms_norm_backward(
 
     Args:
         grad: [T, hidden], of the norm's output.
-        x, weight: as `rms_norm` was given them.
+        x, weight, offset: as `rms_norm` was given them.
         grad_residual: [T, hidden], added to the gradient of `x`. Rows of all three are contiguous.
 
     Returns:
@@ -83,61 +146,36 @@ def rms_norm_backward(
     num_sums = min(triton.cdiv(num_rows, rows), num_programs(x.device, num_warps))
     sums = torch.empty((num_sums, hidden_size), dtype=torch.float32, device=x.device)
     # Tiles on their way while one is worked on: else every row would wait for its own reads.
-    tile_bytes = 3 * rows * block * x.element_size()
-    num_ahead = min(_READ_AHEAD_BYTES // tile_bytes, 2)
+    num_ahead = min(_READ_AHEAD_BYTES // (3 * rows * block * x.element_size()), 2)
     _rms_norm_backward_kernel[(num_sums,)](
-        grad,
-        x,
-        weight,
-        grad_residual,
-        grad_x,
-        sums,
-        grad.stride(0),
-        x.stride(0),
-        0 if grad_residual is None else grad_residual.stride(0),
-        eps,
-        num_rows,
-        hidden_size,
-        ROWS=rows,
-        BLOCK=block,
-        NUM_STAGES=1 + num_ahead,
-        num_warps=num_warps,
-    )
+        grad, x, weight, grad_residual, grad_x, sums, grad.stride(0), x.stride(0),
+        0 if grad_residual is None else grad_residual.stride(0), eps, num_rows, hidden_size, OFFSET=offset,
+        ROWS=rows, BLOCK=block, NUM_STAGES=1 + num_ahead, num_warps=num_warps,
+    )  # fmt: skip
     return grad_x, sums.sum(0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_backward_kernel(
-    grad,
-    x,
-    weight,
-    grad_residual,
-    grad_x,
-    sums,
-    grad_stride,
-    x_stride,
-    residual_stride,
-    eps,
-    num_rows,
-    hidden_size,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    grad, x, weight, grad_residual, grad_x, sums, grad_stride, x_stride, residual_stride, eps, num_rows,
+    hidden_size, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)[None, :]
     in_row = columns < hidden_size
     dtype = grad_x.dtype.element_ty
     weights = tl.load(weight + columns, mask=in_row, other=0.0).to(tl.float32)
+    if OFFSET is not None:
+        weights += OFFSET
     grad_weight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=NUM_STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         mask = (rows < num_rows) & in_row
         value = tl.load(x + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
         wide_grad = tl.load(grad + rows * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(value * value, axis=1) / hidden_size + eps)[:, None]
+        inverse = inverse_rms(tl.sum(value * value, axis=1), hidden_size, eps)[:, None]
         normed = value * inverse
-        grad_weight += wide_grad * normed.to(dtype).to(tl.float32)
+        grad_weight += wide_grad * multiplied(normed, dtype, OFFSET)
         scaled = wide_grad * weights
         mean = (tl.sum(scaled * normed, axis=1) / hidden_size)[:, None]
         result = inverse * (scaled - normed * mean)

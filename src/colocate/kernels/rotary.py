@@ -1,8 +1,9 @@
-"""Norms of the heads (Qwen3's) and rotary embedding (Su et al. 2021, arXiv:2104.09864), forward and backward.
+"""Norms of the heads (Qwen3's) and rotary embedding (Su et al. 2021, arXiv:2104.09864), as Triton kernels.
 
-A row is one head of one token; both halves of a row lie with the same threads, so that turning a pair needs
-no exchange between them. Angles and norm weights are read once per row: all but the first read of each hit
-the L1 cache.
+Three forward kernels round where `definitions.norm_and_rotate` does: the engine's, which also writes pages,
+the trainer's, and decode attention (`decode_attention_levels`), which turns heads as it loads them. In others
+both halves of a head lie with the same threads, so that turning a pair needs no exchange between them. Angles
+and norm weights are read once per head: all but the first read of each hit the L1 cache.
 """
 
 from __future__ import annotations
@@ -12,11 +13,157 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from colocate.kernels.norms import inverse_rms, multiplied, rms_normed
 from colocate.kernels.programs import num_programs
 
 _TILE = 1024
 """Pairs a program turns at a time; with 4 warps 8 a thread: 16-byte loads of bfloat16."""
 _NUM_WARPS = 4
+
+
+@triton.jit
+def load_halves(pointers, mask, HALF: tl.constexpr):
+    """First and second halves of heads in float32, given pointers to the first halves."""
+    first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def turned(x, partner, cosine, sine, SIGN: tl.constexpr, DTYPE: tl.constexpr, FUSES: tl.constexpr):
+    """x * cosine + SIGN * partner * sine in the type; products are rounded before the sum, as PyTorch does.
+
+    Where the kernel is compiled with fusion of products and sums (FUSES), the compiler would narrow plain
+    products to the type and fuse one with the sum, which loses a rounding; sums with a zero it leaves alone.
+    """
+    if FUSES:
+        along, across = tl.fma(x, cosine, 0.0), tl.fma(partner, sine, 0.0)
+    else:
+        along, across = x * cosine, partner * sine
+    along, across = along.to(DTYPE).to(tl.float32), across.to(DTYPE).to(tl.float32)
+    return (along + across if SIGN > 0 else along - across).to(DTYPE)
+
+
+@triton.jit
+def heads_inverse_rms(first, second, eps, HEAD_DIM: tl.constexpr):
+    """1 / root mean square of heads in two halves, [R, D / 2] each; [R, 1]."""
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    return inverse_rms(squares, HEAD_DIM, eps)[:, None]
+
+
+@triton.jit
+def norm_and_turn(
+    first, second, cos, sin, is_query, q_norm, k_norm, columns, mask, eps, DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Heads in two float32 halves, normed (if there are norms) and turned, in the type.
+
+    `cos` and `sin` point to the angles of the first halves, of the shape of `first`. For kernels that are
+    compiled without fusion of products and sums.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if q_norm is not None:
+        inverse = heads_inverse_rms(first, second, eps, HEAD_DIM)
+        weights = load_halves(tl.where(is_query, q_norm, k_norm) + columns, mask, HALF)
+        first = rms_normed(first, inverse, weights[0], DTYPE, OFFSET).to(tl.float32)
+        second = rms_normed(second, inverse, weights[1], DTYPE, OFFSET).to(tl.float32)
+    cos_first, cos_second = load_halves(cos, mask, HALF)
+    sin_first, sin_second = load_halves(sin, mask, HALF)
+    new_first = turned(first, second, cos_first, sin_first, -1, DTYPE, False)
+    new_second = turned(second, first, cos_second, sin_second, 1, DTYPE, False)
+    return new_first, new_second
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    offset: float | None = None,
+) -> None:
+    """Norms and rotation of queries and keys in place, and the page write of keys and values.
+
+    Args:
+        qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Queries and keys are
+            replaced by their rotated selves.
+        cos, sin: [max_len, D] in the model's type, contiguous.
+        positions: [T], rows of `cos` and `sin`. Later ones than the last row read that one, so that none
+            reads outside the tables.
+        slots: [T], page * page_size + offset in the page; negative: nothing is stored for this token.
+        q_norm, k_norm: [D], weights of the heads' norms; None: the architecture has none.
+        eps: of those norms.
+        k_cache, v_cache: [num_pages, K, page_size, D], contiguous but for the first dimension.
+        num_heads: H.
+        num_kv_heads: K.
+        offset: added to the norms' weights; see `definitions.rms_norm`.
+    """
+    num_tokens, num_rows, head_dim = qkv.shape
+    page_size = k_cache.shape[2]
+    assert num_rows == num_heads + 2 * num_kv_heads, f"{num_rows} is not {num_heads} + 2 * {num_kv_heads}"
+    assert head_dim % 2 == 0, f"rotary embedding turns pairs, and a head has {head_dim} values"
+    assert qkv.stride()[1:] == (head_dim, 1), "a token's heads must be contiguous"
+    assert cos.is_contiguous() and sin.is_contiguous(), "rotary tables must be contiguous"
+    for cache in (k_cache, v_cache):
+        assert cache.stride()[1:] == (page_size * head_dim, head_dim, 1), "a page must be contiguous"
+    block_heads = min(8, triton.next_power_of_2(num_rows))
+    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_rows, block_heads))](
+        qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache, qkv.stride(0), k_cache.stride(0),
+        v_cache.stride(0), cos.shape[0], eps, OFFSET=offset, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_HEADS=block_heads,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv, cos, sin, positions, slots, q_norm, k_norm, k_cache, v_cache, qkv_stride, k_page_stride,
+    v_page_stride, max_len, eps, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    # Norm weights and angles, too, are read once per head: in the layout of the heads they need no exchange
+    # between threads, and all but the first read hit the L1 cache.
+    columns = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dtype = qkv.dtype.element_ty
+    in_half = columns < HALF
+    is_query = heads < NUM_HEADS
+    is_key = (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
+    is_value = (heads >= NUM_HEADS + NUM_KV_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
+    mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & in_half
+
+    pointers = qkv + token * qkv_stride + heads * HEAD_DIM + columns
+    first, second = load_halves(pointers, mask, HALF)
+    position = tl.minimum(tl.load(positions + token), max_len - 1).to(tl.int64)
+    angle = position * HEAD_DIM + columns
+    new_first, new_second = norm_and_turn(
+        first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, in_half, eps, dtype,
+        HEAD_DIM, OFFSET,
+    )  # fmt: skip
+    tl.store(pointers, new_first, mask=mask & (is_query | is_key))
+    tl.store(pointers + HALF, new_second, mask=mask & (is_query | is_key))
+
+    slot = tl.load(slots + token).to(tl.int64)
+    page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
+    in_page = offset * HEAD_DIM + columns
+    store_key = mask & is_key & (slot >= 0)
+    key_pointers = k_cache + page * k_page_stride + (heads - NUM_HEADS) * (PAGE_SIZE * HEAD_DIM) + in_page
+    tl.store(key_pointers, new_first, mask=store_key)
+    tl.store(key_pointers + HALF, new_second, mask=store_key)
+    store_value = mask & is_value & (slot >= 0)
+    value_heads = heads - (NUM_HEADS + NUM_KV_HEADS)
+    value_pointers = v_cache + page * v_page_stride + value_heads * (PAGE_SIZE * HEAD_DIM) + in_page
+    tl.store(value_pointers, first.to(dtype), mask=store_value)
+    tl.store(value_pointers + HALF, second.to(dtype), mask=store_value)
 
 
 def rotate(
@@ -27,6 +174,7 @@ def rotate(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Queries and keys, normed where there are norms, and turned; each operation rounded to the type.
 
@@ -35,7 +183,7 @@ def rotate(
         cos, sin: [T, D] in the type of `qkv`, contiguous.
         num_heads: H.
         q_norm, k_norm: [D], weights of the heads' norms, both or neither.
-        eps: of those norms.
+        eps, offset: of those norms; see `definitions.rms_norm`.
 
     Returns:
         queries [T, H, D] and keys [T, K, D], contiguous.
@@ -49,46 +197,19 @@ def rotate(
     rows = max(_TILE // block_half, 1)
     num_rows = num_tokens * (num_heads + num_kv_heads)
     _rotate_kernel[(triton.cdiv(num_rows, rows),)](
-        qkv,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        q,
-        k,
-        qkv.stride(0),
-        eps,
-        num_rows,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        ROWS=rows,
-        BLOCK_HALF=block_half,
-        num_warps=_NUM_WARPS,
-        # Else the compiler narrows products and sums to the type and fuses them: one rounding of two is lost.
+        qkv, cos, sin, q_norm, k_norm, q, k, qkv.stride(0), eps, num_rows, OFFSET=offset, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROWS=rows, BLOCK_HALF=block_half, num_warps=_NUM_WARPS,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return q, k
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate_kernel(
-    qkv,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    q,
-    k,
-    qkv_stride,
-    eps,
-    num_rows,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
+    qkv, cos, sin, q_norm, k_norm, q, k, qkv_stride, eps, num_rows, OFFSET: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-):
+):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK_HALF)[None, :]
@@ -99,28 +220,12 @@ def _rotate_kernel(
     dtype = qkv.dtype.element_ty
 
     pointers = qkv + token * qkv_stride + head * HEAD_DIM + columns
-    first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
-    if q_norm is not None:
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        norm = tl.where(is_query, q_norm, k_norm) + columns
-        first_weight = tl.load(norm, mask=mask, other=0.0).to(tl.float32)
-        second_weight = tl.load(norm + HALF, mask=mask, other=0.0).to(tl.float32)
-        first = first_weight * (first * inverse).to(dtype).to(tl.float32)
-        second = second_weight * (second * inverse).to(dtype).to(tl.float32)
-        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
-
+    first, second = load_halves(pointers, mask, HALF)
     angle = token * HEAD_DIM + columns
-    cos_first = tl.load(cos + angle, mask=mask, other=0.0).to(tl.float32)
-    cos_second = tl.load(cos + HALF + angle, mask=mask, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin + angle, mask=mask, other=0.0).to(tl.float32)
-    sin_second = tl.load(sin + HALF + angle, mask=mask, other=0.0).to(tl.float32)
-    # Each product is rounded before the sum, as PyTorch's separate operations store it.
-    first_cos, second_cos = (first * cos_first).to(dtype), (second * cos_second).to(dtype)
-    second_sin, first_sin = (second * sin_first).to(dtype), (first * sin_second).to(dtype)
-    new_first = (first_cos.to(tl.float32) - second_sin.to(tl.float32)).to(dtype)
-    new_second = (second_cos.to(tl.float32) + first_sin.to(tl.float32)).to(dtype)
+    new_first, new_second = norm_and_turn(
+        first, second, cos + angle, sin + angle, is_query, q_norm, k_norm, columns, mask, eps, dtype,
+        HEAD_DIM, OFFSET,
+    )  # fmt: skip
     q_row = q + (token * NUM_HEADS + head) * HEAD_DIM
     k_row = k + (token * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
     output = tl.where(is_query, q_row, k_row) + columns
@@ -138,13 +243,14 @@ def rotate_backward(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `rotate` and of the values beside it.
 
     Args:
         grad_q: [T, H, D]; grad_k, grad_v: [T, K, D]; of one type, a token's part contiguous in each.
         qkv: [T, H + 2K, D], as `rotate` was given it; read only where there are norms.
-        cos, sin, q_norm, k_norm, eps: as `rotate` was given them.
+        cos, sin, q_norm, k_norm, eps, offset: as `rotate` was given them.
 
     Returns:
         [T, H + 2K, D] in the type of `qkv`, contiguous; [D] float32 for either norm's weight, or None.
@@ -168,29 +274,10 @@ def rotate_backward(
         torch.empty((num_tiles, 2, head_dim), dtype=torch.float32, device=qkv.device) if has_norms else None
     )
     _rotate_backward_kernel[(num_tiles,)](
-        grad_q,
-        grad_k,
-        grad_v,
-        qkv,
-        cos,
-        sin,
-        q_norm,
-        k_norm,
-        grad_qkv,
-        sums,
-        grad_q.stride(0),
-        grad_k.stride(0),
-        grad_v.stride(0),
-        qkv.stride(0),
-        eps,
-        num_rows,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        ROWS=rows,
-        BLOCK_HALF=block_half,
-        num_warps=_NUM_WARPS,
-    )
+        grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, grad_qkv, sums, grad_q.stride(0),
+        grad_k.stride(0), grad_v.stride(0), qkv.stride(0), eps, num_rows, OFFSET=offset, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROWS=rows, BLOCK_HALF=block_half, num_warps=_NUM_WARPS,
+    )  # fmt: skip
     if sums is None:
         return grad_qkv, None, None
     grad_q_norm, grad_k_norm = sums.sum(0)
@@ -199,28 +286,10 @@ def rotate_backward(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate_backward_kernel(
-    grad_q,
-    grad_k,
-    grad_v,
-    qkv,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    grad_qkv,
-    sums,
-    grad_q_stride,
-    grad_k_stride,
-    grad_v_stride,
-    qkv_stride,
-    eps,
-    num_rows,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-):
+    grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, grad_qkv, sums, grad_q_stride, grad_k_stride,
+    grad_v_stride, qkv_stride, eps, num_rows, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     NUM_PARTS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     program = tl.program_id(0)
@@ -247,34 +316,31 @@ def _rotate_backward_kernel(
         k_row = grad_k + token * grad_k_stride + (head - NUM_HEADS) * HEAD_DIM
         v_row = grad_v + token * grad_v_stride + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
         pointers = tl.where(is_query, q_row, tl.where(is_value, v_row, k_row)) + columns
-        grad_first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-        grad_second = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
+        grad_first, grad_second = load_halves(pointers, mask, HALF)
 
         angle = token * HEAD_DIM + columns
-        cos_first = tl.load(cos + angle, mask=turns, other=0.0).to(tl.float32)
-        cos_second = tl.load(cos + HALF + angle, mask=turns, other=0.0).to(tl.float32)
-        sin_first = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
-        sin_second = tl.load(sin + HALF + angle, mask=turns, other=0.0).to(tl.float32)
+        cos_first, cos_second = load_halves(cos + angle, turns, HALF)
+        sin_first, sin_second = load_halves(sin + angle, turns, HALF)
         first = grad_first * cos_first + grad_second * sin_second
         second = grad_second * cos_second - grad_first * sin_first
 
         if q_norm is not None:
             x = qkv + token * qkv_stride + head * HEAD_DIM + columns
-            x_first = tl.load(x, mask=turns, other=0.0).to(tl.float32)
-            x_second = tl.load(x + HALF, mask=turns, other=0.0).to(tl.float32)
-            squares = tl.sum(x_first * x_first, axis=1) + tl.sum(x_second * x_second, axis=1)
-            inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+            x_first, x_second = load_halves(x, turns, HALF)
+            inverse = heads_inverse_rms(x_first, x_second, eps, HEAD_DIM)
             x_first, x_second = x_first * inverse, x_second * inverse
-            weight_first = first * x_first.to(dtype).to(tl.float32)
-            weight_second = second * x_second.to(dtype).to(tl.float32)
+            grad_weight_first = first * multiplied(x_first, dtype, OFFSET)
+            grad_weight_second = second * multiplied(x_second, dtype, OFFSET)
             # Rows of values, and those past the end, have gradients of zero here.
-            q_sum_first += tl.where(is_query, weight_first, 0.0)
-            q_sum_second += tl.where(is_query, weight_second, 0.0)
-            k_sum_first += tl.where(is_query, 0.0, weight_first)
-            k_sum_second += tl.where(is_query, 0.0, weight_second)
+            q_sum_first += tl.where(is_query, grad_weight_first, 0.0)
+            q_sum_second += tl.where(is_query, grad_weight_second, 0.0)
+            k_sum_first += tl.where(is_query, 0.0, grad_weight_first)
+            k_sum_second += tl.where(is_query, 0.0, grad_weight_second)
             norm = tl.where(is_query, q_norm, k_norm) + columns
-            first *= tl.load(norm, mask=turns, other=0.0).to(tl.float32)
-            second *= tl.load(norm + HALF, mask=turns, other=0.0).to(tl.float32)
+            weight_first, weight_second = load_halves(norm, turns, HALF)
+            if OFFSET is not None:
+                weight_first, weight_second = OFFSET + weight_first, OFFSET + weight_second
+            first, second = first * weight_first, second * weight_second
             mean = (tl.sum(first * x_first, axis=1) + tl.sum(second * x_second, axis=1))[:, None] / HEAD_DIM
             first = inverse * (first - x_first * mean)
             second = inverse * (second - x_second * mean)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from colocate.engines.native.sampler import BLOCK_SIZE
+from colocate.kernels.definitions import BLOCK_SIZE
 
 PART_SIZE = BLOCK_SIZE // 2
 """Tokens that are reduced together: those of a tile of `head.py`'s product. A block is two parts."""

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from colocate.kernels.gate import silu
+from colocate.kernels.gate import gated
 from colocate.kernels.ping_pong import (
     DEPTH,
     can_multiply,
@@ -114,5 +114,5 @@ def swiglu_few_rows_kernel(
         both = tl.dot(x.load([first_row, step]), columns.T, both)
     gates, up = both.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
     dtype = output.dtype
-    activated = silu(gates.to(dtype).to(tl.float32), dtype) * up.to(dtype).to(tl.float32)
-    output.store([first_row, first_column], activated.to(dtype))
+    activated = gated(gates.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+    output.store([first_row, first_column], activated)

@@ -1,10 +1,10 @@
 """What a decoder layer does between its matrix products, with the backward passes written out.
 
 Everything here is bound by memory: on a GPU each function is one Triton kernel that reads and writes every
-byte once (`colocate.kernels`), elsewhere the PyTorch operations below, which are also their
-definition. Values are rounded to the model's type where the operations of transformers would store them, so
-that log-probs agree with the engine's; gradients are computed in float32 and rounded once. Forward and
-backward are called by hand: autograd does not see through the kernels.
+byte once, elsewhere PyTorch operations, which are also its definition: forward those that the native engine
+runs, too (`kernels.definitions`), backward those below. Values are rounded to the model's type where the
+operations of transformers would store them, so that log-probs agree with the engine's; gradients are computed
+in float32 and rounded once. Forward and backward are called by hand: autograd does not see through kernels.
 """
 
 from __future__ import annotations
@@ -12,29 +12,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from torch import Tensor
 
+from colocate.kernels import definitions
+from colocate.kernels.definitions import inverse_rms, is_silu, wide
 from colocate.weights.low_rank import LowRank
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang & Sennrich 2019, arXiv:1910.07467) over the last dimension.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
+    """Root-mean-square norm over the last dimension; see `definitions.rms_norm`.
 
     Args:
         x: [T, hidden] or [T, heads, D].
         weight: [hidden] or [D].
+        offset: added to the weight.
     """
     if x.dim() == 2 and _have_kernels(x, weight):
         from colocate.kernels import norms  # triton comes with CUDA builds of torch
 
-        return norms.rms_norm(x, weight, eps)
-    return weight * (_wide(x) * _inverse_rms(x, eps)).to(x.dtype)
+        return norms.rms_norm(x, weight, eps, offset)
+    return definitions.rms_norm(x, weight, eps, offset)
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, grad_residual: Tensor | None = None
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    grad_residual: Tensor | None = None,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm` with respect to its input and its weight.
 
@@ -50,12 +56,13 @@ def rms_norm_backward(
     if x.dim() == 2 and _have_kernels(x, weight):
         from colocate.kernels import norms
 
-        return norms.rms_norm_backward(grad, x, weight, eps, grad_residual)
-    inverse = _inverse_rms(x, eps)
-    normed = _wide(x) * inverse
-    wide_grad = _wide(grad)
-    grad_weight = (wide_grad * normed.to(x.dtype)).flatten(0, -2).sum(0)
-    scaled = wide_grad * weight
+        return norms.rms_norm_backward(grad, x, weight, eps, grad_residual, offset)
+    inverse = inverse_rms(x, eps)
+    normed = wide(x) * inverse
+    wide_grad = wide(grad)
+    multiplied = normed.to(x.dtype) if offset is None else normed
+    grad_weight = (wide_grad * multiplied).flatten(0, -2).sum(0)
+    scaled = wide_grad * (weight if offset is None else offset + wide(weight))
     grad_x = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     if grad_residual is not None:
         grad_x += grad_residual
@@ -70,6 +77,7 @@ def rotate(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Norms of the heads (Qwen3's), then rotary embedding (Su et al. 2021, arXiv:2104.09864).
 
@@ -78,6 +86,7 @@ def rotate(
         cos, sin: [T, D] in the model's type.
         num_heads: H.
         q_norm, k_norm: [D], weights of the heads' norms; None: the architecture has none.
+        eps, offset: of those norms; see `rms_norm`.
 
     Returns:
         queries [T, H, D] and keys [T, K, D], contiguous.
@@ -85,11 +94,10 @@ def rotate(
     if _have_kernels(qkv, cos, sin, q_norm, k_norm):
         from colocate.kernels import rotary
 
-        return rotary.rotate(qkv, cos, sin, num_heads, q_norm, k_norm, eps)
+        return rotary.rotate(qkv, cos, sin, num_heads, q_norm, k_norm, eps, offset)
     q, k, _ = _heads(qkv, num_heads)
-    q = q if q_norm is None else rms_norm(q, q_norm, eps)
-    k = k if k_norm is None else rms_norm(k, k_norm, eps)
-    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+    turned_q = definitions.norm_and_rotate(q, q_norm, cos, sin, eps, offset)
+    return turned_q, definitions.norm_and_rotate(k, k_norm, cos, sin, eps, offset)
 
 
 def rotate_backward(
@@ -102,6 +110,7 @@ def rotate_backward(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    offset: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `rotate` and of the values beside it.
 
@@ -118,18 +127,18 @@ def rotate_backward(
     if _have_kernels(qkv, cos, sin, q_norm, k_norm):
         from colocate.kernels import rotary
 
-        return rotary.rotate_backward(grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, eps)
+        return rotary.rotate_backward(grad_q, grad_k, grad_v, qkv, cos, sin, q_norm, k_norm, eps, offset)
     grads: list[Tensor] = []
     weight_grads: list[Tensor | None] = []
     q, k, _ = _heads(qkv, grad_q.shape[1])
     for grad, x, norm in ((grad_q, q, q_norm), (grad_k, k, k_norm)):
-        first, second = (_wide(grad) * sin[:, None]).chunk(2, dim=-1)
-        turned = _wide(grad) * cos[:, None] + torch.cat((second, -first), dim=-1)
+        first, second = (wide(grad) * sin[:, None]).chunk(2, dim=-1)
+        turned = wide(grad) * cos[:, None] + torch.cat((second, -first), dim=-1)
         if norm is None:
             grads.append(turned.to(qkv.dtype))
             weight_grads.append(None)
         else:
-            grad_x, grad_norm = rms_norm_backward(turned, x, norm, eps)
+            grad_x, grad_norm = rms_norm_backward(turned, x, norm, eps, offset=offset)
             grads.append(grad_x)
             weight_grads.append(grad_norm)
     return torch.cat([*grads, grad_v], dim=1), weight_grads[0], weight_grads[1]
@@ -141,17 +150,11 @@ def gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowR
     Args:
         low_rank: what adapters add to `gate_up`, which stays as it is.
     """
-    has_kernels = _is_silu(activation) and _have_kernels(gate_up)
-    if has_kernels:
-        from colocate.kernels import gate as kernels
-    if low_rank is not None:
-        if has_kernels:
-            return kernels.silu_mul_low_rank(gate_up, low_rank)
-        gate_up = low_rank.added_to(gate_up)
-    if has_kernels:
-        return kernels.silu_mul(gate_up)
-    gates, up = gate_up.chunk(2, dim=1)
-    return activation(gates) * up
+    if not (is_silu(activation) and _have_kernels(gate_up)):
+        return definitions.gate(activation, gate_up, low_rank)
+    from colocate.kernels import gate as kernels
+
+    return kernels.silu_mul(gate_up) if low_rank is None else kernels.silu_mul_low_rank(gate_up, low_rank)
 
 
 def gate_backward(
@@ -173,9 +176,9 @@ def gate_backward(
     Returns:
         [T, 2i] and [T, i].
     """
-    has_kernels = _is_silu(activation) and _have_kernels(gate_up)
+    has_kernels = is_silu(activation) and _have_kernels(gate_up)
     if has_kernels:
-        from colocate.kernels import gate_backward as kernels
+        from colocate.kernels import gate as kernels
     if has_kernels and low_rank is not None and grad_low_rank is not None:
         return kernels.silu_mul_low_rank_backward(grad, gate_up, low_rank, grad_low_rank)
     if low_rank is not None:
@@ -186,8 +189,8 @@ def gate_backward(
         return kernels.silu_mul_backward(grad, gate_up)
     gates, up = gate_up.chunk(2, dim=1)
     with torch.enable_grad():
-        leaf = _wide(gates.detach()).requires_grad_()
-        (grad_gates,) = torch.autograd.grad(activation(leaf), leaf, _wide(grad) * up)
+        leaf = wide(gates.detach()).requires_grad_()
+        (grad_gates,) = torch.autograd.grad(activation(leaf), leaf, wide(grad) * up)
     activated = activation(gates)
     return torch.cat([grad_gates.to(gate_up.dtype), grad * activated], dim=1), activated * up
 
@@ -205,9 +208,9 @@ def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
         Like `out` and `lse`, which may be overwritten.
     """
     if _have_kernels(out, other_out):
-        from colocate.kernels import attention_merge as merge
+        from colocate.kernels.attention_merge import merge_attention as merge
 
-        merge.merge_attention(out, lse, other_out, other_lse)
+        merge(out, lse, other_out, other_lse)
         return out, lse
     merged = torch.logaddexp(lse, other_lse)
     finite = merged.masked_fill(merged.isneginf(), 0.0)  # no keys at all: exp(-inf - 0) and not NaN
@@ -225,24 +228,7 @@ def _have_kernels(*tensors: Tensor | None) -> bool:
     )
 
 
-def _is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    return activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
-
-
 def _heads(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return q, k, v
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(_wide(x).square().mean(-1, keepdim=True) + eps)

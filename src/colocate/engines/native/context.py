@@ -16,17 +16,6 @@ from colocate.engines.native.scheduler import Prefill
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """What happens to the heads of queries and keys before attention: norms (Qwen3's), rotary embedding."""
-
-    cos: Tensor  # [positions, D] in the model's type, contiguous
-    sin: Tensor  # likewise
-    q_norm: Tensor | None  # [D], weights of the heads' norm; None: the architecture has none
-    k_norm: Tensor | None  # [D], there if `q_norm` is
-    eps: float  # of the norms
-
-
-@dataclass(frozen=True)
 class Piece:
     """Consecutive tokens of a `Prefill` that go through the model in one forward pass."""
 

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colocate.engines.native.batch import DecodeBatch
-from colocate.engines.native.context import DecodeContext, Piece, PrefillContext, Rotation
+from colocate.engines.native.context import DecodeContext, Piece, PrefillContext
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout_weights import RolloutWeights, joined
 from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.kernels.definitions import Rotation
 from colocate.weights.adapters import AdaptedLinear, base_linear, projection_adapters
 from colocate.weights.layouts import LayerLayout, Layout
 from colocate.weights.shared_views import stacked_view

@@ -17,11 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colocate.kernels.definitions import BLOCK_SIZE
 from colocate.types import SamplingParams
-
-BLOCK_SIZE = 256
-"""Tokens per block of the two-level draw. Part of the definition of a completion: changing it changes all
-draws."""
 
 _WORD = 0xFFFFFFFF
 

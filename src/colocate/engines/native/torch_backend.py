@@ -14,8 +14,10 @@ from torch import Tensor
 
 from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
-from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
+from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.sampler import Sampler
+from colocate.kernels import definitions
+from colocate.kernels.definitions import Rotation
 from colocate.weights.adapters import AdaptedLinear
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import LowRank
@@ -71,12 +73,12 @@ class TorchBackend:
         return self.linear(x, adapted), None
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and that sum; both [T, hidden]. Without a residual the sum is x."""
         if residual is not None:
             x = x + residual
-        return rms_norm(x, weight, eps), x
+        return definitions.rms_norm(x, weight, eps, offset), x
 
     def rotate_and_store(
         self,
@@ -98,20 +100,16 @@ class TorchBackend:
         num_kv_heads = k_cache.shape[1]
         q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
         where = positions.long()
-        cos, sin = rotation.cos[where][:, None], rotation.sin[where][:, None]
+        cos, sin, eps, offset = rotation.cos[where], rotation.sin[where], rotation.eps, rotation.offset
         for heads, norm in ((q, rotation.q_norm), (k, rotation.k_norm)):
-            normed = heads if norm is None else rms_norm(heads, norm, rotation.eps)
-            heads.copy_(rotate(normed, cos, sin))
+            heads.copy_(definitions.norm_and_rotate(heads, norm, cos, sin, eps, offset))
         self._attention.write_kv(k, v, k_cache, v_cache, slots.long())
 
     def gate(
         self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None
     ) -> Tensor:
         """activation(gate) * up of [T, 2 I] (+ low_rank, two blocks); returns [T, I]."""
-        if low_rank is not None:
-            gate_up = low_rank.added_to(gate_up)
-        gate, up = gate_up.chunk(2, dim=1)
-        return activation(gate) * up
+        return definitions.gate(activation, gate_up, low_rank)
 
     def gated_linear(
         self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
@@ -208,16 +206,3 @@ class TorchBackend:
         if len(stop_token_ids):
             is_last |= torch.isin(token_ids, stop_token_ids)
         batch.finished[rows] |= is_last
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, in float32 until the weight is applied."""
-    upcast = x.float()
-    normed = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of heads [T, heads, D], whose halves are the two coordinates of each plane."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers.activations import SiLUActivation
 
 from colocate.engines.native.batch import DecodeBatch
-from colocate.engines.native.context import DecodeContext, PrefillContext, Rotation
+from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.kernels import gate, layers, lora, sampling, steps
+from colocate.kernels import gate, lora, norms, rotary, sampling, steps
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
+from colocate.kernels.definitions import Rotation, is_silu
 from colocate.kernels.prefixes import SharedPrefixes
 from colocate.weights.adapters import AdaptedLinear, AdapterStack
 from colocate.weights.layouts import Layout
@@ -27,8 +27,6 @@ from colocate.weights.low_rank import MAX_RANK, LowRank
 _GROUPED_QUERIES: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 does it unasked
     _GROUPED_QUERIES["enable_gqa"] = True
-
-SILU = (nn.SiLU, SiLUActivation)
 
 HAS_GLUON_KERNELS = triton.__version__.startswith("3.6.")
 """Gluon, the language below Triton, is experimental: kernels in it run with versions they were tested with.
@@ -104,9 +102,9 @@ class TritonBackend(TorchBackend):
         )
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        return layers.add_rms_norm(x, residual, weight, eps)
+        return norms.add_rms_norm(x, residual, weight, eps, offset)
 
     def rotate_and_store(
         self,
@@ -118,7 +116,7 @@ class TritonBackend(TorchBackend):
         v_cache: Tensor,
     ) -> None:
         num_kv_heads = k_cache.shape[1]
-        layers.rotate_and_store(
+        rotary.rotate_and_store(
             qkv,
             rotation.cos,
             rotation.sin,
@@ -131,19 +129,20 @@ class TritonBackend(TorchBackend):
             v_cache,
             qkv.shape[1] - 2 * num_kv_heads,
             num_kv_heads,
+            rotation.offset,
         )
 
     def gate(
         self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None
     ) -> Tensor:
-        if not isinstance(activation, SILU):
+        if not is_silu(activation):
             return super().gate(activation, gate_up, low_rank)
         return gate.silu_mul(gate_up) if low_rank is None else gate.silu_mul_low_rank(gate_up, low_rank)
 
     def gated_linear(
         self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
     ) -> Tensor:
-        is_plain = adapted.bias is None and not adapted.adapters and isinstance(activation, SILU)
+        is_plain = adapted.bias is None and not adapted.adapters and is_silu(activation)
         if is_plain and HAS_GLUON_KERNELS:
             from colocate.kernels import swiglu
 
