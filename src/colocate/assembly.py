@@ -35,7 +35,6 @@ from colocate.nested_options import arguments_of_model_generate, in_words, stop_
 from colocate.options import check_engine
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.run_options import wishes_of
-from colocate.policy import cudnn_attention
 from colocate.policy.loading import (
     add_adapter,
     cast_to_bf16,
@@ -50,7 +49,7 @@ from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import make_reference
 from colocate.policy.router_loss import router_loss_coef
-from colocate.policy.stack import runs_packed
+from colocate.policy.stack import runs_packed, tell_fallbacks
 from colocate.redaction import check_complete
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams
@@ -192,9 +191,7 @@ def build_policy(
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
     optimizer = PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
     if runs_packed(model):
-        advice = cudnn_attention.advice(next(model.parameters()).device)
-        if advice is not None:
-            logger.info(advice)
+        tell_fallbacks(model)
     return Policy(
         model,
         optimizer,

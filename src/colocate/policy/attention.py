@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from colocate.kernels.fallbacks import why_not_flash
 from colocate.policy import cudnn_attention
 from colocate.policy.operations import merge_attention
 from colocate.policy.pack import Pack, Runs
@@ -129,7 +130,7 @@ def _backward(
 
 
 def _runs_flash(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and why_not_flash(q.dtype, q.shape[2]) is None
 
 
 # ── Anywhere ─────────────────────────────────────────────────────────────────────────────────────────────

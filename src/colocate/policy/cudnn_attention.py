@@ -30,23 +30,31 @@ _TILE_TOKENS = 128
 
 def has_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether `forward` and `backward` take tensors like these."""
-    return device.type == "cuda" and hopper_has_cudnn(dtype, head_size) and _is_hopper(device)
+    return device.type == "cuda" and why_not_cudnn(device, dtype, head_size) is None
 
 
 def hopper_has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
     """Whether a Hopper GPU's `forward` and `backward` take tensors like these; asked also where none is."""
-    return dtype in (torch.bfloat16, torch.float16) and head_size in (64, 128) and _is_installed()
+    return _why_not_on_hopper(dtype, head_size) is None
 
 
-def advice(device: torch.device) -> str | None:
-    """What to install for faster attention on this device; None: nothing."""
-    if device.type != "cuda" or not _is_hopper(device) or _is_installed():
-        return None
-    version = f"{_OLDEST_VERSION // 10000}.{_OLDEST_VERSION // 100 % 100}"
-    return (
-        "Attention in training runs through FlashAttention. cuDNN's, from version "
-        f"{version} on, is faster on this GPU: pip install 'nvidia-cudnn-frontend~=1.18.0'."
-    )
+def why_not_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+    """Why `forward` and `backward` do not take tensors like these on a GPU; None: they do."""
+    return _why_not_on_hopper(dtype, head_size) if _is_hopper(device) else "cuDNN's is for H100 and H200"
+
+
+def _why_not_on_hopper(dtype: torch.dtype, head_size: int) -> str | None:
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"cuDNN's takes bfloat16 and float16, and the model is in {dtype}"
+    if head_size not in (64, 128):
+        return f"cuDNN's takes heads of 64 or 128 values, and these have {head_size}"
+    if not _is_installed():
+        version = f"{_OLDEST_VERSION // 10000}.{_OLDEST_VERSION // 100 % 100}"
+        return (
+            f"cuDNN's, from version {version} on, is faster on this GPU and not installed; pip install "
+            "'nvidia-cudnn-frontend~=1.18.0'"
+        )
+    return None
 
 
 @functools.cache

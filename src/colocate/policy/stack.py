@@ -26,9 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from colocate.kernels import fallbacks
 from colocate.memory.train_plan import ActivationPolicy
 from colocate.policy import operations
 from colocate.policy.attention import attention, attention_backward
+from colocate.policy.cudnn_attention import why_not_cudnn
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
@@ -43,6 +45,18 @@ MLP_TILE_TOKENS = 8192
 def runs_packed(model: nn.Module) -> bool:
     """Whether `DecoderStack` can compute this model: it has a layout, and no dropout inside attention."""
     return has_layout(model) and not getattr(model.config, "attention_dropout", 0.0)
+
+
+def tell_fallbacks(model: nn.Module) -> None:
+    """Log which operations of `DecoderStack` take slower ways on this GPU than kernels of theirs."""
+    layout = layout_for(model)
+    if layout.device.type == "cuda":
+        shape, norm = (layout.dtype, layout.head_dim), layout.norm.weight
+        assert isinstance(norm, Tensor), "the last norm has a weight"
+        windows = [layer.sliding_window for layer in layout.layers if layer.sliding_window is not None]
+        no_cudnn = why_not_cudnn(layout.device, *shape)
+        activation = layout.layers[0].activation
+        fallbacks.tell(fallbacks.of_training(*shape, activation, norm.dtype, bool(windows), no_cudnn))
 
 
 class DecoderStack:

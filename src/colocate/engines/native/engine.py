@@ -77,6 +77,7 @@ class NativeEngine(BaseEngine):
         if max_num_seqs < 1 or page_size < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} and page_size={page_size} must be at least 1.")
         self._backend.check_page_size(page_size)
+        self._backend.tell_fallbacks(layout)
         if kv_cache_tokens is not None and kv_cache_tokens < page_size:
             raise ValueError(
                 f"kv_cache_tokens={kv_cache_tokens} is less than one page of {page_size} tokens. Raise it, "

@@ -46,6 +46,9 @@ class TorchBackend:
     def check_page_size(self, page_size: int) -> None:
         """Raises ValueError if these operations cannot work with such pages."""
 
+    def tell_fallbacks(self, layout: Layout) -> None:
+        """Log which operations take slower ways with this model than kernels of theirs."""
+
     def scratch_bytes(self, layout: Layout, capacity: int) -> int:
         """Memory that decode steps of up to `capacity` rows need beside the KV cache."""
         return 0

@@ -16,7 +16,7 @@ from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.kernels import gate, lora, norms, rotary, sampling, steps
+from colocate.kernels import fallbacks, gate, lora, norms, rotary, sampling, steps
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.definitions import Rotation, is_silu
 from colocate.kernels.prefixes import SharedPrefixes
@@ -28,9 +28,8 @@ _GROUPED_QUERIES: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 does it unasked
     _GROUPED_QUERIES["enable_gqa"] = True
 
-HAS_GLUON_KERNELS = triton.__version__.startswith("3.6.")
-"""Gluon, the language below Triton, is experimental: kernels in it run with versions they were tested with.
-With others products are cuBLAS's, and what follows them has kernels of its own."""
+HAS_GLUON_KERNELS = triton.__version__.startswith(fallbacks.GLUON_TRITON)
+"""With other versions products are cuBLAS's, and what follows them has kernels of its own."""
 
 
 class TritonBackend(TorchBackend):
@@ -54,6 +53,12 @@ class TritonBackend(TorchBackend):
                 f"page_size={page_size}: on a GPU a page is a power of two from 16 on. Leave it at "
                 "None for 64."
             )
+
+    def tell_fallbacks(self, layout: Layout) -> None:
+        if layout.device.type == "cuda":  # and not Triton's interpreter
+            model = layout.dtype, layout.head_dim, layout.layers[0].activation
+            capability = torch.cuda.get_device_capability(layout.device)
+            fallbacks.tell(fallbacks.of_rollout(*model, triton.__version__, capability))
 
     def scratch_bytes(self, layout: Layout, capacity: int) -> int:
         partials_bytes = DecodeScratch.num_bytes(**_sizes(layout, capacity))
@@ -161,7 +166,7 @@ class TritonBackend(TorchBackend):
         window: int | None,
     ) -> Tensor:
         head_dim, num_kv_heads, page_size = qkv.shape[2], k_cache.shape[1], k_cache.shape[2]
-        if qkv.dtype == torch.float32 or head_dim % 8 or head_dim > 256:  # what flash attention cannot do
+        if fallbacks.why_not_flash(qkv.dtype, head_dim) is not None:
             return super().prefill_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
         _, positions, slots = context.tokens
         self.rotate_and_store(qkv, rotation, positions, slots, k_cache, v_cache)

@@ -1,0 +1,112 @@
+"""Kernels that do not run with a model, a GPU or a version: what is said of them, and how often."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+from engine_models import make_model
+
+from colocate.engines.native.triton_backend import TritonBackend
+from colocate.kernels import fallbacks
+from colocate.kernels.fallbacks import Fallback, of_rollout, of_training, why_not_flash
+from colocate.policy import cudnn_attention, stack
+from colocate.weights.layouts import Layout, layout_for
+
+GELU = torch.nn.GELU()
+MODEL: dict[str, Any] = dict(dtype=torch.bfloat16, head_size=128, activation=torch.nn.SiLU())
+ROLLOUT: dict[str, Any] = dict(MODEL, triton_version="3.6.0", capability=(9, 0))
+TRAINING: dict[str, Any] = dict(MODEL, norm_dtype=torch.bfloat16, has_windows=False, why_not_cudnn=None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet():
+    fallbacks._log_once.cache_clear()
+    yield
+    fallbacks._log_once.cache_clear()
+
+
+def check(found: list[Fallback], said: str | None, *, is_costly: bool) -> None:
+    assert len(found) == (said is not None)
+    for fallback in found:
+        assert re.search(str(said), fallback.line) and fallback.is_costly is is_costly
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        (dict(triton_version="3.7.1"), "SwiGLU .* needs Triton 3.6.x, and this is 3.7.1"),
+        (dict(capability=(8, 0)), r"SwiGLU .* H200\), and this GPU has 8.0"),
+        (dict(capability=(12, 0)), "this GPU has 12.0"),
+        (dict(activation=GELU), "gate .* computes SiLU, and the model has GELU"),
+        (dict(head_size=320), "Attention .* up to 256 values, a multiple of 8, and these have 320"),
+        (dict(head_size=36), "and these have 36"),
+    ],
+)
+def test_of_rollout(change: dict[str, Any], said: str | None):
+    check(of_rollout(**(ROLLOUT | change)), said, is_costly="head_size" in change)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        (dict(has_windows=True), "FlashAttention: .* sliding window"),
+        (dict(why_not_cudnn="it is not here"), "FlashAttention: it is not here"),
+        (dict(activation=GELU), "gate .* GELU"),
+        (dict(head_size=264, why_not_cudnn="not for 264"), "padded matrix products: .* 264"),
+        (dict(norm_dtype=torch.float32), "norms .* torch.float32 and the model is in torch.bfloat16"),
+    ],
+)
+def test_of_training(change: dict[str, Any], said: str | None):
+    check(of_training(**(TRAINING | change)), said, is_costly=bool({"head_size", "norm_dtype"} & set(change)))
+
+
+@pytest.mark.parametrize("head_size", [8, 64, 80, 256])
+def test_flash_takes(head_size):
+    assert why_not_flash(torch.float16, head_size) is why_not_flash(torch.bfloat16, head_size) is None
+
+
+def test_each_line_is_said_once_and_costly_ones_as_warnings(caplog):
+    with caplog.at_level(logging.INFO, logger="colocate"):
+        for _ in range(2):
+            fallbacks.tell([Fallback("a little"), Fallback("much", is_costly=True)])
+    assert [(r.levelname, r.message) for r in caplog.records] == [("INFO", "a little"), ("WARNING", "much")]
+
+
+def test_engine_and_stack_say_it_on_a_gpu_and_nothing_on_a_cpu(caplog, monkeypatch):
+    class OnGpu(Layout):
+        device = torch.device("cuda", 0)
+
+    model = make_model("mistral-window")
+    layout = layout_for(model)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with caplog.at_level(logging.INFO, logger="colocate"):
+        stack.tell_fallbacks(model)
+        TritonBackend().tell_fallbacks(layout)
+        assert not caplog.records
+        on_gpu = OnGpu(**vars(layout))
+        monkeypatch.setattr(stack, "layout_for", lambda model: on_gpu)
+        for _ in range(2):
+            stack.tell_fallbacks(model)
+            TritonBackend().tell_fallbacks(on_gpu)
+    assert [(r.levelname, r.message.split(":")[0]) for r in caplog.records] == [
+        ("WARNING", "Attention in training takes padded matrix products"),
+        ("WARNING", "Attention in rollouts takes padded products and small tiles"),
+        ("INFO", "SwiGLU and the output head in rollouts are two kernels each, and not one"),
+    ]
+    assert caplog.text.count("and the model is in torch.float32") == 3
+
+
+@pytest.mark.parametrize(("is_hopper", "reason"), [(False, "H100 and H200"), (True, "pip install")])
+def test_why_not_cudnn(is_hopper, reason, monkeypatch):
+    monkeypatch.setattr(cudnn_attention, "_is_hopper", lambda device: is_hopper)
+    monkeypatch.setattr(cudnn_attention, "_is_installed", lambda: False)
+    device = torch.device("cuda", 0)
+    assert reason in (cudnn_attention.why_not_cudnn(device, torch.bfloat16, 128) or "")
+    monkeypatch.setattr(cudnn_attention, "_is_installed", lambda: True)
+    assert cudnn_attention.has_cudnn(device, torch.bfloat16, 128) is is_hopper
