@@ -30,41 +30,19 @@ def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
     block_dim = triton.next_power_of_2(head_dim)
     block_tokens = max(_TILE // block_dim, 1)
     _merge_attention_kernel[(triton.cdiv(num_tokens, block_tokens) * num_heads,)](
-        out,
-        lse,
-        other_out,
-        other_lse,
-        out.stride(0),
-        other_out.stride(0),
-        *lse.stride(),
-        *other_lse.stride(),
-        num_tokens,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_TOKENS=block_tokens,
-        BLOCK_DIM=block_dim,
+        out, lse, other_out, other_lse, out.stride(0), other_out.stride(0), *lse.stride(),
+        *other_lse.stride(), num_tokens,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_TOKENS=block_tokens, BLOCK_DIM=block_dim,
         num_warps=_NUM_WARPS,
-    )
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _merge_attention_kernel(
-    out,
-    lse,
-    other_out,
-    other_lse,
-    out_stride,
-    other_out_stride,
-    lse_head_stride,
-    lse_token_stride,
-    other_lse_head_stride,
-    other_lse_token_stride,
-    num_tokens,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    out, lse, other_out, other_lse, out_stride, other_out_stride, lse_head_stride, lse_token_stride,
+    other_lse_head_stride, other_lse_token_stride, num_tokens,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     # A program's tokens lie side by side in lse; the heads of the same tokens, side by side in out, belong to
     # programs that run at the same time.
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)

@@ -179,20 +179,10 @@ def decode_attention(
         rows = (prefixes.prefix_lens, prefixes.first_slots, prefixes.num_partials)
         launch = _fit(PREFIX_LAUNCH, padded_dim, page_size, PREFIX_QUERIES, qkv)
         prefix_kernel[(TARGET_PROGRAMS,)](
-            *queries,
-            *cached,
-            prefixes.items,
-            prefixes.num_items,
-            *partials,
-            *strides,
-            **common,
-            NUM_QUERIES=PREFIX_QUERIES,
-            TILE=launch.max_tile_tokens,
-            ROWS_PER_TILE=prefixes.rows_per_tile,
-            NUM_FIELDS=NUM_ITEM_FIELDS,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-        )
+            *queries, *cached, prefixes.items, prefixes.num_items, *partials, *strides, **common,
+            NUM_QUERIES=PREFIX_QUERIES, TILE=launch.max_tile_tokens, ROWS_PER_TILE=prefixes.rows_per_tile,
+            NUM_FIELDS=NUM_ITEM_FIELDS, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        )  # fmt: skip
     num_queries = max(MIN_QUERIES, triton.next_power_of_2(ratio))
     launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, qkv)
     num_stages = launch.num_stages
@@ -201,40 +191,18 @@ def decode_attention(
         num_stages = min(num_stages, 2)
     # Heads first: the heads of a page lie next to each other in memory and are read at the same time.
     suffix_kernel[(num_kv_heads, num_splits, num_rows)](
-        *queries,
-        rotation.k_norm,
-        slots,
-        *cached,
-        *rows,
-        *partials,
-        out,
-        *strides,
-        out.stride(0),
-        scratch.num_prefix_slots,
-        **common,
-        NUM_QUERIES=num_queries,
-        TILE=launch.max_tile_tokens,
-        NUM_SPLITS=num_splits,
-        HAS_PREFIXES=prefixes is not None,
-        launch_pdl=overlaps,
-        num_warps=launch.num_warps,
+        *queries, rotation.k_norm, slots, *cached, *rows, *partials, out, *strides, out.stride(0),
+        scratch.num_prefix_slots, **common,
+        NUM_QUERIES=num_queries, TILE=launch.max_tile_tokens, NUM_SPLITS=num_splits,
+        HAS_PREFIXES=prefixes is not None, launch_pdl=overlaps, num_warps=launch.num_warps,
         num_stages=num_stages,
-    )
+    )  # fmt: skip
     if num_splits > 1:
         merge_kernel[(num_heads, num_rows)](
-            context_lens,
-            *rows[1:],
-            *partials,
-            out,
-            out.stride(0),
-            scratch.num_prefix_slots,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            PADDED_DIM=padded_dim,
-            NUM_SPLITS=num_splits,
-            MAX_PREFIX_PARTIALS=MAX_PARTIALS if prefixes is not None else 0,
-            num_warps=4,
-        )
+            context_lens, *rows[1:], *partials, out, out.stride(0), scratch.num_prefix_slots,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, NUM_SPLITS=num_splits,
+            MAX_PREFIX_PARTIALS=MAX_PARTIALS if prefixes is not None else 0, num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -53,27 +53,11 @@ def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr,
 
 @triton.jit
 def _attend(
-    q,
-    maximum,
-    total,
-    acc,
-    k_head,
-    v_head,
-    k_stride,
-    v_stride,
-    table,
-    page,
-    first_tile,
-    end_tile,
-    first_visible,
-    end_visible,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+    first_visible, end_visible, scale_log2,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr,
-):
+):  # fmt: skip
     """Continue the running softmax of `q` [queries, D] with the tiles `first_tile` .. `end_tile` - 1.
 
     A tile is `TILE` tokens of one page; that of the first tile is `page`. Visible are positions from
@@ -123,37 +107,12 @@ def _finish(maximum, total, acc):
 
 @triton.jit
 def prefix_kernel(
-    qkv,
-    cos,
-    sin,
-    q_norm,
-    k_cache,
-    v_cache,
-    block_tables,
-    context_lens,
-    items,
-    num_items,
-    partial_outputs,
-    partial_lses,
-    qkv_stride,
-    k_stride,
-    v_stride,
-    table_stride,
-    scale_log2,
-    eps,
-    OFFSET: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    RATIO: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS_PER_TILE: tl.constexpr,
-    NUM_FIELDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    qkv, cos, sin, q_norm, k_cache, v_cache, block_tables, context_lens, items, num_items, partial_outputs,
+    partial_lses, qkv_stride, k_stride, v_stride, table_stride, scale_log2, eps,
+    OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr,
+    TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr, NUM_FIELDS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """One work item and key-value head after the other: some pages for the queries of several rows."""
     if OVERLAPS:
         gdc_launch_dependents()
@@ -183,26 +142,12 @@ def prefix_kernel(
         cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM)
         maximum, total, acc = _attend(
             _rotated(q_heads, dims[None, :], mask, cosine, sine, q_norm, eps, HEAD_DIM, OFFSET),
-            tl.full([NUM_QUERIES], _LOWEST, tl.float32),
-            tl.zeros([NUM_QUERIES], tl.float32),
-            tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32),
-            k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
-            v_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
-            k_stride,
-            v_stride,
-            table,
-            page,
-            first_tile,
-            end_tile,
-            first_visible[:, None],
-            end_page * PAGE_SIZE,
-            scale_log2,
-            HEAD_DIM,
-            PADDED_DIM,
-            PAGE_SIZE,
-            TILE,
+            tl.full([NUM_QUERIES], _LOWEST, tl.float32), tl.zeros([NUM_QUERIES], tl.float32),
+            tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32), k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
+            v_cache + kv_head * (PAGE_SIZE * HEAD_DIM), k_stride, v_stride, table, page, first_tile, end_tile,
+            first_visible[:, None], end_page * PAGE_SIZE, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE,
             WINDOW,
-        )
+        )  # fmt: skip
         output, lse = _finish(maximum, total, acc)
         slots = tl.load(item + 2) + members * tl.load(item + 3)
         results = slots.to(tl.int64) * (NUM_KV_HEADS * RATIO) + heads
@@ -212,43 +157,13 @@ def prefix_kernel(
 
 @triton.jit
 def suffix_kernel(
-    qkv,
-    cos,
-    sin,
-    q_norm,
-    k_norm,
-    slots,
-    k_cache,
-    v_cache,
-    block_tables,
-    context_lens,
-    prefix_lens,
-    first_slots,
-    num_partials,
-    partial_outputs,
-    partial_lses,
-    out,
-    qkv_stride,
-    k_stride,
-    v_stride,
-    table_stride,
-    out_stride,
-    num_prefix_slots,
-    scale_log2,
-    eps,
-    OFFSET: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    RATIO: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_QUERIES: tl.constexpr,
-    TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    HAS_PREFIXES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    qkv, cos, sin, q_norm, k_norm, slots, k_cache, v_cache, block_tables, context_lens, prefix_lens,
+    first_slots, num_partials, partial_outputs, partial_lses, out, qkv_stride, k_stride, v_stride,
+    table_stride, out_stride, num_prefix_slots, scale_log2, eps,
+    OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr,
+    TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_PREFIXES: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """One row, key-value head and part of the row's own keys, the last part with the new one.
 
     The new key and value go to the cache, but into the softmax straight from registers: only older positions
@@ -308,27 +223,10 @@ def suffix_kernel(
     total = is_new.to(tl.float32)
     acc = v.to(tl.float32)
     maximum, total, acc = _attend(
-        q,
-        maximum,
-        total,
-        acc,
-        k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
-        v_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
-        k_stride,
-        v_stride,
-        table,
-        page,
-        first_tile,
-        end_tile,
-        context - WINDOW,
-        context - 1,
-        scale_log2,
-        HEAD_DIM,
-        PADDED_DIM,
-        PAGE_SIZE,
-        TILE,
-        WINDOW,
-    )
+        q, maximum, total, acc, k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
+        v_cache + kv_head * (PAGE_SIZE * HEAD_DIM), k_stride, v_stride, table, page, first_tile, end_tile,
+        context - WINDOW, context - 1, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE, WINDOW,
+    )  # fmt: skip
     if HAS_PREFIXES:
         if OVERLAPS:
             gdc_wait()
@@ -367,20 +265,10 @@ def _weigh(partial_outputs, partial_lses, slots, is_used, NUM_HEADS, HEAD_DIM, P
 
 @triton.jit
 def merge_kernel(
-    context_lens,
-    first_slots,
-    num_partials,
-    partial_outputs,
-    partial_lses,
-    out,
-    out_stride,
-    num_prefix_slots,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    context_lens, first_slots, num_partials, partial_outputs, partial_lses, out, out_stride, num_prefix_slots,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
     MAX_PREFIX_PARTIALS: tl.constexpr,
-):
+):  # fmt: skip
     """One row and head: the mean of all partial outputs, weighted with the sums behind them."""
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)

@@ -54,34 +54,18 @@ def logits_and_parts(hidden: Tensor, weight: Tensor, temperature: float, out: Te
     parts = Parts.empty(num_rows, vocab_size, out.device)
     num_tiles = triton.cdiv(num_rows, ROW_TILE) * triton.cdiv(vocab_size, COLUMN_TILE)
     head_kernel[(min(num_multiprocessors(hidden.device.index), num_tiles),)](
-        descriptor(hidden, ROW_TILE, DEPTH),
-        descriptor(weight, COLUMN_TILE, DEPTH),
-        out,
-        parts.maxima,
-        parts.sums,
-        num_rows,
-        vocab_size,
-        depth,
-        LOG2_E / (temperature or 1.0),
-        IS_WHOLE=vocab_size % COLUMN_TILE == 0,
-        num_warps=4,
-    )
+        descriptor(hidden, ROW_TILE, DEPTH), descriptor(weight, COLUMN_TILE, DEPTH), out, parts.maxima,
+        parts.sums, num_rows, vocab_size, depth, LOG2_E / (temperature or 1.0),
+        IS_WHOLE=vocab_size % COLUMN_TILE == 0, num_warps=4,
+    )  # fmt: skip
     return parts
 
 
 @gluon.jit(do_not_specialize=["num_rows", "depth"])
 def head_kernel(
-    hidden,
-    weight,
-    logits,
-    maxima,
-    sums,
-    num_rows,
-    vocab_size,
-    depth,
-    scale,
+    hidden, weight, logits, maxima, sums, num_rows, vocab_size, depth, scale,
     IS_WHOLE: gl.constexpr,
-):
+):  # fmt: skip
     ring = make_ring(hidden, weight, COLUMNS)
     outputs = (logits, maxima, sums)
     row_tiles, num_parts = gl.cdiv(num_rows, ROWS), gl.cdiv(vocab_size, COLUMNS)

@@ -41,51 +41,22 @@ def expand(y: Tensor, t: Tensor, stack: AdapterStack) -> None:
     block_columns = max(32, min(128, 4096 // stack.padded_rank))
     num_blocks = sum(triton.cdiv(width, block_columns) for width in widths)
     _expand_kernel[(num_blocks, triton.cdiv(num_rows, block_rows))](
-        y,
-        t,
-        *b,
-        *_padded([adapter.scaling for adapter in stack.adapters]),
-        num_rows,
-        y.stride(0),
-        t.stride(0),
-        *_padded(ranks),
-        *_padded(widths),
+        y, t, *b, *_padded([adapter.scaling for adapter in stack.adapters]), num_rows, y.stride(0),
+        t.stride(0), *_padded(ranks), *_padded(widths),
         *_padded([columns.start for columns in stack.columns]),
-        PADDED_RANK=stack.padded_rank,
-        NUM_ADAPTERS=len(stack.adapters),
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
-        num_warps=4,
-    )
+        PADDED_RANK=stack.padded_rank, NUM_ADAPTERS=len(stack.adapters), BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
 def _expand_kernel(
-    y,
-    t,
-    b0,
-    b1,
-    b2,
-    scaling0,
-    scaling1,
-    scaling2,
-    num_rows,
-    y_stride,
-    t_stride,
-    RANK0: tl.constexpr,
-    RANK1: tl.constexpr,
-    RANK2: tl.constexpr,
-    WIDTH0: tl.constexpr,
-    WIDTH1: tl.constexpr,
-    WIDTH2: tl.constexpr,
-    FIRST0: tl.constexpr,
-    FIRST1: tl.constexpr,
-    FIRST2: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
-    NUM_ADAPTERS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    y, t, b0, b1, b2, scaling0, scaling1, scaling2, num_rows, y_stride, t_stride,
+    RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr,
+    WIDTH2: tl.constexpr, FIRST0: tl.constexpr, FIRST1: tl.constexpr, FIRST2: tl.constexpr,
+    PADDED_RANK: tl.constexpr, NUM_ADAPTERS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     END0: tl.constexpr = (WIDTH0 + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     END1: tl.constexpr = END0 + (WIDTH1 + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     block = tl.program_id(0)
@@ -110,20 +81,10 @@ def _expand_kernel(
 
 @triton.jit
 def _expand_tile(
-    y,
-    t,
-    b,
-    scaling,
-    block,
-    num_rows,
-    y_stride,
-    t_stride,
-    RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    y, t, b, scaling, block, num_rows, y_stride, t_stride,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, PADDED_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Some rows and columns of one adapter's output."""
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

@@ -79,55 +79,23 @@ def sample(
         parts = Parts.empty(num_rows, vocab_size, logits.device)
         num_parts = parts.sums.shape[1]
         _reduce_parts_kernel[(num_rows, triton.cdiv(num_parts, _TILE_PARTS))](
-            logits,
-            finished,
-            *parts,
-            logits.stride(0),
-            vocab_size,
-            num_parts,
-            temperature,
-            PART_SIZE=PART_SIZE,
-            TILE_PARTS=_TILE_PARTS,
-            LOG2_E=LOG2_E,
-            num_warps=4,
-        )
+            logits, finished, *parts, logits.stride(0), vocab_size, num_parts, temperature,
+            PART_SIZE=PART_SIZE, TILE_PARTS=_TILE_PARTS, LOG2_E=LOG2_E, num_warps=4,
+        )  # fmt: skip
     _draw_kernel[(num_rows,)](
-        logits,
-        finished,
-        *parts,
-        prompt_keys,
-        samples,
-        positions,
-        seed,
-        tokens,
-        logprobs,
-        logits.stride(0),
-        vocab_size,
-        num_blocks,
-        parts.sums.shape[1],
-        temperature,
-        GREEDY=greedy,
-        BLOCK_SIZE=BLOCK_SIZE,
-        MAX_BLOCKS=max(triton.next_power_of_2(num_blocks), 4),
+        logits, finished, *parts, prompt_keys, samples, positions, seed, tokens, logprobs, logits.stride(0),
+        vocab_size, num_blocks, parts.sums.shape[1], temperature,
+        GREEDY=greedy, BLOCK_SIZE=BLOCK_SIZE, MAX_BLOCKS=max(triton.next_power_of_2(num_blocks), 4),
         num_warps=4,
-    )
+    )  # fmt: skip
     return tokens, logprobs
 
 
 @triton.jit
 def _reduce_parts_kernel(
-    logits,
-    finished,
-    part_maxima,
-    part_sums,
-    stride,
-    vocab_size,
-    num_parts,
-    temperature,
-    PART_SIZE: tl.constexpr,
-    TILE_PARTS: tl.constexpr,
-    LOG2_E: tl.constexpr,
-):
+    logits, finished, part_maxima, part_sums, stride, vocab_size, num_parts, temperature,
+    PART_SIZE: tl.constexpr, TILE_PARTS: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if finished is not None:  # noqa: SIM102, this one is decided at compile time
         if tl.load(finished + row) != 0:
@@ -149,25 +117,10 @@ def _reduce_parts_kernel(
 
 @triton.jit
 def _draw_kernel(
-    logits,
-    finished,
-    part_maxima,
-    part_sums,
-    prompt_keys,
-    samples,
-    positions,
-    seed,
-    tokens,
-    logprobs,
-    stride,
-    vocab_size,
-    num_blocks,
-    num_parts,
-    temperature,
-    GREEDY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
-):
+    logits, finished, part_maxima, part_sums, prompt_keys, samples, positions, seed, tokens, logprobs, stride,
+    vocab_size, num_blocks, num_parts, temperature,
+    GREEDY: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Pick the block by the blocks' log-sum-exps, then the token by the block's logits."""
     row = tl.program_id(0).to(tl.int64)
     if finished is not None:  # noqa: SIM102, this one is decided at compile time

@@ -64,36 +64,14 @@ def softmax_statistics(
     partials = torch.empty(3, num_rows, splits, dtype=torch.float32, device=products.device)
     num_tiles = min(triton.cdiv(vocab_size, _UNROLL * _LANES), _TILES_PER_SPLIT)
     _reduce_split_kernel[(num_rows, splits)](
-        products,
-        bias,
-        partials,
-        products.stride(0),
-        vocab_size,
-        inner,
-        0.0 if outer is None else outer,
-        HAS_CAP=outer is not None,
-        NUM_TILES=num_tiles,
-        UNROLL=_UNROLL,
-        LANES=_LANES,
-        num_warps=4,
-    )
+        products, bias, partials, products.stride(0), vocab_size, inner, 0.0 if outer is None else outer,
+        HAS_CAP=outer is not None, NUM_TILES=num_tiles, UNROLL=_UNROLL, LANES=_LANES, num_warps=4,
+    )  # fmt: skip
     _combine_splits_kernel[(num_rows,)](
-        products,
-        targets,
-        bias,
-        partials,
-        log_z,
-        logprobs,
-        entropies,
-        products.stride(0),
-        vocab_size,
-        splits,
-        inner,
-        0.0 if outer is None else outer,
-        HAS_CAP=outer is not None,
-        MAX_SPLITS=triton.next_power_of_2(splits),
-        num_warps=1,
-    )
+        products, targets, bias, partials, log_z, logprobs, entropies, products.stride(0), vocab_size, splits,
+        inner, 0.0 if outer is None else outer,
+        HAS_CAP=outer is not None, MAX_SPLITS=triton.next_power_of_2(splits), num_warps=1,
+    )  # fmt: skip
 
 
 def softmax_gradient(
@@ -134,24 +112,10 @@ def softmax_gradient(
     if grad_entropies is not None:
         grad_entropies = grad_entropies.contiguous()
     _gradient_kernel[(num_rows, triton.cdiv(num_columns, _GRADIENT_BLOCK))](
-        products,
-        targets,
-        bias,
-        log_z,
-        entropies,
-        grad_logprobs,
-        grad_entropies,
-        out,
-        products.stride(0),
-        out.stride(0),
-        num_columns,
-        first_column,
-        inner,
-        0.0 if outer is None else outer,
-        HAS_CAP=outer is not None,
-        BLOCK=_GRADIENT_BLOCK,
-        num_warps=4,
-    )
+        products, targets, bias, log_z, entropies, grad_logprobs, grad_entropies, out, products.stride(0),
+        out.stride(0), num_columns, first_column, inner, 0.0 if outer is None else outer,
+        HAS_CAP=outer is not None, BLOCK=_GRADIENT_BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -174,18 +138,9 @@ def _logits(values, bias, columns, mask, inner, outer, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _reduce_split_kernel(
-    products,
-    bias,
-    partials,
-    stride,
-    vocab_size,
-    inner,
-    outer,
-    HAS_CAP: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    UNROLL: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    products, bias, partials, stride, vocab_size, inner, outer,
+    HAS_CAP: tl.constexpr, NUM_TILES: tl.constexpr, UNROLL: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """m, s and t of one part of one row.
 
     Each lane keeps its own three numbers to the end, so that no thread waits for another within the loop.
@@ -227,21 +182,10 @@ def _reduce_split_kernel(
 
 @triton.jit
 def _combine_splits_kernel(
-    products,
-    targets,
-    bias,
-    partials,
-    log_z,
-    logprobs,
-    entropies,
-    stride,
-    vocab_size,
-    num_splits,
-    inner,
+    products, targets, bias, partials, log_z, logprobs, entropies, stride, vocab_size, num_splits, inner,
     outer,
-    HAS_CAP: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
+    HAS_CAP: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, MAX_SPLITS)
     mask = splits < num_splits
@@ -270,23 +214,10 @@ def _combine_splits_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    products,
-    targets,
-    bias,
-    log_z,
-    entropies,
-    grad_logprobs,
-    grad_entropies,
-    out,
-    stride,
-    out_stride,
-    num_columns,
-    first_column,
-    inner,
-    outer,
-    HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    products, targets, bias, log_z, entropies, grad_logprobs, grad_entropies, out, stride, out_stride,
+    num_columns, first_column, inner, outer,
+    HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns

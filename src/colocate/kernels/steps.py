@@ -36,32 +36,16 @@ def begin_step(
     assert block_tables.stride(1) == 1, "a row of the block tables must be contiguous"
     num_rows = len(positions)
     _begin_step_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
-        positions,
-        finished,
-        block_tables,
-        slots,
-        context_lens,
-        step,
-        block_tables.stride(0),
-        num_rows,
-        PAGE_SIZE=page_size,
-        BLOCK_ROWS=_BLOCK_ROWS,
-    )
+        positions, finished, block_tables, slots, context_lens, step, block_tables.stride(0), num_rows,
+        PAGE_SIZE=page_size, BLOCK_ROWS=_BLOCK_ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
 def _begin_step_kernel(
-    positions,
-    finished,
-    block_tables,
-    slots,
-    context_lens,
-    step,
-    stride,
-    num_rows,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+    positions, finished, block_tables, slots, context_lens, step, stride, num_rows,
+    PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(step, tl.load(step) + 1)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -106,42 +90,18 @@ def end_step(
     assert out_tokens.stride() == out_logprobs.stride(), "tokens and log-probs lie alike"
     num_rows = len(tokens)
     _end_step_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
-        tokens,
-        logprobs,
-        stop_token_ids,
-        limits,
-        last_tokens,
-        positions,
-        num_generated,
-        finished,
-        step,
-        out_tokens,
-        out_logprobs,
-        out_tokens.stride(0),
-        num_rows,
-        NUM_STOP_TOKENS=len(stop_token_ids),
-        BLOCK_ROWS=_BLOCK_ROWS,
-    )
+        tokens, logprobs, stop_token_ids, limits, last_tokens, positions, num_generated, finished, step,
+        out_tokens, out_logprobs, out_tokens.stride(0), num_rows,
+        NUM_STOP_TOKENS=len(stop_token_ids), BLOCK_ROWS=_BLOCK_ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
 def _end_step_kernel(
-    tokens,
-    logprobs,
-    stop_token_ids,
-    limits,
-    last_tokens,
-    positions,
-    num_generated,
-    finished,
-    step,
-    out_tokens,
-    out_logprobs,
-    out_stride,
-    num_rows,
-    NUM_STOP_TOKENS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+    tokens, logprobs, stop_token_ids, limits, last_tokens, positions, num_generated, finished, step,
+    out_tokens, out_logprobs, out_stride, num_rows,
+    NUM_STOP_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_batch = rows < num_rows
     live = in_batch & (tl.load(finished + rows, mask=in_batch, other=1) == 0)

@@ -88,15 +88,9 @@ def few_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
     swiglu_few_rows_kernel[(triton.cdiv(num_rows, FEW_ROWS) * triton.cdiv(width, columns),)](
         TensorDescriptor.from_tensor(x, [FEW_ROWS, DEPTH]),
         TensorDescriptor.from_tensor(weight.view(2, width, -1), [2, columns, DEPTH]),
-        TensorDescriptor.from_tensor(output, [FEW_ROWS, columns]),
-        num_rows,
-        x.shape[1],
-        ROWS=FEW_ROWS,
-        COLUMNS=columns,
-        DEPTH=DEPTH,
-        num_warps=4,
-        num_stages=num_stages,
-    )
+        TensorDescriptor.from_tensor(output, [FEW_ROWS, columns]), num_rows, x.shape[1],
+        ROWS=FEW_ROWS, COLUMNS=columns, DEPTH=DEPTH, num_warps=4, num_stages=num_stages,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "depth"])

@@ -74,39 +74,20 @@ def many_rows(x: Tensor, weight: Tensor, output: Tensor, tiling: Tiling) -> None
     """Write silu(x Wg^T) * (x Wu^T) to `output`; `swiglu.swiglu` says what the tensors are."""
     narrow = tiling.narrow_columns
     swiglu_many_rows_kernel[(tiling.num_programs,)](
-        descriptor(x, ROW_TILE, DEPTH),
-        descriptor(weight, COLUMN_TILE, DEPTH),
-        descriptor(weight, narrow, DEPTH),
-        descriptor(output, ROW_TILE, COLUMN_TILE),
-        descriptor(output, ROW_TILE, narrow),
-        triton.cdiv(len(x), ROW_TILE),
-        output.shape[1],
-        x.shape[1],
-        tiling.num_tiles,
-        tiling.first_narrow,
-        tiling.num_narrow,
-        COLUMNS=COLUMN_TILE,
-        NARROW=narrow,
-        num_warps=4,
-    )
+        descriptor(x, ROW_TILE, DEPTH), descriptor(weight, COLUMN_TILE, DEPTH),
+        descriptor(weight, narrow, DEPTH), descriptor(output, ROW_TILE, COLUMN_TILE),
+        descriptor(output, ROW_TILE, narrow), triton.cdiv(len(x), ROW_TILE), output.shape[1], x.shape[1],
+        tiling.num_tiles, tiling.first_narrow, tiling.num_narrow,
+        COLUMNS=COLUMN_TILE, NARROW=narrow, num_warps=4,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["row_tiles", "width", "depth", "num_tiles", "first_narrow", "num_narrow"])
 def swiglu_many_rows_kernel(
-    x,
-    weight,
-    narrow_weight,
-    output,
-    narrow_output,
-    row_tiles,
-    width,
-    depth,
-    num_tiles,
-    first_narrow,
+    x, weight, narrow_weight, output, narrow_output, row_tiles, width, depth, num_tiles, first_narrow,
     num_narrow,
-    COLUMNS: gl.constexpr,
-    NARROW: gl.constexpr,
-):
+    COLUMNS: gl.constexpr, NARROW: gl.constexpr,
+):  # fmt: skip
     ring = make_ring(x, weight, 2 * COLUMNS)
     results = gl.allocate_shared_memory(output.dtype, [2, ROWS, COLUMNS], output.layout)
     work = (row_tiles, depth, num_tiles, first_narrow, num_narrow)
