@@ -479,7 +479,7 @@ def test_next_rollout_uses_the_new_weights(tmp_path, peft_config):
     assert pointers == {name: p.data_ptr() for name, p in trainer.model.named_parameters()}
     # What the engine reads as one matrix is where the trainer's q, k and v are.
     for layer in trainer.engine._layout.layers:
-        q, k, v = (base_linear(module).weight for module in (layer.q, layer.k, layer.v))
+        q, k, v = (base_linear(module).weight for module in layer.qkv)
         assert q.data_ptr() + q.nbytes == k.data_ptr() and k.data_ptr() + k.nbytes == v.data_ptr()
         assert {q.data_ptr(), k.data_ptr(), v.data_ptr()} <= set(pointers.values())
 

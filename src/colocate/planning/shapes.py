@@ -111,7 +111,7 @@ class ModelShapes:
             num_kv_heads=layout.num_kv_heads,
             head_size=layout.head_dim,
             hidden_size=hidden_size,
-            mlp_size=base_linear(first.gate).out_features,
+            mlp_size=base_linear(first.down).in_features,
             vocab_size=layout.vocab_size,
             has_qk_norm=first.q_norm is not None,
             has_tied_head=layout.lm_head.weight is layout.embed_tokens.weight,

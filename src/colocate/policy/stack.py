@@ -134,10 +134,9 @@ class DecoderLayer:
     """One pre-norm decoder layer: x + attention(norm(x)), then the same with the MLP."""
 
     def __init__(self, layer: LayerLayout, layout: Layout, *, is_training: bool) -> None:
-        self._qkv = Projection(layer.q, layer.k, layer.v, is_training=is_training)
-        self._o = Projection(layer.o, is_training=is_training)
-        self._gate_up = Projection(layer.gate, layer.up, is_training=is_training)
-        self._down = Projection(layer.down, is_training=is_training)
+        self._qkv, self._o, self._gate_up, self._down = (
+            Projection(*modules, is_training=is_training) for modules in layer.projection_groups()
+        )
         self._input_norm: Any = layer.input_norm.weight
         self._mlp_norm: Any = layer.post_attention_norm.weight
         self._q_norm: Any = None if layer.q_norm is None else layer.q_norm.weight

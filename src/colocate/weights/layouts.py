@@ -42,12 +42,11 @@ class LayerLayout:
     Projections are `nn.Linear`, bitsandbytes' `Linear4bit`, or PEFT's LoRA around either.
     """
 
-    q: nn.Module
-    k: nn.Module
-    v: nn.Module
+    qkv: tuple[nn.Module, ...]
+    """What makes queries, keys and values, in this order: three matrices, or one that holds them all."""
     o: nn.Module
-    gate: nn.Module
-    up: nn.Module
+    gate_up: tuple[nn.Module, ...]
+    """The MLP's first product, the gates' columns before the others: two matrices, or one."""
     down: nn.Module
     input_norm: nn.Module
     post_attention_norm: nn.Module
@@ -59,7 +58,7 @@ class LayerLayout:
 
     def projection_groups(self) -> tuple[tuple[nn.Module, ...], ...]:
         """The projections in the order of a forward pass, those together that read the same input."""
-        return (self.q, self.k, self.v), (self.o,), (self.gate, self.up), (self.down,)
+        return self.qkv, (self.o,), self.gate_up, (self.down,)
 
 
 @dataclass(frozen=True)
@@ -165,12 +164,9 @@ def _layer_layout(layer: Any, config: Any) -> LayerLayout:
     if isinstance(attention, MistralAttention):
         window = config.sliding_window
     return LayerLayout(
-        q=attention.q_proj,
-        k=attention.k_proj,
-        v=attention.v_proj,
+        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
         o=attention.o_proj,
-        gate=mlp.gate_proj,
-        up=mlp.up_proj,
+        gate_up=(mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj,
         input_norm=layer.input_layernorm,
         post_attention_norm=layer.post_attention_layernorm,
