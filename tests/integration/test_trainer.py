@@ -15,6 +15,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from colocate import GRPOConfig, GRPOTrainer
+from colocate.policy.stack import DecoderStack
+from colocate.weights import layouts
 from colocate.weights.adapters import base_linear
 from tiny import (
     StubEngine,
@@ -482,6 +484,27 @@ def test_next_rollout_uses_the_new_weights(tmp_path, peft_config):
         q, k, v = (base_linear(module).weight for module in layer.qkv)
         assert q.data_ptr() + q.nbytes == k.data_ptr() and k.data_ptr() + k.nbytes == v.data_ptr()
         assert {q.data_ptr(), k.data_ptr(), v.data_ptr()} <= set(pointers.values())
+
+
+@pytest.mark.parametrize(
+    ("lora", "beta", "num_layouts", "num_stacks"),
+    [(False, 0.0, 1, 2), (False, 0.1, 2, 3), (True, 0.0, 1, 2), (True, 0.1, 1, 3)],
+)
+def test_layout_and_stack_are_found_once_a_model(tmp_path, monkeypatch, lora, beta, num_layouts, num_stacks):
+    """Updates, log-probs and a reference have a stack each; a reference that is a copy has its own layout."""
+    found, made = [], []
+    resolved, init = layouts._resolved, DecoderStack.__init__
+    monkeypatch.setattr(layouts, "_resolved", lambda base: found.append(base) or resolved(base))
+    monkeypatch.setattr(
+        DecoderStack, "__init__", lambda *args, **kwargs: made.append(0) or init(*args, **kwargs)
+    )
+    peft_config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1) if lora else None
+    trainer = make_trainer(tmp_path, max_steps=3, beta=beta, peft_config=peft_config, disable_dropout=False)
+    checked = len(made)
+    trainer.train()
+    assert len(found) == num_layouts
+    assert len(made) - checked == num_stacks
+    assert trainer.engine._layout is layouts.layout_for(trainer.model)
 
 
 # ── Evaluation ───────────────────────────────────────────────────────────────────────────────────────────

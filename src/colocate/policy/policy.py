@@ -122,6 +122,8 @@ class Policy:
         self.retry = retry
         self.mark = mark
         self._host_activations = HostActivations()
+        self._stacks: dict[str, DecoderStack] = {}
+        """The last one for each use; they differ in dropout and adapters."""
         self._longest = 1
         self._largest_microbatch = 0
 
@@ -177,7 +179,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
-        return self.retry(lambda: self._evaluate(self.model, samples))
+        return self.retry(lambda: self._evaluate(self.model, samples, "evaluation"))
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -189,7 +191,8 @@ class Policy:
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
-            return [logprobs for logprobs, _ in self.retry(lambda: self._evaluate(model, samples))]
+            results = self.retry(lambda: self._evaluate(model, samples, "reference"))
+            return [logprobs for logprobs, _ in results]
 
     def shrink_plan(self) -> str | None:
         """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
@@ -268,7 +271,7 @@ class Policy:
         self.optimizer.zero_grad()
         self._host_activations.clear()
         self._largest_microbatch = 0
-        stack = self._stack(self.model)
+        stack = self._stack(self.model, "update")
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
         loss = torch.zeros((), device=self._device)
@@ -309,9 +312,9 @@ class Policy:
         metrics.add_mean("aux_loss", router_loss.detach() * share, share)
         return self.router_loss_coef * share * router_loss
 
-    def _evaluate(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
+    def _evaluate(self, model: nn.Module, samples: Sequence[Sample], use: str) -> list[tuple[Tensor, Tensor]]:
         model.eval()
-        stack = self._stack(model)
+        stack = self._stack(model, use)
         results: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in self._microbatches(samples, packed=stack is not None):
             microbatch = [samples[i] for i in indices]
@@ -320,11 +323,15 @@ class Policy:
             results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
         return [results[i] for i in range(len(samples))]
 
-    def _stack(self, model: nn.Module) -> DecoderStack | None:
+    def _stack(self, model: nn.Module, use: str) -> DecoderStack | None:
         """None: the model runs padded, through transformers' modules."""
         if not self._runs_packed:
             return None
-        return DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
+        stack = self._stacks.get(use)
+        if stack is None or not stack.is_current(model):
+            stack = DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
+            self._stacks[use] = stack
+        return stack
 
     def _hidden_states(self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]) -> Tensor:
         """Those that predict completion tokens, [N, hidden]."""

@@ -35,6 +35,7 @@ from colocate.policy.host_activations import HostActivations
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
 from colocate.types import Sample
+from colocate.weights.adapters import adapter_state
 from colocate.weights.layouts import LayerLayout, Layout, has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -62,8 +63,8 @@ def tell_fallbacks(model: nn.Module) -> None:
 class DecoderStack:
     """A model with a layout, as its parameters and adapters are now.
 
-    Whatever switches an adapter, re-assigns a parameter or changes `model.training` makes another one
-    necessary; making one costs milliseconds.
+    Whatever switches an adapter, replaces or moves a parameter or changes `model.training` makes another one
+    necessary (`is_current`); making one costs some 10 ms, to see that none is needed some 2 ms.
 
     Args:
         host_activations: where "offload" keeps the layers' inputs.
@@ -79,6 +80,16 @@ class DecoderStack:
         self._layers = [DecoderLayer(layer, layout, is_training=model.training) for layer in layout.layers]
         self._host_activations = host_activations
         self._share_prompts = share_prompts
+        self._state = _state(layout, is_training=model.training)
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether a stack of `model` that were made now would compute what this one does.
+
+        Raises:
+            ValueError: the model has no layout any more.
+        """
+        layout = layout_for(model)
+        return layout is self._layout and _state(layout, is_training=model.training) == self._state
 
     def hidden_states(self, pack: Pack, policy: ActivationPolicy) -> Tensor:
         """The normed last hidden states that predict completion tokens, [N, hidden], differentiable."""
@@ -104,6 +115,14 @@ class DecoderStack:
         return Pack.of(
             samples, share_prompts=self._share_prompts and longest <= min(windows, default=longest)
         )
+
+
+def _state(layout: Layout, *, is_training: bool) -> tuple[object, ...]:
+    """What a stack depends on beside its modules: where parameters lie, which adapters are on."""
+    projections = (module for layer in layout.layers for g in layer.projection_groups() for module in g)
+    adapters = [adapter_state(module) for module in projections if hasattr(module, "get_base_layer")]
+    addresses = [part.data_ptr() for part in layout.parts if isinstance(part, Tensor)]
+    return is_training, addresses, adapters
 
 
 @dataclass(frozen=True)
