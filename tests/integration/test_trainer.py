@@ -495,9 +495,7 @@ def test_layout_and_stack_are_found_once_a_model(tmp_path, monkeypatch, lora, be
     found, made = [], []
     resolved, init = layouts._resolved, DecoderStack.__init__
     monkeypatch.setattr(layouts, "_resolved", lambda base: found.append(base) or resolved(base))
-    monkeypatch.setattr(
-        DecoderStack, "__init__", lambda *args, **kwargs: made.append(0) or init(*args, **kwargs)
-    )
+    monkeypatch.setattr(DecoderStack, "__init__", lambda *args, **kw: made.append(0) or init(*args, **kw))
     peft_config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1) if lora else None
     trainer = make_trainer(tmp_path, max_steps=3, beta=beta, peft_config=peft_config, disable_dropout=False)
     checked = len(made)

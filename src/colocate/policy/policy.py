@@ -21,11 +21,10 @@ from colocate.policy.logprobs import check_output_head, output_head, token_logpr
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.pack import groups_of, to_device
 from colocate.policy.reference import FrozenCopy, Reference, is_of_reference
+from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
-from colocate.weights.layouts import layout_for
-from colocate.weights.shared_views import fuse_parameters
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
@@ -78,7 +77,7 @@ class Policy:
 
     Raises:
         ValueError: temperature 0; the LM head does something unknown (`check_output_head`); the model is not
-            causal (`check_causal`).
+            causal (`check_causal`), or computes something else than its layout says (`check_stack`).
     """
 
     def __init__(
@@ -101,11 +100,10 @@ class Policy:
             )
         self._runs_packed = runs_packed(model)
         if self._runs_packed:
-            fuse_parameters(
-                layout_for(model)
-            )  # now, and not in the first step: an engine may capture graphs before it
+            # Fuses the parameters, now and not in the first step: an engine may capture graphs before it.
+            check_stack(model)
         else:
-            check_output_head(model)  # a layout has a plain head, and is causal
+            check_output_head(model)
             check_causal(model)
         self.model = model
         self.optimizer = optimizer

@@ -19,7 +19,7 @@ sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,20 +93,37 @@ class DecoderStack:
 
     def hidden_states(self, pack: Pack, policy: ActivationPolicy) -> Tensor:
         """The normed last hidden states that predict completion tokens, [N, hidden], differentiable."""
-        layout = self._layout
-        x = layout.embed_tokens(pack.token_ids)  # its own forward: `padding_idx` has no gradient
-        with torch.no_grad():
-            cos, sin = (part[0] for part in layout.rotary_emb(x[None], pack.position_ids[None]))
+        x = self.embedded(pack)
+        tables = self.rotary_tables(x, pack)
         if not torch.is_grad_enabled():
             policy = "full"  # whose forward holds least
-        for index, layer in enumerate(self._layers):
-            offload = (self._host_activations, index) if policy == "offload" else None
-            seed = int(torch.randint(2**31, ())) if layer.has_dropout else 0
-            context = LayerContext(pack, cos, sin, policy, seed, offload)
-            x = _LayerFunction.apply(x, layer, context, *layer.parameters())
-        norm = layout.norm.weight
+        for index in range(len(self._layers)):
+            x = self.after_layer(index, x, LayerContext(pack, *tables, policy))
+        return self.last_states(x, pack)
+
+    def embedded(self, pack: Pack) -> Tensor:
+        """What the first layer reads, [T, hidden]."""
+        return self._layout.embed_tokens(pack.token_ids)  # its own forward: `padding_idx` has no gradient
+
+    @torch.no_grad()
+    def rotary_tables(self, x: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the pack's positions, each [T, D] in the type of `x` [T, hidden]."""
+        cos, sin = self._layout.rotary_emb(x[None], pack.position_ids[None])
+        return cos[0], sin[0]
+
+    def after_layer(self, index: int, x: Tensor, context: LayerContext) -> Tensor:
+        """What layer `index` makes of `x` [T, hidden], differentiable."""
+        layer = self._layers[index]
+        offload = (self._host_activations, index) if context.policy == "offload" else None
+        seed = int(torch.randint(2**31, ())) if layer.has_dropout else 0
+        context = replace(context, seed=seed, offload=offload)
+        return _LayerFunction.apply(x, layer, context, *layer.parameters())
+
+    def last_states(self, x: Tensor, pack: Pack) -> Tensor:
+        """The normed states [N, hidden] that predict completion tokens, of the last layer's [T, hidden]."""
+        norm = self._layout.norm.weight
         assert isinstance(norm, Tensor), "the last norm has a weight"
-        return _NormFunction.apply(x[pack.predicting], norm, layout.rms_norm_eps)
+        return _NormFunction.apply(x[pack.predicting], norm, self._layout.rms_norm_eps)
 
     def pack(self, samples: Sequence[Sample]) -> Pack:
         """Lay out a micro-batch; prompts are shared unless a layer's window ends inside a sequence."""
@@ -133,9 +150,9 @@ class LayerContext:
     cos: Tensor  # [T, D]
     sin: Tensor  # [T, D]
     policy: ActivationPolicy
-    seed: int
+    seed: int = 0
     """Of dropout."""
-    offload: tuple[HostActivations, int] | None
+    offload: tuple[HostActivations, int] | None = None
     """Where the input is kept, and under which number."""
 
     def seed_of(self, slot: int) -> int:
