@@ -32,6 +32,8 @@ def test_every_layout_passes_and_nothing_is_left_changed(name, dtype):
         if make is make_lora:
             for wrapper in model.modules():
                 if hasattr(wrapper, "lora_dropout"):
+                    if dtype != torch.float64:  # PEFT keeps adapters in float32, and multiplies in it
+                        wrapper.lora_A.float(), wrapper.lora_B.float()
                     wrapper.lora_dropout["default"] = nn.Dropout(0.5)  # the stack's own, and not compared
         causal_lm(model).model.layers[0].train()
         modes = [module.training for module in model.modules()]
@@ -134,6 +136,13 @@ class TestDropout:
             model.model.layers[1].mlp.resid_dropout = drop
             model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: drop(output))
         with pytest.raises(ValueError, match=r"dropout that the stack does not apply.*disable_dropout=True"):
+            check_stack(model)
+        disable_dropout(model)
+        check_stack(model)
+
+    def test_phi3s_residual_dropout_is_refused_unless_it_is_off(self):
+        model = make_model("phi3", resid_pdrop=0.1)
+        with pytest.raises(ValueError, match=r"resid_attn_dropout = 0.1\): set disable_dropout=True"):
             check_stack(model)
         disable_dropout(model)
         check_stack(model)

@@ -18,9 +18,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.mistral.modeling_mistral import MistralAttention, MistralMLP
+from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
@@ -30,6 +37,7 @@ from colocate.weights.quantized import compute_dtype, is_4bit
 ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
     LlamaForCausalLM: (LlamaAttention, LlamaMLP),
     MistralForCausalLM: (MistralAttention, MistralMLP),
+    Phi3ForCausalLM: (Phi3Attention, Phi3MLP),
     Qwen2ForCausalLM: (Qwen2Attention, Qwen2MLP),
     Qwen3ForCausalLM: (Qwen3Attention, Qwen3MLP),
 }
@@ -88,7 +96,7 @@ class Layout:
     base: weakref.ref[nn.Module]
     """The causal language model itself, which outlives nothing by having a layout."""
     parts: tuple[object, ...] = field(repr=False)
-    """Every module and parameter below `base`, and the type of its weights, when the layout was found."""
+    """Every module and parameter below `base`, and their types, when the layout was found."""
 
     def is_current(self) -> bool:
         """Whether the model still consists of the modules and parameters that it had."""
@@ -175,7 +183,7 @@ def _layout_or_reason(model: nn.Module) -> Layout | str:
 
 
 def _parts(base: Any) -> list[object]:
-    """Every module and parameter below `base`, in an order that depends on nothing else, and its type."""
+    """Every module and parameter below `base`, in an order that depends on nothing else, and their types."""
     parts: list[object] = [base.model.embed_tokens.weight.dtype]
     waiting = [base]
     while waiting:
@@ -183,6 +191,7 @@ def _parts(base: Any) -> list[object]:
         children = [child for child in module._modules.values() if child is not None]
         parts += children
         parts += module._parameters.values()
+        parts.append(vars(module).get("compute_dtype"))  # of 4-bit layers
         waiting += children
     return parts
 
@@ -214,20 +223,22 @@ def _resolved(base: Any) -> Layout:
 
 def _layer_layout(layer: Any, config: Any) -> LayerLayout:
     attention, mlp = layer.self_attn, layer.mlp
-    # Qwen chooses a window per layer and keeps it on the module; Mistral has one for all; Llama has none.
+    # Qwen chooses a window per layer and keeps it on the module; Mistral and Phi-3 have one for all layers;
+    # Llama has none.
     window = getattr(attention, "sliding_window", None)
-    if isinstance(attention, MistralAttention):
+    if isinstance(attention, (MistralAttention, Phi3Attention)):
         window = config.sliding_window
+    is_packed = isinstance(attention, Phi3Attention)
     return LayerLayout(
-        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=(attention.qkv_proj,) if is_packed else (attention.q_proj, attention.k_proj, attention.v_proj),
         o=attention.o_proj,
-        gate_up=(mlp.gate_proj, mlp.up_proj),
+        gate_up=(mlp.gate_up_proj,) if is_packed else (mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj,
         input_norm=layer.input_layernorm,
         post_attention_norm=layer.post_attention_layernorm,
         q_norm=getattr(attention, "q_norm", None),
         k_norm=getattr(attention, "k_norm", None),
-        activation=mlp.act_fn,
+        activation=mlp.activation_fn if is_packed else mlp.act_fn,
         sliding_window=window,
     )
 
