@@ -54,6 +54,7 @@ from colocate.redaction import check_complete
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm, has_layout
+from colocate.weights.shapes import ModelShapes
 
 logger = logging.getLogger(__name__)
 

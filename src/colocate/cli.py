@@ -318,8 +318,8 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     from colocate.planning.hardware import expected_speed
     from colocate.planning.planner import plan
     from colocate.planning.run_options import wishes_of, workload_of
-    from colocate.planning.shapes import FourBit, Lora, ModelShapes
     from colocate.policy.cudnn_attention import hopper_has_cudnn
+    from colocate.weights.shapes import FourBit, Lora, ModelShapes
 
     config = _config_to_plan_for(known, _with_model_options(run, options))
     _quantization_config(run, config)
@@ -396,7 +396,7 @@ def _print_plan(
     from rich.console import Console
     from rich.table import Table
 
-    from colocate.planning.accounting import Moment
+    from colocate.memory.rows import Moment
     from colocate.planning.run_options import ASSUMED_PROMPT_TOKENS
 
     table = Table(title=f"Memory of one device: {run.model_name_or_path}", title_justify="left")

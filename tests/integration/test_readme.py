@@ -23,11 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2C
 
 from colocate.cli import main
 from colocate.memory.train_plan import ACTIVATION_POLICIES
-from colocate.planning.accounting import Workload
-from colocate.planning.planner import train_flops_per_token
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import kept_bytes_per_token
+from colocate.memory.workload import Workload
+from colocate.policy.footprint import kept_bytes_per_token, train_flops_per_token
 from colocate.run_config import parse_run
+from colocate.weights.shapes import ModelShapes
 from tiny import make_model, make_tokenizer
 
 ROOT = Path(__file__).parents[2]

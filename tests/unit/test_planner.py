@@ -24,10 +24,12 @@ from colocate import assembly
 from colocate.config import GRPOConfig
 from colocate.data.packing import pack
 from colocate.engines.native.capacity import useful_pages
+from colocate.engines.native.footprint import least_kv_tokens, useful_kv_tokens
+from colocate.memory.rows import total_bytes
 from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, TrainPlan
-from colocate.planning.accounting import Workload, least_kv_tokens, useful_kv_tokens
+from colocate.memory.workload import Workload
 from colocate.planning.cut_groups import CutGroup
-from colocate.planning.memory_plan import account, total_bytes, train_bytes
+from colocate.planning.memory_plan import account, train_bytes
 from colocate.planning.planner import (
     LOGPROB_CHUNKS,
     MARGIN,
@@ -38,15 +40,14 @@ from colocate.planning.planner import (
     Wishes,
     choose_train_plan,
     plan,
-    train_flops_per_token,
 )
 from colocate.planning.run_options import planner_for, wishes_of, workload_of
-from colocate.planning.shapes import FourBit, Lora, ModelShapes
-from colocate.planning.train_accounting import Microbatch, kept_bytes_per_token
+from colocate.policy.footprint import Microbatch, kept_bytes_per_token, train_flops_per_token
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.stack import DecoderStack
 from colocate.types import Prompt
+from colocate.weights.shapes import FourBit, Lora, ModelShapes
 
 SHAPE = dict(
     vocab_size=96,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from colocate.planning.accounting import Workload
+from colocate.memory.workload import Workload
 from colocate.planning.memory_plan import MemoryPlan
-from colocate.planning.planner import OVERHEAD_TOKENS, train_flops_per_token
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import Microbatch
+from colocate.planning.planner import OVERHEAD_TOKENS
+from colocate.policy.footprint import Microbatch, train_flops_per_token
+from colocate.weights.shapes import ModelShapes
 
 TRAIN_EFFICIENCY = 0.5
 """Of a GPU's matrix units over a training step without recomputation: packed layers with log-probs in chunks

@@ -6,22 +6,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
+from colocate.engines.native.footprint import engine_rows, least_kv_tokens, rollout_rows, useful_kv_tokens
+from colocate.memory.rows import Moment, Phase, Row, total_bytes
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
-from colocate.planning.accounting import (
-    MOMENTS_BYTES,
-    Moment,
-    Phase,
-    Row,
-    Workload,
-    least_kv_tokens,
-    optimizer_rows,
-    resident_rows,
-    rollout_rows,
-    useful_kv_tokens,
-)
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import train_rows
+from colocate.memory.workload import Workload
+from colocate.policy.footprint import MOMENTS_BYTES, optimizer_rows, train_rows
+from colocate.weights.shapes import ModelShapes
 
+CONTEXT_BYTES = int(0.55 * 2**30)
+"""The CUDA context and the code of the libraries' kernels."""
+CUBLAS_BYTES = 64 * 2**20
+"""cuBLAS's workspaces: 32 MiB for each stream that multiplies, on compute capability 9.0."""
 HOLES = 0.02
 """What PyTorch's allocator holds beyond what tensors ask for, as a share of that: blocks in whole 2 MiB, and
 holes between tensors that come and go."""
@@ -120,7 +115,7 @@ def account(
     """
     if workload.optim not in MOMENTS_BYTES:
         raise ValueError(f"optim={workload.optim!r}: state size unknown; one of {', '.join(MOMENTS_BYTES)}.")
-    resident = planned_resident_rows(shapes, workload, train_plan)
+    resident = resident_rows(shapes, workload, train_plan)
     room = None if device_memory_bytes is None else device_memory_bytes - total_bytes(resident)
     rollout, kv_tokens = rollout_rows(shapes, workload, room)
     rows = (*resident, *rollout, *_train_rows(shapes, workload, train_plan, correction))
@@ -139,8 +134,26 @@ def account(
     return replace(result, remedies=tuple(_remedies(result, shapes, workload))) if not result.fits else result
 
 
-def planned_resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan) -> list[Row]:
-    rows = resident_rows(shapes, workload)
+def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan) -> list[Row]:
+    """What is there in rollout and in training."""
+    b, dtype = workload.parameter_dtype.itemsize, workload.parameter_dtype
+    count, projections = shapes.num_parameters, shapes.num_projection_weights
+    weights, how = shapes.weight_bytes(dtype), f"{count:,} parameters × {b} B"
+    if shapes.four_bit is not None:
+        scales = "double quantised" if shapes.four_bit.double_quantized else "float32"
+        how = f"{projections:,} × 0.5 B and {scales} scales, {count - projections:,} × {b} B"
+    rows = [Row("weights", "resident", weights, how)]
+    if shapes.has_adapters:
+        # PEFT keeps adapters in float32 whatever the base model's type is, so they need no masters.
+        adapters = sum(shapes.adapter_sizes)
+        rows.append(Row("LoRA adapters", "resident", adapters * 4, f"{adapters:,} parameters × 4 B"))
+    elif workload.has_reference:
+        # With LoRA the reference is the base model with its adapters off.
+        rows.append(Row("reference", "resident", weights, how))
+    if workload.is_gpu:
+        context = f"{CONTEXT_BYTES / 2**30:.2f} GiB of context, cuBLAS's workspaces"
+        rows += engine_rows(shapes, workload)
+        rows.append(Row("CUDA", "resident", CONTEXT_BYTES + CUBLAS_BYTES, context))
     if not train_plan.offload_optimizer:
         rows += optimizer_rows(shapes, workload, "resident")
     return rows + ([_holes(rows, "resident")] if workload.is_gpu else [])
@@ -166,10 +179,6 @@ def _holes(rows: Iterable[Row], phase: Phase, moment: Moment | None = None) -> R
     size_bytes = sum(row.size_bytes for row in rows if row.name != "CUDA")
     how = f"{HOLES:.0%} of what tensors ask for"
     return Row("allocator's holes", phase, int(HOLES * size_bytes), how, moment)
-
-
-def total_bytes(rows: Iterable[Row]) -> int:
-    return sum(row.size_bytes for row in rows)
 
 
 def train_bytes(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan, correction: float) -> int:

@@ -15,18 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from colocate.engines.native.footprint import rollout_rows, useful_kv_tokens
+from colocate.memory.rows import total_bytes
 from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, ActivationPolicy, TrainPlan
-from colocate.planning.accounting import MOMENTS_BYTES, Workload, rollout_rows, useful_kv_tokens
+from colocate.memory.workload import Workload
 from colocate.planning.cut_groups import CutGroup
-from colocate.planning.memory_plan import (
-    MemoryPlan,
-    account,
-    planned_resident_rows,
-    total_bytes,
-    train_bytes,
-)
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import Microbatch, head_is_trained
+from colocate.planning.memory_plan import MemoryPlan, account, resident_rows, train_bytes
+from colocate.policy.footprint import MOMENTS_BYTES, Microbatch, head_is_trained, train_flops_per_token
+from colocate.weights.shapes import ModelShapes
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +38,6 @@ many tokens in the host's memory."""
 OVERHEAD_TOKENS = 512
 """What a micro-batch costs whatever its size, in tokens' worth of work: reading all weights and adding to all
 gradients in float32 is that of 230 tokens of a 1.5B model on an H200, launching its kernels likewise."""
-OFFLOAD_SLOWDOWN = 1.02
-"""Of "offload" beside "full": copies run beside other work and take some of its memory bandwidth."""
 
 LOGPROB_CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_LOGPROB_BYTES = 2 * 2**30
@@ -118,9 +112,7 @@ def choose_train_plan(
     start = TrainPlan(
         logprob_chunk_size=wishes.logprob_chunk_size or LOGPROB_CHUNKS[0], offload_optimizer=offload
     )
-    room = int((1 - MARGIN) * device_memory_bytes) - total_bytes(
-        planned_resident_rows(shapes, workload, start)
-    )
+    room = int((1 - MARGIN) * device_memory_bytes) - total_bytes(resident_rows(shapes, workload, start))
 
     def fits(candidate: TrainPlan) -> bool:
         return train_bytes(shapes, workload, candidate, correction) <= room
@@ -256,24 +248,6 @@ class Planner:
 # ── What the choice stands on ────────────────────────────────────────────────────────────────────────────
 
 
-def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
-    """Operations of a training step per token, recomputation included.
-
-    In a sequence of c tokens, forward: 2 per weight and 2 · L · H · D · c for causal attention; backward:
-    twice that for the weights (once, if they are frozen) and 2.5 times for attention (FlashAttention-2,
-    arXiv:2307.08691, section 4.1).
-    """
-    weights = shapes.num_projection_weights + shapes.num_head_weights
-    attention = 2 * shapes.num_layers * shapes.q_size * workload.max_sequence_length
-    step = (4 if shapes.has_adapters else 6) * weights + 3.5 * attention
-    qkv, o, gate_up, _ = shapes.group_sizes
-    if policy != "keep":
-        step += 2 * shapes.num_layers * gate_up
-    if policy in ("full", "offload"):
-        step += 2 * shapes.num_layers * (qkv + o) + attention
-    return step * (OFFLOAD_SLOWDOWN if policy == "offload" else 1.0)
-
-
 def _suffices(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, budget: int) -> bool:
     """Whether a policy with micro-batches of so many tokens is as fast as the next one with `ENOUGH_TOKENS`
     and groups that are not cut."""
@@ -328,7 +302,7 @@ def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes:
     """Whether a rollout is short of memory beside the optimizer's state."""
     if workload.optim not in MOMENTS_BYTES:
         return False
-    room = device_memory_bytes - total_bytes(planned_resident_rows(shapes, workload, TrainPlan()))
+    room = device_memory_bytes - total_bytes(resident_rows(shapes, workload, TrainPlan()))
     rollout, kv_tokens = rollout_rows(shapes, workload, room)
     return total_bytes(rollout) > room or kv_tokens < LEAST_KV_SHARE * useful_kv_tokens(workload)
 

@@ -13,11 +13,13 @@ from colocate.engines.native.backends import default_sizes
 from colocate.engines.native.decoder import bucket_for
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.kernels.prefixes import decode_scratch_bytes
-from colocate.planning.accounting import CONTEXT_BYTES, MOMENTS_BYTES, Workload
+from colocate.memory.workload import Workload
+from colocate.planning.memory_plan import CONTEXT_BYTES
 from colocate.planning.planner import Planner, Wishes
-from colocate.planning.shapes import ModelShapes
 from colocate.policy import cudnn_attention
+from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.layouts import has_layout
+from colocate.weights.shapes import ModelShapes
 
 if TYPE_CHECKING:
     from colocate.memory.train_plan import ActivationPolicy

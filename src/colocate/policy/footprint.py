@@ -1,4 +1,5 @@
-"""The memory of a training step, moment by moment.
+"""The memory and the work of a training step: both change with what the optimizer, the stack, attention and
+log-probs allocate and compute.
 
 A step is at its peak at one of a few moments, which are all counted:
 
@@ -7,8 +8,8 @@ A step is at its peak at one of a few moments, which are all counted:
     embedding   the gradient of the token embedding, after the layers have let go of all they kept
     step        gradients, and nothing else, beside masters and moments
 
-The formulas follow the lines of `colocate.policy.stack`, `attention` and `logprobs`: this file has to know
-what those allocate, and changes with them.
+What varies inside a moment is bounded from above; the first measured step corrects what the bounds add
+(`planning.planner.Planner.refine`).
 
 Legend: L layers, H query heads, K key-value heads, D head size, h hidden size, i width of the MLP,
 V vocabulary, T tokens of one micro-batch, N of them predicted, b bytes of a parameter.
@@ -16,23 +17,65 @@ V vocabulary, T tokens of one micro-batch, N of them predicted, b bytes of a par
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from colocate.memory.rows import Moment, Phase, Row
 from colocate.memory.train_plan import ActivationPolicy, TrainPlan
-from colocate.planning.accounting import Moment, Row, Workload, optimizer_rows
-from colocate.planning.shapes import ModelShapes
+from colocate.memory.workload import Workload
 from colocate.policy.cudnn_attention import workspace_bytes
 from colocate.policy.logprobs import logprob_bytes
 from colocate.policy.stack import MLP_TILE_TOKENS
+from colocate.weights.shapes import ModelShapes
+
+OFFLOAD_SLOWDOWN = 1.02
+"""Time of "offload" over that of "full": copies run beside other work and take some memory bandwidth."""
 
 _INPUTS_IN_FLIGHT = 2
 """Layers whose inputs are on the device under "offload": one in use and one on its way."""
 _SAMPLE_BYTES = 32
-"""Of a token of a step's samples: its id, mask, and log-probs of rollout, old policy, reference and new."""
+"""A token of a step's samples: its id, mask, and log-probs of rollout, old policy, reference and new."""
 _PACK_BYTES = 32
-"""Of a token of a micro-batch: id and position, the index of what it predicts, and the loss's numbers."""
+"""A token of a micro-batch: id and position, the index of what it predicts, and the loss's numbers."""
+
+
+# ── The optimizer ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _moments(count: int, *, is_8bit: bool = False) -> Callable[[int], int]:
+    """Bytes of so many moments for a tensor of n elements: float32, or a byte per element and for each block
+    of 256 its largest value in float32 (arXiv:2110.02861, section 2).
+
+    bitsandbytes leaves tensors of fewer than 4,096 elements in float32.
+    """
+    return lambda n: count * (n + 4 * -(-n // 256) if is_8bit and n >= 4096 else 4 * n)
+
+
+MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), _moments(2)),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), _moments(2, is_8bit=True)),
+    "sgd": _moments(0),
+    **dict.fromkeys(("lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), _moments(1)),
+    **dict.fromkeys(("lion_8bit", "rmsprop_bnb_8bit"), _moments(1, is_8bit=True)),
+    "ademamix": _moments(3),
+    "ademamix_8bit": _moments(3, is_8bit=True),
+}
+"""Optimizer state of one trained tensor, by its number of elements."""
+
+
+def optimizer_rows(shapes: ModelShapes, workload: Workload, phase: Phase) -> list[Row]:
+    """Masters and moments: resident, or there in training only if they are on the host in rollout."""
+    trained, rows = shapes.num_trained, []
+    if workload.parameter_dtype.itemsize < 4 and not shapes.has_adapters:
+        rows.append(Row("float32 masters", phase, trained * 4, f"{trained:,} trained × 4 B"))
+    moments = sum(map(MOMENTS_BYTES[workload.optim], shapes.trained_sizes))
+    rows.append(Row("moments", phase, moments, f"{trained:,} trained × {moments / trained:.3g} B"))
+    return rows
+
+
+# ── A step ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -73,27 +116,40 @@ def kept_bytes_per_token(shapes: ModelShapes, dtype: torch.dtype, policy: Activa
     return kept + (2 * b * shapes.mlp_size if policy == "keep" else 0)
 
 
+def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
+    """Operations of a training step per token, recomputation included.
+
+    In a sequence of c tokens, forward: 2 per weight and 2 · L · H · D · c for causal attention; backward:
+    twice that for the weights (once, if they are frozen) and 2.5 times for attention (FlashAttention-2,
+    arXiv:2307.08691, section 4.1).
+    """
+    weights = shapes.num_projection_weights + shapes.num_head_weights
+    attention = 2 * shapes.num_layers * shapes.q_size * workload.max_sequence_length
+    step = (4 if shapes.has_adapters else 6) * weights + 3.5 * attention
+    qkv, o, gate_up, _ = shapes.group_sizes
+    if policy != "keep":
+        step += 2 * shapes.num_layers * gate_up
+    if policy in ("full", "offload"):
+        step += 2 * shapes.num_layers * (qkv + o) + attention
+    return step * (OFFLOAD_SLOWDOWN if policy == "offload" else 1.0)
+
+
 def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list[Row]:
     """All of training: rows of the whole phase, and those of each moment."""
     microbatch = Microbatch.of(workload, plan.budget(workload.max_sequence_length))
-    is_only = microbatch.num_tokens >= workload.step_tokens
-    rows = optimizer_rows(shapes, workload, "train") if plan.offload_optimizer else []
+    num_packed, b = microbatch.num_tokens, workload.parameter_dtype.itemsize
     tokens = workload.num_step_sequences * workload.max_sequence_length
-    rows += [
+    per_token = _PACK_BYTES + 2 * b * shapes.head_size
+    how = f"{num_packed:,} tokens × {per_token} B: ids, positions, rotary angles"
+    return [
+        *(optimizer_rows(shapes, workload, "train") if plan.offload_optimizer else []),
         Row("samples", "train", tokens * _SAMPLE_BYTES, f"{tokens:,} tokens × {_SAMPLE_BYTES} B"),
-        _pack_row(shapes, workload, microbatch),
-        *_head_rows(shapes, workload, plan, microbatch, is_only),
-        *_layer_rows(shapes, workload, plan, microbatch, is_only),
-        *_embedding_rows(shapes, workload, microbatch),
+        Row("pack", "train", num_packed * per_token, how, is_transient=True),
+        *_head_rows(shapes, workload, plan, microbatch),
+        *_layer_rows(shapes, workload, plan, microbatch),
+        *_embedding_rows(shapes, workload, num_packed),
         _gradients_row("step", shapes.num_trained),
     ]
-    return rows
-
-
-def _pack_row(shapes: ModelShapes, workload: Workload, microbatch: Microbatch) -> Row:
-    per_token = _PACK_BYTES + 2 * workload.parameter_dtype.itemsize * shapes.head_size
-    how = f"{microbatch.num_tokens:,} tokens × {per_token} B: ids, positions, rotary angles"
-    return Row("pack", "train", microbatch.num_tokens * per_token, how, is_transient=True)
 
 
 def _gradients_row(moment: Moment, num_gradients: int) -> Row:
@@ -103,10 +159,10 @@ def _gradients_row(moment: Moment, num_gradients: int) -> Row:
 def _kept_row(
     moment: Moment, shapes: ModelShapes, workload: Workload, plan: TrainPlan, tokens: int, num_layers: int
 ) -> Row:
-    policy, b = plan.activation_policy, workload.parameter_dtype.itemsize
-    per_layer = kept_bytes_per_token(shapes, workload.parameter_dtype, policy)
+    policy, dtype = plan.activation_policy, workload.parameter_dtype
+    per_layer = kept_bytes_per_token(shapes, dtype, policy)
     if policy == "offload":
-        num_layers, per_layer = min(num_layers, _INPUTS_IN_FLIGHT), b * shapes.hidden_size
+        num_layers, per_layer = min(num_layers, _INPUTS_IN_FLIGHT), dtype.itemsize * shapes.hidden_size
     how = f"{policy!r}: {tokens:,} tokens × {num_layers} layers × {per_layer:,} B"
     return Row("kept by layers", "train", tokens * num_layers * per_layer, how, moment, is_transient=True)
 
@@ -115,31 +171,28 @@ def head_is_trained(shapes: ModelShapes) -> bool:
     return not shapes.has_adapters
 
 
-def _head_rows(
-    shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch, is_only: bool
-) -> list[Row]:
-    dtype, b = workload.parameter_dtype, workload.parameter_dtype.itemsize
-    hidden, predicted, trains_head = shapes.hidden_size, microbatch.num_predicted, head_is_trained(shapes)
+def _head_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch) -> list[Row]:
+    b, predicted = workload.parameter_dtype.itemsize, microbatch.num_predicted
+    is_only = microbatch.num_tokens >= workload.step_tokens
     logprobs = logprob_bytes(
-        predicted, hidden, shapes.vocab_size, dtype, chunk_size=plan.logprob_chunk_size,
-        trains_head=trains_head, entropy_gradient=workload.entropy_gradient, keep_softmax=plan.keep_softmax,
+        predicted, shapes.hidden_size, shapes.vocab_size, workload.parameter_dtype,
+        chunk_size=plan.logprob_chunk_size, trains_head=head_is_trained(shapes),
+        entropy_gradient=workload.entropy_gradient, keep_softmax=plan.keep_softmax,
     )  # fmt: skip
     how = f"{min(plan.logprob_chunk_size, predicted):,} tokens × {shapes.vocab_size:,} logits at a time"
     if plan.keep_softmax:
         how += f", and {predicted:,} × {shapes.vocab_size:,} × {b} B kept of the softmax"
-    rows = [
+    return [
         _gradients_row("head", 0 if is_only else shapes.num_trained),
         _kept_row("head", shapes, workload, plan, microbatch.num_tokens, shapes.num_layers),
         # The last layer's output where something is predicted, its norm, and the gradient of that.
         Row(
-            "hidden states", "train", 3 * predicted * hidden * b,
-            f"3 × {predicted:,} tokens × {hidden * b:,} B", "head", is_transient=True,
+            "hidden states", "train", 3 * predicted * shapes.hidden_size * b,
+            f"3 × {predicted:,} tokens × {shapes.hidden_size * b:,} B", "head", is_transient=True,
         ),
         Row("log-probs", "train", logprobs, how, "head"),
+        *([_head_gradient_row("head", shapes, b)] if head_is_trained(shapes) else []),
     ]  # fmt: skip
-    if trains_head:
-        rows.append(_head_gradient_row("head", shapes, b))
-    return rows
 
 
 def _head_gradient_row(moment: Moment, shapes: ModelShapes, b: int) -> Row:
@@ -148,7 +201,7 @@ def _head_gradient_row(moment: Moment, shapes: ModelShapes, b: int) -> Row:
 
 
 def _layer_rows(
-    shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch, is_only: bool
+    shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch
 ) -> list[Row]:
     """One layer's backward pass. With one micro-batch gradients appear as kept activations go, so that the
     peak is at one of the two ends; later micro-batches find all gradients there."""
@@ -158,7 +211,7 @@ def _layer_rows(
     def kept(num_layers: int) -> Row:
         return _kept_row("layer", shapes, workload, plan, tokens, num_layers)
 
-    if is_only:
+    if tokens >= workload.step_tokens:
         # The embedding's gradient comes last; a tied head's waits for it. The last layer's own gradients
         # become a part of the sums when its backward pass has ended.
         of_layer = 0 if shapes.has_adapters else sum(shapes.group_sizes)
@@ -273,11 +326,11 @@ def _attention_workspace_bytes(
     return num_queries * accumulator + num_keys * expanded
 
 
-def _embedding_rows(shapes: ModelShapes, workload: Workload, microbatch: Microbatch) -> list[Row]:
+def _embedding_rows(shapes: ModelShapes, workload: Workload, tokens: int) -> list[Row]:
     rows = [_gradients_row("embedding", shapes.num_trained)]
     if shapes.has_adapters:
         return rows
-    b, h, tokens = workload.parameter_dtype.itemsize, shapes.hidden_size, microbatch.num_tokens
+    b, h = workload.parameter_dtype.itemsize, shapes.hidden_size
     count = shapes.num_head_weights * (2 if shapes.has_tied_head else 1)
     # PyTorch sums over equal tokens in float32, in pieces of ten.
     pieces = tokens // 10 + min(tokens, shapes.vocab_size)
