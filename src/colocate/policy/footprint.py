@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from colocate.memory.rows import Moment, Phase, Row
+from colocate.memory.rows import Moment, Phase, Row, total_bytes
 from colocate.memory.train_plan import ActivationPolicy, TrainPlan
 from colocate.memory.workload import Workload
 from colocate.policy.cudnn_attention import workspace_bytes
@@ -205,108 +205,69 @@ def _layer_rows(
 ) -> list[Row]:
     """One layer's backward pass. With one micro-batch gradients appear as kept activations go, so that the
     peak is at one of the two ends; later micro-batches find all gradients there."""
-    b, tokens = workload.parameter_dtype.itemsize, microbatch.num_tokens
-    trained, head = shapes.num_trained, shapes.num_head_weights if head_is_trained(shapes) else 0
-
-    def kept(num_layers: int) -> Row:
-        return _kept_row("layer", shapes, workload, plan, tokens, num_layers)
-
+    tokens, trained = microbatch.num_tokens, shapes.num_trained
+    head = shapes.num_head_weights if head_is_trained(shapes) else 0
+    ends = [(trained, shapes.num_layers)]
     if tokens >= workload.step_tokens:
         # The embedding's gradient comes last; a tied head's waits for it. The last layer's own gradients
         # become a part of the sums when its backward pass has ended.
         of_layer = 0 if shapes.has_adapters else sum(shapes.group_sizes)
-        ends = [
-            (0 if shapes.has_tied_head else head, shapes.num_layers),
-            (trained - head - of_layer, 1),
-        ]
-        sizes = [kept(num_layers).size_bytes + 4 * gradients for gradients, num_layers in ends]
-        gradients, num_layers = ends[sizes.index(max(sizes))]
-    else:
-        gradients, num_layers = trained, shapes.num_layers
-    rows = [_gradients_row("layer", gradients), kept(num_layers)]
+        ends = [(0 if shapes.has_tied_head else head, shapes.num_layers), (trained - head - of_layer, 1)]
+    pairs = [
+        [_gradients_row("layer", gradients), _kept_row("layer", shapes, workload, plan, tokens, num_layers)]
+        for gradients, num_layers in ends
+    ]
+    rows = max(pairs, key=total_bytes)
     if head and shapes.has_tied_head:
-        rows.append(_head_gradient_row("layer", shapes, b))
-    widest, how = _widest_of_layer(shapes, workload, plan.activation_policy, microbatch)
+        rows.append(_head_gradient_row("layer", shapes, workload.parameter_dtype.itemsize))
+    widest = _layer_backward_bytes(shapes, workload, plan.activation_policy, microbatch)
+    how = f"{tokens:,} tokens, at the widest of MLP and attention"
     return [*rows, Row("one layer's backward", "train", widest, how, "layer", is_transient=True)]
 
 
-def _widest_of_layer(
+def _layer_backward_bytes(
     shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, microbatch: Microbatch
-) -> tuple[int, str]:
-    """`DecoderLayer.backward`, stage by stage: the most bytes beside what the layer keeps."""
-    b, h, tokens = workload.parameter_dtype.itemsize, shapes.hidden_size, microbatch.num_tokens
+) -> int:
+    """A bound of what `DecoderLayer.backward` takes beside what the layer keeps, at its widest: in the MLP's
+    activation function or the products beside it, in attention, or in the products of q, k and v."""
+    b, h, i, q, kv = (
+        workload.parameter_dtype.itemsize, shapes.hidden_size, shapes.mlp_size, shapes.q_size, shapes.kv_size
+    )  # fmt: skip
+    qkv_weights, o_weights, gate_up_weights, down_weights = shapes.group_sizes
+    mlp_weights, tokens, shared = gate_up_weights + down_weights, microbatch.num_tokens, microbatch.num_shared
     # Gradients of the layer's output and of the MLP's input.
     base = 2 * tokens * h * b
     if policy in ("full", "offload"):
         # q/k/v, attention's output, its log-sum-exps and the MLP's input are made again.
-        base += tokens * (b * (shapes.qkv_size + shapes.q_size + h) + 4 * shapes.num_heads)
-    tiles = [tokens]
-    if policy != "keep":  # the first is the fullest, the second finds gradients of the first
-        tiles = [min(tokens, MLP_TILE_TOKENS), min(max(0, tokens - MLP_TILE_TOKENS), MLP_TILE_TOKENS)]
-    stages = _attention_stages(shapes, workload, policy, microbatch)
-    for number, tile in enumerate(tiles):
-        for stage, size_bytes in _mlp_stages(shapes, b, policy, tile, is_later=number > 0).items():
-            stages[stage] = max(size_bytes if tile else 0, stages.get(stage, 0))
-    name = max(stages, key=stages.__getitem__)
-    return base + stages[name], f"{tokens:,} tokens, widest in {name}"
-
-
-def _mlp_stages(
-    shapes: ModelShapes, b: int, policy: ActivationPolicy, tile: int, *, is_later: bool
-) -> dict[str, int]:
-    """`DecoderLayer._mlp_backward` at a tile of so many tokens; a later one finds gradients there."""
-    h, i = shapes.hidden_size, shapes.mlp_size
-    gate_up = 0 if policy == "keep" else 2 * i
-    _, _, gate_up_weights, down_weights = shapes.group_sizes
-    # A frozen 4-bit weight is dequantised for its product.
-    unpacked = b if shapes.four_bit is not None else 0
-    in_tile = earlier = 0
+        base += tokens * (b * (shapes.qkv_size + q + h) + 4 * shapes.num_heads)
+    # Recomputed, the MLP's are made a tile at a time: the first is the fullest, the second finds gradients.
+    tile = tokens if policy == "keep" else min(tokens, MLP_TILE_TOKENS)
+    later = min(tokens - tile, tile)
+    gradients = earlier = in_products = unpacked = 0
     if not shapes.has_adapters:
-        in_tile = b
-        # A later tile's gradients are added to the first one's in float32.
-        earlier = 4 * (gate_up_weights + down_weights) if is_later else 0
-    return {
-        "the MLP's first product": tile * b * (h + gate_up) + unpacked * gate_up_weights + earlier,
-        "down_proj": tile * b * (h + gate_up + i) + unpacked * down_weights + earlier,
-        "the activation function": tile * b * (h + gate_up + 4 * i) + earlier,
-        "gate and up's gradient": tile * b * (h + 2 * i)
-        + earlier
-        # The first tile's are still there in their own type when the second's come.
-        + in_tile * (gate_up_weights * (2 if earlier else 1) + (0 if earlier else down_weights)),
-        # Two matrices are unpacked one by one and then joined.
-        "unpacking gate and up": tile * b * (h + 2 * i) + 2 * unpacked * gate_up_weights,
-        "gate and up": tile * b * (2 * h + 2 * i)
-        + unpacked * gate_up_weights
-        + (earlier or in_tile * (gate_up_weights + down_weights)),
-    }
-
-
-def _attention_stages(
-    shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, microbatch: Microbatch
-) -> dict[str, int]:
-    """Attention's backward pass."""
-    b, h, q, kv = workload.parameter_dtype.itemsize, shapes.hidden_size, shapes.q_size, shapes.kv_size
-    tokens, shared = microbatch.num_tokens, microbatch.num_shared
-    weights_qkv, weights_o, *weights_mlp = shapes.group_sizes
-    gradients = all_gradients = 0
-    if not shapes.has_adapters:
-        is_tiled = policy != "keep" and tokens > MLP_TILE_TOKENS
-        gradients = sum(weights_mlp) * (4 if is_tiled else b) + weights_o * b
-        # In the end the sums of tiles are rounded to the parameters' type, all at once.
-        all_gradients = gradients + weights_qkv * b + (sum(weights_mlp) * b if is_tiled else 0)
+        # Gradients of tiles are summed in float32, and rounded to the parameters' type in the end.
+        gradients = mlp_weights * (4 if later else b) + o_weights * b
+        earlier = mlp_weights * 4 if later else 0
+        in_products = 2 * gate_up_weights * b
+    elif shapes.four_bit is not None:
+        # A frozen weight is dequantised for its product; those of one input one by one, and then joined.
+        in_products, unpacked = 2 * gate_up_weights * b, max(2 * qkv_weights, o_weights) * b
+    activations = h + (0 if policy == "keep" else 2 * i) + 4 * i
+    mlp = max(
+        found + max(t * b * activations, t * b * 2 * (h + i) + in_products)
+        for t, found in ((tile, 0), (later, earlier))
+    )
+    workspace = _attention_workspace_bytes(shapes, workload, tokens, tokens)
+    if shared:  # prompts apart, what they have in the gradients of q, k and v, and log-sum-exps
+        apart = (tokens - shared) * (b * q + 4 * shapes.num_heads) + shared * b * 2 * kv
+        apart += _attention_workspace_bytes(shapes, workload, tokens - shared, shared)
+        workspace = max(workspace, apart)
     # q and k after rotation, the output's gradient, and the gradients of q, k and v.
-    base = gradients + tokens * b * (3 * q + 3 * kv)
-    stages = {"attention": base + _attention_workspace_bytes(shapes, workload, tokens, tokens)}
-    if shared:
-        # What the prompts have in the gradients of q, k and v.
-        parts = b * ((tokens - shared) * q + shared * 2 * kv)
-        if not workload.has_cudnn:
-            parts += (tokens - shared) * 4 * shapes.num_heads  # the log-sum-exps of the completions
-        workspace = _attention_workspace_bytes(shapes, workload, tokens - shared, shared)
-        stages["attention to prompts"] = base + parts + workspace
-    unpacked = b * max(2 * weights_qkv, weights_o) if shapes.four_bit is not None else 0
-    stages["q, k and v"] = tokens * b * (shapes.qkv_size + 2 * h) + all_gradients + unpacked
-    return stages
+    attention = gradients + tokens * b * 3 * (q + kv) + workspace
+    products = gradients + tokens * b * (shapes.qkv_size + 2 * h) + unpacked
+    if not shapes.has_adapters:
+        products += qkv_weights * b + (mlp_weights * b if later else 0)
+    return base + max(mlp, attention, products)
 
 
 def _attention_workspace_bytes(
