@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+
+@dataclass(frozen=True)
+class VLLMDemand:
+    """What bears on the memory of a vLLM in the trainer's process."""
+
+    memory_share: float | None = None
+    """`vllm_gpu_memory_utilization`; None: most of what is free when vLLM starts."""
+    sleeps: bool = True
+    """Whether vLLM gives its memory to training."""
+    shares_weights: bool = True
+    """Whether vLLM reads the trainer's parameters; False: it has a copy of all weights."""
+    is_bounded: bool = False
+    """Whether `vllm_max_model_length` says how much KV cache is of use; False: vLLM fills its share."""
+    num_devices: int = 1
+    """Over which a copy of the weights, and the KV cache, are divided (`vllm_tensor_parallel_size`)."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,9 @@ class Workload:
     """Whether the loss has an entropy bonus."""
     has_cudnn: bool = False
     """Whether attention runs through cuDNN (`policy.cudnn_attention`)."""
+    engine: Literal["native", "vllm", "vllm_server"] = "native"
+    """Where completions come from; a server has devices of its own."""
+    vllm: VLLMDemand = VLLMDemand()
 
     @property
     def max_sequence_length(self) -> int:
