@@ -34,6 +34,7 @@ from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
 from colocate.options import check_engine
 from colocate.planning.planner import Planner, choose_fixed_plan
+from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import wishes_of
 from colocate.policy.loading import (
     add_adapter,
@@ -54,7 +55,6 @@ from colocate.redaction import check_complete
 from colocate.rewards.base import RewardFunctions
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm, has_layout
-from colocate.weights.shapes import ModelShapes
 
 logger = logging.getLogger(__name__)
 
@@ -209,9 +209,13 @@ def planned(planner: Planner) -> TrainPlan:
     """The planner's choice, with a warning where memory will not do, or only for more work."""
     plan = planner.plan()
     if plan.shortage is not None:
+        remedies = "; or ".join(remedy.settings for remedy in find_remedies(planner.case))
+        advice = (
+            f"To make it fit, set {remedies}" if remedies else "Nothing that can be set would make it fit"
+        )
         logger.warning(
             f"The run may run out of memory: {plan.shortage}. It starts all the same and shrinks its "
-            f"micro-batches when it must. To make it fit, set {'; or '.join(plan.remedies)}."
+            f"micro-batches when it must. {advice}."
         )
     if plan.repeated_prompts is not None:
         logger.warning(plan.repeated_prompts)

@@ -7,6 +7,7 @@ V vocabulary, b bytes of a parameter.
 from __future__ import annotations
 
 from colocate.engines.native.capacity import COPY_BREAK_EVEN, FREE_MEMORY_FRACTION
+from colocate.kernels.prefixes import decode_scratch_bytes
 from colocate.memory.arena import HANDLE_BYTES
 from colocate.memory.rows import Row, total_bytes
 from colocate.memory.workload import Workload
@@ -26,9 +27,15 @@ def engine_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     longest = 1 << (workload.max_sequence_length - 1).bit_length()
     rotary = 2 * longest * shapes.head_size * b
     tables = 4 * workload.decode_rows * -(-longest // workload.page_size)
-    graphs = workload.decode_rows * _prefill_bytes_per_token(shapes, b)
+    graphs = workload.decode_rows * prefill_bytes_per_token(shapes, b)
     how = f"tables for {longest:,} positions, graphs of {workload.decode_rows} rows"
     return [*rows, Row("engine", "resident", rotary + tables + graphs, how)]
+
+
+def decode_bytes(shapes: ModelShapes, num_rows: int) -> int:
+    """The engine's buffers in the arena for decode steps of so many rows: logits, and attention's results."""
+    partials = decode_scratch_bytes(num_rows, shapes.num_heads, shapes.num_kv_heads, shapes.head_size)
+    return num_rows * shapes.vocab_size * 4 + sum(partials)
 
 
 def useful_kv_tokens(workload: Workload) -> int:
@@ -98,7 +105,7 @@ def _decode_row(shapes: ModelShapes, workload: Workload) -> Row:
     return Row("decode buffers", "rollout", size_bytes, how)
 
 
-def _prefill_bytes_per_token(shapes: ModelShapes, b: int) -> int:
+def prefill_bytes_per_token(shapes: ModelShapes, b: int) -> int:
     """Normed input and residual, and the wider of: q/k/v and attention's output; gate, up and product."""
     return b * (2 * shapes.hidden_size + max(shapes.qkv_size + shapes.q_size, 3 * shapes.mlp_size))
 
@@ -107,7 +114,7 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     b = workload.parameter_dtype.itemsize
     num_prompts = -(-workload.num_running // workload.num_generations)
     tokens = min(workload.max_prefill_tokens, num_prompts * workload.prompt_tokens)
-    per_token = _prefill_bytes_per_token(shapes, b)
+    per_token = prefill_bytes_per_token(shapes, b)
     size_bytes, how = tokens * per_token, f"{tokens:,} tokens × {per_token:,} B"
     if workload.prompt_tokens > workload.max_prefill_tokens:
         # The last piece of a prompt gathers one layer's keys and values of all the pieces before it.
