@@ -11,27 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.algorithms.advantages import compute_advantages, nanstd
-from colocate.algorithms.choices import (
-    AGGREGATIONS,
-    CLIPPED_LOSSES,
-    IMPORTANCE_SAMPLING_LEVELS,
-    IMPORTANCE_SAMPLING_MODES,
-    LOSS_TYPES,
-    REWARD_SCALES,
-)
+from colocate.algorithms.advantages import ADVANTAGES, AGGREGATIONS, compute_advantages, nanstd
 from colocate.algorithms.entropy import EntropyController
-from colocate.algorithms.importance_sampling import correction_ratios
+from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES, correction_ratios
 from colocate.algorithms.kl import kl_estimate
+from colocate.algorithms.losses import LOSSES, loss_weights
 from colocate.algorithms.masks import entropy_threshold, is_truncated, off_policy_sequence_mask
-from colocate.algorithms.normalization import entropy_weights, loss_weights, mean_tokens_per_step
+from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.algorithms.objective import LossBatch, Objective, ObjectiveParams
-from colocate.algorithms.ratios import importance_ratios
+from colocate.algorithms.ratios import RATIOS
 from colocate.reporting.metrics import Metrics
 
 seeds = st.integers(0, 2**31 - 1)
-loss_types = st.sampled_from(LOSS_TYPES)
-levels = st.sampled_from(IMPORTANCE_SAMPLING_LEVELS)
+loss_types = st.sampled_from(list(LOSSES))
+levels = st.sampled_from(list(RATIOS))
 few = settings(max_examples=60)
 
 
@@ -174,8 +167,8 @@ def test_kl_gradient_over_a_whole_distribution(correct: bool):
 def test_importance_ratios_by_hand():
     mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     log_ratios = torch.tensor([[1.0, 2.0, 9.0], [9.0, 9.0, 9.0]])
-    assert importance_ratios(log_ratios, mask, "token")[0, :2].log().tolist() == pytest.approx([1.0, 2.0])
-    assert importance_ratios(log_ratios, mask, "sequence").log().tolist() == [[1.5], [0.0]]
+    assert RATIOS["token"](log_ratios, mask)[0, :2].log().tolist() == pytest.approx([1.0, 2.0])
+    assert RATIOS["sequence"](log_ratios, mask).log().tolist() == [[1.5], [0.0]]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +271,7 @@ def test_weights_of_a_step(counts: list[list[int]], loss_type: str):
     assert entropy_total == pytest.approx(1.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_weights_are_finite_when_all_is_masked(loss_type: str):
     tokens = mean_tokens_per_step(0, num_processes=2, num_accumulated=4, steps_per_generation=4)
     weights = loss_weights(
@@ -333,8 +326,8 @@ def reward_table(seed: int, missing: float) -> torch.Tensor:
 @given(
     seed=seeds,
     missing=st.sampled_from([0.0, 0.3, 0.8]),
-    scale=st.sampled_from(REWARD_SCALES),
-    aggregation=st.sampled_from(AGGREGATIONS),
+    scale=st.sampled_from(list(ADVANTAGES)),
+    aggregation=st.sampled_from(list(AGGREGATIONS)),
 )
 def test_advantages_against_a_loop(seed: int, missing: float, scale: str, aggregation: str):
     rewards, weights = reward_table(seed, missing), torch.tensor([1.0, -0.5], dtype=torch.float64)
@@ -344,7 +337,7 @@ def test_advantages_against_a_loop(seed: int, missing: float, scale: str, aggreg
 
 
 @few
-@given(seed=seeds, shift=st.floats(-50, 50), scale=st.sampled_from(REWARD_SCALES))
+@given(seed=seeds, shift=st.floats(-50, 50), scale=st.sampled_from(list(ADVANTAGES)))
 def test_advantages_of_a_group_are_centred_and_ignore_shifts(seed: int, shift: float, scale: str):
     rewards, weights = reward_table(seed, missing=0.0), torch.ones(2, dtype=torch.float64)
     ours = compute_advantages(rewards, 4, weights, scale, "sum_then_normalize")
@@ -457,7 +450,7 @@ def test_vespo_weighs_a_sequence_alike_by_its_tokens_and_by_itself(seed: int):
                 vllm_importance_sampling_clip_max=1e30,
             )
         )(policy, entropies, batch)[0]
-        for level in IMPORTANCE_SAMPLING_LEVELS
+        for level in RATIOS
     ]
     torch.testing.assert_close(*losses)
 
@@ -498,7 +491,7 @@ def test_unusual_pairs_are_warned_of(loss_type: str, level: str, message: str):
     assert any(message in line for line in lines)
 
 
-@pytest.mark.parametrize("loss_type", CLIPPED_LOSSES)
+@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.reads_delta])
 def test_usual_pairs_are_silent(loss_type: str):
     level = "sequence" if loss_type in ("luspo", "grpo") else "token"
     assert not ObjectiveParams(loss_type=loss_type, importance_sampling_level=level).unusual_pairs()

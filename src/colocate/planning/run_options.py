@@ -58,7 +58,7 @@ def workload_of(
         max_prefill_tokens=TorchBackend.max_prefill_tokens,
         optim=OptimizerNames(args.optim).value,
         has_reference=args.beta != 0.0,
-        entropy_gradient=args.objective_params().has_entropy_bonus,
+        entropy_gradient=args.has_entropy_bonus,
         has_cudnn=has_cudnn,
         engine=args.engine if args.engine in ("vllm", "vllm_server") else "native",  # type: ignore[arg-type]
         vllm=VLLMDemand(
