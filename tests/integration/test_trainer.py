@@ -317,6 +317,7 @@ def test_runs_are_deterministic(tmp_path, tmp_path_factory):
         dict(entropy_coef=0.5),
         dict(use_adaptive_entropy=True, entropy_coef=0.5, entropy_target=10.0),
         dict(scale_rewards="none"),
+        dict(scale_rewards="mean"),
         dict(scale_rewards="batch", per_device_train_batch_size=8),
         dict(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=1.0),
         dict(temperature=0.7),

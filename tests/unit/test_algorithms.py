@@ -313,6 +313,8 @@ def reference_advantages(
             out[i] /= spread(sums) + 1e-4
         elif scale == "group":
             out[i] /= spread(members) + 1e-4
+        elif scale == "mean":
+            out[i] = out[i] / np.nanmean(members) if np.nanmean(members) > 0 else 0.0
     return np.nan_to_num(out, nan=0.0)
 
 
@@ -331,19 +333,43 @@ def reward_table(seed: int, missing: float) -> torch.Tensor:
 )
 def test_advantages_against_a_loop(seed: int, missing: float, scale: str, aggregation: str):
     rewards, weights = reward_table(seed, missing), torch.tensor([1.0, -0.5], dtype=torch.float64)
+    if scale == "mean":  # of rewards that are not negative, many of them 0
+        rewards, weights = rewards.clamp(min=0), weights.abs()
     ours = compute_advantages(rewards, 4, weights, scale, aggregation).advantages.numpy()
     expected = reference_advantages(rewards.numpy(), 4, weights.numpy(), scale, aggregation)
     np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 @few
-@given(seed=seeds, shift=st.floats(-50, 50), scale=st.sampled_from(list(ADVANTAGES)))
+@given(seed=seeds, shift=st.floats(-50, 50), scale=st.sampled_from(["group", "batch", "none"]))
 def test_advantages_of_a_group_are_centred_and_ignore_shifts(seed: int, shift: float, scale: str):
     rewards, weights = reward_table(seed, missing=0.0), torch.ones(2, dtype=torch.float64)
     ours = compute_advantages(rewards, 4, weights, scale, "sum_then_normalize")
     torch.testing.assert_close(ours.advantages.view(-1, 4).sum(1), torch.zeros(3, dtype=torch.float64))
     moved = compute_advantages(rewards + shift, 4, weights, scale, "sum_then_normalize")
     torch.testing.assert_close(moved.advantages, ours.advantages, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize("group", [2, 5])
+def test_mean_scaling_climbs_the_truncated_log_likelihood(p: float, group: int):
+    """The expected gradient over every outcome of a group of Bernoulli(p) completions, and the paper's."""
+    rate = torch.tensor(p, dtype=torch.float64, requires_grad=True)
+    truncated = -sum((1 - rate) ** k / k for k in range(1, group))
+    (expected,) = torch.autograd.grad(truncated, rate)
+    outcomes = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * group)
+    ours = compute_advantages(
+        outcomes.reshape(-1, 1), group, torch.ones(1).double(), "mean", "sum_then_normalize"
+    ).advantages.view_as(outcomes)
+    logprobs = outcomes * rate.log() + (1 - outcomes) * (1 - rate).log()
+    surrogate = (logprobs.detach().sum(1).exp() * (ours * logprobs).mean(1)).sum()
+    torch.testing.assert_close(torch.autograd.grad(surrogate, rate)[0], expected)
+
+
+def test_mean_scaling_refuses_rewards_below_zero():
+    rewards = torch.tensor([[1.0], [-0.5]])
+    with pytest.raises(ValueError, match=r"a reward is -0\.5: .* set scale_rewards='group'"):
+        compute_advantages(rewards, 2, torch.ones(1), "mean", "sum_then_normalize")
 
 
 def test_unscored_and_equal_completions():

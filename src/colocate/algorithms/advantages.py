@@ -23,7 +23,7 @@ class AdvantageOptions:
 
     scale_rewards: Annotated[str | bool, OneOf(ADVANTAGES)] = "group"
     """What a reward's distance from its group's mean is divided by: the standard deviation of the "group" (or
-    True) or of the "batch", or nothing with "none" (or False)."""
+    True) or of the "batch", that "mean" (MaxRL, arXiv:2602.02710), or nothing with "none" (or False)."""
     multi_objective_aggregation: Annotated[str, OneOf(AGGREGATIONS)] = "sum_then_normalize"
     """Whether rewards are normalised as a weighted sum, or each reward function by itself and then summed
     (GDPO, arXiv:2601.05242)."""
@@ -111,7 +111,33 @@ def scaled_by_batch(rewards: Tensor) -> tuple[Tensor, Tensor]:
     return unscaled(rewards)[0] / (std + STD_OFFSET), std
 
 
-ADVANTAGES: dict[str, Advantage] = {"group": scaled_by_group, "batch": scaled_by_batch, "none": unscaled}
+def scaled_by_mean(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """A = (R − mean_group(R)) / mean_group(R), and 0 in a group that earns nothing: MaxRL, "Maximum
+    Likelihood Reinforcement Learning", arXiv 2602.02710.
+
+    With rewards of 0 and 1 the mean estimates the success rate p, and E[Σ_i A_i ∇log π(y_i) / G] is not the
+    gradient of p but that of log p = −Σ_k (1 − p)^k / k with the first G − 1 terms.
+
+    Raises:
+        ValueError: a reward below 0, with which the mean is no rate of success.
+    """
+    if (rewards < 0).any():
+        lowest = rewards[rewards < 0].min().item()
+        raise ValueError(
+            f"scale_rewards='mean' divides by the mean reward of a group, but a reward is {lowest:g}: MaxRL "
+            "is defined for rewards of 0 or more. Shift them, or set scale_rewards='group'."
+        )
+    centred, std = unscaled(rewards)
+    mean = rewards.nanmean(dim=1, keepdim=True)
+    return torch.where(mean > 0, centred / mean, 0.0), std
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "group": scaled_by_group,
+    "batch": scaled_by_batch,
+    "none": unscaled,
+    "mean": scaled_by_mean,
+}
 
 
 # ── Several reward functions: from [P, G, F] to advantages and deviations [P, G] ─────────────────────────
