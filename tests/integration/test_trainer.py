@@ -304,6 +304,7 @@ def test_runs_are_deterministic(tmp_path, tmp_path_factory):
         dict(loss_type="dr_grpo"),
         dict(loss_type="luspo", importance_sampling_level="sequence"),
         dict(loss_type="cispo", epsilon_high=0.01),
+        dict(loss_type="dppo", epsilon=0.001),
         dict(loss_type="sapo"),
         dict(loss_type="vespo"),
         dict(importance_sampling_level="sequence"),

@@ -433,7 +433,7 @@ def test_a_whole_step_s_policy_loss_is_reported_once():
     ("options", "message"),
     [
         ({"loss_type": "dr-grpo"}, "Did you mean 'dr_grpo'"),
-        ({"loss_type": "ppo"}, "grpo, dapo, bnpo, dr_grpo, luspo, cispo, sapo, vespo"),
+        ({"loss_type": "ppo"}, "grpo, dapo, bnpo, dr_grpo, luspo, dppo, cispo, sapo, vespo"),
         ({"importance_sampling_level": "sequences"}, "Did you mean 'sequence'"),
         ({"vllm_importance_sampling_mode": "token-mask"}, "Did you mean 'token_mask'"),
         ({"epsilon": -0.1}, "between 0 and 1"),
@@ -461,6 +461,56 @@ def test_bad_options_are_refused_with_a_remedy(options: dict, message: str):
 
 def test_bounds_do_not_matter_without_correction():
     make_params(vllm_importance_sampling_correction=False, vllm_importance_sampling_clip_max=None)
+
+
+@few
+@given(seed=seeds, level=st.sampled_from(["token_truncate", "uncorrected"]))
+def test_dppo_is_the_paper_s_over_whole_distributions(seed: int, level: str):
+    """Loss and gradient of DPPO-Binary-TV, token by token, from logits over a vocabulary of 4."""
+    g = torch.Generator().manual_seed(seed)
+    logits, old, engine = (torch.randn(3, 4, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    tokens = torch.randint(4, (3, 4), generator=g)
+    advantages, weights = torch.randn(3, generator=g).double(), torch.rand(3, generator=g).double()
+    logits.requires_grad_()
+    policy, old, engine = (
+        x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in (logits, old, engine)
+    )
+    unknown = torch.rand(3, 4, generator=g) < 0.2
+
+    expected, slopes = 0.0, torch.zeros_like(logits)
+    for i, t in ((i, t) for i in range(3) for t in range(4)):
+        probabilities, token = logits[i, t].detach().softmax(-1), tokens[i, t]
+        # The engine's correction makes the ratio π_θ/μ; what the engine could not tell has π_old for μ.
+        sampled = old[i, t] if unknown[i, t] or level == "uncorrected" else engine[i, t]
+        ratio = (probabilities[token].log() - sampled).exp()
+        pi, mu = probabilities[token], (old if unknown[i, t] else engine)[i, t].exp()
+        divergence = 0.5 * ((pi - mu).abs() + ((1 - pi) - (1 - mu)).abs())
+        leaves = (pi - mu) * advantages[i] > 0 and divergence > (0.3 if advantages[i] > 0 else 0.1)
+        if leaves and not unknown[i, t]:
+            continue
+        one_hot = torch.nn.functional.one_hot(token, 4)
+        expected -= weights[i] * ratio * advantages[i]
+        slopes[i, t] = -weights[i] * ratio * advantages[i] * (one_hot - probabilities)
+
+    batch = LossBatch(
+        mask=torch.ones(3, 4, dtype=torch.float64),
+        advantages=advantages,
+        loss_weights=weights,
+        entropy_weights=weights,
+        old_logprobs=old,
+        rollout_logprobs=engine.masked_fill(unknown, math.nan),
+    )
+    params = ObjectiveParams(
+        loss_type="dppo",
+        epsilon=0.1,
+        epsilon_high=0.3,
+        vllm_importance_sampling_correction=level != "uncorrected",
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=math.inf,
+    )
+    loss, _ = Objective(params)(policy, torch.zeros(3, 4), batch)
+    torch.testing.assert_close(loss.item(), float(expected))
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], slopes)
 
 
 @given(seeds)

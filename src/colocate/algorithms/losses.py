@@ -40,9 +40,10 @@ class LossOptions:
     importance_sampling_level: Annotated[str, OneOf(RATIOS)] = "token"
     """Ratios per "token", or one per "sequence" from the mean log-ratio (GSPO, arXiv:2507.18071)."""
     epsilon: float = 0.2
-    """Lower clipping bound: ratios below 1 − ε."""
+    """Lower clipping bound: ratios below 1 − ε. With "dppo": how far a token's probability may fall."""
     epsilon_high: float | None = None
-    """Upper clipping bound, 1 + ε_high; None takes `epsilon`. DAPO: 0.28. With "cispo" the cap itself: 5."""
+    """Upper clipping bound, 1 + ε_high; None takes `epsilon`. DAPO: 0.28. With "cispo" the cap itself: 5.
+    With "dppo": how far a token's probability may rise."""
     delta: float | None = None
     """Second upper bound on the ratio, for negative advantages (INTELLECT-2, arXiv:2505.07291)."""
     sapo_temperature_neg: Annotated[float, POSITIVE] = 1.05
@@ -150,6 +151,25 @@ def clipped(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tenso
     if options.delta is not None:
         ratios = ratios.clamp(max=options.delta)
     return -torch.min(ratios * advantages, bounded * advantages)
+
+
+def dppo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
+    """−M·r·A with M = 0 where A > 0 and π_θ(y) − μ(y) > ε_high, or A < 0 and μ(y) − π_θ(y) > ε; else M = 1.
+
+    A trust region of probabilities instead of ratios: |π_θ(y) − μ(y)| is the total variation between the two
+    policies if all tokens but the sampled one are taken as one (the paper's DPPO-Binary-TV, with 0.15). What
+    would bring the policy back into the region keeps its gradient. μ is the policy that sampled; a token
+    whose probability the engine could not tell is kept.
+
+    The paper's ratio is π_θ/μ. That is r here times the engine's correction, with
+    `vllm_importance_sampling_mode="token_truncate"` and `vllm_importance_sampling_clip_max=inf`.
+    """
+    advantages = inputs.advantages
+    shift = (inputs.policy_logprobs.exp() - inputs.behaviour_logprobs.exp()).detach().nan_to_num(nan=0.0)
+    low = (shift < -options.epsilon) & (advantages < 0)
+    high = (shift > options.upper_epsilon) & (advantages > 0)
+    _record_clipping(metrics, low, high, inputs.mask)
+    return torch.where(low | high, 0.0, -inputs.ratios * advantages)
 
 
 def cispo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
@@ -299,6 +319,12 @@ LOSSES: dict[str, Loss] = {
         "in RLVR, arXiv 2602.05261",
         reads_delta=True,
         cautions=(_has_sequence_ratios,),
+    ),
+    "dppo": Loss(
+        dppo,
+        normalization.step_mean,
+        "Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879",
+        cautions=(_sums_over_tokens,),
     ),
     "cispo": Loss(
         cispo,
