@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -55,6 +55,8 @@ from colocate.requirements import (
 )
 
 logger = logging.getLogger(__name__)
+
+_Record = TypeVar("_Record", AdvantageOptions, ObjectiveParams)
 
 _TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
 _SECONDS = Requirement("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9)
@@ -478,9 +480,13 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     __str__ = __repr__
 
-    def objective_params(self) -> ObjectiveParams:
-        """The loss's share of the options, which later changes to these do not reach."""
-        return ObjectiveParams(**{field.name: getattr(self, field.name) for field in fields(ObjectiveParams)})
+    def options_of(self, record: type[_Record]) -> _Record:
+        """A part's share of the options, as they are now: later changes to these do not reach it.
+
+        Args:
+            record: a base class of this one, such as `ObjectiveParams`.
+        """
+        return record(**{field.name: getattr(self, field.name) for field in fields(record)})
 
     def _check_launcher(self) -> None:
         for variable, plugin in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):

@@ -20,7 +20,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head, split_tensor_dict
 
-from colocate.algorithms.advantages import compute_advantages
+from colocate.algorithms.advantages import AdvantageOptions, compute_advantages
 from colocate.algorithms.entropy import EntropyController
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES, loss_weights
@@ -408,7 +408,7 @@ def test_advantages(reference: TRLReference, monkeypatch, rewards: str, scale: s
     options = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
     reference.configure(options, with_engine=False)
     expected = reference.rollout()["advantages"]
-    ours = compute_advantages(table, NUM_GENERATIONS, weights, scale, aggregation)
+    ours = compute_advantages(table, NUM_GENERATIONS, weights, AdvantageOptions(scale, aggregation))
     torch.testing.assert_close(ours.advantages, expected, rtol=1e-5, atol=1e-6)
     logged = {name: values[0] for name, values in reference.trainer._metrics["train"].items()}
     assert ours.rewards.nanmean().item() == pytest.approx(logged["reward"])

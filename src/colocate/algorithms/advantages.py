@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 import torch
 from torch import Tensor
 
-from colocate.requirements import OneOf, check_choice
+from colocate.requirements import OneOf, check_choice, choices_of
 
 # Keeps advantages finite in a group whose completions all earn the same.
 STD_OFFSET = 1e-4
@@ -42,8 +42,7 @@ def compute_advantages(
     rewards_per_func: Tensor,
     num_generations: int,
     reward_weights: Tensor,
-    scale_rewards: str,
-    multi_objective_aggregation: str,
+    options: AdvantageOptions,
 ) -> Advantages:
     """Advantages of N completions, the G = `num_generations` of a prompt side by side.
 
@@ -56,14 +55,12 @@ def compute_advantages(
             if float32 holds the rewards.
         num_generations: G; divides N.
         reward_weights: [F].
-        scale_rewards: a name in `ADVANTAGES`.
-        multi_objective_aggregation: a name in `AGGREGATIONS`.
 
     Raises:
         ValueError: an unknown name, shapes that do not fit, or rewards that the advantage is not defined for.
     """
-    check_choice("scale_rewards", scale_rewards, ADVANTAGES)
-    check_choice("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
+    for name, choices in choices_of(AdvantageOptions).items():
+        check_choice(name, getattr(options, name), choices)
     num_completions, num_funcs = rewards_per_func.shape
     if num_completions % num_generations:
         raise ValueError(
@@ -76,8 +73,8 @@ def compute_advantages(
             "one weight per function."
         )
     grouped = rewards_per_func.view(-1, num_generations, num_funcs)
-    aggregate = AGGREGATIONS[multi_objective_aggregation]
-    advantages, std = aggregate(grouped, reward_weights, ADVANTAGES[scale_rewards])
+    aggregate = AGGREGATIONS[options.multi_objective_aggregation]
+    advantages, std = aggregate(grouped, reward_weights, ADVANTAGES[str(options.scale_rewards)])
     return Advantages(
         advantages=advantages.reshape(-1).nan_to_num(nan=0.0),
         rewards=_weighted_sum(grouped, reward_weights).view(-1),
