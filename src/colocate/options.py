@@ -202,7 +202,7 @@ HONOURED_BY: dict[str, frozenset[str]] = {
 }
 """By engine, what it honours of UNNECESSARY and REFUSED."""
 
-_BEHIND_SERVE = "{} on the server's own command line (`colocate serve MODEL -- {} ...`)"
+_BEHIND_SERVE = "{0} on the server's own command line (`colocate serve MODEL -- {0} ...`)"
 
 REPLACED_BY: dict[str, dict[str, str]] = {
     "vllm": {
@@ -211,11 +211,8 @@ REPLACED_BY: dict[str, dict[str, str]] = {
         "vllm_engine_kwargs={'kv_cache_memory_bytes': ...}",
     },
     "vllm_server": {
-        name: _BEHIND_SERVE.format(option, option)
-        for name, option in (
-            ("page_size", "--block-size"),
-            ("kv_cache_tokens", "--kv-cache-memory-bytes"),
-        )
+        "page_size": _BEHIND_SERVE.format("--block-size"),
+        "kv_cache_tokens": _BEHIND_SERVE.format("--kv-cache-memory-bytes"),
     },
 }
 """By engine, options of the native engine that it does not take, and what sets the same there."""
