@@ -34,6 +34,7 @@ from colocate.checkpoints.interruption import StopRequest
 from colocate.checkpoints.lock import holding_run_lock
 from colocate.config import GRPOConfig
 from colocate.data.sampler import PromptBatch
+from colocate.data.splits import EvalDataset, TrainDataset, check_datasets, evaluation_sets
 from colocate.experience.agreement import Agreement
 from colocate.experience.rollout import RequestBuilder, Rollout, Scorer
 from colocate.experience.slices import SliceRows
@@ -44,12 +45,18 @@ from colocate.memory.recovery import Recovery
 from colocate.memory.timeline import Timeline
 from colocate.nested_options import arguments_of_model_generate
 from colocate.planning.run_options import planner_for
-from colocate.policy.loading import stop_token_ids
+from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
 from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
+from colocate.process_setup import set_up_process
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
 from colocate.run_identity import RunIdentity
-from colocate.trainer_arguments import check_arguments, config_or_default
+from colocate.trainer_arguments import (
+    check_arguments,
+    check_reward_source,
+    config_or_default,
+    refuse_unsupported,
+)
 from colocate.trl_names import TRLNames
 from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
@@ -86,8 +93,8 @@ class GRPOTrainer(TRLNames):
         model: Any,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
-        train_dataset: assembly.TrainDataset | None = None,
-        eval_dataset: assembly.EvalDataset | None = None,
+        train_dataset: TrainDataset | None = None,
+        eval_dataset: EvalDataset | None = None,
         processing_class: Any = None,
         reward_processing_classes: Any = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
@@ -98,10 +105,8 @@ class GRPOTrainer(TRLNames):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        assembly.check_reward_source(reward_funcs)
-        assembly.refuse_unsupported(
-            tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
-        )
+        check_reward_source(reward_funcs)
+        refuse_unsupported(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
         self.args = args = config_or_default(args, model)
         sealed.check_writable(args.run_dir)
         check_arguments(
@@ -115,15 +120,28 @@ class GRPOTrainer(TRLNames):
             optimizers=optimizers,
             peft_config=peft_config,
         )
-        self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
-        assembly.set_up_process(args)
+        self.train_dataset, self.eval_dataset = check_datasets(train_dataset, eval_dataset, args)
+        set_up_process(args)
         self.accelerator = Accelerator(cpu=args.use_cpu)
         self.batches = assembly.prompt_batches(self.train_dataset, args)
         max_steps, steps_per_epoch = assembly.num_steps(args, self.batches.num_batches_per_epoch)
 
         device = self.accelerator.device
-        self.model, originals = assembly.prepare_model(model, args, device, quantization_config, peft_config)
-        self.processing_class = assembly.load_tokenizer(self.model, processing_class, args)
+        self.model, originals = prepare_model(
+            model,
+            device,
+            bf16=bool(args.bf16),
+            model_init_kwargs=args.model_init_kwargs,
+            trust_remote_code=args.trust_remote_code,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            without_dropout=args.disable_dropout,
+            gradient_checkpointing=args.gradient_checkpointing,
+            gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+        )
+        self.processing_class = load_tokenizer(
+            self.model, processing_class, trust_remote_code=args.trust_remote_code
+        )
         self.planner = planner_for(self.model, args)
         self.policy = assembly.build_policy(
             self.model,
@@ -180,7 +198,7 @@ class GRPOTrainer(TRLNames):
         )
         self.identity = RunIdentity(self, has_new_adapter=peft_config is not None)
         self.requests = RequestBuilder(self.processing_class, args, assembly.context_length(self.model, args))
-        for dataset in (self.train_dataset, *assembly.evaluation_sets(self.eval_dataset).values()):
+        for dataset in (self.train_dataset, *evaluation_sets(self.eval_dataset).values()):
             self.requests.check_extremes(dataset)
 
     @holding_run_lock
@@ -368,7 +386,7 @@ class GRPOTrainer(TRLNames):
 
     def evaluate(
         self,
-        eval_dataset: assembly.EvalDataset | None = None,
+        eval_dataset: EvalDataset | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:

@@ -14,6 +14,27 @@ from colocate.config import GRPOConfig
 from colocate.option_values import shown
 from colocate.weights.layouts import causal_lm
 
+NOT_SUPPORTED = {
+    "tools": "agents that call tools are not supported yet",
+    "rollout_func": "the rollout comes from an engine; implement colocate.engines.base.RolloutEngine instead",
+    "environment_factory": "environments are not supported yet",
+}
+
+
+def refuse_unsupported(**arguments: Any) -> None:
+    """Raises ValueError for an argument of TRL's trainer that is given but not supported here."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"GRPOTrainer does not take {name}: {NOT_SUPPORTED[name]}.")
+
+
+def check_reward_source(reward_funcs: Any) -> None:
+    """Raises ValueError if there is nothing to reward completions with."""
+    if reward_funcs is None or (isinstance(reward_funcs, (list, tuple)) and not reward_funcs):
+        raise ValueError(
+            "No reward source provided: pass a function, a sequence classifier or its name in `reward_funcs`."
+        )
+
 
 def config_or_default(args: Any, model: Any) -> GRPOConfig:
     """`args`, or as in TRL everything default and the directory named after the model.

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
 
-from colocate import assembly
 from colocate.algorithms.entropy import EntropyController
 from colocate.algorithms.masks import entropy_threshold, off_policy_sequence_mask
 from colocate.checkpoints import hub
 from colocate.config import GRPOConfig
-from colocate.data.loaders import eval_loader, train_loader
+from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
 from colocate.experience.rollout import Scorer
 from colocate.experience.slices import SliceRows
 from colocate.experience.window import TrainingWindow
 from colocate.policy.policy import Policy, UpdateResult
 from colocate.policy.reference import FrozenCopy
 from colocate.reporting.journal import Journal
+from colocate.trl_loaders import eval_loader, train_loader
 from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
 
@@ -100,8 +100,8 @@ class TRLNames:
     args: GRPOConfig
     accelerator: Accelerator
     model: Any
-    train_dataset: assembly.TrainDataset
-    eval_dataset: assembly.EvalDataset | None
+    train_dataset: TrainDataset
+    eval_dataset: EvalDataset | None
     journal: Journal
     policy: Policy
     scorer: Scorer
@@ -243,7 +243,7 @@ class TRLNames:
         Raises:
             ValueError: there is no such dataset.
         """
-        sets = assembly.evaluation_sets(self.eval_dataset)
+        sets = evaluation_sets(self.eval_dataset)
         if isinstance(eval_dataset, str):
             if eval_dataset not in sets:
                 raise ValueError(f"There is no eval_dataset {eval_dataset!r}, but {sorted(sets)}.")

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import datasets
-
-from colocate.config import GRPOConfig
+from transformers import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
-def settle_stream_options(args: GRPOConfig, train_dataset: Any, eval_datasets: Iterable[Any]) -> None:
+def settle_stream_options(args: TrainingArguments, train_dataset: Any, eval_datasets: Iterable[Any]) -> None:
     """Set in `args` what TRL sets for a `datasets.IterableDataset`: scripts read it there.
 
     Raises:

@@ -15,13 +15,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from colocate.option_values import shown
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import causal_lm, has_layout
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -29,6 +31,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def prepare_model(
+    model: Any,
+    device: torch.device,
+    *,
+    bf16: bool,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    quantization_config: Any = None,
+    peft_config: Any = None,
+    without_dropout: bool = False,
+    gradient_checkpointing: bool = False,
+    gradient_checkpointing_kwargs: Any = None,
+) -> tuple[Any, dict[str, Tensor]]:
+    """A model ready to be trained, and its trainable weights as they were before a cast to bf16.
+
+    Args:
+        model: a name, a path, or a loaded model.
+        gradient_checkpointing: for a model without a layout; those with one follow the activation policy.
+        gradient_checkpointing_kwargs: as in `enable_gradient_checkpointing`.
+
+    Raises:
+        ValueError: `quantization_config` for a model that is loaded already; or as `load_model` and
+            `add_adapter`.
+    """
+    init_kwargs = dict(model_init_kwargs or {})
+    if isinstance(model, str):
+        init_kwargs.setdefault("trust_remote_code", trust_remote_code)
+        if quantization_config is not None:
+            init_kwargs["quantization_config"] = quantization_config
+    elif quantization_config is not None:
+        raise ValueError(
+            "quantization_config applies while a model loads, but your model is already instantiated: pass "
+            "it by name, or drop quantization_config."
+        )
+    loaded = load_model(model, bf16=bf16, model_init_kwargs=init_kwargs)
+    freeze_what_text_does_not_reach(loaded)
+    originals = cast_to_bf16(loaded) if bf16 else {}
+    if peft_config is not None:
+        loaded = add_adapter(loaded, peft_config)
+        originals = {}  # the base is frozen now, and a frozen weight needs no master
+    if without_dropout:
+        disable_dropout(loaded)
+    if gradient_checkpointing and not has_layout(loaded):
+        enable_gradient_checkpointing(loaded, gradient_checkpointing_kwargs)
+    return nn.Module.to(loaded, device), originals
 
 
 def load_model(
@@ -222,6 +271,32 @@ def enable_gradient_checkpointing(
         # A re-entrant checkpoint passes gradients on only if an input needs one, which frozen embeddings do
         # not give it.
         causal_lm(model).enable_input_require_grads()
+
+
+def load_tokenizer(
+    model: nn.Module, processing_class: Any, *, trust_remote_code: bool
+) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the one saved with the model; checked against the model.
+
+    Raises:
+        TypeError: a processor of a multi-modal model.
+        ValueError: no EOS token, or a vocabulary that the model does not cover.
+    """
+    if processing_class is None:
+        name = causal_lm(model).config.name_or_path
+        if not name:
+            raise ValueError(
+                "The model was not loaded from anywhere, so its tokenizer is unknown: pass processing_class."
+            )
+        processing_class = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if isinstance(processing_class, ProcessorMixin):
+        raise TypeError(
+            f"processing_class is a {type(processing_class).__name__}, but only text can be trained on: "
+            "pass its .tokenizer and prompts without images."
+        )
+    set_pad_token(processing_class, model)
+    check_vocabulary(processing_class, model)
+    return processing_class
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:

@@ -1,0 +1,48 @@
+"""The rows that a run trains on and those that it is evaluated on, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import datasets
+from transformers import TrainingArguments
+
+from colocate.data.prompts import validate_columns
+from colocate.data.streams import settle_stream_options
+
+TrainDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
+EvalDataset: TypeAlias = TrainDataset | dict[str, TrainDataset]
+
+
+def check_datasets(
+    train_dataset: TrainDataset | None, eval_dataset: EvalDataset | None, args: TrainingArguments
+) -> tuple[TrainDataset, EvalDataset | None]:
+    """Both datasets, checked, with the columns that reward functions are to see.
+
+    Raises:
+        ValueError: no training data, an empty dataset, no prompts, images, or evaluation without data.
+    """
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required: a datasets.Dataset with a column 'prompt'.")
+    if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+        raise ValueError(
+            f"eval_strategy={str(args.eval_strategy)!r}, but there is no eval_dataset: pass one, or set "
+            "eval_strategy='no'."
+        )
+
+    settle_stream_options(args, train_dataset, evaluation_sets(eval_dataset).values())
+
+    def checked(dataset: TrainDataset) -> TrainDataset:
+        validate_columns(dataset)
+        return dataset.select_columns(["prompt"]) if args.remove_unused_columns else dataset
+
+    if isinstance(eval_dataset, dict):
+        return checked(train_dataset), {name: checked(part) for name, part in eval_dataset.items()}
+    return checked(train_dataset), None if eval_dataset is None else checked(eval_dataset)
+
+
+def evaluation_sets(eval_dataset: EvalDataset | None) -> dict[str, TrainDataset]:
+    """By name; a single one is called ""."""
+    if eval_dataset is None:
+        return {}
+    return eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
