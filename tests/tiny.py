@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
@@ -22,6 +23,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
+from colocate import build
 from colocate.config import GRPOConfig
 from colocate.engines.base import BaseEngine
 from colocate.trainer import GRPOTrainer
@@ -130,8 +132,15 @@ def make_config(output_dir: Any, **options: Any) -> GRPOConfig:
     return GRPOConfig(output_dir=str(output_dir), **{**defaults, **options})
 
 
-def make_trainer(output_dir: Any, **arguments: Any) -> GRPOTrainer:
-    """A trainer of a tiny model; what is no argument of the trainer is an option of its configuration."""
+def make_trainer(output_dir: Any, *, stub: StubEngine | None = None, **arguments: Any) -> GRPOTrainer:
+    """A trainer of a tiny model; what is no argument of the trainer is an option of its configuration.
+
+    Args:
+        stub: takes the place of the rollout engine.
+    """
+    if stub is not None:
+        with mock.patch.object(build, "build_engine", lambda *_: stub):
+            return make_trainer(output_dir, **arguments)
     names = set(inspect.signature(GRPOTrainer).parameters)
     options = {name: arguments.pop(name) for name in list(arguments) if name not in names}
     return GRPOTrainer(

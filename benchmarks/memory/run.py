@@ -67,8 +67,9 @@ def force_completions(trainer: GRPOTrainer, vocab_size: int) -> None:
 
 def predicted(trainer: GRPOTrainer) -> dict[str, Any]:
     """What the planner says of this run: from shapes and options, as `colocate plan` does."""
-    assert trainer.planner is not None, "there is a GPU and a layout"
-    plan = trainer.planner.plan()
+    planner: Any = trainer.policy.planner
+    assert planner is not None, "there is a GPU and a layout"
+    plan = planner.plan()
     return {
         # PyTorch and the engine keep memory that nobody else asks for: this is what the driver shows.
         "predicted_peak_bytes": plan.occupied_bytes,
@@ -123,7 +124,8 @@ def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.d
         )
         del model
         prediction = predicted(trainer) if device.type == "cuda" else {}
-        trainer.sampling = SamplingParams(**{**vars(trainer.sampling), "stop_token_ids": ()})
+        player = trainer.run.player
+        player.sampling = SamplingParams(**{**vars(player.sampling), "stop_token_ids": ()})
         if options.teacher_forced:
             force_completions(trainer, vocab_size)
         made_s = time.perf_counter() - start_s

@@ -6,7 +6,7 @@
 
 Either library's own `GRPOTrainer` on the same model of random weights, the same prompts of random words, and
 a reward that costs nothing. Completions have the given length: TRL passes `ignore_eos` to vLLM, and here the
-trainer's `sampling` is given no stop tokens. A step is what lies between the ends of two steps, the device
+trainer's player is given no stop tokens. A step is what lies between the ends of two steps, the device
 synchronised at both.
 
 Under torchrun or `accelerate launch` each process takes its share of the work; the first writes the record.
@@ -262,13 +262,15 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
 
     args = GRPOConfig(**settings(options, work, directory))
     trainer = make_trainer(GRPOTrainer, args, options, work)
-    trainer.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=())
+    player = trainer.run.player
+    player.sampling = dataclasses.replace(player.sampling, stop_token_ids=())
     take_watched = watch_engine(trainer.engine) if options.watch_engine else lambda: {}
     watched: list[dict[str, Any]] = []
     keeps_all = [False] * args.max_steps
     if options.keep != "learnt":
-        trainer.handover = FixedHandover()
-        trainer.handover.fixed_bytes = 0 if options.keep == "nothing" else None
+        handover = FixedHandover(trainer.engine)
+        handover.fixed_bytes = 0 if options.keep == "nothing" else None
+        trainer.run = dataclasses.replace(trainer.run, handover=handover)
     if options.keep == "in-turns":
         keeps_all = [i >= options.warm_up and (i - options.warm_up) // STANDBY_BLOCK % 2 == 1
                      for i in range(args.max_steps)]  # fmt: skip
@@ -277,7 +279,7 @@ def run_colocate(options: argparse.Namespace, work: Work, directory: str) -> dic
         watched.append(take_watched())
         if options.keep == "in-turns" and len(watched) < args.max_steps:
             # The end of a step comes before the next one's rollout, whose sleep it decides on.
-            trainer.handover.fixed_bytes = 1 << 62 if keeps_all[len(watched)] else None
+            handover.fixed_bytes = 1 << 62 if keeps_all[len(watched)] else None
 
     trainer.clock.after_step = after_step
     trainer.train()

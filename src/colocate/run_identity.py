@@ -9,12 +9,18 @@ import platform
 from functools import cached_property
 from typing import Any
 
+from accelerate import Accelerator
+
 import colocate
 from colocate.checkpoints.snapshot import checksum
+from colocate.config import GRPOConfig
 from colocate.data.fingerprint import fingerprint
+from colocate.engines.base import RolloutEngine
 from colocate.options import HONOURED_BY, honoured
+from colocate.policy.policy import Policy
 from colocate.policy.reference import is_of_reference
 from colocate.redaction import redacted
+from colocate.rewards.base import RewardFunctions
 from colocate.weights.layouts import causal_lm
 
 FIXED_OPTIONS = (
@@ -30,28 +36,41 @@ _ADAPTER_OPTIONS = ("peft_type", "lora_alpha", "lora_dropout", "use_rslora", "us
 
 
 class RunIdentity:
-    """The description of a trainer's run (its parts are in `colocate.checkpoints.changes`).
+    """The description of a run (its parts are in `colocate.checkpoints.changes`).
 
     Made before the first step: steps change the weights, and `sync_ref_model` the reference.
     """
 
-    def __init__(self, trainer: Any, *, has_new_adapter: bool) -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        args: GRPOConfig,
+        accelerator: Accelerator,
+        policy: Policy,
+        engine: RolloutEngine,
+        train_dataset: Any,
+        rewards: RewardFunctions,
+        has_new_adapter: bool,
+    ) -> None:
+        self._args = args
+        self._accelerator = accelerator
+        self._policy = policy
+        self._train_dataset = train_dataset
+        self._engine_name = type(engine).__name__
+        self._reward_names = list(rewards.names)
         self._checksums = {
             role: None if weights is None else checksum(weights)
-            for role, weights in trainer.policy.starting_weights(has_new_adapter=has_new_adapter).items()
+            for role, weights in policy.starting_weights(has_new_adapter=has_new_adapter).items()
         }
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, run_id: str) -> dict[str, Any]:
         """Plain JSON without secrets; the first call reads the dataset (`fingerprint`)."""
-        trainer = self._trainer
-        model, args = trainer.model, trainer.args
+        model, args = self._policy.model, self._args
         names = sorted(honoured(type(args), *HONOURED_BY).difference(_NOT_COMPARED, FIXED_OPTIONS))
         description = {
-            "run_id": trainer.journal.run_id,
+            "run_id": run_id,
             "fixed": {
-                "number of processes": trainer.accelerator.num_processes,
-                "optim (the optimizer)": type(trainer.optimizer).__qualname__,
+                "number of processes": self._accelerator.num_processes,
+                "optim (the optimizer)": type(self._policy.optimizer.optimizer).__qualname__,
                 "parameter": {
                     name: tuple(p.shape) for name, p in model.named_parameters() if not is_of_reference(name)
                 },
@@ -62,10 +81,10 @@ class RunIdentity:
                 "option": {n: redacted(getattr(args, n), n) for n in names if hasattr(args, n)},
                 "model": redacted(causal_lm(model).config.name_or_path),
                 "adapter": _adapter(model),
-                "engine": type(trainer.engine).__name__,
-                "device": trainer.accelerator.device.type,
+                "engine": self._engine_name,
+                "device": self._accelerator.device.type,
                 "dataset": self._dataset,
-                "reward functions": list(trainer.scorer.reward_functions.names),
+                "reward functions": self._reward_names,
                 "version of": _versions(),
             },
         }
@@ -73,7 +92,7 @@ class RunIdentity:
 
     @cached_property
     def _dataset(self) -> dict[str, Any]:
-        return fingerprint(self._trainer.train_dataset)
+        return fingerprint(self._train_dataset)
 
 
 def _adapter(model: Any) -> dict[str, Any]:

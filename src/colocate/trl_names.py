@@ -1,10 +1,11 @@
 """What scripts written for TRL's and transformers' trainers read, call and override on a trainer.
 
-Here are names only: each says what another part knows. `trainer.py` has the loop.
+Here are names only: each says what another part knows. `loop.py` has the loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import datasets
@@ -13,19 +14,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
 
-from colocate.algorithms.entropy import EntropyController
 from colocate.algorithms.masks import entropy_threshold, off_policy_sequence_mask
 from colocate.checkpoints import hub
 from colocate.config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
-from colocate.experience.rollout import Scorer
-from colocate.experience.slices import SliceRows
-from colocate.experience.window import TrainingWindow
-from colocate.policy.policy import Policy, UpdateResult
+from colocate.experience.requests import RolloutRequest
+from colocate.experience.slices import SlicedStep, SliceRows, Step
+from colocate.policy.policy import Policy
 from colocate.policy.reference import FrozenCopy
 from colocate.reporting.journal import Journal
+from colocate.run import Run
 from colocate.trl_loaders import eval_loader, train_loader
-from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
 
 _LOSS = "the loss is composed in colocate.algorithms.objective; a new one is an entry in algorithms/losses.py"
@@ -102,12 +101,11 @@ class TRLNames:
     model: Any
     train_dataset: TrainDataset
     eval_dataset: EvalDataset | None
+    run: Run
     journal: Journal
     policy: Policy
-    scorer: Scorer
-    entropy: EntropyController
-    window: TrainingWindow
-    slice_rows: SliceRows
+    _slice_rows: SliceRows
+    _step: SlicedStep | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -162,7 +160,7 @@ class TRLNames:
     @property
     def entropy_coef(self) -> float:
         """The entropy bonus's coefficient as it is now: adaptive control moves it."""
-        return self.entropy.coef
+        return self.run.entropy.coef
 
     @property
     def aux_loss_enabled(self) -> bool:
@@ -189,22 +187,22 @@ class TRLNames:
     @property
     def reward_funcs(self) -> list[Any]:
         """[F] functions and models, in the order given."""
-        return self.scorer.reward_functions.functions
+        return self.run.judge.reward_functions.functions
 
     @property
     def reward_func_names(self) -> list[str]:
         """[F] names under which rewards are logged."""
-        return self.scorer.reward_functions.names
+        return self.run.judge.reward_functions.names
 
     @property
     def reward_weights(self) -> Tensor:
         """[F] float32."""
-        return self.scorer.reward_functions.weights
+        return self.run.judge.reward_functions.weights
 
     @property
     def reward_processing_classes(self) -> list[Any]:
         """[F] tokenizers of the reward models; None for a function."""
-        return self.scorer.reward_functions.tokenizers
+        return self.run.judge.reward_functions.tokenizers
 
     @property
     def callback_handler(self) -> Any:
@@ -260,9 +258,20 @@ class TRLNames:
 
     # ── One step ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def train_slice(self, inputs: list[dict[str, Any]]) -> None:
-        """Call `training_step` for one slice; a subclass may have another."""
-        self.training_step(self.model, inputs)
+    def note_request(self, request: RolloutRequest) -> None:
+        """Remember whose rows the slices of a generation batch are."""
+        self._slice_rows.add(request)
+
+    def around_step(self, take: Callable[[], Step]) -> Step:
+        """Call `training_step` for each slice of an optimizer step; the last call takes the step."""
+        rows = self._slice_rows.of_next_step()
+        self._step = SlicedStep(take, len(rows))
+        try:
+            for inputs in rows:
+                self.training_step(self.model, inputs)
+            return self._step.result()
+        finally:
+            self._step = None
 
     def training_step(
         self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None
@@ -285,10 +294,9 @@ class TRLNames:
         Raises:
             RuntimeError: there are no completions to train on, since `train()` has not generated any.
         """
-        return self.slice_rows.visit(self.optimizer_step)
-
-    def optimizer_step(self) -> tuple[list[Sample], UpdateResult]:
-        raise NotImplementedError  # the trainer's
+        if self._step is None:
+            raise RuntimeError("There are no completions to train on: train() generates them, so call that.")
+        return self._step.visit()
 
     # ── What transformers' trainers offer besides ────────────────────────────────────────────────────────
 

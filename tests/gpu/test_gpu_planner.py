@@ -80,12 +80,7 @@ def test_a_steps_peak_is_as_planned(name, lora, lengths, num_prompts, tmp_path):
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
     args = TrainingArguments(output_dir=str(tmp_path), bf16=True, report_to=[], learning_rate=1e-6)
     samples = make_samples(num_prompts, 4, *lengths)
-    policy = Policy(
-        model,
-        PolicyOptimizer(model, args, 100),
-        temperature=1.0,
-        max_grad_norm=1.0,
-    )
+    optimizer = PolicyOptimizer(model, args, 100)
     shapes = ModelShapes.of(model)
     workload = Workload(
         torch.bfloat16, *lengths, num_generations=4, num_step_sequences=len(samples),
@@ -94,8 +89,9 @@ def test_a_steps_peak_is_as_planned(name, lora, lengths, num_prompts, tmp_path):
     )  # fmt: skip
     errors = {}
     for activation_policy in ACTIVATION_POLICIES:
-        policy.plan = TrainPlan(activation_policy, lengths[0] + 4 * lengths[1], logprob_chunk_size=512)
-        rows = train_rows(shapes, workload, policy.plan)
+        plan = TrainPlan(activation_policy, lengths[0] + 4 * lengths[1], logprob_chunk_size=512)
+        policy = Policy(model, optimizer, temperature=1.0, plan=plan, max_grad_norm=1.0)
+        rows = train_rows(shapes, workload, plan)
         moments = {
             moment: sum(row.size_bytes for row in rows if row.moment in (None, moment))
             for moment in get_args(Moment)
@@ -114,8 +110,8 @@ def test_a_training_run_follows_its_planner(tmp_path):
     """The planner is made from the real device, its plan is the policy's, and steps refine it."""
 
     trainer = make_trainer(tmp_path, use_cpu=False, bf16=True, max_steps=4)
-    assert trainer.planner is not None
-    plan = trainer.planner.plan()
+    planner: Any = trainer.policy.planner
+    plan = planner.plan()
     assert plan.fits and trainer.policy.plan == plan.train_plan
     assert plan.train_plan.activation_policy == "keep"  # a tiny model on a large device
     trainer.train()

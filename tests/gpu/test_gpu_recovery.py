@@ -9,10 +9,9 @@ from test_policy import objective
 from test_stack import samples_of
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from colocate.memory.recovery import Recovery
 from colocate.memory.train_plan import TrainPlan
 from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, Policy
+from colocate.policy.policy import Policy
 
 pytestmark = pytest.mark.gpu
 
@@ -35,9 +34,7 @@ def make_policy() -> Policy:
     )  # fmt: skip
     model = LlamaForCausalLM(config).cuda().bfloat16()
     args = TrainingArguments(output_dir="unused", report_to=[], learning_rate=1e-3)
-    policy = Policy(model, PolicyOptimizer(model, args, 10), temperature=1.0, plan=PLAN, max_grad_norm=None)
-    policy.retry = Recovery([policy.shrink_plan], OUT_OF_MEMORY_ADVICE).run
-    return policy
+    return Policy(model, PolicyOptimizer(model, args, 10), temperature=1.0, plan=PLAN, max_grad_norm=None)
 
 
 def updated(policy: Policy, share_of_memory: float | None = None) -> tuple[dict[str, torch.Tensor], int]:

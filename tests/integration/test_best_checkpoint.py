@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, T
 
 from colocate.checkpoints.best import BestCheckpoint, load_weights
 from colocate.checkpoints.sealed import CheckpointError
+from colocate.loop import roll_out
 from tiny import changed_weights, count_digits, make_config, make_model, make_trainer, sums, weights_of
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -96,9 +97,8 @@ def test_completions_after_the_end_are_the_best_models(tmp_path):
         tmp_path, [2.0, 1.0, 0.0], learning_rate=0.1, load_best_model_at_end=True, peft_config=LORA
     )
     trainer.train()
-    prompts = trainer.requests.evaluation(list(trainer.eval_dataset)).prompts
-    with trainer.phase("rollout"):
-        completions = trainer.engine.generate(prompts, trainer.sampling)
+    request = trainer.run.requests.evaluation(list(trainer.eval_dataset))
+    prompts, completions = request.prompts, roll_out(trainer.run, request)
     best = PeftModel.from_pretrained(make_model(), tmp_path / "checkpoint-1")
     ids = torch.tensor([*prompts[0].token_ids, *completions[0].token_ids])
     logprobs = best(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]

@@ -433,9 +433,11 @@ def test_mask_truncated_completions(tmp_path):
     """What the completion that was cut off says does not matter, only how it was rewarded."""
     weights = []
     for last_token in (10, 11):
-        trainer = make_trainer(tmp_path / str(last_token), mask_truncated_completions=True, max_steps=1)
-        trainer.engine = StubEngine(
+        stub = StubEngine(
             lambda prompt, member, last=last_token: [8, 9, last] if member == 3 else [5 + member, 8, 1]
+        )
+        trainer = make_trainer(
+            tmp_path / str(last_token), mask_truncated_completions=True, max_steps=1, stub=stub
         )
         assert train(trainer)
         assert logged(trainer, "completions/clipped_ratio") == [0.25]
@@ -444,8 +446,8 @@ def test_mask_truncated_completions(tmp_path):
 
 
 def test_mask_truncated_completions_all_masked(tmp_path):
-    trainer = make_trainer(tmp_path, mask_truncated_completions=True)
-    trainer.engine = StubEngine(lambda prompt, member: [5 + member, 8, 9])
+    stub = StubEngine(lambda prompt, member: [5 + member, 8, 9])
+    trainer = make_trainer(tmp_path, mask_truncated_completions=True, stub=stub)
     assert train(trainer) == set()
     assert logged(trainer, "loss") == logged(trainer, "grad_norm") == [0.0, 0.0]
     assert logged(trainer, "completions/clipped_ratio") == [1.0, 1.0]
@@ -460,7 +462,7 @@ def test_next_rollout_uses_the_new_weights(tmp_path, peft_config):
     trainer = make_trainer(tmp_path, peft_config=peft_config, max_steps=3, learning_rate=0.05)
     pointers = {name: p.data_ptr() for name, p in trainer.model.named_parameters()}
     versions, differences = [], []
-    score = trainer.scorer.score
+    score = trainer.run.judge.score
 
     def recorded(request, completions):
         rollout = score(request, completions)
@@ -474,7 +476,7 @@ def test_next_rollout_uses_the_new_weights(tmp_path, peft_config):
         )
         return rollout
 
-    trainer.scorer.score = recorded
+    trainer.run.judge.score = recorded
     before = weights_of(trainer.model)
     trainer.train()
     assert changed_weights(trainer.model, before)
@@ -555,9 +557,7 @@ def test_eval_loss_is_the_objective_over_the_whole_evaluation(tmp_path, loss_typ
         eval_dataset=sums(2),
         max_completion_length=6,
         importance_sampling_level="token",
-    )
-    trainer.engine = StubEngine(
-        lambda prompt, member: [8 + member] * (lengths[-1 - prompt.key][member] - 1) + [1]
+        stub=StubEngine(lambda prompt, member: [8 + member] * (lengths[-1 - prompt.key][member] - 1) + [1]),
     )
     metrics = trainer.evaluate()
     rewards = torch.tensor([[n - 1.0 for n in row] for row in lengths])

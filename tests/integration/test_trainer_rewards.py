@@ -86,13 +86,13 @@ def test_reward_reads_an_additional_column(tmp_path):
 
     digits = {str(d): 5 + d for d in range(10)}
     answers = {i: row["answer"] for i, row in enumerate(sums())}
-    trainer = make_trainer(tmp_path, reward_funcs=is_answer, shuffle_dataset=False)
     # Members 0 and 1 give the first digit of the right answer, the others something else.
-    trainer.engine = StubEngine(
+    stub = StubEngine(
         lambda prompt, member: (
             [digits[c] for c in answers[prompt.key]] + [1] if member < 2 else [20 + member, 1]
         )
     )
+    trainer = make_trainer(tmp_path, reward_funcs=is_answer, shuffle_dataset=False, stub=stub)
     assert train(trainer)
     assert logged(trainer, "rewards/is_answer/mean") == [0.5, 0.5]
 
@@ -109,8 +109,7 @@ def test_sync_and_async_functions(tmp_path):
         await asyncio.sleep(0.02)
         return [1.0] * len(completions)
 
-    trainer = make_trainer(tmp_path, reward_funcs=[slow, num_threes, slower])
-    trainer.engine = StubEngine(fixed_length)
+    trainer = make_trainer(tmp_path, reward_funcs=[slow, num_threes, slower], stub=StubEngine(fixed_length))
     assert train(trainer)
     assert threads["slow"] != threading.get_ident()
     assert logged(trainer, "rewards/slow/mean") == logged(trainer, "rewards/num_threes/mean") == [2.5, 2.5]
@@ -124,8 +123,9 @@ def test_function_may_leave_completions_to_others(tmp_path):
     def nothing(completions, **kwargs):
         return [None] * len(completions)
 
-    trainer = make_trainer(tmp_path, reward_funcs=[num_threes, only_long, nothing], max_steps=1)
-    trainer.engine = StubEngine(fixed_length)
+    trainer = make_trainer(
+        tmp_path, reward_funcs=[num_threes, only_long, nothing], max_steps=1, stub=StubEngine(fixed_length)
+    )
     assert train(trainer)
     (entry,) = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert entry["rewards/only_long/mean"] == 10.0
@@ -147,8 +147,9 @@ def test_reward_weights(tmp_path):
     def ones(completions, **kwargs):
         return [1.0] * len(completions)
 
-    trainer = make_trainer(tmp_path, reward_funcs=[num_threes, ones], reward_weights=[0.5, 3.0])
-    trainer.engine = StubEngine(fixed_length)
+    trainer = make_trainer(
+        tmp_path, reward_funcs=[num_threes, ones], reward_weights=[0.5, 3.0], stub=StubEngine(fixed_length)
+    )
     assert train(trainer)
     assert logged(trainer, "reward") == [0.5 * 2.5 + 3.0] * 2
     assert logged(trainer, "reward_std")[0] == pytest.approx(0.5 * torch.tensor([1.0, 2, 3, 4]).std().item())
@@ -167,8 +168,8 @@ def test_normalize_then_sum(tmp_path):
             reward_funcs=[num_threes, reverse],
             multi_objective_aggregation=aggregation,
             max_steps=1,
+            stub=StubEngine(fixed_length),
         )
-        trainer.engine = StubEngine(fixed_length)
         train(trainer)
         (scales[aggregation],) = logged(trainer, "grad_norm")
     # Alone, the two functions would cancel but for the 1e-4 added to the standard deviation.
@@ -183,9 +184,13 @@ def test_log_extra_and_log_metric(tmp_path):
         return num_threes(completions)
 
     trainer = make_trainer(
-        tmp_path, reward_funcs=reward, log_completions=True, eval_dataset=sums(2), log_unique_prompts=True
+        tmp_path,
+        reward_funcs=reward,
+        log_completions=True,
+        eval_dataset=sums(2),
+        log_unique_prompts=True,
+        stub=StubEngine(fixed_length),
     )
-    trainer.engine = StubEngine(fixed_length)
     assert train(trainer)
     assert logged(trainer, "accuracy") == [0.5, 1.0]
     assert trainer.evaluate()["eval_accuracy"] == 1.5
@@ -198,8 +203,8 @@ def test_log_extra_and_log_metric(tmp_path):
 
 
 def test_completions_are_printed(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, log_completions=True, num_completions_to_print=2, max_steps=1)
-    trainer.engine = StubEngine(lambda prompt, member: [25, 26, 27, 28, 5 + member, 1])
+    stub = StubEngine(lambda prompt, member: [25, 26, 27, 28, 5 + member, 1])
+    trainer = make_trainer(tmp_path, log_completions=True, num_completions_to_print=2, max_steps=1, stub=stub)
     trainer.train()
     printed = capsys.readouterr().out
     assert sum(f"klmn{member}" in printed for member in range(4)) == 2
@@ -252,15 +257,18 @@ def test_reward_function_that_takes_too_long_ends_the_run_where_it_can_go_on(tmp
         return num_threes(completions)
 
     trainer = make_trainer(
-        tmp_path, reward_funcs=judge, reward_timeout_s=0.3, save_strategy="steps", save_steps=1
+        tmp_path,
+        reward_funcs=judge,
+        reward_timeout_s=0.3,
+        save_strategy="steps",
+        save_steps=1,
+        stub=StubEngine(fixed_length),
     )
-    trainer.engine = StubEngine(fixed_length)
     with pytest.raises(
         RewardError, match=r"'judge' took longer than reward_timeout_s=0\.3.*on completion 2 \("
     ):
         trainer.train()
-    resumed = make_trainer(tmp_path, reward_funcs=num_threes)
-    resumed.engine = StubEngine(fixed_length)
+    resumed = make_trainer(tmp_path, reward_funcs=num_threes, stub=StubEngine(fixed_length))
     assert resumed.train(resume_from_checkpoint=True).global_step == 2
 
 
@@ -298,8 +306,8 @@ def test_large_rewards_count_like_small_ones(tmp_path, scale):
             reward_weights=[0.75],
             scale_rewards=scale,
             max_steps=1,
+            stub=StubEngine(lambda prompt, member: [8] * (member % 3 + 1) + [1]),
         )
-        trainer.engine = StubEngine(lambda prompt, member: [8] * (member % 3 + 1) + [1])
         assert train(trainer)
         weights.append(weights_of(trainer.model))
         deviations.append(logged(trainer, "reward_std")[0] / factor)
@@ -347,8 +355,9 @@ def test_an_empty_prompt_is_found_before_anything_is_generated(tmp_path, row):
 
 
 def test_rewards_in_the_run_record(tmp_path):
-    trainer = make_trainer(tmp_path, max_steps=3, logging_steps=2, reward_funcs=num_threes)
-    trainer.engine = StubEngine(fixed_length)
+    trainer = make_trainer(
+        tmp_path, max_steps=3, logging_steps=2, reward_funcs=num_threes, stub=StubEngine(fixed_length)
+    )
     trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]

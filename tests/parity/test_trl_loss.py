@@ -382,13 +382,12 @@ def test_adaptive_entropy_follows_the_same_path(reference: TRLReference, target:
     batch = reference.rollout()
     reference.update_policy()
     controller = EntropyController(**settings)
-    objective = Objective(our_params(options, with_engine=False))
+    objective = Objective(our_params(options, with_engine=False), controller)
     for _ in range(6):
         expected = reference.loss(batch)
         loss, grad, metrics = our_loss(reference.model, objective, batch, options)
         assert_same(loss, grad, expected)
         controller.update(metrics.compute()["entropy_trained"])
-        objective.entropy_coef = controller.applied_coef
         assert controller.coef == pytest.approx(reference.trainer.entropy_coef)
     assert controller.coef == pytest.approx(0.03 if target == 10.0 else 0.0)
 

@@ -109,15 +109,14 @@ def with_scripted_completions(theirs, ours) -> None:
 
     theirs._generate_single_turn = generate_single_turn
 
-    class Scripted(StubEngine):
-        calls = 0
+    our_calls = iter(range(10**6))
 
-        def generate(self, prompts, sampling):
-            completions = super().generate(prompts, sampling)
-            self.calls += 1
-            return completions
+    def generate(prompts, sampling):
+        call = next(our_calls)
+        stub = StubEngine(lambda prompt, member: completion(prompt.token_ids, member, call))
+        return stub.generate(prompts, sampling)
 
-    ours.engine = Scripted(lambda prompt, member: completion(prompt.token_ids, member, ours.engine.calls))
+    ours.engine.generate = generate
 
 
 def train_theirs(theirs, seed: int) -> None:

@@ -76,7 +76,7 @@ def test_one_model_is_silent(caplog, model, make_engine, options, tells):
     model = model.train()  # dropout, of which a comparison must know nothing
     sampling = SamplingParams(max_tokens=16, seed=1, **options)
     samples = rollout(make_engine(model), sampling, tells=tells)
-    Agreement(sampling).check(samples, make_engine(model), make_policy(model, sampling.temperature))
+    Agreement(make_engine(model), make_policy(model, sampling.temperature), sampling).check(samples)
     assert caplog.messages == []
 
 
@@ -86,11 +86,11 @@ def test_another_model_is_said_once_and_again_after_a_loss(caplog, tells):
     sampling = SamplingParams(max_tokens=16, seed=1)
     engine, policy = native(with_other_weights(model, 0.2)), make_policy(model, 1.0)
     samples = rollout(engine, sampling, tells=tells)
-    agreement = Agreement(sampling)
-    agreement.check([], engine, policy)
+    agreement = Agreement(engine, policy, sampling)
+    agreement.check([])
     for num_warnings in (1, 1, 2):
         engine.num_restarts = num_warnings - 1
-        agreement.check(samples, engine, policy)
+        agreement.check(samples)
         assert len(caplog.messages) == num_warnings
     # By hand from the model's own forward, for those that are compared.
     distances = []
@@ -111,7 +111,7 @@ def test_another_model_is_said_once_and_again_after_a_loss(caplog, tells):
 def test_a_penalty_makes_tokens_unlikely_and_proves_nothing(caplog):
     model, sampling = make_model("qwen3"), SamplingParams(max_tokens=16, repetition_penalty=5.0)
     samples = rollout(native(model), sampling, tells=False)
-    Agreement(sampling).check(samples, native(model), make_policy(model, 1.0))
+    Agreement(native(model), make_policy(model, 1.0), sampling).check(samples)
     assert caplog.messages == []
 
 
@@ -119,9 +119,9 @@ def test_nothing_is_concluded_from_tokens_that_more_than_sampling_decides(caplog
     model, sampling = make_model("qwen3"), SamplingParams(max_tokens=16)
     other = native(with_other_weights(model, 0.2))
     samples = rollout(other, sampling, tells=False)
-    Agreement(sampling, is_drawn_otherwise=True).check(samples, other, make_policy(model, 1.0))
+    Agreement(other, make_policy(model, 1.0), sampling, is_drawn_otherwise=True).check(samples)
     assert caplog.messages == []
-    Agreement(sampling).check(samples, other, make_policy(model, 1.0))
+    Agreement(other, make_policy(model, 1.0), sampling).check(samples)
     assert "tells no log-probs" in caplog.text
 
 

@@ -414,8 +414,7 @@ def test_entropy_bonus_raises_entropy():
     """With no advantages, minimising the loss increases every trained token's entropy by its weight."""
     policy, entropies, batch = make_step(3)
     batch = dataclasses.replace(batch, advantages=torch.zeros(6, dtype=torch.float64))
-    objective = Objective(make_params(entropy_coef=0.5))
-    objective.entropy_coef = 0.25
+    objective = Objective(make_params(entropy_coef=0.5), EntropyController(0.25))
     grad = torch.autograd.grad(objective(policy, entropies, batch)[0], entropies)[0]
     trained = batch.mask * (entropies >= 0.4)
     torch.testing.assert_close(grad, -0.25 * batch.entropy_weights[:, None] * trained)

@@ -12,7 +12,6 @@ from test_policy import make_samples
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from colocate.memory.train_plan import TrainPlan
 from colocate.reporting.metrics import Metrics
 from tiny import EOS, PAD, VOCAB_SIZE, changed_weights, make_tokenizer, make_trainer, weights_of
 
@@ -85,7 +84,6 @@ def test_the_routers_loss_of_a_step_counts_each_micro_batch_by_its_sequences(tmp
     """By hand: the mean over single sequences, and over a micro-batch of three and one of one."""
     config = config_of("Mixtral", **SIZES | dict(vocab_size=61), **EXPERTS, router_aux_loss_coef=0.25)
     model = make_model(config)
-    policy = make_trainer(tmp_path, model=model).policy
     samples = make_samples([(3, 5), (2, 4), (4, 4), (1, 9)])
 
     def by_module(part) -> torch.Tensor:
@@ -99,7 +97,7 @@ def test_the_routers_loss_of_a_step_counts_each_micro_batch_by_its_sequences(tmp
 
     longest = [samples[3], samples[0], samples[2]]
     for tokens, parts in ((1, [[s] for s in samples]), (30, [longest, [samples[1]]])):
-        policy.plan = TrainPlan(tokens_per_microbatch=tokens)
+        policy = make_trainer(tmp_path, model=model, max_tokens_per_microbatch=tokens).policy
         assert sorted(map(len, policy._microbatches(samples, packed=False))) == sorted(map(len, parts))
         want = sum(len(part) * by_module(part) for part in parts) / len(samples)
         metrics = policy.evaluate(samples, nothing).compute()

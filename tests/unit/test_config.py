@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from colocate.assembly import sampling_params
+from colocate.build import sampling_params
 from colocate.config import GRPOConfig
 from colocate.option_values import coerce, shown, types_of
 from colocate.options import (

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.memory.timeline import MAX_POINTS, PooledBytes, Timeline
+from colocate.memory.timeline import MAX_POINTS, Category, PooledBytes, Timeline
 from colocate.reporting.memory_charts import MemoryCurve, step_memory_chart
 from colocate.reporting.run import read_run
 from colocate.reporting.run_log import RunLog
@@ -64,9 +64,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
 
 def test_points_are_in_the_devices_time_and_each_has_the_peak_before_it(device: FakeDevice) -> None:
     gradients = 0
-    timeline = Timeline("cuda:0")
-    timeline.watch("weights", lambda: 100)
-    timeline.watch("gradients", lambda: gradients, within_phases=True)
+    categories = [
+        Category("weights", lambda: 100),
+        Category("gradients", lambda: gradients, within_phases=True),
+    ]
+    timeline = Timeline("cuda:0", categories)
     timeline.mark("outside of all phases")
     device.allocate(100)
     with timeline.phase("train"):

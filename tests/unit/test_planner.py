@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from colocate import assembly
+from colocate.build import first_plan
 from colocate.config import GRPOConfig
 from colocate.data.packing import pack
 from colocate.engines.native.capacity import useful_pages
@@ -599,7 +599,7 @@ def test_prompts_that_are_computed_again_are_said_with_the_memory_that_would_spa
         assert (result.repeated_prompts is None) == is_spared
         assert (result.train_plan.budget(0) >= 40960) == is_spared
     # A run says so when it starts, or, as the longest prompt may come late, then and once.
-    assembly.planned(Planner(LORA_SHAPES, load, 6 * GIB))
+    first_plan(Planner(LORA_SHAPES, load, 6 * GIB))
     assert caplog.messages.count(line) == 1
     caplog.clear()
     planner = Planner(LORA_SHAPES, replace(load, prompt_tokens=512), 6 * GIB)

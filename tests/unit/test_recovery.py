@@ -5,11 +5,9 @@ import torch
 from test_policy import SAMPLES, make_model, make_policy, objective
 
 from colocate.engines.native.model_runner import ModelRunner
-from colocate.memory.recovery import Recovery
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
 from colocate.policy import policy as policy_module
 from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.policy import OUT_OF_MEMORY_ADVICE
 from colocate.policy.stack import DecoderLayer
 from colocate.types import Completion, Prompt, SamplingParams
 from tiny import make_trainer
@@ -31,11 +29,6 @@ def failing(monkeypatch, owner, name: str, *, call: int, times: int = 1):
     monkeypatch.setattr(owner, name, wrapped)
 
 
-def recovering(policy):
-    policy.retry = Recovery([policy.shrink_plan], OUT_OF_MEMORY_ADVICE).run
-    return policy
-
-
 def updated_weights(policy) -> dict[str, torch.Tensor]:
     for _ in range(2):
         policy.update(SAMPLES, objective)
@@ -52,7 +45,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_update_is_repeated_with_the_same_result(place, monkeypatch, caplog):
-    make = lambda: recovering(make_policy(make_model("qwen2"), plan=PLAN, learning_rate=0.1))  # noqa: E731
+    make = lambda: make_policy(make_model("qwen2"), plan=PLAN, learning_rate=0.1)  # noqa: E731
     want = updated_weights(make())
     owner, name, call = PLACES[place]
     failing(monkeypatch, owner, name, call=call)
@@ -64,7 +57,7 @@ def test_an_update_is_repeated_with_the_same_result(place, monkeypatch, caplog):
 
 
 def test_old_logprobs_are_repeated(monkeypatch):
-    policy = recovering(make_policy(make_model(), plan=PLAN))
+    policy = make_policy(make_model(), plan=PLAN)
     want = policy.logprobs(SAMPLES)
     failing(monkeypatch, DecoderLayer, "forward", call=3)
     for (logprobs, _), (expected, _) in zip(policy.logprobs(SAMPLES), want, strict=True):
@@ -73,7 +66,7 @@ def test_old_logprobs_are_repeated(monkeypatch):
 
 
 def test_when_nothing_helps_the_error_says_what_was_tried(monkeypatch):
-    policy = recovering(make_policy(make_model(), plan=PLAN))
+    policy = make_policy(make_model(), plan=PLAN)
     failing(monkeypatch, DecoderLayer, "backward", call=1, times=10_000)
     with pytest.raises(torch.OutOfMemoryError, match=r"injected.*Lower\s+max_completion_length"):
         policy.update(SAMPLES, objective)
@@ -88,7 +81,7 @@ def test_the_kv_cache_goes_first(tmp_path, monkeypatch):
     kept: list[int] = [5]
     monkeypatch.setattr(engine, "sleep", lambda keep_bytes=0: kept.append(keep_bytes))
     monkeypatch.setattr(type(engine), "kv_cache_bytes", property(lambda self: kept[-1]))
-    trainer.handover.keep_bytes = 5
+    trainer.run.handover.keep_bytes = 5
     failing(monkeypatch, DecoderLayer, "backward", call=1)
     trainer.train()
     assert kept[1:3] == [5, 0] and set(kept[2:]) == {0}

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from colocate.config import GRPOConfig
-from colocate.memory.timeline import Timeline
+from colocate.memory.timeline import Category, Timeline
 from colocate.redaction import redacted
 from colocate.reporting import charts, theme
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
@@ -335,10 +335,9 @@ def test_time_between_steps_belongs_to_the_next_step_but_set_up_to_none():
 
 
 def test_peak_is_that_of_its_own_phase():
-    timeline = Timeline("cpu")
     num_bytes = 64 * 2**20
     held = {"kv_cache": 0}
-    timeline.watch("kv_cache", lambda: held["kv_cache"])
+    timeline = Timeline("cpu", [Category("kv_cache", lambda: held["kv_cache"])])
     # Not from the allocator, which may hold pages that earlier tests have touched.
     with timeline.phase("rollout"), mmap.mmap(-1, num_bytes) as pages:
         pages.write(bytes(num_bytes))

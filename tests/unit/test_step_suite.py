@@ -16,6 +16,7 @@ from benchmarks.step import commits
 from benchmarks.step import cpu as step_cpu
 from benchmarks.step import run as step
 from benchmarks.step import suite as step_suite
+from tiny import StubEngine
 
 CLAIMS = {  # as the project's table names them
     "step_1p5b_vs_trl",
@@ -170,7 +171,7 @@ def test_nested_seconds_count_only_where_they_are_innermost() -> None:
 
 
 def test_handover_that_is_fixed_goes_on_learning() -> None:
-    handover = step.FixedHandover()
+    handover = step.FixedHandover(StubEngine(lambda prompt, member: []))
     assert handover.keep_bytes == 0
     span = {"phase": "train", "before_bytes": 10, "after_bytes": 10, "peak_bytes": 20, "categories": {}}
     handover.fixed_bytes = 1000

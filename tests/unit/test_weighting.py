@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colocate.algorithms.losses import LOSSES
+from colocate.experience import ranks as over_ranks
 from colocate.experience import weighting
 from colocate.types import Sample
 
@@ -38,7 +39,7 @@ def evaluation_weights(ranks: list[list[Sample]], loss_type: str) -> list[tuple[
         )
         counts = [float(s.completion_mask.sum()) for part in ranks for s in part]
         gathered = iter([counts, [len(part) for part in ranks]])
-        with mock.patch.object(weighting, "gather_object", lambda values, gathered=gathered: next(gathered)):
+        with mock.patch.object(over_ranks, "gather_object", lambda values, gathered=gathered: next(gathered)):
             weighted = weighting.weighted_for_evaluation(own, args)
         weights += [(s.loss_weight / len(ranks), s.entropy_weight / len(ranks)) for s in weighted]
     return weights

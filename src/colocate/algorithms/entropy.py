@@ -51,7 +51,7 @@ class EntropyController:
 
     @property
     def applied_coef(self) -> float:
-        """The coefficient for the next optimizer step, to be set as `Objective.entropy_coef`."""
+        """The coefficient for the next optimizer step, which `Objective` reads."""
         if self._adaptive and self._last_entropy > self._target:
             return 0.0
         return self.coef

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from colocate.algorithms.entropy import EntropyController
 from colocate.algorithms.importance_sampling import correction_ratios, record_sampling_metrics
 from colocate.algorithms.kl import kl_estimate
 from colocate.algorithms.losses import LOSSES, LossInputs
@@ -54,11 +55,18 @@ class Objective:
     inside its surrogate instead (`Loss.has_correction`).
     """
 
-    def __init__(self, params: ObjectiveParams) -> None:
+    def __init__(self, params: ObjectiveParams, entropy: EntropyController | None = None) -> None:
+        """`entropy` says how much entropy is rewarded at each step; None: `params.entropy_coef`, always."""
         self.params = params
+        self._entropy = entropy
+
+    @property
+    def entropy_coef(self) -> float:
+        """Coefficient of the entropy bonus in the next step."""
+        if self._entropy is not None:
+            return self._entropy.applied_coef
         # Under adaptive control there is no bonus until a first step's entropy has been measured.
-        self.entropy_coef = 0.0 if params.use_adaptive_entropy else params.entropy_coef
-        """Coefficient of the entropy bonus, set from `EntropyController.applied_coef` between steps."""
+        return 0.0 if self.params.use_adaptive_entropy else self.params.entropy_coef
 
     @property
     def has_entropy_bonus(self) -> bool:

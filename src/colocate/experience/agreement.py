@@ -39,21 +39,31 @@ class Agreement:
     repetition penalty does so too, as may arguments of `generation_kwargs`, and nothing is concluded then.
 
     Args:
-        sampling: of the rollouts.
+        sampling: how the rollouts are drawn.
         is_drawn_otherwise: whether more than `sampling` decides which tokens are taken.
     """
 
-    def __init__(self, sampling: SamplingParams, *, is_drawn_otherwise: bool = False) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        policy: Policy,
+        sampling: SamplingParams,
+        *,
+        is_drawn_otherwise: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._policy = policy
         self._sampling = sampling
         self._is_drawn_otherwise = is_drawn_otherwise
         self._num_restarts_seen = -1
 
-    def check(self, samples: Sequence[Sample], engine: RolloutEngine, policy: Policy) -> None:
+    def check(self, samples: Sequence[Sample]) -> None:
         """Warn if a rollout is not the policy's. Costs a look at a number but for the first time.
 
         Args:
             samples: a rollout's of this process, on which the policy has not been trained yet.
         """
+        engine, policy = self._engine, self._policy
         if not samples or engine.num_restarts == self._num_restarts_seen:
             return
         self._num_restarts_seen = engine.num_restarts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colocate.experience.rollout import RolloutRequest
+from colocate.experience.requests import RolloutRequest
 from colocate.experience.window import TrainingWindow
 from colocate.policy.policy import UpdateResult
 from colocate.types import Sample
@@ -17,13 +17,11 @@ Step = tuple[list[Sample], UpdateResult]
 
 
 class SliceRows:
-    """Which rows each slice in the window is from, and how many slices of the next step were visited."""
+    """Which rows of the dataset each slice in the window is from."""
 
     def __init__(self, window: TrainingWindow) -> None:
         self._window = window
         self._rows: dict[int, list[dict[str, Any]]] = {}  # of a whole batch, by each of its prompts' keys
-        self._num_visited = 0
-        self._step: Step | None = None
 
     def add(self, request: RolloutRequest) -> None:
         """Take note of a generation batch, and forget those that the window is done with."""
@@ -32,35 +30,41 @@ class SliceRows:
         self._rows = {key: rows for key, rows in self._rows.items() if key in held}
         self._rows.update((prompt.key, rows) for prompt in request.prompts)
 
-    def take_step(self, visit: Callable[[list[dict[str, Any]]], Any]) -> Step:
-        """Visit each slice of the next optimizer step with its generation batch's rows.
+    def of_next_step(self) -> list[list[dict[str, Any]]]:
+        """For each slice of the next optimizer step, the rows of its whole generation batch.
+
+        They are empty for completions which a run before a resume has generated.
+        """
+        keys = [next((s.prompt_key for s in samples), None) for samples in self._window.peek()]
+        return [[] if key is None else self._rows.get(key, []) for key in keys]
+
+
+class SlicedStep:
+    """An optimizer step that is visited once for each of its slices, and taken at the last visit."""
+
+    def __init__(self, take: Callable[[], Step], num_slices: int) -> None:
+        self._take = take
+        self._num_slices = num_slices
+        self._num_visited = 0
+        self._step: Step | None = None
+
+    def visit(self) -> Tensor:
+        """This rank's loss at the last visit, else 0."""
+        self._num_visited += 1
+        if self._num_visited != self._num_slices:
+            return torch.zeros(())
+        self._step = self._take()
+        return self._step[1].loss
+
+    def result(self) -> Step:
+        """What the step was taken with and came to.
 
         Raises:
-            RuntimeError: `visit` did not come to `self.visit` each time.
+            RuntimeError: there was not one visit for each slice.
         """
-        slices = self._window.peek()
-        keys = [next((sample.prompt_key for sample in samples), None) for samples in slices]
-        self._num_visited, self._step = 0, None
-        for key in keys:
-            visit([] if key is None else self._rows.get(key, []))
-        step, self._step = self._step, None
-        if step is None or self._num_visited != len(slices):
+        if self._step is None or self._num_visited != self._num_slices:
             raise RuntimeError(
                 f"training_step was overridden and has called super().training_step {self._num_visited} "
-                f"times for {len(slices)} slices of an optimizer step. Call it once each time."
+                f"times for {self._num_slices} slices of an optimizer step. Call it once each time."
             )
-        return step
-
-    def visit(self, optimizer_step: Callable[[], Step]) -> Tensor:
-        """Count a visit; the last of a step takes it. Returns this rank's loss then, else 0.
-
-        Raises:
-            RuntimeError: the window holds no step.
-        """
-        if not self._window.ready:
-            raise RuntimeError("There are no completions to train on: train() generates them, so call that.")
-        self._num_visited += 1
-        if self._num_visited != self._window.slices_per_step:
-            return torch.zeros(())
-        self._step = optimizer_step()
-        return self._step[1].loss
+        return self._step

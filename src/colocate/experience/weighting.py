@@ -4,66 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
-from accelerate.utils import gather_object
 
 from colocate.algorithms.losses import loss_weights
 from colocate.algorithms.masks import entropy_threshold
 from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
-from colocate.config import GRPOConfig
+from colocate.experience import ranks
 from colocate.policy.policy import Policy
 from colocate.types import Sample
 
 
-def shuffled_slices(samples: Sequence[Sample], args: GRPOConfig, batch_number: int) -> list[list[Sample]]:
+class WeightingOptions(Protocol):
+    """The options that slices are cut and weighed by; `GRPOConfig` documents each."""
+
+    seed: int
+    loss_type: str
+    max_completion_length: int
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    steps_per_generation: int | None
+    top_entropy_quantile: float
+
+    @property
+    def process_index(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+def shuffled_slices(
+    samples: Sequence[Sample], options: WeightingOptions, batch_number: int
+) -> list[list[Sample]]:
     """Cut this rank's samples into slices of `per_device_train_batch_size`, in random order, and weigh them.
 
     The order depends on the seed and the batch alone, so a resumed run cuts alike.
     """
-    assert args.steps_per_generation is not None, "GRPOConfig derives it"
-    generator = torch.Generator().manual_seed(args.seed + batch_number)
+    assert options.steps_per_generation is not None, "GRPOConfig derives it"
+    generator = torch.Generator().manual_seed(options.seed + batch_number)
     order = torch.randperm(len(samples), generator=generator).tolist()
-    size = args.per_device_train_batch_size
+    size = options.per_device_train_batch_size
     slices = [[samples[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
     tokens_per_step = mean_tokens_per_step(
-        sum(gather_object(_token_counts(samples))),
-        num_processes=args.world_size,
-        num_accumulated=args.gradient_accumulation_steps,
-        steps_per_generation=args.steps_per_generation,
+        sum(ranks.of_all_ranks(_token_counts(samples))),
+        num_processes=options.world_size,
+        num_accumulated=options.gradient_accumulation_steps,
+        steps_per_generation=options.steps_per_generation,
     )
-    return [weighted(part, args, tokens_per_step, args.gradient_accumulation_steps) for part in slices]
+    return [weighted(part, options, tokens_per_step, options.gradient_accumulation_steps) for part in slices]
 
 
 def weighted(
-    samples: Sequence[Sample], args: GRPOConfig, tokens_per_step: float, num_accumulated: int
+    samples: Sequence[Sample], options: WeightingOptions, tokens_per_step: float, num_accumulated: int
 ) -> list[Sample]:
-    """The samples of one slice with the loss weights of `args.loss_type`.
+    """The samples of one slice with the loss weights of the option `loss_type`.
 
     Args:
         tokens_per_step: from `normalization.mean_tokens_per_step`.
         num_accumulated: slices in an optimizer step.
     """
-    return _with_weights(samples, *_weights(_token_counts(samples), args, tokens_per_step, num_accumulated))
+    return _with_weights(
+        samples, *_weights(_token_counts(samples), options, tokens_per_step, num_accumulated)
+    )
 
 
-def weighted_for_evaluation(samples: Sequence[Sample], args: GRPOConfig) -> list[Sample]:
+def weighted_for_evaluation(samples: Sequence[Sample], options: WeightingOptions) -> list[Sample]:
     """This rank's samples, weighed as one slice that holds the whole evaluation, all ranks together.
 
     As in training, the mean of the ranks' losses is the loss; ranks may have unequal shares.
     """
     own = _token_counts(samples)
-    counts = gather_object(own)
-    first = sum(gather_object([len(own)])[: args.process_index])
-    weights = _weights(counts, args, tokens_per_step=max(sum(counts), 1.0), num_accumulated=1)
-    losses, bonuses = (
-        [args.world_size * weight for weight in part[first : first + len(own)]] for part in weights
-    )
+    counts = ranks.of_all_ranks(own)
+    part = ranks.own_part(len(own), options.process_index)
+    weights = _weights(counts, options, tokens_per_step=max(sum(counts), 1.0), num_accumulated=1)
+    losses, bonuses = ([options.world_size * weight for weight in values[part]] for values in weights)
     return _with_weights(samples, losses, bonuses)
 
 
 def with_entropy_threshold(
-    samples: Sequence[Sample], policy: Policy, args: GRPOConfig, num_accumulated: int
+    samples: Sequence[Sample], policy: Policy, options: WeightingOptions, num_accumulated: int
 ) -> list[Sample]:
     """The samples of one slice with the entropy below which `top_entropy_quantile` leaves tokens out.
 
@@ -76,7 +96,9 @@ def with_entropy_threshold(
     masks = [sample.completion_mask.bool() for sample in samples]
     entropies = [entropy for _, entropy in policy.logprobs(samples)]
     local = [x for entropy, mask in zip(entropies, masks, strict=True) for x in entropy[mask].tolist()]
-    threshold = float(entropy_threshold(torch.tensor(gather_object(local)), args.top_entropy_quantile))
+    threshold = float(
+        entropy_threshold(torch.tensor(ranks.of_all_ranks(local)), options.top_entropy_quantile)
+    )
     kept = [int((mask & (x >= threshold)).sum()) for x, mask in zip(entropies, masks, strict=True)]
     bonuses = entropy_weights(torch.tensor(kept), num_accumulated=num_accumulated).tolist()
     return [
@@ -90,16 +112,16 @@ def _token_counts(samples: Sequence[Sample]) -> list[float]:
 
 
 def _weights(
-    token_counts: list[float], args: GRPOConfig, tokens_per_step: float, num_accumulated: int
+    token_counts: list[float], options: WeightingOptions, tokens_per_step: float, num_accumulated: int
 ) -> tuple[list[float], list[float]]:
     """Loss weights and entropy weights of the sequences of one slice."""
     counts = torch.tensor(token_counts)
     losses = loss_weights(
-        args.loss_type,
+        options.loss_type,
         counts,
         num_accumulated=num_accumulated,
         tokens_per_step=tokens_per_step,
-        max_completion_length=args.max_completion_length,
+        max_completion_length=options.max_completion_length,
     )
     return losses.tolist(), entropy_weights(counts, num_accumulated=num_accumulated).tolist()
 

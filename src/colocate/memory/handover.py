@@ -8,7 +8,7 @@ What training needs is judged from what it was seen to need:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 MARGIN = 0.1
 """Share of the device left free at training's peak: the peak counts tensors, and an allocator has holes
@@ -19,20 +19,43 @@ GROWTH = 0.5
 micro-batch, and a rollout may end in longer completions than any before."""
 
 
-class Handover:
-    """Learns from every step's record what the phases between two rollouts need."""
+class Sleeper(Protocol):
+    """What sleeps beside the training: a rollout engine, which documents these names."""
 
-    def __init__(self) -> None:
+    @property
+    def kv_cache_bytes(self) -> int: ...
+
+    @property
+    def rollout_weight_bytes(self) -> int: ...
+
+    def sleep(self, keep_bytes: int = 0) -> None: ...
+
+
+class Handover:
+    """Learns from each step's record what the phases between rollouts need beside the engine's memory."""
+
+    def __init__(self, engine: Sleeper) -> None:
+        self._engine = engine
         self.keep_bytes = 0
         """What the engine may keep in its next sleep; 0 until a whole step has been seen, and on a CPU."""
         self._needed_bytes = 0
         self._may_keep = True
 
-    def keep_nothing(self) -> None:
-        """Let the engine keep nothing from now on: training ran out of memory beside what was kept, so the
-        estimate was wrong."""
+    def take_back(self) -> str | None:
+        """Take from the sleeping engine all that it was allowed to keep, and let it keep nothing from now on.
+
+        Training ran out of memory beside it, so the estimate was wrong.
+
+        Returns:
+            What was given back, in words; None if the engine kept nothing.
+        """
+        kept_bytes = self._engine.kv_cache_bytes + self._engine.rollout_weight_bytes
+        if not kept_bytes:
+            return None
         self.keep_bytes = 0
         self._may_keep = False
+        self._engine.sleep()
+        return f"The engine gave back {kept_bytes / 2**30:.2f} GiB"
 
     def learn(self, memory: dict[str, Any]) -> None:
         """Take in one step.

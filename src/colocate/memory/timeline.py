@@ -1,7 +1,6 @@
 """Where a step's time and memory went, phase by phase.
 
-    timeline = Timeline(device, on_phase=progress.set_phase)
-    timeline.watch("weights", policy.weight_bytes)
+    timeline = Timeline(device, [Category("weights", weight_bytes)], on_phase=progress.set_phase)
     with timeline.phase("rollout"): ...
     with timeline.phase("train"):
         with timeline.phase("train/forward"): ...
@@ -30,13 +29,13 @@ Within a phase, `mark` leaves points, which a span then has as `points`:
 
 in use at that moment of the work on the device, and at the most since the point before (or the phase's
 beginning); what came and went in between is mostly `transient`. Of the categories it names those that were
-watched with `within_phases`.
+measured `within_phases`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,12 +65,24 @@ class PooledBytes(NamedTuple):
 NOTHING_POOLED = PooledBytes()
 
 
+class Category(NamedTuple):
+    """A use of memory that is told apart from the rest."""
+
+    name: str
+    num_bytes: Callable[[], int]
+    """Asked at every boundary of a phase how much memory the category takes."""
+    within_phases: bool = False
+    """Also asked at every `mark`, because it changes there."""
+
+
 class Timeline:
     """Measures phases that follow one another, and parts of them named "phase/part" inside them."""
 
     def __init__(
         self,
         device: torch.device | str = "cpu",
+        categories: Sequence[Category] = (),
+        *,
         on_phase: Callable[[str], None] | None = None,
         pooled: PooledBytes = NOTHING_POOLED,
     ) -> None:
@@ -84,23 +95,13 @@ class Timeline:
             _CudaMemory(device, pooled) if device.type == "cuda" else _HostMemory()
         )
         self._on_phase = on_phase or (lambda name: None)
-        self._categories: dict[str, Callable[[], int]] = {}
-        self._within_phases: dict[str, Callable[[], int]] = {}
+        self._categories = {part.name: part.num_bytes for part in categories}
+        self._within_phases = {part.name: part.num_bytes for part in categories if part.within_phases}
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
         self._spans: list[dict[str, Any]] = []
         # Set by the first phase: what came before (loading a model) is not part of the first step.
         self._step_start: float | None = None
-
-    def watch(self, category: str, num_bytes: Callable[[], int], *, within_phases: bool = False) -> None:
-        """Ask `num_bytes` at every boundary of a phase how much memory `category` takes.
-
-        Args:
-            within_phases: also ask at every `mark`, because it changes there.
-        """
-        self._categories[category] = num_bytes
-        if within_phases:
-            self._within_phases[category] = num_bytes
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 ActivationPolicy = Literal["keep", "selective", "full", "offload"]
 ACTIVATION_POLICIES: tuple[ActivationPolicy, ...] = get_args(ActivationPolicy)
@@ -60,3 +60,21 @@ class TrainPlan:
         if chunk >= 128:  # fewer logits than those of 64 tokens are not what takes the memory
             return replace(self, logprob_chunk_size=chunk // 2)
         return None
+
+
+class TrainPlanner(Protocol):
+    """Chooses the next plan from what a run has shown so far (`colocate.planning.planner.Planner`)."""
+
+    def with_prompts(self, train_plan: TrainPlan, prompt_tokens: int) -> TrainPlan:
+        """The plan to go on with when a prompt of so many tokens is seen."""
+        ...
+
+    def refined(self, train_plan: TrainPlan, memory: dict[str, Any], num_tokens: int) -> TrainPlan:
+        """The plan to go on with after a step whose memory was measured.
+
+        Args:
+            train_plan: what the step was done with.
+            memory: the entry "memory" of the step's `Timeline.drain`.
+            num_tokens: tokens of the step's largest micro-batch.
+        """
+        ...

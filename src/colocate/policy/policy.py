@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
-from colocate.memory.train_plan import TrainPlan
+from colocate.memory.recovery import Recovery, Remedy
+from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.host_activations import HostActivations
@@ -32,8 +33,6 @@ LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 Entropies carry a gradient, unless the function's attribute `has_entropy_bonus` is False: without one, that of
 the log-probabilities costs less.
 """
-
-Retry = Callable[[Callable[[], Any]], Any]
 
 OUT_OF_MEMORY_ADVICE = (
     "The engine has given everything back, layers keep nothing and a micro-batch is one sequence. Lower "
@@ -56,6 +55,21 @@ class UpdateResult:
     """Its tokens; 0 where the model runs padded."""
 
 
+def check_trainable(model: nn.Module) -> None:
+    """Refuse a model whose log-probabilities cannot be computed here.
+
+    Raises:
+        ValueError: the LM head does something unknown (`check_output_head`); the model is not causal
+            (`check_causal`), or computes something else than its layout says (`check_stack`).
+    """
+    if runs_packed(model):
+        # Fuses the parameters, now and not in the first step: an engine may capture graphs before it.
+        check_stack(model)
+    else:
+        check_output_head(model)
+        check_causal(model)
+
+
 class Policy:
     """A causal language model with its optimizer, updated on scored samples.
 
@@ -65,19 +79,20 @@ class Policy:
     Args:
         model: on its device, in its precision, with its adapter.
         temperature: divides the logits, as it did when the completions were sampled.
-        plan: how a step is cut and what it keeps. Bounds the memory, does not change the gradient; may be
-            replaced between calls.
+        plan: how the first step is cut and what it keeps. Bounds the memory, does not change the gradient.
+        planner: chooses the plan anew where a prompt is longer than assumed, and from what steps were
+            measured to take; None: the plan stays, unless memory runs out.
         share_prompts: compute the prompt of samples with an equal `prompt_key` once.
         max_grad_norm: the gradient is scaled down to this norm; None, 0 or less does not clip, as in
             transformers.
         reference: needed for `reference_logprobs` only.
         router_loss_coef: weight of a mixture of experts' load-balancing loss; 0 leaves it out.
-        retry: calls what it is given, and again if it ran out of memory and less is needed now.
+        remedies: what makes memory free when work has run out of it; tried before the plan is made smaller
+            and the work repeated.
         mark: told what has just been launched, and what takes memory only while it runs.
 
     Raises:
-        ValueError: temperature 0; the LM head does something unknown (`check_output_head`); the model is not
-            causal (`check_causal`), or computes something else than its layout says (`check_stack`).
+        ValueError: temperature 0, or a model that `check_trainable` refuses.
     """
 
     def __init__(
@@ -87,11 +102,12 @@ class Policy:
         *,
         temperature: float,
         plan: TrainPlan | None = None,
+        planner: TrainPlanner | None = None,
         share_prompts: bool = True,
         max_grad_norm: float | None,
         reference: Reference | None = None,
         router_loss_coef: float = 0.0,
-        retry: Retry = lambda work: work(),
+        remedies: Sequence[Remedy] = (),
         mark: Callable[[str, str], None] = lambda name, transient: None,
     ) -> None:
         if temperature <= 0:
@@ -99,12 +115,7 @@ class Policy:
                 f"temperature={temperature}: log-probabilities of greedy sampling have no gradient."
             )
         self._runs_packed = runs_packed(model)
-        if self._runs_packed:
-            # Fuses the parameters, now and not in the first step: an engine may capture graphs before it.
-            check_stack(model)
-        else:
-            check_output_head(model)
-            check_causal(model)
+        check_trainable(model)
         self.model = model
         self.optimizer = optimizer
         self.reference = reference
@@ -112,18 +123,24 @@ class Policy:
         """Grows by one with every step that changed the weights."""
         self.num_skipped_updates = 0
         """In a row, up to now."""
-        self.plan = plan or TrainPlan()
+        self.planner = planner
+        self._plan = plan or TrainPlan()
         self.router_loss_coef = router_loss_coef
         self._temperature = temperature
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
-        self.retry = retry
-        self.mark = mark
+        self._retry = Recovery([*remedies, self._shrink_plan], OUT_OF_MEMORY_ADVICE).run
+        self._mark = mark
         self._host_activations = HostActivations()
         self._stacks: dict[str, DecoderStack] = {}
         """The last one for each use; they differ in dropout and adapters."""
         self._longest = 1
         self._largest_microbatch = 0
+
+    @property
+    def plan(self) -> TrainPlan:
+        """How the next step is cut and what it keeps; the policy alone changes it."""
+        return self._plan
 
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
         """One optimizer step on `samples`, the micro-batches' losses added up.
@@ -131,7 +148,10 @@ class Policy:
         All ranks must call it together; their gradients are averaged. If the loss or the gradient of any is
         not finite, all skip the step: parameters, masters, moments and schedule stay as they are.
         """
-        loss, metrics, logprobs = self.retry(lambda: self._accumulate_all(samples, objective))
+        if self.planner is not None:
+            longest = max(len(sample.prompt_ids) for sample in samples)
+            self._plan = self.planner.with_prompts(self._plan, longest)
+        loss, metrics, logprobs = self._retry(lambda: self._accumulate_all(samples, objective))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         grad_norm = self._reduced_gradient_norm()
@@ -144,8 +164,8 @@ class Policy:
         else:
             if self._max_grad_norm is not None and self._max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
-            self.retry(self.optimizer.step)
-            self.mark("optimizer step", "workspace")
+            self._retry(self.optimizer.step)
+            self._mark("optimizer step", "workspace")
             self.version += 1
             self.num_skipped_updates = 0
         return UpdateResult(metrics, loss, logprobs, skipped, self._largest_microbatch)
@@ -166,7 +186,7 @@ class Policy:
                 _loss_batch(microbatch),
             )
             if self.router_loss_coef:
-                _, router_loss = self.retry(partial(padded_with_router_loss, self.model, microbatch))
+                _, router_loss = self._retry(partial(padded_with_router_loss, self.model, microbatch))
                 share = len(microbatch) / len(samples)
                 part = part + self._weighted(router_loss, share, part_metrics)
             loss += part
@@ -177,7 +197,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
-        return self.retry(lambda: self._evaluate(self.model, samples, "evaluation"))
+        return self._retry(lambda: self._evaluate(self.model, samples, "evaluation"))
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -189,15 +209,25 @@ class Policy:
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
-            results = self.retry(lambda: self._evaluate(model, samples, "reference"))
+            results = self._retry(lambda: self._evaluate(model, samples, "reference"))
             return [logprobs for logprobs, _ in results]
 
-    def shrink_plan(self) -> str | None:
+    def learn(self, memory: dict[str, Any], update: UpdateResult) -> None:
+        """Refine the plan by what a step was measured to take.
+
+        Args:
+            memory: the entry "memory" of the step's `Timeline.drain`.
+            update: what the step returned.
+        """
+        if self.planner is not None:
+            self._plan = self.planner.refined(self._plan, memory, update.largest_microbatch)
+
+    def _shrink_plan(self) -> str | None:
         """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
-        smaller = self.plan.smaller(self._longest, has_layers=self._runs_packed)
+        smaller = self._plan.smaller(self._longest, has_layers=self._runs_packed)
         if smaller is None:
             return None
-        self.plan = smaller
+        self._plan = smaller
         return (
             f"Now with activation_policy={smaller.activation_policy!r}, micro-batches of "
             f"{smaller.budget(self._longest):,} tokens, {smaller.logprob_chunk_size:,} tokens' logits at "
@@ -302,7 +332,7 @@ class Policy:
         if router_loss is not None:
             loss = loss + self._weighted(router_loss, share, metrics)
         loss.backward()
-        self.mark("backward", "workspace")
+        self._mark("backward", "workspace")
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
     def _weighted(self, router_loss: Tensor, share: float, metrics: Metrics) -> Tensor:
@@ -337,23 +367,23 @@ class Policy:
             return padded_hidden_states(model, samples)
         packed = stack.pack(samples)
         self._largest_microbatch = max(self._largest_microbatch, packed.num_tokens)
-        return stack.hidden_states(packed, self.plan.activation_policy)
+        return stack.hidden_states(packed, self._plan.activation_policy)
 
     def _logprobs(
         self, model: nn.Module, hidden: Tensor, samples: list[Sample], *, entropy_gradient: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities and entropies of every completion, each [C], from its hidden states."""
-        self.mark("layers", "workspace")
+        self._mark("layers", "workspace")
         logprobs, entropies = token_logprobs(
             hidden,
             torch.cat([sample.completion_ids for sample in samples]),
             output_head(model),
             temperature=self._temperature,
-            chunk_size=self.plan.logprob_chunk_size,
+            chunk_size=self._plan.logprob_chunk_size,
             entropy_gradient=entropy_gradient,
-            keep_softmax=self.plan.keep_softmax,
+            keep_softmax=self._plan.keep_softmax,
         )
-        self.mark("log-probs", "logits")
+        self._mark("log-probs", "logits")
         lengths = [len(sample.completion_ids) for sample in samples]
         return list(logprobs.split(lengths)), list(entropies.split(lengths))
 
@@ -366,7 +396,7 @@ class Policy:
                 )
         lengths = [sample.num_tokens for sample in samples]
         self._longest = max(lengths, default=1)
-        budget = self.plan.budget(self._longest)
+        budget = self._plan.budget(self._longest)
         if not packed:
             return pack_padded(lengths, budget)
         groups = groups_of(samples, share_prompts=self._share_prompts)

@@ -14,7 +14,7 @@ from engine_models import make_gpt2, make_model
 from packaging.version import Version
 from transformers.utils import logging as transformers_logging
 
-from colocate.assembly import build_engine, sampling_params
+from colocate.build import build_engine, sampling_params
 from colocate.config import GRPOConfig
 from colocate.engines.vllm import engine, environment
 from colocate.process_setup import set_up_process

@@ -1,0 +1,394 @@
+"""From a configuration and what the trainer is given to the finished parts of a run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from colocate.algorithms.advantages import AdvantageOptions
+from colocate.algorithms.entropy import EntropyController
+from colocate.algorithms.objective import Objective
+from colocate.algorithms.objective_params import ObjectiveParams
+from colocate.checkpoints.best import BestCheckpoint
+from colocate.config import GRPOConfig
+from colocate.data.sampler import PromptBatches
+from colocate.data.splits import EvalDataset, TrainDataset, check_datasets, evaluation_sets
+from colocate.engines import build as engines
+from colocate.engines.base import RolloutEngine
+from colocate.engines.build import EngineParts, engine_of_auto
+from colocate.experience.agreement import Agreement
+from colocate.experience.judge import Judge
+from colocate.experience.play import Player
+from colocate.experience.requests import RequestBuilder
+from colocate.experience.select import Selector
+from colocate.experience.window import TrainingWindow
+from colocate.memory.handover import Handover
+from colocate.memory.timeline import Category, Timeline
+from colocate.memory.train_plan import TrainPlan
+from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
+from colocate.options import check_support
+from colocate.planning.planner import Planner, choose_fixed_plan
+from colocate.planning.remedies import find_remedies
+from colocate.planning.run_options import planner_for, wishes_of
+from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
+from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.policy import Policy, check_trainable
+from colocate.policy.reference import Reference, make_reference
+from colocate.policy.router_loss import router_loss_coef
+from colocate.policy.stack import runs_packed, tell_fallbacks
+from colocate.process_setup import set_up_process
+from colocate.reporting.journal import Journal
+from colocate.rewards.base import RewardFunctions
+from colocate.run import Run
+from colocate.run_identity import RunIdentity
+from colocate.types import SamplingParams
+from colocate.weights.layouts import causal_lm
+
+logger = logging.getLogger(__name__)
+
+
+def build_run(
+    args: GRPOConfig,
+    model: Any,
+    reward_funcs: Any,
+    train_dataset: TrainDataset | None,
+    eval_dataset: EvalDataset | None = None,
+    *,
+    processing_class: Any = None,
+    reward_processing_classes: Any = None,
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+    optimizers: tuple[Any, Any] = (None, None),
+    quantization_config: Any = None,
+    peft_config: Any = None,
+) -> Run:
+    """Load the model and make every part of a run; the arguments are `GRPOTrainer`'s, of the right types.
+
+    Raises:
+        ValueError: an argument, the dataset or the batch cannot be trained on; the message says what to set.
+    """
+    train_dataset, eval_dataset = check_datasets(train_dataset, eval_dataset, args)
+    set_up_process(args)
+    accelerator = Accelerator(cpu=args.use_cpu)
+    device, has_new_adapter = accelerator.device, peft_config is not None
+    batches = prompt_batches(train_dataset, args)
+    num_steps = steps_of(args, batches.num_batches_per_epoch)
+    model, originals = trainable_model(model, args, device, quantization_config, peft_config)
+    tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
+    sampling = sampling_params(args, stop_token_ids(tokenizer, model))
+    # An engine may take the memory that it finds: what else has a claim to it comes first.
+    planner = planner_for(model, args)
+    reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
+    optimizer = build_optimizer(model, args, num_steps.of_run, originals, optimizers)
+    engine = build_engine(model, args, accelerator, sampling)
+    journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
+    timeline = build_timeline(device, model, optimizer, engine, journal)
+    handover = Handover(engine)
+    policy = build_policy(model, args, optimizer, planner, reference, handover, timeline)
+    rewards = build_rewards(reward_funcs, reward_processing_classes, args, device)
+    entropy = entropy_controller(args)
+    return Run(
+        args, accelerator, tokenizer, train_dataset, eval_dataset,
+        batches=batches,
+        requests=build_requests(tokenizer, model, args, train_dataset, eval_dataset),
+        engine=engine,
+        player=Player(engine, sampling),
+        judge=build_judge(rewards, tokenizer, accelerator, journal, args, sampling),
+        selector=Selector(policy, args),
+        window=TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device),
+        policy=policy,
+        objective=Objective(args.options_of(ObjectiveParams), entropy),
+        entropy=entropy,
+        agreement=build_agreement(engine, policy, sampling, args),
+        handover=handover,
+        timeline=timeline,
+        journal=journal,
+        best=BestCheckpoint(args),
+        identity=RunIdentity(args, accelerator, policy, engine, train_dataset, rewards, has_new_adapter),
+    )  # fmt: skip
+
+
+def trainable_model(
+    model: Any, args: GRPOConfig, device: torch.device, quantization_config: Any, peft_config: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """`prepare_model` as the configuration has it."""
+    return prepare_model(
+        model,
+        device,
+        bf16=bool(args.bf16),
+        model_init_kwargs=args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        quantization_config=quantization_config,
+        peft_config=peft_config,
+        without_dropout=args.disable_dropout,
+        gradient_checkpointing=args.gradient_checkpointing,
+        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
+    )
+
+
+def build_optimizer(
+    model: nn.Module, args: GRPOConfig, max_steps: int, originals: dict[str, torch.Tensor], optimizers: Any
+) -> PolicyOptimizer:
+    """The optimizer of a model that can be trained.
+
+    Raises:
+        ValueError: a model that `check_trainable` refuses, or `sync_ref_model` with an adapter.
+    """
+    if not runs_packed(model):  # the others are compared with their layout when the policy is made
+        check_trainable(model)
+    if args.sync_ref_model and hasattr(model, "peft_config"):
+        raise ValueError(
+            "sync_ref_model=True, but with an adapter the reference is the frozen weights under it, which "
+            "cannot move. Set sync_ref_model=False, or train the whole model without an adapter."
+        )
+    if runs_packed(model):
+        tell_fallbacks(model)
+    return PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
+
+
+def build_policy(
+    model: nn.Module,
+    args: GRPOConfig,
+    optimizer: PolicyOptimizer,
+    planner: Planner | None,
+    reference: Reference | None,
+    handover: Handover,
+    timeline: Timeline,
+) -> Policy:
+    return Policy(
+        model,
+        optimizer,
+        temperature=args.temperature,
+        plan=choose_fixed_plan(wishes_of(args)) if planner is None else first_plan(planner),
+        planner=planner,
+        share_prompts=args.share_prompts,
+        max_grad_norm=args.max_grad_norm,
+        reference=reference,
+        router_loss_coef=router_loss_coef(model, args.router_aux_loss_coef),
+        remedies=[handover.take_back],
+        mark=timeline.mark,
+    )
+
+
+def first_plan(planner: Planner) -> TrainPlan:
+    """The planner's choice, with a warning where memory will not do, or only for more work."""
+    plan = planner.plan()
+    if plan.shortage is not None:
+        remedies = "; or ".join(remedy.settings for remedy in find_remedies(planner.case))
+        advice = (
+            f"To make it fit, set {remedies}" if remedies else "Nothing that can be set would make it fit"
+        )
+        logger.warning(
+            f"The run may run out of memory: {plan.shortage}. It starts all the same and shrinks its "
+            f"micro-batches when it must. {advice}."
+        )
+    if plan.repeated_prompts is not None:
+        logger.warning(plan.repeated_prompts)
+    logger.info(
+        f"Training plan: {plan.train_plan}, {plan.peak_bytes / 2**30:.2f} GiB at the peak; KV cache of up to "
+        f"{plan.kv_cache_tokens:,} tokens."
+    )
+    return plan.train_plan
+
+
+def build_engine(
+    model: nn.Module, args: GRPOConfig, accelerator: Accelerator, sampling: SamplingParams
+) -> RolloutEngine:
+    """The engine that `args.engine` names; "auto" takes the native one for what it knows.
+
+    Raises:
+        ImportError: engine="vllm" without a vLLM that is supported.
+        ValueError: an option that the engine which "auto" has come to does not support.
+    """
+    name, arguments = args.engine, arguments_of_model_generate(args.generation_kwargs)
+    if name == "auto":
+        name, reason = engine_of_auto(model, use_vllm=args.use_vllm, generate_arguments=in_words(arguments))
+        if reason is not None and accelerator.is_main_process:
+            logger.warning(reason)
+        for notice in check_support(args, name):
+            if accelerator.is_main_process:
+                logger.warning(notice)
+    return engines.build_engine(name, EngineParts(model, args, accelerator, sampling, arguments))
+
+
+def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=max(args.top_k or 0, 0),
+        top_p=args.top_p,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *stop_token_ids_of(args.generation_kwargs)))),
+        seed=args.seed,
+    )
+
+
+def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:
+    """The training prompts in the order of the run."""
+    assert args.generation_batch_size and args.num_generations, "GRPOConfig derives them"
+    return PromptBatches(
+        dataset,
+        args.generation_batch_size // args.num_generations,
+        shuffle=bool(args.shuffle_dataset),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+    )
+
+
+class NumSteps(NamedTuple):
+    """Optimizer steps."""
+
+    of_run: int
+    per_epoch: float
+    """A fraction where a step crosses epochs."""
+
+
+def steps_of(args: GRPOConfig, num_batches_per_epoch: int | None) -> NumSteps:
+    """How long the run is. A stream without a length counts as one epoch.
+
+    Raises:
+        ValueError: an iterable dataset without max_steps.
+    """
+    if num_batches_per_epoch is None:
+        if args.max_steps <= 0:
+            raise ValueError(
+                "An iterable dataset has no length, so epochs cannot be turned into steps: set max_steps."
+            )
+        return NumSteps(args.max_steps, args.max_steps)
+    assert args.steps_per_generation is not None, "GRPOConfig derives it"
+    micro_steps = num_batches_per_epoch * args.steps_per_generation * args.num_iterations
+    steps_per_epoch = micro_steps / args.gradient_accumulation_steps
+    if args.max_steps > 0:
+        return NumSteps(args.max_steps, steps_per_epoch)
+    return NumSteps(max(1, math.ceil(args.num_train_epochs * steps_per_epoch)), steps_per_epoch)
+
+
+def context_length(model: nn.Module, args: GRPOConfig) -> int:
+    """Tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if fewer."""
+    limits = [
+        getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None),
+        args.vllm_max_model_length,
+    ]
+    return min(limit for limit in (*limits, 1 << 62) if limit is not None and limit > 0)  # XLNet's is -1
+
+
+def entropy_controller(args: GRPOConfig) -> EntropyController:
+    return EntropyController(
+        args.entropy_coef,
+        use_adaptive_entropy=args.use_adaptive_entropy,
+        entropy_coef_min=args.entropy_coef_min,
+        entropy_coef_max=args.entropy_coef_max,
+        entropy_coef_delta=args.entropy_coef_delta,
+        entropy_target=args.entropy_target,
+    )
+
+
+def build_rewards(
+    reward_funcs: Any, tokenizers: Any, args: GRPOConfig, device: torch.device
+) -> RewardFunctions:
+    rewards = RewardFunctions(
+        reward_funcs,
+        tokenizers,
+        reward_weights=args.reward_weights,
+        chat_template_kwargs=args.chat_template_kwargs,
+        model_init_kwargs={"trust_remote_code": args.trust_remote_code},
+        timeout_s=args.reward_timeout_s,
+    )
+    for model in rewards.models:
+        model.to(device)
+    return rewards
+
+
+def build_journal(
+    args: GRPOConfig,
+    accelerator: Accelerator,
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
+    num_steps: NumSteps,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: PolicyOptimizer,
+) -> Journal:
+    """The journal, which also tells the callbacks of each step of PyTorch's optimizer."""
+    journal = Journal(
+        args,
+        accelerator,
+        callbacks,
+        max_steps=num_steps.of_run,
+        steps_per_epoch=num_steps.per_epoch,
+        model=model,
+        processing_class=tokenizer,
+        optimizer=optimizer.optimizer,
+        lr_scheduler=optimizer.scheduler,
+    )
+    optimizer.optimizer.register_step_pre_hook(lambda *_: journal.event("on_pre_optimizer_step"))
+    optimizer.optimizer.register_step_post_hook(lambda *_: journal.event("on_optimizer_step"))
+    return journal
+
+
+def build_requests(
+    tokenizer: PreTrainedTokenizerBase,
+    model: nn.Module,
+    args: GRPOConfig,
+    train_dataset: TrainDataset,
+    eval_dataset: EvalDataset | None,
+) -> RequestBuilder:
+    """What tokenizes the rows of both datasets, of which the longest and the shortest are checked now."""
+    requests = RequestBuilder(tokenizer, args, context_length(model, args))
+    for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
+        requests.check_extremes(dataset)
+    return requests
+
+
+def build_judge(
+    rewards: RewardFunctions,
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+    journal: Journal,
+    args: GRPOConfig,
+    sampling: SamplingParams,
+) -> Judge:
+    return Judge(
+        rewards,
+        tokenizer,
+        accelerator.device,
+        stop_token_ids=sampling.stop_token_ids,
+        advantage_options=args.options_of(AdvantageOptions),
+        mask_truncated_completions=args.mask_truncated_completions,
+        trainer_state=lambda: journal.state,
+        rank=accelerator.process_index,
+    )
+
+
+def build_agreement(
+    engine: RolloutEngine, policy: Policy, sampling: SamplingParams, args: GRPOConfig
+) -> Agreement:
+    is_drawn_otherwise = bool(arguments_of_model_generate(args.generation_kwargs))
+    return Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise)
+
+
+def build_timeline(
+    device: torch.device,
+    model: nn.Module,
+    optimizer: PolicyOptimizer,
+    engine: RolloutEngine,
+    journal: Journal,
+) -> Timeline:
+    """The timeline that tells apart what a run puts into the device's memory."""
+    return Timeline(
+        device,
+        [
+            Category("weights", lambda: sum(p.nbytes for p in model.parameters())),
+            Category("optimizer", lambda: optimizer.num_bytes),
+            Category("kv_cache", lambda: engine.kv_cache_bytes, within_phases=True),
+            Category("rollout_weights", lambda: engine.rollout_weight_bytes, within_phases=True),
+            Category("gradients", lambda: optimizer.gradient_bytes, within_phases=True),
+        ],
+        on_phase=journal.set_phase,
+        pooled=engine.pooled_bytes,
+    )

@@ -1,0 +1,45 @@
+"""How good the policy is on held-out prompts."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from transformers.trainer_utils import speed_metrics
+
+from colocate.checkpoints.finite import check_finite_weights
+from colocate.data.splits import TrainDataset
+from colocate.experience import ranks
+from colocate.loop import roll_out
+from colocate.run import Run
+
+
+def evaluate(run: Run, dataset: TrainDataset, metric_key_prefix: str) -> dict[str, float]:
+    """Generate for every prompt of a dataset, and log rewards, lengths and the objective of all completions.
+
+    Returns:
+        The metrics, their names beginning with `metric_key_prefix` and an underscore.
+
+    Raises:
+        FloatingPointError: the weights are not finite.
+    """
+    check_finite_weights(run.policy, run.args, "evaluation")
+    start_s = time.time()
+    rows = list(dataset)
+    with run.timeline.phase("evaluate"):
+        metrics = _metrics(run, rows)
+    metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+    num_steps = math.ceil(len(rows) / (run.args.eval_batch_size * run.args.world_size))
+    metrics.update(speed_metrics(metric_key_prefix, start_s, num_samples=len(rows), num_steps=num_steps))
+    run.journal.log_eval(metrics)
+    return metrics
+
+
+def _metrics(run: Run, rows: list[dict[str, Any]]) -> dict[str, float]:
+    request = run.requests.evaluation(rows)
+    completions = roll_out(run, request, within="evaluate/")
+    rollout = run.judge.score(request, completions)
+    samples = run.selector.for_evaluation(rollout)
+    objective = ranks.totals(run.policy.evaluate(samples, run.objective))
+    return {**rollout.metrics, **objective, "num_tokens": run.journal.state.num_input_tokens_seen}

@@ -1,0 +1,67 @@
+"""The one place where the ranks of a run put together what each of them has of a rollout.
+
+The completions of a rollout are numbered over all ranks, group after group: rank 0 has the first of them,
+rank 1 the next, and so on. A group may span ranks.
+
+    rank           0  0  0  0  0  0 │ 1  1  1  1  1  1
+    completion     0  1  2  3  4  5 │ 6  7  8  9 10 11
+    group (G = 4)  0  0  0  0  1  1 │ 1  1  2  2  2  2
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from accelerate.utils import gather_object
+
+from colocate.reporting.metrics import Metrics
+
+Item = TypeVar("Item")
+
+
+def of_all_ranks(local: list[Item]) -> list[Item]:
+    """What all ranks have, in the order of ranks."""
+    return gather_object(local)
+
+
+def own_part(num_local: int, rank: int) -> slice:
+    """Where the `num_local` items of this rank lie in `of_all_ranks`."""
+    first = sum(of_all_ranks([num_local])[:rank])
+    return slice(first, first + num_local)
+
+
+def by_group(local: list[Item], first: int, num_groups: int, num_generations: int) -> list[list[Item]]:
+    """This rank's items, one per completion, in the groups of all ranks: all of a group, some or none.
+
+    Args:
+        first: number of this rank's first completion over all ranks.
+        num_generations: completions in a group, G.
+    """
+    groups: list[list[Item]] = [[] for _ in range(num_groups)]
+    for number, item in enumerate(local, start=first):
+        groups[number // num_generations].append(item)
+    return groups
+
+
+def totals(metrics: Metrics) -> dict[str, float]:
+    """The metrics over all ranks, from the totals and counts of each."""
+    total = Metrics()
+    for part in of_all_ranks([metrics.to_host()]):
+        total.merge(part)
+    return total.compute()
+
+
+def means(local: dict[str, list[float]]) -> dict[str, float]:
+    """The mean of each name's values over all ranks; a rank may lack names."""
+    values: dict[str, list[float]] = {}
+    for part in of_all_ranks([local]):
+        for name, own in part.items():
+            values.setdefault(name, []).extend(own)
+    return {name: sum(own) / len(own) for name, own in values.items() if own}
+
+
+def columns(local: dict[str, list[Any]], num_rows: int) -> dict[str, list[Any]]:
+    """The columns of all ranks' rows; None in a rank's `num_rows` rows where it lacks a column."""
+    # Every rank walks the same names in the same order, or values would end up in one another's columns.
+    names = sorted({name for part in of_all_ranks([local]) for name in part})
+    return {name: of_all_ranks(local.get(name, [None] * num_rows)) for name in names}

@@ -1,0 +1,137 @@
+"""From dataset rows to what this rank asks of the engine: who completes which members of which groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import datasets
+from transformers import PreTrainedTokenizerBase
+
+from colocate.data.prompts import all_prompts, check_context_length, row_name, tokenize_prompts
+from colocate.data.sampler import PromptBatch, rank_slice
+from colocate.types import Prompt
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """This rank's share of a generation batch."""
+
+    rows: list[dict[str, Any]]
+    """Dataset row of each prompt."""
+    prompts: list[Prompt]
+    num_generations: int
+    """G, over all ranks: a prompt here may ask for a part of its group only."""
+
+    def per_completion(self) -> list[tuple[dict[str, Any], Prompt]]:
+        """Row and prompt of each completion, in the engine's order."""
+        pairs = zip(self.rows, self.prompts, strict=True)
+        return [(row, prompt) for row, prompt in pairs for _ in prompt.samples]
+
+
+class RequestOptions(Protocol):
+    """The options that requests are made with; `GRPOConfig` documents each."""
+
+    num_generations: int
+    num_generations_eval: int | None
+    max_prompt_length: int | None
+    max_completion_length: int
+    chat_template_kwargs: dict[str, Any] | None
+
+    @property
+    def process_index(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+class RequestBuilder:
+    """Tokenizes dataset rows into this rank's requests.
+
+    Args:
+        context_length: tokens that prompt and completion may have together.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: RequestOptions, context_length: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._context_length = context_length
+
+    def training(self, batch: PromptBatch) -> RolloutRequest:
+        """This rank's equal share of the batch's completions; a group may span ranks.
+
+        Raises:
+            ValueError: a prompt cannot be tokenized, or leaves no room for `max_completion_length`.
+        """
+        options = self._options
+        share = rank_slice(
+            len(batch.rows), options.num_generations, options.process_index, options.world_size
+        )
+        rows = [batch.rows[index] for index, _ in share]
+        keys = [batch.keys[index] for index, _ in share]
+        # The dataset's own row numbers are gone by now: a stream has none, and the order is random.
+        names = [f"The run's prompt {key} (from 0)" for key in keys]
+        return self._request(rows, keys, [members for _, members in share], options.num_generations, names)
+
+    def evaluation(self, rows: Sequence[dict[str, Any]]) -> RolloutRequest:
+        """This rank's share of all held-out prompts, with their whole groups.
+
+        Raises:
+            ValueError: as for `training`.
+        """
+        options = self._options
+        num_generations = options.num_generations_eval or options.num_generations
+        per_rank = math.ceil(len(rows) / options.world_size)
+        share = range(len(rows))[options.process_index * per_rank :][:per_rank]
+        # Negative keys: a held-out prompt never shares its random numbers with a training prompt.
+        keys = [-1 - index for index in share]
+        members = [range(num_generations)] * len(share)
+        names = [row_name(index) for index in share]
+        return self._request([rows[index] for index in share], keys, members, num_generations, names)
+
+    def check_extremes(self, dataset: datasets.Dataset | datasets.IterableDataset) -> None:
+        """Find prompts too long for the context, or without a token, before anything is generated.
+
+        Tokenizing a large dataset takes minutes. Its longest and shortest prompts by characters take
+        milliseconds, and hold the longest and shortest by tokens in all but odd cases, which are found when
+        their batch comes, as those of a stream are.
+
+        Raises:
+            ValueError: prompt and completion do not fit the context together, or there is no prompt.
+        """
+        if isinstance(dataset, datasets.IterableDataset):
+            return
+        lengths = [len(str(prompt)) for prompt in all_prompts(dataset)]
+        by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+        extremes = sorted({*by_length[:16], *by_length[-16:]})
+        self._tokenize([dataset[row] for row in extremes], [row_name(row) for row in extremes])
+
+    def _request(
+        self,
+        rows: list[dict[str, Any]],
+        keys: list[int],
+        members: list[range],
+        num_generations: int,
+        names: list[str],
+    ) -> RolloutRequest:
+        parts = zip(self._tokenize(rows, names), keys, members, strict=True)
+        return RolloutRequest(
+            rows, [Prompt(ids, key, samples) for ids, key, samples in parts], num_generations
+        )
+
+    def _tokenize(self, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[tuple[int, ...]]:
+        options = self._options
+        token_ids = tokenize_prompts(
+            rows,
+            self._tokenizer,
+            chat_template_kwargs=options.chat_template_kwargs,
+            max_prompt_length=options.max_prompt_length,
+            names=names,
+        )
+        for ids in token_ids:
+            check_context_length(len(ids), options.max_completion_length, self._context_length)
+        return token_ids

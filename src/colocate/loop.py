@@ -1,0 +1,136 @@
+"""The training loop. Read this file first.
+
+The rollout engine and the policy share one device and take turns with its memory. A step is
+
+    roll out   offload → wake → play → sleep → prefetch     the engine's turn: a KV cache fills the device
+    judge      rewards, and advantages within each group
+    train      select → window → update                     the policy's turn: activations, gradients
+    publish    the engine takes the new weights
+
+This file alone says whose turn it is. Two things happen to memory beyond it: a native engine that is awake
+maps pages as its sequences grow, and where training runs out of memory beside what a sleeping engine was
+allowed to keep, the policy has the hand-over take that back (`Handover.take_back`) before it tries again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from colocate.checkpoints.interruption import StopRequest
+from colocate.experience import ranks
+from colocate.experience.requests import RolloutRequest
+from colocate.experience.slices import Step
+from colocate.policy.policy import UpdateResult
+from colocate.run import Run
+from colocate.skipped_steps import keep_skipped_step
+from colocate.types import Completion, Sample
+
+
+class Face(Protocol):
+    """What the loop calls for whoever started it: for `GRPOTrainer`, and what its subclasses override."""
+
+    def note_request(self, request: RolloutRequest) -> None:
+        """A generation batch is about to be played."""
+        ...
+
+    def around_step(self, take: Callable[[], Step]) -> Step:
+        """Take an optimizer step: call `take` once, and return what it returns."""
+        ...
+
+    def between_steps(self, stop: StopRequest) -> None:
+        """A step is done and logged; evaluate, save, or leave by an exception if asked to stop."""
+        ...
+
+
+def train(run: Run, face: Face) -> None:
+    """Take the steps of a run."""
+    journal, timeline, window = run.journal, run.timeline, run.window
+    with StopRequest(run.accelerator) as stop, journal.progress:
+        while not is_over(run):
+            journal.event("on_step_begin")
+            while not window.ready:  # a rollout may feed several steps, and a step may take several rollouts
+                batch = next(run.batches)
+                request = run.requests.training(batch)
+                face.note_request(request)
+                completions = roll_out(run, request)
+                with timeline.phase("score"):
+                    rollout = run.judge.score(request, completions)
+                journal.add_rollout(rollout.metrics, rollout.table, rollout.num_tokens)
+                with timeline.phase("train"):
+                    run.agreement.check(rollout.samples)
+                    window.add(run.selector.slices(rollout, batch.number), partial(old_logprobs, run))
+            with timeline.phase("train"):
+                samples, update = face.around_step(partial(take_step, run))
+            with timeline.phase("publish"):
+                publish(run)
+            learn(run, samples, update)
+            face.between_steps(stop)
+
+
+def is_over(run: Run) -> bool:
+    """Whether there are no steps left to take, or a callback has ended the training."""
+    state, control = run.journal.state, run.journal.control
+    return state.global_step >= state.max_steps or control.should_training_stop
+
+
+def roll_out(run: Run, request: RolloutRequest, within: str = "") -> list[Completion]:
+    """The engine's turn: it gets the device's memory, completes what is asked, and gives the memory back.
+
+    Args:
+        within: the phase that this is a part of, with a slash ("evaluate/"), for the timeline.
+    """
+    if run.policy.plan.offload_optimizer:
+        with run.timeline.phase(f"{within}offload"):
+            run.policy.optimizer.offload()  # masters and moments go to the host
+    with run.timeline.phase(f"{within}rollout"):
+        run.engine.wake_up()
+        try:
+            completions = run.player.play(request)
+            run.timeline.sample()  # while the KV cache is still there
+        finally:
+            run.engine.sleep(run.handover.keep_bytes)
+    run.policy.optimizer.prefetch()  # arrives while the completions are scored and trained on
+    return completions
+
+
+def old_logprobs(run: Run, samples: list[Sample]) -> list[Tensor]:
+    """Log-probs under the policy as it is, before it moves away from what generated the samples."""
+    return [logprobs for logprobs, _ in run.policy.logprobs(samples)]
+
+
+def take_step(run: Run) -> Step:
+    """The policy's turn: one optimizer step on what is next in the window."""
+    samples = run.selector.for_step(run.window.peek())
+    update = run.policy.update(samples, run.objective)
+    run.window.advance(update.logprobs)
+    return samples, update
+
+
+def publish(run: Run) -> None:
+    """Make the engine use the new weights: shared ones are in place, others are handed over."""
+    weights = () if run.engine.shares_weights else run.model.named_parameters()
+    run.engine.update_weights(weights, run.policy.version)
+
+
+def learn(run: Run, samples: list[Sample], update: UpdateResult) -> None:
+    """Let every part that adapts see what the step has shown, and write the step down.
+
+    Raises:
+        FloatingPointError: `max_skipped_steps` steps in a row were skipped.
+    """
+    metrics = ranks.totals(update.metrics)
+    if run.objective.has_entropy_bonus:
+        run.entropy.update(metrics["entropy_trained"])
+        metrics["entropy_coef"] = run.entropy.coef
+    record = run.timeline.drain()
+    run.handover.learn(record["memory"])
+    run.policy.learn(record["memory"], update)
+    run.journal.end_step(metrics, record)
+    if run.args.sync_ref_model and run.journal.state.global_step % run.args.ref_model_sync_steps == 0:
+        run.policy.sync_reference(run.args.ref_model_mixup_alpha)
+    if update.skipped:
+        keep_skipped_step(run, samples, update)

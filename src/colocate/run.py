@@ -1,0 +1,76 @@
+"""A run: the parts that training is made of, each of them finished, and nothing that happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from colocate.algorithms.entropy import EntropyController
+from colocate.algorithms.objective import Objective
+from colocate.checkpoints.best import BestCheckpoint
+from colocate.config import GRPOConfig
+from colocate.data.sampler import PromptBatches
+from colocate.data.splits import EvalDataset, TrainDataset
+from colocate.engines.base import RolloutEngine
+from colocate.experience.agreement import Agreement
+from colocate.experience.judge import Judge
+from colocate.experience.play import Player
+from colocate.experience.requests import RequestBuilder
+from colocate.experience.select import Selector
+from colocate.experience.window import TrainingWindow
+from colocate.memory.handover import Handover
+from colocate.memory.timeline import Timeline
+from colocate.policy.policy import Policy
+from colocate.reporting.journal import Journal
+from colocate.run_identity import RunIdentity
+from colocate.weights.layouts import causal_lm
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `build_run` makes of a configuration; `loop.train` trains it."""
+
+    args: GRPOConfig
+    accelerator: Accelerator
+    tokenizer: PreTrainedTokenizerBase
+    train_dataset: TrainDataset
+    eval_dataset: EvalDataset | None
+
+    # From prompts to optimizer steps, in the order in which a step comes by.
+    batches: PromptBatches
+    requests: RequestBuilder
+    engine: RolloutEngine
+    player: Player
+    judge: Judge
+    selector: Selector
+    window: TrainingWindow
+    policy: Policy
+    objective: Objective
+    entropy: EntropyController
+
+    # What watches over it.
+    agreement: Agreement
+    handover: Handover
+    timeline: Timeline
+    journal: Journal
+    best: BestCheckpoint
+    identity: RunIdentity
+
+    @property
+    def model(self) -> Any:
+        """The model being trained, within its adapter's wrapper if it has one."""
+        return self.policy.model
+
+    def description(self) -> dict[str, Any]:
+        """What `run.json` says of a run beside its versions."""
+        lm = causal_lm(self.model)
+        return {
+            "model": lm.config.name_or_path or type(lm).__name__,
+            "num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "engine": type(self.engine).__name__,
+            "dataset": getattr(self.train_dataset.info, "dataset_name", None),
+            "device": f"{self.accelerator.num_processes} x {self.accelerator.device.type}",
+        }

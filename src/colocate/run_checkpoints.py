@@ -1,0 +1,77 @@
+"""A run's checkpoints: all of its state between two optimizer steps, written and read back."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+
+from colocate.checkpoints import changes, sealed, snapshot
+from colocate.checkpoints.finite import check_finite_weights
+from colocate.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def write_model(run: Run, directory: Path) -> None:
+    """Write model, tokenizer and `training_args.bin`; the main process does."""
+    if run.accelerator.is_main_process:
+        run.model.save_pretrained(directory)
+        run.tokenizer.save_pretrained(directory)
+        torch.save(run.args.without_secrets(), directory / "training_args.bin")
+
+
+def save(run: Run) -> Path:
+    """Write `output_dir/checkpoint-<step>`, whole or not at all.
+
+    Raises:
+        CheckpointError: it could not be written; earlier checkpoints stand.
+        FloatingPointError: the weights are not finite; earlier checkpoints stand.
+    """
+    check_finite_weights(run.policy, run.args, "checkpoint")
+    state, output_dir = run.journal.state, run.args.run_dir
+    directory = output_dir / f"checkpoint-{state.global_step}"
+    is_main = run.accelerator.is_main_process
+    with sealed.writing(directory, is_main=is_main, gather=gather_object) as partial:
+        write_model(run, partial)
+        run.best.note_saving(state, directory)
+        run.journal.note_callbacks()
+        if is_main:
+            run.journal.save_state(partial)
+        if not run.args.save_only_model:
+            if is_main:
+                changes.save(partial, run.identity.describe(run.journal.run_id))
+                snapshot.save_policy(partial, run.policy.state_dict())
+            snapshot.save_rank_state(partial, run.accelerator.process_index, _resumable_parts(run))
+    if is_main:
+        sealed.rotate(output_dir, run.args.save_total_limit, state.best_model_checkpoint, written=directory)
+    return directory
+
+
+def load(run: Run, directory: Path) -> None:
+    """Restore everything that `save` wrote; the engine has to be told of the weights.
+
+    What has changed since is told, and applied where it can be.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, corrupt, of another run or holds more than data.
+        ValueError: the order of the data, or a schedule of the user's own, is another one.
+    """
+    sealed.verify(directory)
+    policy_state = snapshot.load_policy(directory)
+    changed = changes.compare(directory, run.identity.describe(run.journal.run_id))
+    changed.refuse()
+    snapshot.load_rank_state(directory, run.accelerator.process_index, _resumable_parts(run))
+    run.journal.load_state(directory)
+    run.journal.run_id = changed.run_id
+    run.policy.load_state_dict(policy_state)
+    num_dropped = run.window.clear() if changed.concern_waiting_completions else 0
+    if changed.changes and run.accelerator.is_main_process:
+        logger.warning(changed.told(num_dropped))
+    run.best.find_again(run.journal.state, directory)
+
+
+def _resumable_parts(run: Run) -> dict[str, snapshot.Resumable]:
+    return {"batches": run.batches, "window": run.window, "entropy": run.entropy, "journal": run.journal}
