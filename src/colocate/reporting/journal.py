@@ -7,17 +7,16 @@ import platform
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 import colocate
-from colocate.config import GRPOConfig
 from colocate.redaction import redacted
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.metrics import MetricHistory
@@ -40,6 +39,22 @@ def _integrations(report_to: Any) -> list[TrainerCallback]:
         raise ImportError(f"report_to={report_to!r}: {error}") from error
 
 
+class JournalOptions(Protocol):
+    """The options that a journal reads, of transformers' arguments and of those that `GRPOConfig` adds."""
+
+    run_name: str | None
+    report_to: Any
+    disable_tqdm: bool | None
+    per_device_train_batch_size: int
+    restore_callback_states_from_checkpoint: bool
+    log_completions: bool
+    log_unique_prompts: bool
+    num_completions_to_print: int | None
+
+    @property
+    def run_dir(self) -> Path: ...
+
+
 class Journal:
     """Keeps `TrainerState`, runs the callbacks, and writes down every step.
 
@@ -49,7 +64,7 @@ class Journal:
 
     def __init__(
         self,
-        args: GRPOConfig,
+        args: JournalOptions,
         accelerator: Accelerator,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]],
         *,
@@ -70,7 +85,7 @@ class Journal:
         self.state.max_steps = max_steps
         self.state.num_train_epochs = math.ceil(max_steps / steps_per_epoch)
         self.state.train_batch_size = args.per_device_train_batch_size
-        self.state.compute_steps(args, max_steps)
+        self.state.compute_steps(cast(TrainingArguments, args), max_steps)
         self.run_id = uuid.uuid4().hex
         """The same for a run and those that resume it; the main process's counts."""
         self._steps_per_epoch = steps_per_epoch
