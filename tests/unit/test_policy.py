@@ -125,7 +125,7 @@ def plain_loss(model, samples: list[Sample]) -> Tensor:
 
 
 def make_policy(
-    model, *, budget: int = 32, max_grad_norm=None, reference=None, plan=None, **kwargs
+    model, *, budget: int = 32, max_grad_norm=None, reference=None, plan=None, planner=None, **kwargs
 ) -> Policy:
     defaults = dict(output_dir="unused", use_cpu=True, report_to=[], optim="sgd", learning_rate=1.0)
     args = TrainingArguments(**(defaults | dict(lr_scheduler_type="constant") | kwargs))
@@ -135,6 +135,7 @@ def make_policy(
         optimizer,
         temperature=TEMPERATURE,
         plan=plan or TrainPlan(tokens_per_microbatch=budget, logprob_chunk_size=7),
+        planner=planner,
         max_grad_norm=max_grad_norm,
         reference=reference,
     )

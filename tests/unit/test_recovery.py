@@ -1,5 +1,7 @@
 """An injected out-of-memory at each place of a step: the step ends with the weights it would have had."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_policy import SAMPLES, make_model, make_policy, objective
@@ -111,3 +113,23 @@ def test_a_rollout_that_cannot_shrink_says_so(tmp_path, monkeypatch):
     failing(monkeypatch, ModelRunner, "prefill", call=1, times=1000)
     with pytest.raises(torch.OutOfMemoryError, match=r"injected.*Lower max_num_seqs"):
         engine.generate([Prompt((1, 2, 3), 0)], SamplingParams(max_tokens=4))
+
+
+def test_the_policy_asks_its_planner_before_and_after_a_step():
+    class Planner:
+        def with_prompts(self, train_plan, prompt_tokens):
+            self.prompt_tokens = prompt_tokens
+            return replace(train_plan, tokens_per_microbatch=30)
+
+        def refined(self, train_plan, memory, num_tokens):
+            self.learned = (train_plan.tokens_per_microbatch, memory, num_tokens)
+            return replace(train_plan, activation_policy="full")
+
+    planner = Planner()
+    policy = make_policy(make_model(), plan=PLAN, planner=planner)
+    update = policy.update(SAMPLES, objective)
+    assert planner.prompt_tokens == max(len(sample.prompt_ids) for sample in SAMPLES)
+    assert policy.plan == replace(PLAN, tokens_per_microbatch=30)
+    policy.learn({"spans": []}, update)
+    assert planner.learned == (30, {"spans": []}, update.largest_microbatch)
+    assert policy.plan == replace(PLAN, tokens_per_microbatch=30, activation_policy="full")
