@@ -79,7 +79,7 @@ def build_run(
     device, has_new_adapter = accelerator.device, peft_config is not None
     batches = prompt_batches(train_dataset, args)
     num_steps = steps_of(args, batches.num_batches_per_epoch)
-    model, originals = trainable_model(model, args, device, quantization_config, peft_config)
+    model, originals = prepare_model(model, args, device, quantization_config, peft_config)
     tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
     sampling = sampling_params(args, stop_token_ids(tokenizer, model))
     # An engine may take the memory that it finds: what else has a claim to it comes first.
@@ -90,6 +90,7 @@ def build_run(
     journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
     timeline = build_timeline(device, model, optimizer, engine, journal)
     handover = Handover(engine)
+    is_drawn_otherwise = bool(arguments_of_model_generate(args.generation_kwargs))
     policy = build_policy(model, args, optimizer, planner, reference, handover, timeline)
     rewards = build_rewards(reward_funcs, reward_processing_classes, args, device)
     entropy = entropy_controller(args)
@@ -105,31 +106,13 @@ def build_run(
         policy=policy,
         objective=Objective(args.options_of(ObjectiveParams), entropy),
         entropy=entropy,
-        agreement=build_agreement(engine, policy, sampling, args),
+        agreement=Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise),
         handover=handover,
         timeline=timeline,
         journal=journal,
         best=BestCheckpoint(args),
         identity=RunIdentity(args, accelerator, policy, engine, train_dataset, rewards, has_new_adapter),
     )  # fmt: skip
-
-
-def trainable_model(
-    model: Any, args: GRPOConfig, device: torch.device, quantization_config: Any, peft_config: Any
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """`prepare_model` as the configuration has it."""
-    return prepare_model(
-        model,
-        device,
-        bf16=bool(args.bf16),
-        model_init_kwargs=args.model_init_kwargs,
-        trust_remote_code=args.trust_remote_code,
-        quantization_config=quantization_config,
-        peft_config=peft_config,
-        without_dropout=args.disable_dropout,
-        gradient_checkpointing=args.gradient_checkpointing,
-        gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-    )
 
 
 def build_optimizer(
@@ -363,13 +346,6 @@ def build_judge(
         trainer_state=lambda: journal.state,
         rank=accelerator.process_index,
     )
-
-
-def build_agreement(
-    engine: RolloutEngine, policy: Policy, sampling: SamplingParams, args: GRPOConfig
-) -> Agreement:
-    is_drawn_otherwise = bool(arguments_of_model_generate(args.generation_kwargs))
-    return Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise)
 
 
 def build_timeline(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,33 +33,29 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class ModelOptions(Protocol):
+    """The options that a model is loaded and prepared by; `GRPOConfig` documents each."""
+
+    bf16: bool | None
+    model_init_kwargs: Any
+    trust_remote_code: bool
+    disable_dropout: bool
+    gradient_checkpointing: bool
+    gradient_checkpointing_kwargs: Any
+
+
 def prepare_model(
-    model: Any,
-    device: torch.device,
-    *,
-    bf16: bool,
-    model_init_kwargs: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    quantization_config: Any = None,
-    peft_config: Any = None,
-    without_dropout: bool = False,
-    gradient_checkpointing: bool = False,
-    gradient_checkpointing_kwargs: Any = None,
+    model: Any, options: ModelOptions, device: torch.device, quantization_config: Any, peft_config: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     """A model ready to be trained, and its trainable weights as they were before a cast to bf16.
-
-    Args:
-        model: a name, a path, or a loaded model.
-        gradient_checkpointing: for a model without a layout; those with one follow the activation policy.
-        gradient_checkpointing_kwargs: as in `enable_gradient_checkpointing`.
 
     Raises:
         ValueError: `quantization_config` for a model that is loaded already; or as `load_model` and
             `add_adapter`.
     """
-    init_kwargs = dict(model_init_kwargs or {})
+    init_kwargs = dict(options.model_init_kwargs or {})
     if isinstance(model, str):
-        init_kwargs.setdefault("trust_remote_code", trust_remote_code)
+        init_kwargs.setdefault("trust_remote_code", options.trust_remote_code)
         if quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
     elif quantization_config is not None:
@@ -67,16 +63,17 @@ def prepare_model(
             "quantization_config applies while a model loads, but your model is already instantiated: pass "
             "it by name, or drop quantization_config."
         )
-    loaded = load_model(model, bf16=bf16, model_init_kwargs=init_kwargs)
+    loaded = load_model(model, bf16=bool(options.bf16), model_init_kwargs=init_kwargs)
     freeze_what_text_does_not_reach(loaded)
-    originals = cast_to_bf16(loaded) if bf16 else {}
+    originals = cast_to_bf16(loaded) if options.bf16 else {}
     if peft_config is not None:
         loaded = add_adapter(loaded, peft_config)
         originals = {}  # the base is frozen now, and a frozen weight needs no master
-    if without_dropout:
+    if options.disable_dropout:
         disable_dropout(loaded)
-    if gradient_checkpointing and not has_layout(loaded):
-        enable_gradient_checkpointing(loaded, gradient_checkpointing_kwargs)
+    if options.gradient_checkpointing and not has_layout(loaded):
+        # transformers has read JSON text into a dict by now.
+        enable_gradient_checkpointing(loaded, options.gradient_checkpointing_kwargs)
     return nn.Module.to(loaded, device), originals
 
 
