@@ -6,7 +6,7 @@ import math
 import time
 from typing import Any
 
-from transformers.trainer_utils import speed_metrics
+from transformers.trainer_utils import SaveStrategy, speed_metrics
 
 from colocate.checkpoints.finite import check_finite_weights
 from colocate.data.splits import TrainDataset
@@ -34,6 +34,13 @@ def evaluate(run: Run, dataset: TrainDataset, metric_key_prefix: str) -> dict[st
     metrics.update(speed_metrics(metric_key_prefix, start_s, num_samples=len(rows), num_steps=num_steps))
     run.journal.log_eval(metrics)
     return metrics
+
+
+def note_best(run: Run, metrics: dict[str, float]) -> None:
+    """Find out whether the model just evaluated is the best so far, and has to be saved for that."""
+    metrics = ranks.of_all_ranks([metrics])[0]  # times differ between ranks, and all must come to one verdict
+    if run.best.judge(run.journal.state, metrics) and run.args.save_strategy == SaveStrategy.BEST:
+        run.journal.control.should_save = True
 
 
 def _metrics(run: Run, rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object
 from transformers import TrainerCallback
-from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
+from transformers.trainer_utils import TrainOutput, speed_metrics
 
 from colocate import evaluation, loop, run_checkpoints
 from colocate.build import build_run
@@ -137,7 +136,7 @@ class GRPOTrainer(TRLNames):
         """Do what the callbacks asked for, in transformers' order; save and leave if asked to stop."""
         self.journal.log_if_asked()
         if self.control.should_evaluate:
-            self.note_evaluation(self.evaluate())
+            evaluation.note_best(self.run, self.evaluate())
         is_lost = self.journal.is_lost
         if is_lost:
             stop.request()
@@ -179,12 +178,6 @@ class GRPOTrainer(TRLNames):
             ]
             return {name: value for result in results for name, value in result.items()}
         return evaluation.evaluate(self.run, dataset, metric_key_prefix)
-
-    def note_evaluation(self, metrics: dict[str, float]) -> None:
-        """Find out whether the model just evaluated is the best so far, and has to be saved for that."""
-        metrics = gather_object([metrics])[0]  # times differ between ranks, and all must come to one verdict
-        if self.run.best.judge(self.state, metrics) and self.args.save_strategy == SaveStrategy.BEST:
-            self.control.should_save = True
 
     # ── Beginning and end ────────────────────────────────────────────────────────────────────────────────
 
