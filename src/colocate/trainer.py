@@ -102,7 +102,6 @@ class GRPOTrainer(TRLNames):
         self.args, self.accelerator, self.model = args, self.run.accelerator, self.run.model
         self.processing_class = self.run.tokenizer
         self.train_dataset, self.eval_dataset = self.run.train_dataset, self.run.eval_dataset
-        self.policy, self.engine, self.journal = self.run.policy, self.run.engine, self.run.journal
         self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
         self._slice_rows = SliceRows(self.run.window)
 

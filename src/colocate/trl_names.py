@@ -18,6 +18,7 @@ from colocate.algorithms.masks import entropy_threshold, off_policy_sequence_mas
 from colocate.checkpoints import hub
 from colocate.config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
+from colocate.engines.base import RolloutEngine
 from colocate.experience.requests import RolloutRequest
 from colocate.experience.slices import SlicedStep, SliceRows, Step
 from colocate.policy.policy import Policy
@@ -93,6 +94,23 @@ class Option:
         )
 
 
+class Part:
+    """A part of the trainer's run. It stays the one that the run's other parts were made with."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self.__doc__ = f"`run.{name}`."
+
+    def __get__(self, trainer: TRLNames | None, owner: type) -> Any:
+        return self if trainer is None else getattr(trainer.run, self._name)
+
+    def __set__(self, trainer: TRLNames, value: Any) -> None:
+        raise AttributeError(
+            f"Another {self._name} comes too late: the run's other parts were made with the one there is. "
+            "colocate.build makes them."
+        )
+
+
 class TRLNames:
     """The part of `GRPOTrainer` that is there for scripts written for TRL."""
 
@@ -102,8 +120,9 @@ class TRLNames:
     train_dataset: TrainDataset
     eval_dataset: EvalDataset | None
     run: Run
-    journal: Journal
-    policy: Policy
+    engine: RolloutEngine = Part()  # type: ignore[assignment]
+    policy: Policy = Part()  # type: ignore[assignment]
+    journal: Journal = Part()  # type: ignore[assignment]
     _slice_rows: SliceRows
     _step: SlicedStep | None = None
 

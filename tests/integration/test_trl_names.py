@@ -61,6 +61,13 @@ def test_log_adds_to_the_history(trained):
     assert trained.state.log_history[-1]["step"] == trained.state.global_step
 
 
+def test_a_part_of_the_run_is_not_replaced_alone(trained):
+    for name in ("engine", "policy", "journal"):
+        with pytest.raises(AttributeError, match=f"Another {name} comes too late"):
+            setattr(trained, name, None)
+        assert getattr(trained, name) is getattr(trained.run, name)
+
+
 def test_the_eval_loader_has_each_row_once_per_completion(trained):
     rows = [row["prompt"] for batch in trained.get_eval_dataloader() for row in batch]
     assert rows == [prompt for prompt in sums(3)["prompt"] for _ in range(4)]
