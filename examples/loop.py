@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from colocate import GRPOConfig
 from colocate.algorithms.objective import Objective
+from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.data.sampler import PromptBatches
 from colocate.engines.native.engine import NativeEngine
 from colocate.experience.judge import Judge
@@ -96,7 +97,7 @@ def train(args: GRPOConfig, model: Qwen3ForCausalLM) -> list[float]:
     policy = Policy(
         model, optimizer, temperature=args.temperature, plan=plan, max_grad_norm=args.max_grad_norm
     )
-    objective = Objective(args.objective_params())
+    objective = Objective(args.options_of(ObjectiveParams))
 
     # The engine's side. It reads the very weights that the policy trains, so nothing is ever copied. A
     # completion depends on the seed, on its prompt's number and on its own, not on who is in the batch.

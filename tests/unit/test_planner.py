@@ -489,11 +489,11 @@ def test_a_run_that_is_too_large_says_so():
 
 
 def test_a_run_that_starts_too_large_is_told_what_suffices(caplog):
-    assembly.planned(Planner(LARGE_SHAPES, on_gpu(has_reference=True), 22 * GIB))
+    first_plan(Planner(LARGE_SHAPES, on_gpu(has_reference=True), 22 * GIB))
     (line,) = [message for message in caplog.messages if "may run out of memory" in message]
     assert "To make it fit, set beta=0.0 optim=adamw_bnb_8bit; or use_peft=True" in line
     caplog.clear()
-    assembly.planned(Planner(LARGE_SHAPES, on_gpu(), 1 * GIB))
+    first_plan(Planner(LARGE_SHAPES, on_gpu(), 1 * GIB))
     assert "Nothing that can be set would make it fit" in caplog.text
 
 
