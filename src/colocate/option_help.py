@@ -1,70 +1,93 @@
-"""What `colocate train --help` says of every option.
-
-Names, defaults and docstrings are read from the source of the two classes: importing these would load torch.
-"""
+"""What `colocate train --help` says of every option."""
 
 from __future__ import annotations
 
-import ast
-import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+
+from colocate.declared_options import CLASSES, Option, options_of
 
 _WIDTH, _INDENT = 110, " " * 8
-_CLASSES = {"run_config.py": "RunConfig", "config.py": "GRPOConfig"}
-_FIRST_HEADING = {"RunConfig": "What to train on what"}
 _REFUSED = "Accepted so that existing scripts run"
 """Heading of the options that are not listed: `options.py` answers for these."""
-_HEADING = re.compile(r" *# ── (.+?) ─+$")
 
-
-class _Option(NamedTuple):
-    name: str
-    default: str
-    text: str
-    heading: str
+_INHERITED: dict[str, dict[str, tuple[object, str]]] = {
+    "The run": {
+        "output_dir": (
+            None,
+            'Directory of the run\'s checkpoints, record and model. None: "trainer_output".',
+        ),
+        "max_steps": (-1, "Optimizer steps of the run; -1 trains for num_train_epochs."),
+        "num_train_epochs": (3.0, "Passes over the prompts, without max_steps."),
+        "per_device_train_batch_size": (8, "Completions per device and micro-step."),
+        "gradient_accumulation_steps": (1, "Micro-steps whose gradients make one optimizer step."),
+        "seed": (42, "Seed of sampling, shuffling and new adapters."),
+        "use_cpu": (False, "Train on the CPU also where there is a GPU."),
+    },
+    "Optimizer": {
+        "optim": (
+            "adamw_torch_fused",
+            "adamw_torch, adamw_bnb_8bit, sgd and others.",
+        ),
+        "lr_scheduler_type": ("linear", "linear, cosine, constant, constant_with_warmup and others."),
+        "warmup_steps": (0, "Steps in which the learning rate rises; below 1 a share of the run."),
+        "weight_decay": (0.0, "Of AdamW, for all but biases and norms."),
+        "adam_beta1": (0.9, "Decay of Adam's mean of gradients."),
+        "adam_beta2": (0.999, "Decay of Adam's mean of squared gradients."),
+        "max_grad_norm": (1.0, "Gradients longer than this are shortened to it."),
+    },
+    "Checkpoints": {
+        "save_strategy": ("steps", '"steps", "epoch", "best" or "no".'),
+        "save_steps": (500, "Steps between checkpoints; below 1 a share of the run."),
+        "save_total_limit": (None, "Keep this many checkpoints at most. None keeps all."),
+        "save_only_model": (False, "Checkpoints without what a run needs to be resumed."),
+        "load_best_model_at_end": (False, "End with the weights of the best checkpoint."),
+        "metric_for_best_model": (None, "What makes a checkpoint the best, such as eval_reward."),
+        "push_to_hub": (False, "Upload the model to hub_model_id at each save."),
+        "hub_model_id": (None, "Repository on the Hub. None: the name of output_dir."),
+    },
+    "Evaluation": {
+        "eval_strategy": ("no", '"steps", "epoch" or "no".'),
+        "eval_steps": (None, "Steps between evaluations. None: logging_steps."),
+        "eval_on_start": (False, "Evaluate before the first step, too."),
+        "per_device_eval_batch_size": (8, "Completions per device and evaluation batch."),
+    },
+    "Reports": {
+        "report_to": ("none", "wandb, trackio, tensorboard and others, or a list of them."),
+        "run_name": (None, "The run's name there."),
+        "logging_strategy": ("steps", '"steps", "epoch" or "no".'),
+        "logging_first_step": (False, "Log the first step whatever logging_steps is."),
+        "disable_tqdm": (None, "Plain lines instead of the panel at the bottom of the terminal."),
+    },
+}
+"""Options of `transformers.TrainingArguments` that run files use: default, and what it does."""
 
 
 def option_help() -> str:
-    """All options by the sections that the classes divide theirs into."""
-    lines, heading = [], None
-    for file, class_name in _CLASSES.items():
-        for option in _options_of(Path(__file__).with_name(file).read_text(), class_name):
+    """All options by the sections that the classes divide theirs into; inherited ones after `RunConfig`'s."""
+    lines: list[str] = []
+    heading = None
+    for file, class_name in CLASSES.items():
+        for option in options_of(Path(__file__).with_name(file).read_text(encoding="utf-8"), class_name):
             if option.heading.startswith(_REFUSED):
                 continue
             if option.heading != heading:
                 heading = option.heading
                 lines += ["", f"{heading}:"]
-            shown = "" if option.default == "None" else f" (default: {option.default})"
-            lines.append(f"  --{option.name}{shown}")
-            text = " ".join(option.text.split())
-            lines += textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            lines += _entry(option)
+        if class_name == "RunConfig":
+            for heading, options in _INHERITED.items():
+                lines += ["", f"{heading}:"]
+                for name, (default, text) in options.items():
+                    lines += _entry(Option(name, str(default), text, heading, ""))
     lines += ["", "Further: every option of transformers.TrainingArguments that is not refused by name."]
     return "\n".join(lines).lstrip("\n")
 
 
-def _options_of(source: str, class_name: str) -> Iterator[_Option]:
-    source_lines = source.splitlines()
-    definition = next(
-        node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == class_name
-    )
-    heading, last_line = _FIRST_HEADING.get(class_name, ""), definition.lineno
-    for node, following in zip(definition.body, [*definition.body[1:], None], strict=True):
-        for line in source_lines[last_line : node.lineno]:
-            if match := _HEADING.match(line):
-                heading = match[1]
-        last_line = node.lineno
-        if not isinstance(node, ast.AnnAssign) or node.value is None:
-            continue
-        is_documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        text = str(following.value.value) if is_documented else ""  # type: ignore[union-attr]
-        yield _Option(ast.unparse(node.target), _default(node.value), text, heading)
-
-
-def _default(value: ast.expr) -> str:
-    """As one would write it on the command line; of `field(default_factory=list)` an empty one."""
-    if isinstance(value, ast.Call):
-        return "None"
-    return str(ast.literal_eval(value))
+def _entry(option: Option) -> list[str]:
+    shown = "" if option.default == "None" else f" (default: {option.default})"
+    text = " ".join(option.text.split())
+    return [
+        f"  --{option.name}{shown}",
+        *textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT),
+    ]

@@ -16,8 +16,7 @@ A field in none of them comes from a newer transformers and is refused unless it
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeAlias
 
@@ -322,12 +321,6 @@ RANGES: dict[str, Requirement] = {
 
 MAY_BE_INFINITE: frozenset[str] = _names("max_grad_norm epsilon_high vllm_importance_sampling_clip_max")
 """Upper bounds, which infinity takes away. Every other number is finite."""
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` when a candidate resembles `name`, else the empty string."""
-    close = difflib.get_close_matches(str(name)[:100], list(candidates), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def default_of(field: Field) -> Any:

@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -21,16 +22,20 @@ def test_help_lists_every_option_with_its_default():
         match[1]: match[2]
         for match in re.finditer(r"^  --(\w+)(?: \(default: (.*)\))?$", option_help(), re.MULTILINE)
     }
-    own = RunConfig.__annotations__ | GRPOConfig.__annotations__
-    declared = {f.name: f.default for f in (*fields(RunConfig), *fields(GRPOConfig)) if f.name in own}
+    declared = {f.name: f.default for f in (*fields(RunConfig), *fields(GRPOConfig))}
     assert listed == {
-        name: None if default is None or default is MISSING else str(default)
+        name: None if default is None or default is MISSING else str(getattr(default, "value", default))
         for name, default in declared.items()
         if name in listed
     }
+    used = "output_dir max_steps per_device_train_batch_size save_steps report_to seed eval_strategy"
+    assert not set(used.split()) - listed.keys()
+    recipes = (Path(__file__).parents[2] / "recipes").glob("*.yaml")
+    assert not {name for recipe in recipes for name in yaml.safe_load(recipe.read_text())} - listed.keys()
     honoured_by_vllm = frozenset().union(*HONOURED_BY.values())
     assert not (listed.keys() & REFUSED.keys()) - honoured_by_vllm
-    unlisted = declared.keys() - listed.keys()
+    own = RunConfig.__annotations__ | GRPOConfig.__annotations__
+    unlisted = declared.keys() & own.keys() - listed.keys()
     assert unlisted <= {"use_vllm", "vllm_mode"} | RENAMED.keys() | UNNECESSARY.keys() | REFUSED.keys()
 
 
