@@ -46,8 +46,9 @@ from colocate.policy.loading import stop_token_ids
 from colocate.policy.policy import OUT_OF_MEMORY_ADVICE, UpdateResult
 from colocate.reporting.journal import Journal
 from colocate.reporting.metrics import Metrics
+from colocate.run_header import header_rows
 from colocate.run_identity import RunIdentity
-from colocate.trainer_arguments import check_arguments, config_or_default
+from colocate.trainer_arguments import check_arguments, check_reward_columns, config_or_default
 from colocate.trl_names import TRLNames
 from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
@@ -112,8 +113,10 @@ class GRPOTrainer(TRLNames):
             callbacks=callbacks,
             optimizers=optimizers,
             peft_config=peft_config,
+            report_to=args.report_to,
         )
         self.train_dataset, self.eval_dataset = assembly.check_datasets(train_dataset, eval_dataset, args)
+        check_reward_columns(reward_funcs, self.train_dataset, self.eval_dataset, args)
         assembly.set_up_process(args)
         self.accelerator = Accelerator(cpu=args.use_cpu)
         self.batches = assembly.prompt_batches(self.train_dataset, args)
@@ -322,7 +325,7 @@ class GRPOTrainer(TRLNames):
         stop_requested = stop.received()
         if self.control.should_save or stop_requested:
             with self.phase("save"):
-                self.save_checkpoint()
+                checkpoint = self.save_checkpoint()
         if is_lost:
             raise FileNotFoundError(
                 f"{self.args.run_dir} was deleted or moved away while the run was writing into it, and its "
@@ -330,7 +333,8 @@ class GRPOTrainer(TRLNames):
                 "is saved there anew: go on from it with resume_from_checkpoint=True."
             )
         if stop_requested:
-            raise SystemExit(143)  # 128 + SIGTERM, what a shell expects of a process that obeyed it
+            self.journal.say_stopped(stop.name, checkpoint)
+            raise stop.exception()
 
     def _check_finite(self, samples: list[Sample], update: UpdateResult) -> None:
         """Keep what made a step be skipped; give up after `max_skipped_steps` in a row."""
@@ -425,6 +429,7 @@ class GRPOTrainer(TRLNames):
             self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         )
         directory = sealed.find(requested, self.args.run_dir)
+        self.introduce(resumes=directory is not None)
         if directory is not None:
             self.load_checkpoint(directory)
         elif self.state.global_step > 0:
@@ -435,11 +440,26 @@ class GRPOTrainer(TRLNames):
         self._start = (time.time(), self.state.global_step)
         self.journal.open(
             assembly.description(self.model, self.engine, self.train_dataset, self.accelerator),
-            resumed=directory is not None,
+            resumed_from=directory,
         )
         if self.args.eval_on_start and directory is None:
             self.evaluate()
         self.journal.event("on_epoch_begin")
+
+    def introduce(self, *, resumes: bool) -> None:
+        """Say what the run is before anything of it takes time."""
+        rows = header_rows(
+            self.args,
+            self.accelerator,
+            self.model,
+            self.engine,
+            self.policy.plan,
+            self.train_dataset,
+            self.eval_dataset,
+            self.scorer.reward_functions.names,
+            self.state.max_steps,
+        )
+        self.journal.introduce(rows, resumes=resumes)
 
     def finish(self) -> TrainOutput:
         """Log the run's summary, go back to the best weights if asked to, and close the record."""
