@@ -35,7 +35,7 @@ from colocate.reporting.plots import Axis, Plot, compact, course, decimate, smoo
 from colocate.reporting.provenance import command_of, commit_of, provenance
 from colocate.reporting.report import write_report
 from colocate.reporting.run import Run, read_run
-from colocate.reporting.run_log import RunLog
+from colocate.reporting.run_log import RunLog, earlier_record
 
 GIB = 2**30
 
@@ -226,6 +226,37 @@ def test_a_step_cannot_be_logged_twice_and_keys_cannot_clash(tmp_path):
     assert len(read_strictly(tmp_path / "metrics.jsonl")) == 1
 
 
+def test_a_run_that_cannot_start_leaves_the_record_as_it_is(tmp_path):
+    log = RunLog(tmp_path, run_id="first")
+    log.describe({"run_id": "first"})
+    log.log_step(1, {"reward": 1}, epoch=0.1, timeline={})
+    log.close()
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert "of an earlier run, 1 steps: kept as metrics.1.jsonl" in earlier_record(tmp_path)
+    for resume_step in (None, 0):
+        failed = RunLog(tmp_path, resume_step, run_id="second")
+        failed.describe({"run_id": "second"})
+        failed.log_eval(0, {"eval_reward": 0.5}, epoch=0.0)
+        assert not failed.is_lost
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    failed.log_step(1, {"reward": 2}, epoch=0.1, timeline={})
+    assert [r.get("reward") for r in read_strictly(tmp_path / "metrics.jsonl")] == [None, 2]
+    assert [r["reward"] for r in read_strictly(tmp_path / "metrics.1.jsonl")] == [1]
+    assert json.loads((tmp_path / "run.json").read_text())["run_id"] == "second"
+    assert earlier_record(tmp_path / "nowhere") is None
+
+
+def test_completions_can_be_searched_in_any_script(tmp_path):
+    texts = ["蘋果 十二", "half a character \ud83d", "a line\u2028that some programs end", "\x85"]
+    log = RunLog(tmp_path)
+    zeros = [0.0] * len(texts)
+    log.log_completions(1, CompletionTable(texts, texts, {"score": zeros}, zeros), num_samples=9)
+    log.close()
+    content = (tmp_path / "completions.jsonl").read_text(encoding="utf-8")
+    assert "蘋果 十二" in content
+    assert [json.loads(line)["prompt"] for line in content.splitlines()] == texts
+
+
 # --- tables of completions --------------------------------------------------------------------------------
 
 
@@ -285,6 +316,28 @@ def test_print_completions_chooses_rows_as_asked():
     assert sum(word in printed(table, num_completions_to_print=1) for word in ("one", "two", "three")) == 1
     assert random.getstate() == state
     assert printed(table, num_completions_to_print=0) == ""
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_completions_with_many_columns_are_records_in_full_width(width):
+    table = CompletionTable(
+        prompts=["What is two and three?"],
+        completions=["The answer is five, " * 8],
+        rewards={"accuracy_reward": [1.0], "think_format_reward": [0.5], "brevity": [-3.0]},
+        advantages=[0.7],
+        extra={"extracted_answer": ["5"], "judge_note": ["[b]good"]},
+    )
+    console = Console(file=io.StringIO(), width=width)
+    print_completions(table, 7, console=console)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(len(line) > width - 10 for line in lines if "answer" in line) >= 160 // width
+    text = console.file.getvalue()
+    for shown in ("Step 7", "What is two and three?", "accuracy_reward=1.00", "Advantage=0.70", "[b]good"):
+        assert shown in text
+    wide = Console(file=io.StringIO(), width=200)
+    print_completions(table, 7, console=wide)
+    assert "accuracy_reward ┃" in wide.file.getvalue()
 
 
 # --- the timeline -----------------------------------------------------------------------------------------
