@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import signal
 import sys
 import traceback
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rest = vllm_options
     elif vllm_options or (rest and known.command == "report"):
         parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}")
+    # It has no faster kernel for 4 bits on a CPU, and says so in every program that imports PEFT.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return {"train": train, "plan": _plan, "report": _report, "serve": _serve}[known.command](known, rest)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:

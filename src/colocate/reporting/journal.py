@@ -14,7 +14,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 import colocate
@@ -35,9 +35,18 @@ BETWEEN_STEPS = ("evaluate", "save")
 """Phases that come after one step and before the next."""
 
 
+class _TensorBoard(TensorBoardCallback):
+    """Keeps its file of events open: an evaluation that follows training belongs to the same run."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tb_writer is not None:
+            self.tb_writer.flush()
+
+
 def _integrations(report_to: Any) -> list[TrainerCallback]:
+    own = {TensorBoardCallback: _TensorBoard}
     try:
-        return [callback() for callback in get_reporting_integration_callbacks(report_to)]
+        return [own.get(callback, callback)() for callback in get_reporting_integration_callbacks(report_to)]
     except RuntimeError as error:  # what transformers raises where the package is missing
         raise ImportError(f"report_to={report_to!r}: {error}") from error
 
