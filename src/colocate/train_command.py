@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     file, values = read_values(rest)
-    _require_complete(values)
+    _require_complete(values, file)
     is_main = os.environ.get("RANK", "0") == "0"
     if is_main:
         _say_what_is_known(file, values)
@@ -76,21 +77,30 @@ def _say_what_is_known(file: Path | None, values: Mapping[str, Any]) -> None:
     begin_header(title, {label: redacted(text) for label, text in rows.items()})
 
 
-def _require_complete(values: Mapping[str, Any]) -> None:
+def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> None:
     """Refuse a run without a model, data or rewards, and one whose tracker is not installed.
+
+    Where the model is missing, what its run file says at its head goes with the message: how to make it.
 
     Raises:
         ValueError, ImportError: with the option, or with what to install.
     """
     from colocate.reporting.trackers import check_installed
 
-    require(values, "model_name_or_path", "dataset_name")
+    require(values, "model_name_or_path", "dataset_name", hint=_head_of(file) if file else "")
     if not values.get("reward_funcs") and not values.get("reward_model_name_or_path"):
         raise ValueError("reward_funcs is not set: name at least one, e.g. --reward_funcs accuracy_reward")
     check_installed(values.get("report_to"))
 
 
-def require(values: Mapping[str, Any], *names: str) -> None:
+def _head_of(file: Path) -> str:
+    """The comment at the head of a run file, if it speaks of the model."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.strip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
+    return f". {file} says: {comment}" if "model" in comment else ""
+
+
+def require(values: Mapping[str, Any], *names: str, hint: str = "") -> None:
     """Raises ValueError where an option is not set, or the model is a directory that is not there."""
     for name in names:
         if not values.get(name):
@@ -100,6 +110,7 @@ def require(values: Mapping[str, Any], *names: str) -> None:
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
         raise ValueError(
             f"There is no directory {name!r}: model_name_or_path is that of a model, or a name on the Hub"
+            f"{hint}"
         )
 
 

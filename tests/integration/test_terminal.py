@@ -1,4 +1,4 @@
-"""What a run says at its start, when it is stopped or goes on, and at its end; what it refuses before it starts."""
+"""What a run says at its start, when it is stopped or goes on, and at its end; what it refuses first."""
 
 from __future__ import annotations
 

@@ -559,6 +559,14 @@ def test_the_header_begins_before_torch_is_loaded(tmp_path):
         assert shown in printed
 
 
+def test_a_missing_model_is_told_with_how_its_run_file_says_it_is_made(capsys, monkeypatch, tmp_path):
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(recipe)]) == 1
+    printed = capsys.readouterr().err
+    assert "There is no directory 'runs/quickstart/model'" in printed and "`make quickstart` runs" in printed
+
+
 def test_names_known_without_an_import_are_those_of_the_classes():
     from colocate.declared_options import _types
 
