@@ -83,9 +83,12 @@ class StopRequest:
 
     def received(self) -> bool:
         """Whether any rank was asked to stop; all ranks get the same answer, so all stop at the same step."""
-        if self._accelerator.num_processes > 1:
-            self._received = next(filter(None, gather_object([self._received])), self._received)
-        return self._received is not None
+        if self._accelerator.num_processes == 1:
+            return self._received is not None
+        first = next(filter(None, gather_object([self._received])), None)
+        # Noted here alone in the meantime, a signal waits for the next step.
+        self._received = first or self._received
+        return first is not None
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ with progress:
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -77,7 +78,7 @@ class Progress:
         self._live: LivePanel | None = None
         self._table: NotebookTable | None = None
         if is_main_process and not disable_tqdm:
-            if is_in_notebook():
+            if "IPython" in sys.modules and is_in_notebook():  # marimo is a notebook without it
                 self._table = NotebookTable()
             elif self._console.is_terminal:
                 self._live = LivePanel(self._lines, self._console)
