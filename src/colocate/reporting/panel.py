@@ -70,7 +70,8 @@ class _ReflownRender(LiveRender):
         self._is_broken = not is_cut
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        segments = list(super().__rich_console__(console, options))
+        parts = super().__rich_console__(console, options)
+        segments = [part for part in parts if isinstance(part, Segment)]
         self._lengths = [
             sum(cell_len(segment.text) for segment in line) for line in Segment.split_lines(segments)
         ]
