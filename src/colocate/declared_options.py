@@ -89,9 +89,13 @@ def _fields(file: Path, class_name: str) -> dict[str, str]:
     }
     found: dict[str, str] = {}
     for base in reversed(definition.bases):
-        if isinstance(base, ast.Name) and base.id in sources:
+        if not isinstance(base, ast.Name):
+            continue
+        if base.id in sources:
             imported_from, name = sources[base.id]
             found |= _fields(_file_of(imported_from), name)
+        else:
+            found |= _fields(file, base.id)
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = ast.unparse(node.annotation)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from accelerate.utils import GradientAccumulationPlugin
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from colocate.option_values import coerce, nearest, shown
-from colocate.options import AT_LEAST_ONE, Requirement, check_range
+from colocate.option_values import coerce, shown
+from colocate.options import AT_LEAST_ONE, Requirement, check_range, nearest
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _LENGTH = dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length")

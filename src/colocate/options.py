@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES, check_choice
 from colocate.engines.build import ENGINES
 from colocate.memory.train_plan import ACTIVATION_POLICIES
+from colocate.option_values import nearest as nearest
 from colocate.option_values import shown
 from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
 

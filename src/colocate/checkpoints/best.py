@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from colocate.checkpoints import sealed
-from colocate.option_values import nearest
+from colocate.options import nearest
 
 logger = logging.getLogger(__name__)
 
