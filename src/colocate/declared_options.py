@@ -63,7 +63,7 @@ def check_names(values: Mapping[str, object]) -> None:
             raise ValueError(f"There is no option {shown(name)}{nearest(name, types) or '.'}")
         # What stands alone on a command line is switched on, which not every option can be.
         if value is True and not re.search(r"\b(bool|Any)\b", types[name]):
-            raise ValueError(f"{name} needs a value: --{name} VALUE")
+            raise ValueError(f"{name} needs a value: --{name} VALUE ({name}=True is none)")
 
 
 @functools.cache
