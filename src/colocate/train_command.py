@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,12 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     file, values = read_values(rest)
     _require_complete(values, file)
     is_main = os.environ.get("RANK", "0") == "0"
-    if is_main:
-        _say_what_is_known(file, values)
+    with _header(file, values) if is_main else nullcontext():
+        _train(values, is_main)
+    return 0
 
+
+def _train(values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
     from colocate.reporting.messages import short_path
     from colocate.run_config import RunFileWriter, parse_run
@@ -55,13 +59,12 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     trainer.save_model(str(config.run_dir))
     if is_main:
         print(f"Model: {short_path(config.run_dir)}")
-    return 0
 
 
-def _say_what_is_known(file: Path | None, values: Mapping[str, Any]) -> None:
+def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextManager[None]:
     """The rows of the header that need no model: they are there while PyTorch is being loaded."""
     from colocate.redaction import redacted
-    from colocate.reporting.messages import begin_header
+    from colocate.reporting.messages import begun_header
 
     rewards = values.get("reward_funcs") or []
     names = [rewards] if isinstance(rewards, str) else [str(name) for name in rewards]
@@ -74,7 +77,7 @@ def _say_what_is_known(file: Path | None, values: Mapping[str, Any]) -> None:
         "output": str(values.get("output_dir") or "trainer_output"),
     }
     title = " ".join(["colocate", __version__, "train", *([str(file)] if file else [])])
-    begin_header(title, {label: redacted(text) for label, text in rows.items()})
+    return begun_header(title, {label: redacted(text) for label, text in rows.items()})
 
 
 def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> None:

@@ -6,7 +6,8 @@ Imports nothing slow: `colocate train` says what it knows before PyTorch and tra
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -24,16 +25,21 @@ def short_path(path: str | Path) -> str:
     return absolute if relative.startswith(os.pardir) else relative
 
 
-def begin_header(title: str, rows: Mapping[str, str | None], console: Console | None = None) -> None:
-    """Print the title and the rows that are known before anything is loaded."""
-    console = console or Console()
+@contextmanager
+def begun_header(title: str, rows: Mapping[str, str | None]) -> Iterator[None]:
+    """Print the title and the rows that are known before anything is loaded; a trainer completes them."""
+    console = Console()
     console.print(Text(title, style="bold"), soft_wrap=True)
     _print_rows(rows, console)
     _said.update(rows)
+    try:
+        yield
+    finally:
+        _said.clear()
 
 
 def complete_header(rows: Mapping[str, str | None], console: Console) -> None:
-    """Print the rows that `begin_header` has not printed."""
+    """Print the rows that `begun_header` has not printed."""
     _print_rows({label: text for label, text in rows.items() if label not in _said}, console)
     _said.clear()
 
