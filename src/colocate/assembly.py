@@ -32,8 +32,9 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.build import EngineParts, engine_of_auto
 from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
-from colocate.options import check_engine
+from colocate.options import check_support
 from colocate.planning.planner import Planner, choose_fixed_plan
+from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import wishes_of
 from colocate.policy.loading import (
     add_adapter,
@@ -208,9 +209,13 @@ def planned(planner: Planner) -> TrainPlan:
     """The planner's choice, with a warning where memory will not do, or only for more work."""
     plan = planner.plan()
     if plan.shortage is not None:
+        remedies = "; or ".join(remedy.settings for remedy in find_remedies(planner.case))
+        advice = (
+            f"To make it fit, set {remedies}" if remedies else "Nothing that can be set would make it fit"
+        )
         logger.warning(
             f"The run may run out of memory: {plan.shortage}. It starts all the same and shrinks its "
-            f"micro-batches when it must. To make it fit, set {'; or '.join(plan.remedies)}."
+            f"micro-batches when it must. {advice}."
         )
     if plan.repeated_prompts is not None:
         logger.warning(plan.repeated_prompts)
@@ -235,7 +240,7 @@ def build_engine(
         name, reason = engine_of_auto(model, use_vllm=args.use_vllm, generate_arguments=in_words(arguments))
         if reason is not None and accelerator.is_main_process:
             logger.warning(reason)
-        for notice in check_engine(args, name):
+        for notice in check_support(args, name):
             if accelerator.is_main_process:
                 logger.warning(notice)
     return engines.build_engine(name, EngineParts(model, args, accelerator, sampling, arguments))

@@ -1,6 +1,8 @@
 """Every option of a run: TRL's names and defaults, and a handful of our own.
 
-What happens to each inherited option (honoured, unnecessary, refused) is the table in `options.py`.
+What is declared here is honoured, unless a table in `options.py` says otherwise; what is inherited from
+transformers and honoured is listed there. An option is declared with its type, its default, what its value
+must satisfy (`colocate.requirements`) and a line for `colocate train --help`.
 """
 
 from __future__ import annotations
@@ -11,15 +13,17 @@ import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 
-from colocate.algorithms.choices import check_choice
+from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.objective_params import ObjectiveParams
+from colocate.engines.build import ENGINES
+from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
 from colocate.option_values import coerce, types_of
 from colocate.options import (
@@ -27,18 +31,40 @@ from colocate.options import (
     MAY_BE_INFINITE,
     RANGES,
     RENAMED,
-    check_range,
     check_report_to,
     check_support,
     default_of,
 )
 from colocate.redaction import check_complete, redacted
+from colocate.requirements import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    FEW,
+    FRACTION,
+    INTERVAL,
+    NOT_NEGATIVE,
+    PORT,
+    POSITIVE,
+    SHARE,
+    OneOf,
+    Requirement,
+    check_choice,
+    check_range,
+    choices_of,
+    ranges_of,
+)
 
 logger = logging.getLogger(__name__)
 
+_Record = TypeVar("_Record", AdvantageOptions, ObjectiveParams)
+
+_TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
+_SECONDS = Requirement("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9)
+_TIMEOUT = Requirement("must be greater than 0 and less than 2**31 seconds", lambda v: 0 < v < 2**31)
+
 
 @dataclass(repr=False)
-class GRPOConfig(TrainingArguments):
+class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """Options of a GRPO run: those of TRL 1.16's `GRPOConfig` and of `transformers.TrainingArguments`.
 
     Differences from TRL: `bf16=None` means True only where the device is a GPU that has bfloat16;
@@ -59,8 +85,8 @@ class GRPOConfig(TrainingArguments):
 
     # ── Defaults that differ from TrainingArguments ──────────────────────────────────────────────────────
 
-    learning_rate: float = 1e-6
-    logging_steps: float = 10
+    learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
+    logging_steps: Annotated[float, INTERVAL] = 10
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in the backward pass: a third more compute, far less memory. Only
     for models without a layout (see `engine`); others follow `activation_policy`."""
@@ -87,63 +113,64 @@ class GRPOConfig(TrainingArguments):
 
     num_generations: int = 8
     """G, completions per prompt: at least 2, and a divisor of `generation_batch_size`."""
-    num_generations_eval: int | None = None
+    num_generations_eval: Annotated[int | None, AT_LEAST_ONE] = None
     """G in evaluation; None takes `num_generations`."""
-    generation_batch_size: int | None = None
+    generation_batch_size: Annotated[int | None, AT_LEAST_ONE] = None
     """Completions per rollout, all ranks. None: per_device_train_batch_size × ranks × steps_per_generation"""
-    steps_per_generation: int | None = None
+    steps_per_generation: Annotated[int | None, AT_LEAST_ONE] = None
     """Micro-steps that one rollout is cut into. None: gradient_accumulation_steps, one optimizer step."""
-    num_iterations: int = 1
+    num_iterations: Annotated[int, FEW] = 1
     """μ, how many times each rollout is trained on."""
-    max_prompt_length: int | None = None
+    max_prompt_length: Annotated[int | None, AT_LEAST_ONE] = None
     """Keep this many last tokens of a longer prompt; None keeps all. (TRL has dropped the option.)"""
-    max_completion_length: int = 512
+    max_completion_length: Annotated[int, AT_LEAST_ONE] = 512
     """Tokens generated at most."""
     shuffle_dataset: bool = True
     """Draw prompts in random order (seeded by `data_seed`, else `seed`)."""
-    max_tokens_per_microbatch: int | None = None
+    max_tokens_per_microbatch: Annotated[int | None, AT_LEAST_ONE] = None
     """Tokens of one packed micro-batch; changes memory and speed, never the gradient. None: the planner's
     choice; on a CPU and for models without a layout (see `engine`) per_device_train_batch_size × the longest
     sequence of the step, the memory of TRL's padded micro-batch."""
-    activation_policy: str = "auto"
+    activation_policy: Annotated[str, OneOf(("auto", *ACTIVATION_POLICIES))] = "auto"
     """What layers keep for backward: "keep", "selective", "full" or "offload", each with less memory and more
     work than the one before; "auto" lets the planner choose. Only for models with a layout (see `engine`);
     others follow `gradient_checkpointing`."""
     share_prompts: bool = True
     """Compute the prompt of a group once in training, for all its completions in a micro-batch."""
-    logprob_chunk_size: int | None = None
+    logprob_chunk_size: Annotated[int | None, AT_LEAST_ONE] = None
     """Tokens whose logits exist at one time, [chunk, V] in float32. None: the planner's choice, or 1,024."""
     offload_optimizer: bool | None = None
     """Keep the optimizer's masters and moments in pinned host memory while completions are generated: with
     Adam 12 bytes of room for the KV cache per parameter trained in bf16. They return while rewards are
     computed and the policy runs forward and backward. None: where the KV cache would be too small without."""
-    max_skipped_steps: int = 3
+    max_skipped_steps: Annotated[int, AT_LEAST_ONE] = 3
     """Stop after this many steps in a row whose loss or gradient is not finite; each of them is skipped."""
 
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
-    engine: str = "auto"
+    engine: Annotated[str, OneOf(("auto", *ENGINES))] = "auto"
     """"native" decodes on the trainer's parameters; "vllm" runs vLLM in the trainer's process; "vllm_server"
     asks a vLLM server on other GPUs (`colocate serve`); "transformers" calls `model.generate`, slow but for
     any architecture. "auto" takes the server with use_vllm=True and vllm_mode="server"; else native where it
     knows the architecture, vLLM where `use_vllm` asks for it, and transformers."""
-    max_num_seqs: int | None = None
+    max_num_seqs: Annotated[int | None, FEW] = None
     """Sequences decoded side by side. None: 512 on a GPU, 64 on a CPU (vLLM there: its own default). With a
     server: prompts it is asked for at a time, 256 if None; how many sequences it decodes is its own
     `--max-num-seqs`."""
-    page_size: int | None = None
+    page_size: Annotated[int | None, AT_LEAST_ONE] = None
     """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
-    kv_cache_tokens: int | None = None
+    kv_cache_tokens: Annotated[int | None, AT_LEAST_ONE] = None
     """Tokens that the KV cache holds. None: as many as a rollout can use, if memory allows."""
-    temperature: float = 1.0
+    # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
+    temperature: Annotated[float, POSITIVE] = 1.0
     """Divides the logits in sampling, and in training likewise."""
-    top_p: float = 1.0
+    top_p: Annotated[float, SHARE] = 1.0
     """Sample among the fewest tokens whose probability reaches this; 1 for all."""
-    top_k: int | None = 0
+    top_k: Annotated[int | None, _TOP_K] = 0
     """Sample among this many most likely tokens; 0 for all, and so do -1 (vLLM's word for it) and None."""
-    min_p: float | None = None
+    min_p: Annotated[float | None, FRACTION] = None
     """Drop tokens less likely than this times the most likely one."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, POSITIVE] = 1.0
     """Above 1 discourages tokens already in prompt or completion."""
     generation_kwargs: dict[str, Any] | None = None
     """Overrides temperature, top_p, top_k, min_p, repetition_penalty or, as max_new_tokens,
@@ -151,21 +178,21 @@ class GRPOConfig(TrainingArguments):
     transformers' `generate` knows, like num_beams, makes engine="auto" generate with it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of `apply_chat_template` for conversational prompts."""
-    vllm_max_model_length: int | None = None
+    vllm_max_model_length: Annotated[int | None, AT_LEAST_ONE] = None
     """Longest prompt + completion that the engine accepts. None: the model's own limit."""
 
     # ── Rollout by vLLM (engine="vllm"); the native engine has no use for these ──────────────────────────
 
-    vllm_tensor_parallel_size: int = 1
+    vllm_tensor_parallel_size: Annotated[int, AT_LEAST_ONE] = 1
     """Consecutive processes that run one vLLM together; must divide their number. 1: each has its own."""
-    vllm_gpu_memory_utilization: float | None = None
+    vllm_gpu_memory_utilization: Annotated[float | None, SHARE] = None
     """Share of the GPU's memory that vLLM may use. None: nine tenths of what is free when it starts, less the
     optimizer's moments, and with `vllm_max_model_length` no more KV cache than a rollout fills. (TRL: 0.3)"""
     vllm_enable_sleep_mode: bool | None = None
     """Give vLLM's memory to training and back, in each step. None: True. (TRL: False)"""
-    vllm_model_impl: str = "vllm"
+    vllm_model_impl: Annotated[str, OneOf(("auto", "vllm", "transformers"))] = "vllm"
     """Whose implementation of the model vLLM runs: "vllm", "transformers" or "auto"."""
-    vllm_weights: str = "auto"
+    vllm_weights: Annotated[str, OneOf(("auto", "shared", "buckets"))] = "auto"
     """"shared": vLLM reads the trainer's own parameters; "buckets": it has a copy, with adapters merged,
     renewed for each rollout; "auto": shared where possible (full fine-tuning of Llama, Mistral and Qwen
     models on one GPU each)."""
@@ -177,90 +204,49 @@ class GRPOConfig(TrainingArguments):
     vllm_server_base_url: str | None = None
     """Its address, such as "http://node7:8000". None: `vllm_server_host` and `vllm_server_port`."""
     vllm_server_host: str = "0.0.0.0"
-    vllm_server_port: int = 8000
-    vllm_server_timeout: float = 240.0
+    vllm_server_port: Annotated[int, PORT] = 8000
+    vllm_server_timeout: Annotated[float, _TIMEOUT] = 240.0
     """Seconds to wait for the server at the start, to come back, and to go on when somebody paused it."""
-    vllm_on_server_loss: str = "error"
+    vllm_on_server_loss: Annotated[str, OneOf(("error", "wait"))] = "error"
     """When the server dies or hangs: stop with an "error", or "wait" until it is back and repeat what was
     lost."""
     vllm_group_host: str | None = None
     """Where the server's workers reach this process for NCCL. None: this machine's address towards it."""
-    vllm_group_port: int = 51216
+    vllm_group_port: Annotated[int, PORT] = 51216
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    loss_type: str = "dapo"
-    """"dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo" or "vespo": surrogate and normalisation."""
-    importance_sampling_level: str = "token"
-    """Ratios per "token", or one per "sequence" from the mean log-ratio (GSPO, arXiv:2507.18071)."""
-    epsilon: float = 0.2
-    """Lower clipping bound: ratios below 1 − ε."""
-    epsilon_high: float | None = None
-    """Upper clipping bound, 1 + ε_high; None takes `epsilon`. DAPO: 0.28. With "cispo" the cap itself: 5."""
-    delta: float | None = None
-    """Second upper bound on the ratio, for negative advantages (INTELLECT-2, arXiv:2505.07291)."""
-    beta: float = 0.0
-    """Weight of the KL penalty to the reference model; 0 keeps no reference."""
-    use_bias_correction_kl: bool = True
-    """Multiply the KL term by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556)."""
     sync_ref_model: bool = False
     """Move the reference towards the policy every `ref_model_sync_steps` (TR-DPO, arXiv:2404.09656)."""
-    ref_model_mixup_alpha: float = 0.6
+    ref_model_mixup_alpha: Annotated[float, FRACTION] = 0.6
     """α in: reference ← α policy + (1 − α) reference."""
-    ref_model_sync_steps: int = 512
-    sapo_temperature_neg: float = 1.05
-    """SAPO's temperature where the advantage is not positive (arXiv:2511.20347)."""
-    sapo_temperature_pos: float = 1.0
-    """SAPO's temperature where the advantage is positive."""
-    vespo_k_pos: float = 2.0
-    """VESPO's exponent k of the ratio, positive advantages (arXiv:2602.10693)."""
-    vespo_lambda_pos: float = 3.0
-    """VESPO's decay λ of the ratio, positive advantages."""
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
+    ref_model_sync_steps: Annotated[int, AT_LEAST_ONE] = 512
     mask_truncated_completions: bool = False
     """Leave completions that reached `max_completion_length` out of the loss."""
-    top_entropy_quantile: float = 1.0
+    top_entropy_quantile: Annotated[float, FRACTION] = 1.0
     """Share of tokens, by entropy from the top, that the policy loss keeps (arXiv:2506.01939)."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus (mean per token, for every loss type)."""
-    use_adaptive_entropy: bool = False
-    """Steer `entropy_coef` towards `entropy_target` (Skywork-OR1, arXiv:2505.22312)."""
-    entropy_coef_min: float = 0.0
-    entropy_coef_max: float = 1.0
-    entropy_coef_delta: float = 0.005
+    entropy_coef_min: Annotated[float, NOT_NEGATIVE] = 0.0
+    entropy_coef_max: Annotated[float, NOT_NEGATIVE] = 1.0
+    entropy_coef_delta: Annotated[float, NOT_NEGATIVE] = 0.005
     """How far one optimizer step moves the coefficient."""
-    entropy_target: float = 0.2
+    entropy_target: Annotated[float, NOT_NEGATIVE] = 0.2
     """Mean entropy per token, in nats, at or below which the bonus acts."""
-    router_aux_loss_coef: float | None = None
+    router_aux_loss_coef: Annotated[float | None, NOT_NEGATIVE] = None
     """Weight of a mixture of experts' load-balancing loss; None takes the model's own, 0 leaves it out."""
-    off_policy_mask_threshold: float | None = None
-    """Drop completions with negative advantage whose mean log-ratio to the old policy exceeds this."""
-    vllm_importance_sampling_correction: bool = True
-    """Weight tokens by policy ÷ rollout probability, whichever engine generated (the name is TRL's)."""
-    vllm_importance_sampling_mode: str = "sequence_mask"
-    """"token_truncate", "token_mask",
-    "sequence_truncate" or "sequence_mask": what becomes of ratios out of bounds."""
-    vllm_importance_sampling_clip_max: float | None = 3.0
-    vllm_importance_sampling_clip_min: float | None = None
 
     # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
 
     reward_weights: list[float] | None = None
     """One weight per reward function; None weighs all by 1."""
-    reward_timeout_s: float | None = None
+    reward_timeout_s: Annotated[float | None, _SECONDS] = None
     """How long each reward function may take for the completions of a rollout; None waits for ever. One that
     takes longer ends the run with an error that names it. Needs the main thread."""
-    scale_rewards: str | bool = "group"
-    """Divide advantages by the standard deviation of the "group" (True), the "batch", or "none" (False)."""
-    multi_objective_aggregation: str = "sum_then_normalize"
-    """or "normalize_then_sum": normalise each reward function by itself (GDPO, arXiv:2601.05242)."""
 
     # ── Logging ──────────────────────────────────────────────────────────────────────────────────────────
 
     log_completions: bool = False
     """Print and save prompts, completions and rewards every `logging_steps`."""
-    num_completions_to_print: int | None = None
+    num_completions_to_print: Annotated[int | None, NOT_NEGATIVE] = None
     """How many of them to print; None prints all."""
     log_unique_prompts: bool = False
     """Only one completion of each prompt."""
@@ -270,7 +256,7 @@ class GRPOConfig(TrainingArguments):
     accelerator_config: AcceleratorConfig | dict[str, Any] | str | None = None  # type: ignore[assignment]
     cast_lm_head_to_fp32: bool = False
     use_vllm: bool = False
-    vllm_mode: str = "colocate"
+    vllm_mode: Annotated[str, OneOf(("colocate", "server"))] = "colocate"
     vllm_structured_outputs_regex: str | None = None
     ds3_gather_for_generation: bool = True
     pad_to_multiple_of: int | Literal["auto"] | None = "auto"
@@ -290,7 +276,7 @@ class GRPOConfig(TrainingArguments):
     vllm_enable_prefix_caching: bool | None = None
     use_liger_loss: bool | None = None
     wandb_log_unique_prompts: bool | None = None
-    warmup_ratio: float | None = None
+    warmup_ratio: Annotated[float | None, BELOW_ONE] = None
 
     def __post_init__(self) -> None:
         check_complete(vars(self))
@@ -301,9 +287,9 @@ class GRPOConfig(TrainingArguments):
         notices += check_support(self)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
-        for name in CHOICES:
+        for name, choices in (CHOICES | choices_of(GRPOConfig)).items():
             if getattr(self, name) is not None:
-                check_choice(name, getattr(self, name), CHOICES[name])
+                check_choice(name, getattr(self, name), choices)
         check_accelerator_config(self.accelerator_config, self.gradient_accumulation_steps)
         self.pad_to_multiple_of = None
         self.dataloader_prefetch_factor = None  # transformers refuses it without workers
@@ -319,7 +305,7 @@ class GRPOConfig(TrainingArguments):
             )
 
         is_metric_given = self.metric_for_best_model is not None
-        super().__post_init__()
+        TrainingArguments.__post_init__(self)
         self._launch_dir = os.getcwd()
 
         if self.n_gpu > 1:
@@ -333,7 +319,7 @@ class GRPOConfig(TrainingArguments):
         self._derive_batch_sizes()
         self.validate()
         if self.process_index == 0:
-            for notice in (*notices, *self.objective_params().unusual_pairs()):
+            for notice in (*notices, *self.unusual_pairs()):
                 logger.warning(notice)
 
     def _resolve_renamed(self) -> list[str]:
@@ -376,13 +362,14 @@ class GRPOConfig(TrainingArguments):
     def _read_values(self) -> None:
         """Each option as its type, in its range: `learning_rate="1e-5"` is what it is on the command line."""
         hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
+        ranges = RANGES | ranges_of(GRPOConfig)
         for field in fields(self):
             name, value, default = field.name, getattr(self, field.name), default_of(field)
             if type(value) is not type(default) or value != default:
                 value = coerce(name, value, hints[name], may_be_infinite=name in MAY_BE_INFINITE)
                 setattr(self, name, value)
-            if name in RANGES:
-                check_range(name, value, RANGES[name])
+            if name in ranges:
+                check_range(name, value, ranges[name])
 
     def _resolve_generation_kwargs(self) -> None:
         hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
@@ -450,7 +437,7 @@ class GRPOConfig(TrainingArguments):
             ValueError: with the option, its value and what to set.
         """
         self._check_launcher()
-        for name, requirement in RANGES.items():
+        for name, requirement in (RANGES | ranges_of(GRPOConfig)).items():
             check_range(name, getattr(self, name), requirement)
         if self.num_train_epochs <= 0 and self.max_steps <= 0:
             raise ValueError(
@@ -464,7 +451,7 @@ class GRPOConfig(TrainingArguments):
                 "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "
                 "sync_ref_model=False."
             )
-        self.objective_params()
+        self.check_objective()
 
     @property
     def run_dir(self) -> Path:
@@ -493,13 +480,13 @@ class GRPOConfig(TrainingArguments):
 
     __str__ = __repr__
 
-    def objective_params(self) -> ObjectiveParams:
-        """The loss's share of the options.
+    def options_of(self, record: type[_Record]) -> _Record:
+        """A part's share of the options, as they are now: later changes to these do not reach it.
 
-        Raises:
-            ValueError: they contradict each other.
+        Args:
+            record: a base class of this one, such as `ObjectiveParams`.
         """
-        return ObjectiveParams(**{field.name: getattr(self, field.name) for field in fields(ObjectiveParams)})
+        return record(**{field.name: getattr(self, field.name) for field in fields(record)})
 
     def _check_launcher(self) -> None:
         for variable, plugin in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):

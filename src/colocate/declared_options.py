@@ -1,4 +1,4 @@
-"""The options that the two classes of a run declare, read from their sources: importing these loads torch.
+"""The options that the classes of a run declare, read from their sources: importing these loads torch.
 
 `colocate train --help` lists them, and a misspelt name is refused by them before anything is imported.
 """
@@ -15,7 +15,14 @@ from typing import NamedTuple
 
 from colocate.option_values import nearest, shown
 
-CLASSES = {"run_config.py": "RunConfig", "config.py": "GRPOConfig"}
+CLASSES = {
+    "RunConfig": "run_config.py",
+    "GRPOConfig": "config.py",
+    "AdvantageOptions": "algorithms/advantages.py",
+    "ObjectiveParams": "algorithms/objective_params.py",
+    "LossOptions": "algorithms/losses.py",
+}
+"""Where each class is, in the order of inheritance."""
 FIRST_HEADING = {"RunConfig": "What to train on what"}
 _HEADING = re.compile(r" *# ── (.+?) ─+$")
 _DEFINED_IN = {"transformers": "transformers.training_args"}
@@ -32,10 +39,12 @@ class Option(NamedTuple):
     annotation: str
 
 
-def options_of(source: str, class_name: str) -> Iterator[Option]:
-    """The options that a class declares itself, in its order, under the headings of its source."""
+def options_of(class_name: str) -> Iterator[Option]:
+    """The options that one of `CLASSES` declares itself, in its order, under the headings of its source."""
+    source = (Path(__file__).parent / CLASSES[class_name]).read_text(encoding="utf-8")
     source_lines = source.splitlines()
-    definition = _definition(ast.parse(source), class_name)
+    module = ast.parse(source)
+    definition = _definition(module, class_name)
     heading, last_line = FIRST_HEADING.get(class_name, ""), definition.lineno
     for node, following in zip(definition.body, [*definition.body[1:], None], strict=True):
         for line in source_lines[last_line : node.lineno]:
@@ -46,9 +55,23 @@ def options_of(source: str, class_name: str) -> Iterator[Option]:
             continue
         is_documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
         text = str(following.value.value) if is_documented else ""  # type: ignore[union-attr]
-        yield Option(
-            ast.unparse(node.target), _default(node.value), text, heading, ast.unparse(node.annotation)
-        )
+        annotation = ast.unparse(node.annotation)
+        if table := re.search(r"OneOf\((\w+)\)", annotation):
+            text = f"{text} One of {', '.join(_names_of(table[1], module))}."
+        yield Option(ast.unparse(node.target), _default(node.value), text, heading, annotation)
+
+
+def _names_of(table: str, module: ast.Module) -> list[str]:
+    """The keys of a dictionary or the members of a tuple, in a source or where that imports them from."""
+    for node in module.body:
+        if isinstance(node, ast.ImportFrom) and table in (alias.name for alias in node.names):
+            return _names_of(table, ast.parse(_file_of(str(node.module)).read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, (ast.Dict, ast.Tuple)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            members = node.value.keys if isinstance(node.value, ast.Dict) else node.value.elts
+            if [ast.unparse(target) for target in targets] == [table]:
+                return [ast.literal_eval(member) for member in members if member is not None]
+    raise LookupError(f"no table {table}")
 
 
 def check_names(values: Mapping[str, object]) -> None:
@@ -72,8 +95,8 @@ def _types() -> dict[str, str]:
     here = Path(__file__)
     return {
         name: annotation
-        for file, class_name in CLASSES.items()
-        for name, annotation in _fields(here.with_name(file), class_name).items()
+        for class_name, file in CLASSES.items()
+        for name, annotation in _fields(here.parent / file, class_name).items()
     }
 
 

@@ -11,29 +11,26 @@ from typing import Any, Literal
 from accelerate.utils import GradientAccumulationPlugin
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from colocate.option_values import coerce, shown
-from colocate.options import AT_LEAST_ONE, Requirement, check_range, nearest
+from colocate.option_values import coerce, nearest, shown
+from colocate.requirements import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, SHARE, Requirement, check_range
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 _LENGTH = dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length")
 OPTIONS_OF_GENERATION = {**_SAMPLING, **_LENGTH}
 """Arguments of transformers' `generate` and of vLLM's `SamplingParams`, and the option that each sets."""
 
-_NOT_NEGATIVE: Requirement = ("must be at least 0", lambda v: v >= 0)
-_SHARE: Requirement = ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1)
-_CUTOFF: Requirement = ("must be at least 0 and less than 1", lambda v: 0 <= v < 1)
-_ANY: Requirement = ("", lambda v: True)
+_ANY = Requirement("", lambda v: True)
 
 _OF_MODEL_GENERATE: dict[str, tuple[Any, Any, Requirement]] = {
     "num_beams": (int, 1, AT_LEAST_ONE),
     "length_penalty": (float, 1.0, _ANY),
     "early_stopping": (bool | Literal["never"], False, _ANY),
-    "min_new_tokens": (int, 0, _NOT_NEGATIVE),
-    "no_repeat_ngram_size": (int, 0, _NOT_NEGATIVE),
-    "typical_p": (float, 1.0, _SHARE),
-    "top_h": (float, None, _SHARE),
-    "epsilon_cutoff": (float, 0.0, _CUTOFF),
-    "eta_cutoff": (float, 0.0, _CUTOFF),
+    "min_new_tokens": (int, 0, NOT_NEGATIVE),
+    "no_repeat_ngram_size": (int, 0, NOT_NEGATIVE),
+    "typical_p": (float, 1.0, SHARE),
+    "top_h": (float, None, SHARE),
+    "epsilon_cutoff": (float, 0.0, BELOW_ONE),
+    "eta_cutoff": (float, 0.0, BELOW_ONE),
     "bad_words_ids": (list[list[int]], [], _ANY),
     "suppress_tokens": (list[int], [], _ANY),
     "begin_suppress_tokens": (list[int], [], _ANY),

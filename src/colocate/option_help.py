@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
 from colocate.declared_options import CLASSES, Option, options_of
 
@@ -64,22 +63,30 @@ _INHERITED: dict[str, dict[str, tuple[object, str]]] = {
 
 
 def option_help() -> str:
-    """All options by the sections that the classes divide theirs into; inherited ones after `RunConfig`'s."""
-    lines: list[str] = []
-    heading = None
-    for file, class_name in CLASSES.items():
-        for option in options_of(Path(__file__).with_name(file).read_text(encoding="utf-8"), class_name):
-            if option.heading.startswith(_REFUSED):
-                continue
-            if option.heading != heading:
-                heading = option.heading
-                lines += ["", f"{heading}:"]
-            lines += _entry(option)
+    """All options by the sections that the classes divide theirs into; inherited ones after `RunConfig`'s.
+
+    In a section that several classes have, the options of a base class come first.
+    """
+    sections: dict[str, list[Option]] = {}
+    for class_name in CLASSES:
+        own: dict[str, list[Option]] = {}
+        for option in options_of(class_name):
+            own.setdefault(option.heading, []).append(option)
+        for heading, options in own.items():
+            sections[heading] = options + sections.get(heading, [])
         if class_name == "RunConfig":
-            for heading, options in _INHERITED.items():
-                lines += ["", f"{heading}:"]
-                for name, (default, text) in options.items():
-                    lines += _entry(Option(name, str(default), text, heading, ""))
+            for heading, inherited in _INHERITED.items():
+                sections[heading] = [
+                    Option(name, str(default), text, heading, "")
+                    for name, (default, text) in inherited.items()
+                ]
+    lines: list[str] = []
+    for heading, options in sections.items():
+        if heading.startswith(_REFUSED):
+            continue
+        lines += ["", f"{heading}:"]
+        for option in options:
+            lines += _entry(option)
     lines += ["", "Further: every option of transformers.TrainingArguments that is not refused by name."]
     return "\n".join(lines).lstrip("\n")
 

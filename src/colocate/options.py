@@ -3,7 +3,8 @@
 `GRPOConfig` inherits some two hundred options from TRL and transformers. An option that is accepted and then
 ignored costs its user days, so every one of them is in exactly one row here:
 
-- HONOURED: does what TRL's or transformers' documentation says;
+- honoured: does what TRL's or transformers' documentation says. That is all that a class of colocate declares
+  and no other row has, and what `HONOURED_OF_TRANSFORMERS` lists;
 - RENAMED: an older name, moved to the new one;
 - UNNECESSARY: what it asks for happens anyway or cannot matter here; setting it prints one line saying why;
 - REFUSED: any value but the default is a `ValueError` with the reason and what to do instead.
@@ -16,58 +17,48 @@ A field in none of them comes from a newer transformers and is refused unless it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import inspect
+from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
-from typing import Any, TypeAlias
+from typing import Any
 
-from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES, check_choice
-from colocate.engines.build import ENGINES
-from colocate.memory.train_plan import ACTIVATION_POLICIES
-from colocate.option_values import nearest as nearest
+from colocate.algorithms.objective_params import UPPER_BOUNDS
 from colocate.option_values import shown
 from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
+from colocate.requirements import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    INTERVAL,
+    NOT_NEGATIVE,
+    Requirement,
+    check_choice,
+)
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-HONOURED: frozenset[str] = _names(
+HONOURED_OF_TRANSFORMERS: frozenset[str] = _names(
     """
-    output_dir model_init_kwargs trust_remote_code disable_dropout
+    output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
+    num_train_epochs max_steps seed data_seed full_determinism
 
-    per_device_train_batch_size gradient_accumulation_steps generation_batch_size steps_per_generation
-    num_generations num_iterations num_train_epochs max_steps max_prompt_length max_completion_length
-    shuffle_dataset remove_unused_columns seed data_seed full_determinism
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args optim_target_modules weight_decay
+    adam_beta1 adam_beta2 adam_epsilon max_grad_norm tf32 activation_checkpointing
+    activation_checkpointing_kwargs use_cpu ddp_backend ddp_timeout
 
-    engine max_num_seqs page_size kv_cache_tokens vllm_max_model_length
-    temperature top_p top_k min_p repetition_penalty generation_kwargs chat_template_kwargs
+    logging_strategy logging_first_step log_level log_level_replica disable_tqdm report_to run_name project
+    trackio_space_id trackio_bucket_id trackio_static_space_id
 
-    loss_type importance_sampling_level epsilon epsilon_high delta beta use_bias_correction_kl
-    sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
-    vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max
-    vllm_importance_sampling_clip_min off_policy_mask_threshold mask_truncated_completions
-    top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max
-    entropy_coef_delta entropy_target sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
-    router_aux_loss_coef reward_weights reward_timeout_s scale_rewards multi_objective_aggregation
-
-    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args optim_target_modules
-    weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 tf32 activation_checkpointing
-    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
-    max_tokens_per_microbatch logprob_chunk_size activation_policy share_prompts offload_optimizer
-    max_skipped_steps use_cpu ddp_backend ddp_timeout
-
-    logging_strategy logging_steps logging_first_step log_level log_level_replica disable_tqdm report_to
-    run_name project trackio_space_id trackio_bucket_id trackio_static_space_id log_completions
-    num_completions_to_print log_unique_prompts
-
-    eval_strategy eval_steps eval_delay eval_on_start per_device_eval_batch_size num_generations_eval
+    eval_strategy eval_steps eval_delay eval_on_start
 
     save_strategy save_steps save_total_limit save_only_model load_best_model_at_end metric_for_best_model
-    greater_is_better resume_from_checkpoint restore_callback_states_from_checkpoint
+    greater_is_better restore_callback_states_from_checkpoint
     push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_revision
     """
 )
+"""Options of `TrainingArguments` that are honoured as its documentation says."""
 
 RENAMED: dict[str, str] = {
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
@@ -208,12 +199,9 @@ HONOURED_BY: dict[str, frozenset[str]] = {
         """
     ),
 }
-"""By engine, what it honours beyond `HONOURED`."""
+"""By engine, what it honours of UNNECESSARY and REFUSED."""
 
-_WAITING = HONOURED_BY["vllm"] - {"use_vllm"}
-"""What `check_engine` judges. Of use_vllm itself there is one thing to say in any case."""
-
-_BEHIND_SERVE = "{} on the server's own command line (`colocate serve MODEL -- {} ...`)"
+_BEHIND_SERVE = "{0} on the server's own command line (`colocate serve MODEL -- {0} ...`)"
 
 REPLACED_BY: dict[str, dict[str, str]] = {
     "vllm": {
@@ -222,11 +210,8 @@ REPLACED_BY: dict[str, dict[str, str]] = {
         "vllm_engine_kwargs={'kv_cache_memory_bytes': ...}",
     },
     "vllm_server": {
-        name: _BEHIND_SERVE.format(option, option)
-        for name, option in (
-            ("page_size", "--block-size"),
-            ("kv_cache_tokens", "--kv-cache-memory-bytes"),
-        )
+        "page_size": _BEHIND_SERVE.format("--block-size"),
+        "kv_cache_tokens": _BEHIND_SERVE.format("--kv-cache-memory-bytes"),
     },
 }
 """By engine, options of the native engine that it does not take, and what sets the same there."""
@@ -234,14 +219,6 @@ REPLACED_BY: dict[str, dict[str, str]] = {
 _LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "engine": ("auto", *ENGINES),
-    "vllm_mode": ("colocate", "server"),
-    "vllm_on_server_loss": ("error", "wait"),
-    "vllm_model_impl": ("auto", "vllm", "transformers"),
-    "vllm_weights": ("auto", "shared", "buckets"),
-    "activation_policy": ("auto", *ACTIVATION_POLICIES),
-    "scale_rewards": REWARD_SCALES,
-    "multi_objective_aggregation": AGGREGATIONS,
     "optim": OPTIMIZERS,
     "lr_scheduler_type": (
         *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"),
@@ -255,84 +232,43 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "save_strategy": ("no", "steps", "epoch", "best"),
     "hub_strategy": ("end", "every_save", "checkpoint", "all_checkpoints"),
 }
-"""Values that are honoured, where not every value of the type is."""
+"""Values of transformers' options that are honoured, where not every value of the type is."""
 
-
-Requirement: TypeAlias = tuple[str, Callable[[Any], bool]]
-"""What a number must satisfy, in words that follow it and as a test."""
-
-AT_LEAST_ONE: Requirement = ("must be at least 1 and less than 2**31", lambda v: 1 <= v < 2**31)
-_FEW: Requirement = ("must be at least 1 and at most 2**20", lambda v: 1 <= v <= 2**20)
-_POSITIVE: Requirement = ("must be greater than 0", lambda v: v > 0)
-_NOT_NEGATIVE: Requirement = ("must not be negative", lambda v: v >= 0)
-_FRACTION: Requirement = ("must lie between 0 and 1", lambda v: 0 <= v <= 1)
-_SHARE: Requirement = ("must be greater than 0 and at most 1", lambda v: 0 < v <= 1)
-_DECAY: Requirement = ("must be at least 0 and less than 1", lambda v: 0 <= v < 1)
-_PORT: Requirement = ("must be a port, 1 to 65535", lambda v: 1 <= v <= 65535)
-_INTERVAL: Requirement = (
-    "must be a whole number of steps, at least 1, or a share of the run between 0 and 1; for never set the "
-    "strategy to 'no'",
-    lambda v: 0 < v < 1 or (v >= 1 and v == int(v)),
-)
 
 RANGES: dict[str, Requirement] = {
     **dict.fromkeys(
         _names(
             """
-            per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps
-            generation_batch_size steps_per_generation num_generations_eval max_prompt_length
-            max_completion_length page_size kv_cache_tokens vllm_max_model_length
-            max_tokens_per_microbatch logprob_chunk_size max_skipped_steps ref_model_sync_steps
-            vllm_tensor_parallel_size ddp_timeout
+            per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps ddp_timeout
             """
         ),
         AT_LEAST_ONE,
     ),
-    **dict.fromkeys(_names("num_iterations max_num_seqs"), _FEW),
-    # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
-    **dict.fromkeys(_names("temperature repetition_penalty"), _POSITIVE),
-    **dict.fromkeys(_names("top_p vllm_gpu_memory_utilization"), _SHARE),
-    **dict.fromkeys(_names("min_p top_entropy_quantile ref_model_mixup_alpha"), _FRACTION),
-    **dict.fromkeys(_names("adam_beta1 adam_beta2 warmup_ratio"), _DECAY),
-    **dict.fromkeys(_names("logging_steps eval_steps save_steps"), _INTERVAL),
-    **dict.fromkeys(
-        _names(
-            """
-            learning_rate weight_decay eval_delay data_seed num_completions_to_print entropy_coef_min
-            entropy_coef_max entropy_coef_delta entropy_target router_aux_loss_coef
-            """
-        ),
-        _NOT_NEGATIVE,
-    ),
-    **dict.fromkeys(_names("vllm_server_port vllm_group_port"), _PORT),
-    "reward_timeout_s": ("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9),
-    "top_k": ("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1),
-    "vllm_server_timeout": ("must be greater than 0 and less than 2**31 seconds", lambda v: 0 < v < 2**31),
+    **dict.fromkeys(_names("adam_beta1 adam_beta2"), BELOW_ONE),
+    **dict.fromkeys(_names("eval_steps save_steps"), INTERVAL),
+    **dict.fromkeys(_names("weight_decay eval_delay data_seed"), NOT_NEGATIVE),
     # What is 0 in float32 divides 0 by 0 wherever a gradient is 0.
-    "adam_epsilon": ("must be greater than 0, in float32, too: at least 2**-126", lambda v: v >= 2**-126),
-    "seed": ("must be at least 0 and less than 2**32, for numpy's sake", lambda v: 0 <= v < 2**32),
-    "max_steps": ("must be at least 1, or -1 or 0 to train for num_train_epochs", lambda v: v >= -1),
-    "warmup_steps": (
+    "adam_epsilon": Requirement(
+        "must be greater than 0, in float32, too: at least 2**-126", lambda v: v >= 2**-126
+    ),
+    "seed": Requirement("must be at least 0 and less than 2**32, for numpy's sake", lambda v: 0 <= v < 2**32),
+    "max_steps": Requirement(
+        "must be at least 1, or -1 or 0 to train for num_train_epochs", lambda v: v >= -1
+    ),
+    "warmup_steps": Requirement(
         "must be a whole number of steps, or a share of the run below 1",
         lambda v: 0 <= v < 1 or (v >= 1 and v == int(v)),
     ),
 }
-"""What a number must satisfy, by option; the caller judges None. What depends on other options is in
-`GRPOConfig` and `ObjectiveParams`."""
+"""What a number among transformers' options must satisfy; the caller judges None. What depends on other
+options is in `GRPOConfig` and `ObjectiveParams`."""
 
-MAY_BE_INFINITE: frozenset[str] = _names("max_grad_norm epsilon_high vllm_importance_sampling_clip_max")
+MAY_BE_INFINITE: frozenset[str] = UPPER_BOUNDS | {"max_grad_norm"}
 """Upper bounds, which infinity takes away. Every other number is finite."""
 
 
 def default_of(field: Field) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def check_range(name: str, value: Any, requirement: Requirement) -> None:
-    """Raises ValueError when `value` is a number that does not satisfy the requirement."""
-    words, holds = requirement
-    if value is not None and not holds(value):
-        raise ValueError(f"{name}={shown(value)} {words}.")
 
 
 def check_report_to(names: Collection[str]) -> None:
@@ -343,45 +279,48 @@ def check_report_to(names: Collection[str]) -> None:
         check_choice("report_to", name, INTEGRATION_TO_CALLBACK)
 
 
-def check_support(config: Any) -> list[str]:
+def honoured(config_class: type, *engines: str) -> frozenset[str]:
+    """The options that do what their documentation says, with whichever of these engines.
+
+    They are those that colocate's own classes declare, but for the tables' exceptions, and those that
+    `HONOURED_OF_TRANSFORMERS` lists.
+    """
+    own = [cls for cls in config_class.__mro__ if cls.__module__.startswith("colocate.")]
+    declared = {name for cls in own for name in inspect.get_annotations(cls)}
+    excepted = {*RENAMED, *UNNECESSARY, *REFUSED}
+    return (HONOURED_OF_TRANSFORMERS | (declared - excepted)).union(
+        *(HONOURED_BY.get(engine, frozenset()) for engine in engines)
+    )
+
+
+def check_support(config: Any, engine: str | None = None) -> list[str]:
     """Refuse what is not supported; returns one line for each option that is set but unnecessary.
 
     Must see the values as given, before `TrainingArguments` replaces them with derived ones. Where the model
-    will decide between the native engine and vLLM, the options of vLLM wait for `check_engine`.
+    will decide between the native engine and vLLM, the options of vLLM wait until it has.
+
+    Args:
+        engine: what engine="auto" has come to, to judge what had to wait for it; None judges all else.
 
     Raises:
-        ValueError: an option in `REFUSED`, or unknown here, does not have its default; likewise one that is
-            `REPLACED_BY` another with this engine.
+        ValueError: an option in `REFUSED`, or unknown here, does not have its default; or one is set that
+            another option replaces with this engine (`REPLACED_BY`).
     """
-    _check_replaced(config, config.engine)
-    optim = str(getattr(config.optim, "value", config.optim))
-    check_optimizer(optim, config.optim_args, config.optim_target_modules)
-    honoured = HONOURED | HONOURED_BY.get(config.engine, frozenset())
-    waiting = _WAITING if _is_undecided(config) else frozenset()
-    return _notices(config, {field.name for field in fields(config)} - honoured - waiting)
-
-
-def check_engine(config: Any, engine: str) -> list[str]:
-    """What `check_support` left open, once the model has decided that engine="auto" means `engine`.
-
-    Returns and raises what `check_support` does.
-    """
-    if not _is_undecided(config):
-        return []
-    _check_replaced(config, engine)
-    return [] if engine == "vllm" else _notices(config, _WAITING)
-
-
-def _is_undecided(config: Any) -> bool:
-    """Whether vLLM may be what engine="auto" means, if the model has no layout."""
-    return config.engine == "auto" and config.use_vllm
-
-
-def _check_replaced(config: Any, engine: str) -> None:
+    is_undecided = config.engine == "auto" and config.use_vllm
+    # Of use_vllm itself there is one thing to say in any case.
+    waiting = HONOURED_BY["vllm"] - {"use_vllm"} if is_undecided else frozenset()
+    if engine is None:
+        engine = config.engine
+        optim = str(getattr(config.optim, "value", config.optim))
+        check_optimizer(optim, config.optim_args, config.optim_target_modules)
+        judged = frozenset(field.name for field in fields(config)) - waiting
+    else:
+        judged = waiting
     for name, remedy in REPLACED_BY.get(engine, {}).items():
         if getattr(config, name) is not None:
             value = shown(getattr(config, name), name)
             raise ValueError(f"{name}={value} is not read with engine={engine!r}. Set {remedy}.")
+    return _notices(config, judged - honoured(type(config), engine))
 
 
 def _notices(config: Any, names: Collection[str]) -> list[str]:

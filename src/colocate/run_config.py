@@ -17,29 +17,17 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from transformers import TrainerCallback
 
 from colocate.config import GRPOConfig
 from colocate.option_values import coerce, nearest, shown, types_of
-from colocate.options import (
-    AT_LEAST_ONE,
-    HONOURED,
-    MAY_BE_INFINITE,
-    UNNECESSARY_WITH_LAYOUT,
-    check_range,
-    default_of,
-)
+from colocate.options import MAY_BE_INFINITE, UNNECESSARY_WITH_LAYOUT, default_of, honoured
 from colocate.redaction import check_complete, redacted
 from colocate.reporting.messages import short_path
+from colocate.requirements import AT_LEAST_ONE, BELOW_ONE, check_range, ranges_of
 from colocate.yaml_text import write_yaml
-
-_RANGES = {
-    "lora_r": AT_LEAST_ONE,
-    "lora_alpha": AT_LEAST_ONE,
-    "lora_dropout": ("must be at least 0 and less than 1", lambda v: 0 <= v < 1),
-}
 
 
 @dataclass
@@ -60,9 +48,9 @@ class RunConfig:
 
     use_peft: bool = False
     """Train LoRA adapters instead of the whole model."""
-    lora_r: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.05
+    lora_r: Annotated[int, AT_LEAST_ONE] = 16
+    lora_alpha: Annotated[int, AT_LEAST_ONE] = 32
+    lora_dropout: Annotated[float, BELOW_ONE] = 0.05
     lora_target_modules: list[str] | None = None
     """Names of the matrices to adapt, or "all-linear". None: PEFT's choice for the architecture."""
 
@@ -91,7 +79,7 @@ class RunConfig:
     """A reward model, scored before the functions."""
 
     def __post_init__(self) -> None:
-        for name, requirement in _RANGES.items():
+        for name, requirement in ranges_of(RunConfig).items():
             check_range(name, getattr(self, name), requirement)
 
     @property
@@ -139,7 +127,7 @@ def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
     Values that `GRPOConfig` derives (batch sizes, bfloat16) stay underived: they depend on the machine.
     """
     # Whoever sets what a layout makes unnecessary is told so: a saved default must not look as if set.
-    saved = HONOURED - UNNECESSARY_WITH_LAYOUT.keys()
+    saved = honoured(GRPOConfig) - UNNECESSARY_WITH_LAYOUT.keys()
     defaults = {f.name: default_of(f) for f in fields(GRPOConfig) if f.name in saved}
     values = {f.name: getattr(run, f.name) for f in fields(run)} | defaults | dict(options)
     return {

@@ -12,7 +12,7 @@ from typing import Any
 import colocate
 from colocate.checkpoints.snapshot import checksum
 from colocate.data.fingerprint import fingerprint
-from colocate.options import HONOURED, HONOURED_BY
+from colocate.options import HONOURED_BY, honoured
 from colocate.policy.reference import is_of_reference
 from colocate.redaction import redacted
 from colocate.weights.layouts import causal_lm
@@ -46,7 +46,7 @@ class RunIdentity:
         """Plain JSON without secrets; the first call reads the dataset (`fingerprint`)."""
         trainer = self._trainer
         model, args = trainer.model, trainer.args
-        names = sorted(HONOURED.union(*HONOURED_BY.values()).difference(_NOT_COMPARED, FIXED_OPTIONS))
+        names = sorted(honoured(type(args), *HONOURED_BY).difference(_NOT_COMPARED, FIXED_OPTIONS))
         description = {
             "run_id": trainer.journal.run_id,
             "fixed": {

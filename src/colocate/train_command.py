@@ -179,8 +179,7 @@ def _peft_config(run: RunConfig) -> Any:
 def quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
     if not run.load_in_4bit:
         return None
-    if not run.use_peft:
-        raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
+    require_adapters_on_4_bits(run)
     import torch
     from transformers import BitsAndBytesConfig
 
@@ -191,6 +190,12 @@ def quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
         # The engine and the trainer multiply in the type of the model's other weights.
         bnb_4bit_compute_dtype=torch.bfloat16 if config.bf16 else torch.float32,
     )
+
+
+def require_adapters_on_4_bits(run: RunConfig) -> None:
+    """Raises ValueError where 4-bit weights, which are frozen, are all that there would be to train."""
+    if run.load_in_4bit and not run.use_peft:
+        raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
 
 
 def say_unnecessary(options: dict[str, Any]) -> None:

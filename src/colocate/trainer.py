@@ -24,7 +24,9 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy, TrainOutput, speed_metrics
 
 from colocate import assembly
+from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.objective import Objective
+from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.checkpoints import changes, hub, sealed, snapshot
 from colocate.checkpoints.best import BestCheckpoint
 from colocate.checkpoints.finite import check_finite_weights
@@ -141,7 +143,7 @@ class GRPOTrainer(TRLNames):
         self.agreement = Agreement(
             self.sampling, is_drawn_otherwise=bool(arguments_of_model_generate(args.generation_kwargs))
         )
-        self.objective = Objective(args.objective_params())
+        self.objective = Objective(args.options_of(ObjectiveParams))
         self.entropy = assembly.entropy_controller(args)
         self.window = TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device)
         self.slice_rows = SliceRows(self.window)
@@ -175,8 +177,7 @@ class GRPOTrainer(TRLNames):
             self.processing_class,
             self.accelerator,
             self.journal,
-            scale_rewards=str(args.scale_rewards),
-            multi_objective_aggregation=args.multi_objective_aggregation,
+            advantage_options=args.options_of(AdvantageOptions),
             mask_truncated_completions=args.mask_truncated_completions,
             stop_token_ids=self.sampling.stop_token_ids,
         )

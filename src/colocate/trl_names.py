@@ -28,9 +28,7 @@ from colocate.reporting.journal import Journal
 from colocate.types import Sample
 from colocate.weights.layouts import causal_lm
 
-_LOSS = (
-    "the loss is composed in colocate.algorithms.objective; a new one is a function in algorithms/losses.py"
-)
+_LOSS = "the loss is composed in colocate.algorithms.objective; a new one is an entry in algorithms/losses.py"
 _ROLLOUT = "completions come from an engine: implement colocate.engines.base.RolloutEngine"
 _REWARDS = "a reward function sees every column and `trainer_state`, and logs by `log_metric` and `log_extra`"
 _DATA = "the order is the dataset's with shuffle_dataset=False; pass the rows in the order you want"
@@ -159,7 +157,7 @@ class TRLNames:
     @property
     def epsilon_high(self) -> float:
         """The upper clipping bound, which defaults to the lower one."""
-        return self.args.objective_params().upper_epsilon
+        return self.args.upper_epsilon
 
     @property
     def entropy_coef(self) -> float:

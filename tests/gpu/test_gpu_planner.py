@@ -10,15 +10,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, TrainingArguments
 
+from colocate.memory.rows import Moment
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
-from colocate.planning.accounting import Moment, Workload
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import train_rows
+from colocate.memory.workload import Workload
 from colocate.policy.cudnn_attention import has_cudnn
+from colocate.policy.footprint import train_rows
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
+from colocate.weights.shapes import ModelShapes
 from tiny import make_trainer
 
 pytestmark = pytest.mark.gpu

@@ -10,10 +10,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from test_stack import GROUPS, by_stack, exact_norms, one_at_a_time, samples_of
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.policy import stack as stack_module
+from colocate.policy.self_check import check_stack
 
 pytestmark = pytest.mark.gpu
 
@@ -26,6 +34,7 @@ CONFIGS = {
     "llama-80": LlamaConfig(**SHAPE, head_dim=80),
     "llama-256": LlamaConfig(**SHAPE, head_dim=256),
     "mistral-window": MistralConfig(**SHAPE, sliding_window=64),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=0),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3-128": Qwen3Config(**SHAPE, head_dim=128),
 }
@@ -55,6 +64,19 @@ def relative_errors(got, want):
         name: ((got[name].double().cpu() - value.cpu()).norm() / value.norm().cpu()).item()
         for name, value in want.items()
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_check_at_a_runs_start_passes(name, lora, dtype):
+    model = make_model(name, lora=lora).cuda()
+    for parameter in model.parameters():
+        if not (lora and parameter.requires_grad):
+            parameter.data = parameter.data.to(dtype)
+    state = torch.cuda.get_rng_state()
+    check_stack(model)
+    assert torch.equal(state, torch.cuda.get_rng_state())
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -71,8 +71,8 @@ def test_unknown_option(tmp_path):
 
 def test_unknown_loss_type(tmp_path):
     with pytest.raises(ValueError) as error:
-        make_config(tmp_path, loss_type="dappo")
-    assert_names(error, "loss_type='dappo'", "dr_grpo", "vespo", "Did you mean 'dapo'?")
+        make_config(tmp_path, loss_type="dapoo")
+    assert_names(error, "loss_type='dapoo'", "dr_grpo", "vespo", "Did you mean 'dapo'?")
 
 
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])

@@ -37,6 +37,7 @@ from transformers import TrainerCallback
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.cli import main
 from colocate.data import loading
+from colocate.requirements import Requirement, ranges_of
 
 SEED = 20_261
 LIMIT_S = 5.0
@@ -120,6 +121,16 @@ DERIVED = ("steps_per_generation", "generation_batch_size", "eval_steps", "pad_t
 
 THEIRS = typing.get_type_hints(trl.GRPOConfig)
 TYPES = {**typing.get_type_hints(GRPOConfig), **THEIRS}
+
+
+def as_declared(name: str, requirement: Requirement) -> Callable[[float], bool]:
+    is_whole = float not in (TYPES[name], *typing.get_args(TYPES[name]))
+    return lambda v: (whole if is_whole else real)(-math.inf)(v) and requirement.holds(v)
+
+
+for name, requirement in ranges_of(GRPOConfig).items():
+    if name not in THEIRS:  # what an option of our own means is what it is declared to mean
+        DOMAINS.setdefault(name, as_declared(name, requirement))
 ALSO_NONE = ("vllm_gpu_memory_utilization", "top_k")
 """Options that TRL declares as numbers: None is the default here, and generate's word for all tokens."""
 

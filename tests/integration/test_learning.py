@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from colocate.algorithms.choices import LOSS_TYPES
+from colocate.algorithms.losses import LOSSES
 from tiny import PAD, make_model, make_trainer
 
 
@@ -53,7 +53,7 @@ def test_filters_do_not_hinder_learning(tmp_path, tmp_path_factory, filters):
     assert gain(rewards(tmp_path, **filters)) > 0.6 * expected
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss_learns_with_all_else_at_its_default(tmp_path, loss_type):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of defaults that are TRL's, but not the paper's

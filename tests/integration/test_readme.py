@@ -23,11 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2C
 
 from colocate.cli import main
 from colocate.memory.train_plan import ACTIVATION_POLICIES
-from colocate.planning.accounting import Workload
-from colocate.planning.planner import train_flops_per_token
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import kept_bytes_per_token
+from colocate.memory.workload import Workload
+from colocate.policy.footprint import kept_bytes_per_token, train_flops_per_token
 from colocate.run_config import parse_run
+from colocate.weights.shapes import ModelShapes
 from tiny import make_model, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -318,6 +317,10 @@ def test_the_plan_in_the_documentation_is_what_the_command_prints(tmp_path, caps
     assert main(["plan", str(run_file), *shown[0].split()]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert [line for line in shown[1].splitlines() if line not in ("…", *printed)] == []
+    assert "takes 37.42 GiB of the 39.40 GiB of one A100; 1.98 GiB (5.0%) stay free." in " ".join(printed)
+    (advice,) = re.findall(r"```\n(Set one of these.*?)```", page, flags=re.DOTALL)
+    assert main(["plan", str(run_file), "--device_name", "A10"]) == 3
+    assert advice in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)

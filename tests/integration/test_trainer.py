@@ -15,6 +15,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from colocate import GRPOConfig, GRPOTrainer
+from colocate.policy.stack import DecoderStack
+from colocate.weights import layouts
 from colocate.weights.adapters import base_linear
 from tiny import (
     StubEngine,
@@ -302,6 +304,7 @@ def test_runs_are_deterministic(tmp_path, tmp_path_factory):
         dict(loss_type="dr_grpo"),
         dict(loss_type="luspo", importance_sampling_level="sequence"),
         dict(loss_type="cispo", epsilon_high=0.01),
+        dict(loss_type="dppo", epsilon=0.001),
         dict(loss_type="sapo"),
         dict(loss_type="vespo"),
         dict(importance_sampling_level="sequence"),
@@ -315,6 +318,7 @@ def test_runs_are_deterministic(tmp_path, tmp_path_factory):
         dict(entropy_coef=0.5),
         dict(use_adaptive_entropy=True, entropy_coef=0.5, entropy_target=10.0),
         dict(scale_rewards="none"),
+        dict(scale_rewards="mean"),
         dict(scale_rewards="batch", per_device_train_batch_size=8),
         dict(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_max=1.0),
         dict(temperature=0.7),
@@ -479,9 +483,28 @@ def test_next_rollout_uses_the_new_weights(tmp_path, peft_config):
     assert pointers == {name: p.data_ptr() for name, p in trainer.model.named_parameters()}
     # What the engine reads as one matrix is where the trainer's q, k and v are.
     for layer in trainer.engine._layout.layers:
-        q, k, v = (base_linear(module).weight for module in (layer.q, layer.k, layer.v))
+        q, k, v = (base_linear(module).weight for module in layer.qkv)
         assert q.data_ptr() + q.nbytes == k.data_ptr() and k.data_ptr() + k.nbytes == v.data_ptr()
         assert {q.data_ptr(), k.data_ptr(), v.data_ptr()} <= set(pointers.values())
+
+
+@pytest.mark.parametrize(
+    ("lora", "beta", "num_layouts", "num_stacks"),
+    [(False, 0.0, 1, 2), (False, 0.1, 2, 3), (True, 0.0, 1, 2), (True, 0.1, 1, 3)],
+)
+def test_layout_and_stack_are_found_once_a_model(tmp_path, monkeypatch, lora, beta, num_layouts, num_stacks):
+    """Updates, log-probs and a reference have a stack each; a reference that is a copy has its own layout."""
+    found, made = [], []
+    resolved, init = layouts._resolved, DecoderStack.__init__
+    monkeypatch.setattr(layouts, "_resolved", lambda base: found.append(base) or resolved(base))
+    monkeypatch.setattr(DecoderStack, "__init__", lambda *args, **kw: made.append(0) or init(*args, **kw))
+    peft_config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1) if lora else None
+    trainer = make_trainer(tmp_path, max_steps=3, beta=beta, peft_config=peft_config, disable_dropout=False)
+    checked = len(made)
+    trainer.train()
+    assert len(found) == num_layouts
+    assert len(made) - checked == num_stacks
+    assert trainer.engine._layout is layouts.layout_for(trainer.model)
 
 
 # ── Evaluation ───────────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -76,6 +78,8 @@ CONFIGS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 7}),
     "mistral-head-dim": (MistralConfig, MistralForCausalLM, {"head_dim": 12, "sliding_window": None}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0, "sliding_window": None}),
+    "phi3-window": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": 0, "sliding_window": 7}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "qwen2-window": (
         Qwen2Config,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from colocate.weights.adapters import Adapter
+from colocate.weights.low_rank import LowRank
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40])
@@ -38,3 +39,11 @@ def test_a_float32_model_is_computed_in_float32_throughout():
     expected = y.double() + 1.5 * (x.double() @ a.double().t() @ b.double().t() + 1)
     Adapter(a, b, bias, 1.5, 0.0).add_to(y, x)
     torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_halves_of_one_factor_are_the_sum_of_the_whole():
+    whole = LowRank((torch.randn(5, 3),), (torch.randn(8, 3),), (0.7,))
+    halves = LowRank(*zip(*whole.halves(), strict=True))
+    product = torch.randn(5, 8)
+    torch.testing.assert_close(halves.added_to(product), whole.added_to(product))
+    assert halves.halves() == halves.parts() and len(halves.parts()) == 2

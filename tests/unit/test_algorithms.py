@@ -11,27 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.algorithms.advantages import compute_advantages, nanstd
-from colocate.algorithms.choices import (
+from colocate.algorithms.advantages import (
+    ADVANTAGES,
     AGGREGATIONS,
-    CLIPPED_LOSSES,
-    IMPORTANCE_SAMPLING_LEVELS,
-    IMPORTANCE_SAMPLING_MODES,
-    LOSS_TYPES,
-    REWARD_SCALES,
+    AdvantageOptions,
+    compute_advantages,
+    nanstd,
 )
 from colocate.algorithms.entropy import EntropyController
-from colocate.algorithms.importance_sampling import correction_ratios
+from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES, correction_ratios
 from colocate.algorithms.kl import kl_estimate
+from colocate.algorithms.losses import LOSSES, loss_weights
 from colocate.algorithms.masks import entropy_threshold, is_truncated, off_policy_sequence_mask
-from colocate.algorithms.normalization import entropy_weights, loss_weights, mean_tokens_per_step
+from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.algorithms.objective import LossBatch, Objective, ObjectiveParams
-from colocate.algorithms.ratios import importance_ratios
+from colocate.algorithms.ratios import RATIOS
 from colocate.reporting.metrics import Metrics
 
 seeds = st.integers(0, 2**31 - 1)
-loss_types = st.sampled_from(LOSS_TYPES)
-levels = st.sampled_from(IMPORTANCE_SAMPLING_LEVELS)
+loss_types = st.sampled_from(list(LOSSES))
+levels = st.sampled_from(list(RATIOS))
 few = settings(max_examples=60)
 
 
@@ -174,8 +173,8 @@ def test_kl_gradient_over_a_whole_distribution(correct: bool):
 def test_importance_ratios_by_hand():
     mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     log_ratios = torch.tensor([[1.0, 2.0, 9.0], [9.0, 9.0, 9.0]])
-    assert importance_ratios(log_ratios, mask, "token")[0, :2].log().tolist() == pytest.approx([1.0, 2.0])
-    assert importance_ratios(log_ratios, mask, "sequence").log().tolist() == [[1.5], [0.0]]
+    assert RATIOS["token"](log_ratios, mask)[0, :2].log().tolist() == pytest.approx([1.0, 2.0])
+    assert RATIOS["sequence"](log_ratios, mask).log().tolist() == [[1.5], [0.0]]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +277,7 @@ def test_weights_of_a_step(counts: list[list[int]], loss_type: str):
     assert entropy_total == pytest.approx(1.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_weights_are_finite_when_all_is_masked(loss_type: str):
     tokens = mean_tokens_per_step(0, num_processes=2, num_accumulated=4, steps_per_generation=4)
     weights = loss_weights(
@@ -320,6 +319,8 @@ def reference_advantages(
             out[i] /= spread(sums) + 1e-4
         elif scale == "group":
             out[i] /= spread(members) + 1e-4
+        elif scale == "mean":
+            out[i] = out[i] / np.nanmean(members) if np.nanmean(members) > 0 else 0.0
     return np.nan_to_num(out, nan=0.0)
 
 
@@ -333,29 +334,53 @@ def reward_table(seed: int, missing: float) -> torch.Tensor:
 @given(
     seed=seeds,
     missing=st.sampled_from([0.0, 0.3, 0.8]),
-    scale=st.sampled_from(REWARD_SCALES),
-    aggregation=st.sampled_from(AGGREGATIONS),
+    scale=st.sampled_from(list(ADVANTAGES)),
+    aggregation=st.sampled_from(list(AGGREGATIONS)),
 )
 def test_advantages_against_a_loop(seed: int, missing: float, scale: str, aggregation: str):
     rewards, weights = reward_table(seed, missing), torch.tensor([1.0, -0.5], dtype=torch.float64)
-    ours = compute_advantages(rewards, 4, weights, scale, aggregation).advantages.numpy()
+    if scale == "mean":  # of rewards that are not negative, many of them 0
+        rewards, weights = rewards.clamp(min=0), weights.abs()
+    ours = compute_advantages(rewards, 4, weights, AdvantageOptions(scale, aggregation)).advantages.numpy()
     expected = reference_advantages(rewards.numpy(), 4, weights.numpy(), scale, aggregation)
     np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 @few
-@given(seed=seeds, shift=st.floats(-50, 50), scale=st.sampled_from(REWARD_SCALES))
+@given(seed=seeds, shift=st.floats(-50, 50), scale=st.sampled_from(["group", "batch", "none"]))
 def test_advantages_of_a_group_are_centred_and_ignore_shifts(seed: int, shift: float, scale: str):
     rewards, weights = reward_table(seed, missing=0.0), torch.ones(2, dtype=torch.float64)
-    ours = compute_advantages(rewards, 4, weights, scale, "sum_then_normalize")
+    ours = compute_advantages(rewards, 4, weights, AdvantageOptions(scale))
     torch.testing.assert_close(ours.advantages.view(-1, 4).sum(1), torch.zeros(3, dtype=torch.float64))
-    moved = compute_advantages(rewards + shift, 4, weights, scale, "sum_then_normalize")
+    moved = compute_advantages(rewards + shift, 4, weights, AdvantageOptions(scale))
     torch.testing.assert_close(moved.advantages, ours.advantages, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+@pytest.mark.parametrize("group", [2, 5])
+def test_mean_scaling_climbs_the_truncated_log_likelihood(p: float, group: int):
+    """The expected gradient over every outcome of a group of Bernoulli(p) completions, and the paper's."""
+    rate = torch.tensor(p, dtype=torch.float64, requires_grad=True)
+    truncated = -sum((1 - rate) ** k / k for k in range(1, group))
+    (expected,) = torch.autograd.grad(truncated, rate)
+    outcomes = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * group)
+    ours = compute_advantages(
+        outcomes.reshape(-1, 1), group, torch.ones(1).double(), AdvantageOptions("mean")
+    ).advantages.view_as(outcomes)
+    logprobs = outcomes * rate.log() + (1 - outcomes) * (1 - rate).log()
+    surrogate = (logprobs.detach().sum(1).exp() * (ours * logprobs).mean(1)).sum()
+    torch.testing.assert_close(torch.autograd.grad(surrogate, rate)[0], expected)
+
+
+def test_mean_scaling_refuses_rewards_below_zero():
+    rewards = torch.tensor([[1.0], [-0.5]])
+    with pytest.raises(ValueError, match=r"a reward is -0\.5: .* set scale_rewards='group'"):
+        compute_advantages(rewards, 2, torch.ones(1), AdvantageOptions("mean"))
 
 
 def test_unscored_and_equal_completions():
     rewards = torch.tensor([[1.0], [1.0], [math.nan], [2.0], [math.nan], [0.0]])
-    ours = compute_advantages(rewards, 3, torch.ones(1), "group", "sum_then_normalize")
+    ours = compute_advantages(rewards, 3, torch.ones(1), AdvantageOptions("group"))
     assert ours.advantages[:3].tolist() == [0.0, 0.0, 0.0]
     assert ours.advantages[3:].tolist() == pytest.approx([0.7071, 0.0, -0.7071], abs=1e-4)
     assert ours.rewards.isnan().tolist() == [False, False, True, False, True, False]
@@ -414,7 +439,7 @@ def test_a_whole_step_s_policy_loss_is_reported_once():
     ("options", "message"),
     [
         ({"loss_type": "dr-grpo"}, "Did you mean 'dr_grpo'"),
-        ({"loss_type": "ppo"}, "grpo, dapo, bnpo, dr_grpo, luspo, cispo, sapo, vespo"),
+        ({"loss_type": "ppo"}, "grpo, dapo, bnpo, dr_grpo, luspo, dppo, cispo, sapo, vespo"),
         ({"importance_sampling_level": "sequences"}, "Did you mean 'sequence'"),
         ({"vllm_importance_sampling_mode": "token-mask"}, "Did you mean 'token_mask'"),
         ({"epsilon": -0.1}, "between 0 and 1"),
@@ -444,6 +469,56 @@ def test_bounds_do_not_matter_without_correction():
     make_params(vllm_importance_sampling_correction=False, vllm_importance_sampling_clip_max=None)
 
 
+@few
+@given(seed=seeds, level=st.sampled_from(["token_truncate", "uncorrected"]))
+def test_dppo_is_the_paper_s_over_whole_distributions(seed: int, level: str):
+    """Loss and gradient of DPPO-Binary-TV, token by token, from logits over a vocabulary of 4."""
+    g = torch.Generator().manual_seed(seed)
+    logits, old, engine = (torch.randn(3, 4, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    tokens = torch.randint(4, (3, 4), generator=g)
+    advantages, weights = torch.randn(3, generator=g).double(), torch.rand(3, generator=g).double()
+    logits.requires_grad_()
+    policy, old, engine = (
+        x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in (logits, old, engine)
+    )
+    unknown = torch.rand(3, 4, generator=g) < 0.2
+
+    expected, slopes = 0.0, torch.zeros_like(logits)
+    for i, t in ((i, t) for i in range(3) for t in range(4)):
+        probabilities, token = logits[i, t].detach().softmax(-1), tokens[i, t]
+        # The engine's correction makes the ratio π_θ/μ; what the engine could not tell has π_old for μ.
+        sampled = old[i, t] if unknown[i, t] or level == "uncorrected" else engine[i, t]
+        ratio = (probabilities[token].log() - sampled).exp()
+        pi, mu = probabilities[token], (old if unknown[i, t] else engine)[i, t].exp()
+        divergence = 0.5 * ((pi - mu).abs() + ((1 - pi) - (1 - mu)).abs())
+        leaves = (pi - mu) * advantages[i] > 0 and divergence > (0.3 if advantages[i] > 0 else 0.1)
+        if leaves and not unknown[i, t]:
+            continue
+        one_hot = torch.nn.functional.one_hot(token, 4)
+        expected -= weights[i] * ratio * advantages[i]
+        slopes[i, t] = -weights[i] * ratio * advantages[i] * (one_hot - probabilities)
+
+    batch = LossBatch(
+        mask=torch.ones(3, 4, dtype=torch.float64),
+        advantages=advantages,
+        loss_weights=weights,
+        entropy_weights=weights,
+        old_logprobs=old,
+        rollout_logprobs=engine.masked_fill(unknown, math.nan),
+    )
+    params = ObjectiveParams(
+        loss_type="dppo",
+        epsilon=0.1,
+        epsilon_high=0.3,
+        vllm_importance_sampling_correction=level != "uncorrected",
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=math.inf,
+    )
+    loss, _ = Objective(params)(policy, torch.zeros(3, 4), batch)
+    torch.testing.assert_close(loss.item(), float(expected))
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], slopes)
+
+
 @given(seeds)
 @few
 def test_vespo_weighs_a_sequence_alike_by_its_tokens_and_by_itself(seed: int):
@@ -457,7 +532,7 @@ def test_vespo_weighs_a_sequence_alike_by_its_tokens_and_by_itself(seed: int):
                 vllm_importance_sampling_clip_max=1e30,
             )
         )(policy, entropies, batch)[0]
-        for level in IMPORTANCE_SAMPLING_LEVELS
+        for level in RATIOS
     ]
     torch.testing.assert_close(*losses)
 
@@ -498,7 +573,7 @@ def test_unusual_pairs_are_warned_of(loss_type: str, level: str, message: str):
     assert any(message in line for line in lines)
 
 
-@pytest.mark.parametrize("loss_type", CLIPPED_LOSSES)
+@pytest.mark.parametrize("loss_type", [name for name, loss in LOSSES.items() if loss.reads_delta])
 def test_usual_pairs_are_silent(loss_type: str):
     level = "sequence" if loss_type in ("luspo", "grpo") else "token"
     assert not ObjectiveParams(loss_type=loss_type, importance_sampling_level=level).unusual_pairs()
@@ -511,13 +586,13 @@ def test_misuse_of_the_parts_is_refused():
         Objective(make_params(beta=0.1))(policy, entropies, unreferenced)
     rewards, weights = torch.zeros(6, 2), torch.ones(2)
     with pytest.raises(ValueError, match="Did you mean 'group'"):
-        compute_advantages(rewards, 3, weights, "groups", "sum_then_normalize")
+        compute_advantages(rewards, 3, weights, AdvantageOptions("groups"))
     with pytest.raises(ValueError, match="Did you mean 'normalize_then_sum'"):
-        compute_advantages(rewards, 3, weights, "group", "normalise_then_sum")
+        compute_advantages(rewards, 3, weights, AdvantageOptions("group", "normalise_then_sum"))
     with pytest.raises(ValueError, match="2 are left over"):
-        compute_advantages(rewards, 4, weights, "group", "sum_then_normalize")
+        compute_advantages(rewards, 4, weights, AdvantageOptions("group"))
     with pytest.raises(ValueError, match="2 reward functions"):
-        compute_advantages(rewards, 3, torch.ones(3), "group", "sum_then_normalize")
+        compute_advantages(rewards, 3, torch.ones(3), AdvantageOptions("group"))
     with pytest.raises(ValueError, match=r"entropy_coef_min=0\.2"):
         EntropyController(0.1, use_adaptive_entropy=True, entropy_coef_min=0.2)
     with pytest.raises(ValueError, match="entropy_coef_delta=0"):

@@ -407,19 +407,6 @@ def words(printed):
     return " ".join(printed.split())
 
 
-def test_plan_as_table_says_whether_it_fits(model_dir, capsys):
-    command = ["plan", "--model_name_or_path", model_dir, "--max_num_seqs", "1", "--device_memory_gib"]
-    assert main([*command, "80"]) == 0
-    printed = words(capsys.readouterr().out)
-    assert "Fits in 80.00 GiB" in printed
-    assert "activation_policy=keep" in printed and "the KV cache holds" in printed
-    assert "Speed: unknown" in printed
-    assert main([*command, "0.1"]) == 1
-    printed = words(capsys.readouterr().out)
-    assert "Does not fit: resident 0.6" in printed and "use_peft=True" in printed
-    assert "Speed" not in printed and "KV cache holds" not in printed
-
-
 def test_plan_says_when_prompts_are_computed_again(model_dir, capsys):
     command = ["plan", "--model_name_or_path", model_dir, "--device_memory_gib", "80"]
     command += ["--max_prompt_length", "2000", "--max_completion_length", "100"]

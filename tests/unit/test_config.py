@@ -16,18 +16,18 @@ from colocate.config import GRPOConfig
 from colocate.option_values import coerce, shown, types_of
 from colocate.options import (
     CHOICES,
-    HONOURED,
     HONOURED_BY,
     RANGES,
     REFUSED,
     RENAMED,
     UNNECESSARY,
-    check_engine,
+    check_support,
     default_of,
+    honoured,
 )
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
-CLASSES = (HONOURED, set(RENAMED), set(UNNECESSARY), set(REFUSED))
+CLASSES = (honoured(GRPOConfig), set(RENAMED), set(UNNECESSARY), set(REFUSED))
 
 
 def other_than(name):
@@ -147,8 +147,8 @@ def test_published_colocation_script_runs_unchanged(make, caplog):
     assert len(caplog.messages) == 1
     assert "colocated rollout is what the native engine does" in caplog.text
     # Whether vLLM's options are needed is for the model to say.
-    assert check_engine(config, "vllm") == []
-    (notice,) = check_engine(config, "native")
+    assert check_support(config, "vllm") == []
+    (notice,) = check_support(config, "native")
     assert "vllm_gpu_memory_utilization=0.3 is not needed" in notice
 
 
@@ -175,13 +175,13 @@ def test_vllms_options_wait_for_the_model_where_it_chooses_the_engine(make, capl
     with caplog.at_level(logging.WARNING, "colocate"):
         config = make(engine="auto", **VLLM_OPTIONS)
     assert [line.partition("=")[0] for line in caplog.messages] == ["use_vllm"]
-    assert check_engine(config, "vllm") == []
+    assert check_support(config, "vllm") == []
     for engine in ("native", "transformers"):
         with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2 is not supported"):
-            check_engine(config, engine)
-    assert check_engine(make(use_vllm=True, page_size=16), "native") == []
+            check_support(config, engine)
+    assert check_support(make(use_vllm=True, page_size=16), "native") == []
     with pytest.raises(ValueError, match=r"page_size=16 is not read with engine='vllm'"):
-        check_engine(make(use_vllm=True, page_size=16), "vllm")
+        check_support(make(use_vllm=True, page_size=16), "vllm")
 
 
 SERVER_OPTIONS = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from test_planner import GIB, LARGE_SHAPES, LORA_SHAPES, on_gpu
 
-from colocate.planning.hardware import GPUS, expected_speed, find_gpu
+from colocate.planning.hardware import GPUS, Speed, expected_speed, find_gpu, step_time
 from colocate.planning.planner import Wishes, plan
 
 
@@ -27,6 +27,14 @@ from colocate.planning.planner import Wishes, plan
         ("NVIDIA L4", "L4"),
         ("NVIDIA L40S", "L40S"),
         ("l40s", "L40S"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H20-3e", "H20 3e"),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("RTX5080", "RTX 5080"),
+        ("NVIDIA GeForce RTX 5070 Ti", "RTX 5070 Ti"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
     ],
 )
 def test_names_of_drivers_and_users(name, known):
@@ -36,6 +44,7 @@ def test_names_of_drivers_and_users(name, known):
 
 def test_unknown_and_too_old():
     assert find_gpu("MI300X") is None and find_gpu("A1000") is None
+    assert find_gpu("NVIDIA GeForce RTX 5090 Laptop GPU") is None  # half of a 5090
     assert find_gpu("RTX") is None and find_gpu("80GB") is None and find_gpu("") is None
     for name in ("Tesla T4", "Tesla V100-SXM2-16GB"):
         with pytest.raises(ValueError, match=r"compute capability 8\.0"):
@@ -69,7 +78,7 @@ def test_recomputation_is_slower_and_adapters_are_faster():
 @pytest.mark.parametrize("gpu", [gpu.name for gpu in GPUS])
 def test_faster_gpus_are_expected_to_be_faster(gpu):
     slower = speed(gpu=gpu)
-    fastest = speed(gpu="H200")
+    fastest = speed(gpu="B200")
     assert 0 < slower.rollout_tokens_per_s <= fastest.rollout_tokens_per_s
     assert 0 < slower.train_tokens_per_s <= fastest.train_tokens_per_s
 
@@ -78,3 +87,19 @@ def test_sequences_that_wait_slow_a_rollout_down():
     load = on_gpu()
     few = replace(load, kv_cache_tokens=4096)
     assert speed(load=few).rollout_tokens_per_s < speed(load=load).rollout_tokens_per_s
+
+
+def test_seconds_of_a_step_are_tokens_over_speeds():
+    # 256 completions of 512 tokens in groups of 8 that share prompts of 256 tokens.
+    load, speeds = on_gpu(), Speed(rollout_tokens_per_s=1000, train_tokens_per_s=2000)
+    step = step_time(LARGE_SHAPES, load, speeds, num_iterations=1)
+    assert step.rollout_s == pytest.approx(256 * 512 / 1000)
+    assert step.train_s == pytest.approx((32 * 256 + 256 * 512) / 2000)
+    assert step.seconds == step.rollout_s + step.train_s
+    # Each completion serves four steps; the reference reads what training reads, forward only.
+    step = step_time(LARGE_SHAPES, replace(load, has_reference=True), speeds, num_iterations=4)
+    assert step.rollout_s == pytest.approx(256 * 512 / 4000)
+    assert step.train_s == pytest.approx((32 * 256 + 256 * 512) / 2000 * 4 / 3)
+    elsewhere = speed(load=replace(load, engine="vllm_server"))
+    assert elsewhere.rollout_tokens_per_s is None
+    assert step_time(LARGE_SHAPES, load, elsewhere, num_iterations=1).rollout_s == 0

@@ -1,5 +1,7 @@
 """What the program says of its options, and of packages that are missing, is so."""
 
+import ast
+import inspect
 import re
 import tomllib
 from dataclasses import MISSING, fields
@@ -8,11 +10,16 @@ from pathlib import Path
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+from transformers import TrainingArguments
 
+from colocate.algorithms.advantages import ADVANTAGES, AGGREGATIONS
+from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
+from colocate.algorithms.losses import LOSSES
+from colocate.algorithms.ratios import RATIOS
 from colocate.config import GRPOConfig
 from colocate.engines.vllm.environment import NEWEST, OLDEST
 from colocate.option_help import option_help
-from colocate.options import HONOURED_BY, REFUSED, RENAMED, UNNECESSARY
+from colocate.options import HONOURED_BY, REFUSED, RENAMED, UNNECESSARY, honoured
 from colocate.run_config import RunConfig
 
 
@@ -22,6 +29,8 @@ def test_help_lists_every_option_with_its_default():
         match[1]: match[2]
         for match in re.finditer(r"^  --(\w+)(?: \(default: (.*)\))?$", option_help(), re.MULTILINE)
     }
+    classes = [cls for cls in (RunConfig, *GRPOConfig.__mro__) if cls.__module__.startswith("colocate.")]
+    own = {name for cls in classes for name in inspect.get_annotations(cls)}
     declared = {f.name: f.default for f in (*fields(RunConfig), *fields(GRPOConfig))}
     assert listed == {
         name: None if default is None or default is MISSING else str(getattr(default, "value", default))
@@ -34,9 +43,25 @@ def test_help_lists_every_option_with_its_default():
     assert not {name for recipe in recipes for name in yaml.safe_load(recipe.read_text())} - listed.keys()
     honoured_by_vllm = frozenset().union(*HONOURED_BY.values())
     assert not (listed.keys() & REFUSED.keys()) - honoured_by_vllm
-    own = RunConfig.__annotations__ | GRPOConfig.__annotations__
-    unlisted = declared.keys() & own.keys() - listed.keys()
+    unlisted = declared.keys() & own - listed.keys()
     assert unlisted <= {"use_vllm", "vllm_mode"} | RENAMED.keys() | UNNECESSARY.keys() | REFUSED.keys()
+
+
+def test_help_lists_the_names_of_each_table():
+    """The help reads them from the source; here they come from the tables themselves."""
+    text = " ".join(option_help().split())
+    for table in (LOSSES, RATIOS, ADVANTAGES, AGGREGATIONS, IMPORTANCE_SAMPLING_MODES):
+        assert f"One of {', '.join(table)}." in text
+
+
+def test_every_option_that_is_declared_is_read():
+    """What colocate's classes declare counts as honoured: somewhere in the source its name must be read."""
+    package = Path(__file__).parents[2] / "src" / "colocate"
+    nodes = [n for file in package.rglob("*.py") for n in ast.walk(ast.parse(file.read_text()))]
+    read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    declared = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(TrainingArguments)}
+    assert len(declared) > 80
+    assert (honoured(GRPOConfig) & declared) - read == set()
 
 
 def test_hints_to_install_name_what_the_extras_require():

@@ -64,6 +64,12 @@ def test_adapters_are_read_in_place(options):
         assert completions != expected(model), "the adapter must matter"
 
 
+def test_adapters_of_packed_matrices_are_read_in_place():
+    model = lora("phi3", target_modules="all-linear")
+    assert any("qkv_proj.lora_A" in name for name, _ in model.named_parameters())
+    assert greedy(NativeEngine(model, max_num_seqs=4, page_size=4)) == expected(model)
+
+
 def test_logprobs_are_those_of_the_adapted_model():
     model = lora("qwen3")
     engine = NativeEngine(model, page_size=4)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArg
 from transformers.training_args import OptimizerNames
 
 from colocate.config import GRPOConfig
-from colocate.planning.accounting import MOMENTS_BYTES
+from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.policy.loading import cast_to_bf16
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.optimizer_names import ARGUMENTS, REFUSED_OPTIMIZERS

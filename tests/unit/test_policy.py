@@ -21,6 +21,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     TrainingArguments,
@@ -46,6 +47,7 @@ SHAPE = dict(
 PACKED = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "mistral": MistralConfig(**SHAPE, sliding_window=4),
+    "phi3": Phi3Config(**SHAPE, pad_token_id=0),
     "qwen2": Qwen2Config(
         **SHAPE, use_sliding_window=True, sliding_window=3, max_window_layers=1, tie_word_embeddings=True
     ),

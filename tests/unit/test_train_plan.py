@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from test_planner import LARGE_SHAPES, LORA_SHAPES, on_gpu
 
 from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
-from colocate.planning.accounting import Workload
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import train_rows
+from colocate.memory.workload import Workload
+from colocate.policy.footprint import train_rows
+from colocate.weights.shapes import ModelShapes
 
 
 def moments(shapes: ModelShapes, load: Workload, plan: TrainPlan) -> dict[str | None, int]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colocate.algorithms.choices import LOSS_TYPES
+from colocate.algorithms.losses import LOSSES
 from colocate.experience import weighting
 from colocate.types import Sample
 
@@ -44,7 +44,7 @@ def evaluation_weights(ranks: list[list[Sample]], loss_type: str) -> list[tuple[
     return weights
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 @given(ranks=st.lists(samples, min_size=1, max_size=3).filter(any))
 def test_an_evaluation_counts_alike_however_it_is_divided(loss_type, ranks):
     alone = evaluation_weights([[s for part in ranks for s in part]], loss_type)

@@ -1,16 +1,32 @@
-"""From rewards to advantages: how much better a completion is than its group."""
+"""From rewards to advantages: how much better a completion is than those it is compared with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import torch
 from torch import Tensor
 
-from colocate.algorithms.choices import AGGREGATIONS, REWARD_SCALES, check_choice
+from colocate.requirements import OneOf, check_choice, choices_of
 
 # Keeps advantages finite in a group whose completions all earn the same.
 STD_OFFSET = 1e-4
+
+
+@dataclass
+class AdvantageOptions:
+    """What advantages depend on beside the rewards."""
+
+    # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
+
+    scale_rewards: Annotated[str | bool, OneOf(ADVANTAGES)] = "group"
+    """What a reward's distance from its group's mean is divided by: the standard deviation of the "group" (or
+    True) or of the "batch", that "mean" (MaxRL, arXiv:2602.02710), or nothing with "none" (or False)."""
+    multi_objective_aggregation: Annotated[str, OneOf(AGGREGATIONS)] = "sum_then_normalize"
+    """Whether rewards are normalised as a weighted sum, or each reward function by itself and then summed
+    (GDPO, arXiv:2601.05242)."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +42,9 @@ def compute_advantages(
     rewards_per_func: Tensor,
     num_generations: int,
     reward_weights: Tensor,
-    scale_rewards: str,
-    multi_objective_aggregation: str,
+    options: AdvantageOptions,
 ) -> Advantages:
     """Advantages of N completions, the G = `num_generations` of a prompt side by side.
-
-    - `sum_then_normalize`: R = Σ_f w_f R_f, then A = R − mean_group(R), divided by std + 1e-4 of the group
-      (`scale_rewards="group"`: GRPO, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open
-      Language Models", arXiv 2402.03300), of the batch (`"batch"`: "Part I: Tricks or Traps? A Deep Dive
-      into RL for LLM Reasoning", arXiv 2508.08221) or by nothing (`"none"`: Dr. GRPO, "Understanding
-      R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783).
-    - `normalize_then_sum`: each R_f is normalised in its group, R = Σ_f w_f (R_f − mean) / (std + 1e-4),
-      then R in the batch; `scale_rewards` has no say. "GDPO: Group reward-Decoupled Normalization Policy
-      Optimization for Multi-reward RL Optimization", arXiv 2601.05242.
 
     A reward of NaN ("this function does not apply") is left out of sums, means and deviations. Deviations are
     unbiased (n − 1). A completion that no function scored gets A = 0 and is part of no baseline; where only
@@ -49,14 +55,12 @@ def compute_advantages(
             if float32 holds the rewards.
         num_generations: G; divides N.
         reward_weights: [F].
-        scale_rewards: group, batch or none.
-        multi_objective_aggregation: sum_then_normalize or normalize_then_sum.
 
     Raises:
-        ValueError: an unknown name, or shapes that do not fit.
+        ValueError: an unknown name, shapes that do not fit, or rewards that the advantage is not defined for.
     """
-    check_choice("scale_rewards", scale_rewards, REWARD_SCALES)
-    check_choice("multi_objective_aggregation", multi_objective_aggregation, AGGREGATIONS)
+    for name, choices in choices_of(AdvantageOptions).items():
+        check_choice(name, getattr(options, name), choices)
     num_completions, num_funcs = rewards_per_func.shape
     if num_completions % num_generations:
         raise ValueError(
@@ -68,31 +72,102 @@ def compute_advantages(
             f"reward_weights has shape {tuple(reward_weights.shape)} for {num_funcs} reward functions: give "
             "one weight per function."
         )
-
-    # nansum makes 0 of a row without any reward, which would pull the baseline.
-    unscored = rewards_per_func.isnan().all(dim=1)
-    rewards = (rewards_per_func * reward_weights).nansum(dim=1).masked_fill(unscored, torch.nan)
-    if multi_objective_aggregation == "normalize_then_sum":
-        grouped = rewards_per_func.view(-1, num_generations, num_funcs)
-        centred = grouped - grouped.nanmean(dim=1, keepdim=True)
-        normalized = (centred / (_spread(grouped, dim=1) + STD_OFFSET)).view_as(rewards_per_func)
-        objective = (normalized * reward_weights).nansum(dim=1).masked_fill(unscored, torch.nan)
-        std = _spread(objective, dim=0).expand_as(objective)
-        advantages = (objective - objective.nanmean()) / (std + STD_OFFSET)
-    else:
-        grouped = rewards.view(-1, num_generations)
-        if scale_rewards == "batch":
-            std = _spread(rewards, dim=0).expand_as(rewards)
-        else:
-            std = _spread(grouped, dim=1).expand_as(grouped).reshape(-1)
-        advantages = (grouped - grouped.nanmean(dim=1, keepdim=True)).view(-1)
-        if scale_rewards != "none":
-            advantages = advantages / (std + STD_OFFSET)
+    grouped = rewards_per_func.view(-1, num_generations, num_funcs)
+    aggregate = AGGREGATIONS[options.multi_objective_aggregation]
+    advantages, std = aggregate(grouped, reward_weights, ADVANTAGES[str(options.scale_rewards)])
     return Advantages(
-        advantages=advantages.nan_to_num(nan=0.0),
-        rewards=rewards,
-        is_std_zero=torch.isclose(std, torch.zeros_like(std)),
+        advantages=advantages.reshape(-1).nan_to_num(nan=0.0),
+        rewards=_weighted_sum(grouped, reward_weights).view(-1),
+        is_std_zero=torch.isclose(std, torch.zeros_like(std)).reshape(-1),
     )
+
+
+# ── Scaling: from rewards of P groups, [P, G], to advantages and the deviation of what was compared ──────
+
+
+Advantage: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def unscaled(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """A = R − mean_group(R): Dr. GRPO, "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv
+    2503.20783."""
+    return rewards - rewards.nanmean(dim=1, keepdim=True), _spread(rewards, dim=1).expand_as(rewards)
+
+
+def scaled_by_group(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """A = (R − mean_group(R)) / (std_group(R) + 1e-4): GRPO, "DeepSeekMath: Pushing the Limits of
+    Mathematical Reasoning in Open Language Models", arXiv 2402.03300."""
+    centred, std = unscaled(rewards)
+    return centred / (std + STD_OFFSET), std
+
+
+def scaled_by_batch(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """A = (R − mean_group(R)) / (std_batch(R) + 1e-4): "Part I: Tricks or Traps? A Deep Dive into RL for LLM
+    Reasoning", arXiv 2508.08221."""
+    std = _spread(rewards.reshape(-1), dim=0).expand(rewards.numel()).view_as(rewards)
+    return unscaled(rewards)[0] / (std + STD_OFFSET), std
+
+
+def scaled_by_mean(rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """A = (R − mean_group(R)) / mean_group(R), and 0 in a group that earns nothing: MaxRL, "Maximum
+    Likelihood Reinforcement Learning", arXiv 2602.02710.
+
+    With rewards of 0 and 1 the mean estimates the success rate p, and E[Σ_i A_i ∇log π(y_i) / G] is not the
+    gradient of p but that of log p = −Σ_k (1 − p)^k / k with the first G − 1 terms.
+
+    Raises:
+        ValueError: a reward below 0, with which the mean is no rate of success.
+    """
+    if (rewards < 0).any():
+        lowest = rewards[rewards < 0].min().item()
+        raise ValueError(
+            f"scale_rewards='mean' divides by the mean reward of a group, but a reward is {lowest:g}: MaxRL "
+            "is defined for rewards of 0 or more. Shift them, or set scale_rewards='group'."
+        )
+    centred, std = unscaled(rewards)
+    mean = rewards.nanmean(dim=1, keepdim=True)
+    return torch.where(mean > 0, centred / mean, 0.0), std
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "group": scaled_by_group,
+    "batch": scaled_by_batch,
+    "none": unscaled,
+    "mean": scaled_by_mean,
+}
+
+
+# ── Several reward functions: from [P, G, F] to advantages and deviations [P, G] ─────────────────────────
+
+
+def sum_then_normalize(rewards: Tensor, weights: Tensor, advantage: Advantage) -> tuple[Tensor, Tensor]:
+    """The advantage of R = Σ_f w_f R_f."""
+    return advantage(_weighted_sum(rewards, weights))
+
+
+def normalize_then_sum(rewards: Tensor, weights: Tensor, advantage: Advantage) -> tuple[Tensor, Tensor]:
+    """R = Σ_f w_f (R_f − mean_group) / (std_group + 1e-4), then normalised in the batch without `advantage`.
+
+    "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization", arXiv
+    2601.05242.
+    """
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    summed = _weighted_sum(centred / (_spread(rewards, dim=1) + STD_OFFSET), weights, like=rewards)
+    std = _spread(summed.view(-1), dim=0).expand(summed.numel()).view_as(summed)
+    return (summed - summed.nanmean()) / (std + STD_OFFSET), std
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Advantage], tuple[Tensor, Tensor]]] = {
+    "sum_then_normalize": sum_then_normalize,
+    "normalize_then_sum": normalize_then_sum,
+}
+
+
+def _weighted_sum(values: Tensor, weights: Tensor, like: Tensor | None = None) -> Tensor:
+    """[P, G] sums over functions; NaN where none of them scored (in `like`, where that is given)."""
+    # nansum makes 0 of a row without any reward, which would pull the baseline.
+    unscored = (values if like is None else like).isnan().all(dim=-1)
+    return (values * weights).nansum(dim=-1).masked_fill(unscored, torch.nan)
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:

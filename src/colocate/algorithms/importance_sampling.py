@@ -19,9 +19,10 @@ import math
 import torch
 from torch import Tensor
 
-from colocate.algorithms.choices import IMPORTANCE_SAMPLING_MODES, check_choice
 from colocate.algorithms.reductions import masked_max, masked_min
 from colocate.reporting.metrics import Metrics
+
+IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @torch.no_grad()
@@ -43,16 +44,12 @@ def correction_ratios(
 
     Args:
         old_logprobs, rollout_logprobs, mask: [B, T].
-        mode: one of token_truncate, token_mask, sequence_truncate, sequence_mask.
+        mode: one of `IMPORTANCE_SAMPLING_MODES`.
         clip_min, clip_max: bounds of ρ; None is unbounded.
 
     Returns:
         [B, T] for token modes, [B, 1] for sequence modes.
-
-    Raises:
-        ValueError: the mode is unknown.
     """
-    check_choice("vllm_importance_sampling_mode", mode, IMPORTANCE_SAMPLING_MODES)
     granularity, constraint = mode.split("_")
     log_ratios = torch.nan_to_num((old_logprobs - rollout_logprobs) * mask, nan=0.0)
     if granularity == "sequence":

@@ -1,126 +1,344 @@
-"""Per-token policy losses, before masks, corrections, KL and normalisation.
+"""The policy losses by name: one entry of `LOSSES` is all that a loss type is.
 
-Shapes: ratios [B, T] (token level) or [B, 1] (sequence level), advantages [B, 1], log-probabilities [B, T].
-What is [B, 1] broadcasts: a sequence-level loss counts once for every token of its sequence.
+A surrogate gives the loss of each token, before masks, the engine's correction, KL and normalisation; the
+options that it reads are declared in `LossOptions`. What is [B, 1] broadcasts: a sequence-level loss counts
+once for every token of its sequence.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import torch
 from torch import Tensor
+
+from colocate.algorithms import normalization
+from colocate.algorithms.normalization import Slice
+from colocate.algorithms.ratios import RATIOS
+from colocate.algorithms.reductions import masked_max, masked_min, record_mean
+from colocate.reporting.metrics import Metrics
+from colocate.requirements import NOT_NEGATIVE, POSITIVE, OneOf, check_choice
 
 MIN_LOG_WEIGHT = math.log(1e-8)
 MAX_LOG_WEIGHT = 20.0
 
 
-def clipped_surrogate(
-    ratios: Tensor, advantages: Tensor, *, epsilon_low: float, epsilon_high: float, delta: float | None = None
+# ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class LossOptions:
+    """What the surrogates read of a run's options."""
+
+    # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    loss_type: Annotated[str, OneOf(LOSSES)] = "dapo"
+    """Surrogate and normalisation."""
+    importance_sampling_level: Annotated[str, OneOf(RATIOS)] = "token"
+    """Ratios per "token", or one per "sequence" from the mean log-ratio (GSPO, arXiv:2507.18071)."""
+    epsilon: float = 0.2
+    """Lower clipping bound: ratios below 1 − ε. With "dppo": how far a token's probability may fall."""
+    epsilon_high: float | None = None
+    """Upper clipping bound, 1 + ε_high; None takes `epsilon`. DAPO: 0.28. With "cispo" the cap itself: 5.
+    With "dppo": how far a token's probability may rise."""
+    delta: float | None = None
+    """Second upper bound on the ratio, for negative advantages (INTELLECT-2, arXiv:2505.07291)."""
+    sapo_temperature_neg: Annotated[float, POSITIVE] = 1.05
+    """SAPO's temperature where the advantage is not positive (arXiv:2511.20347)."""
+    sapo_temperature_pos: Annotated[float, POSITIVE] = 1.0
+    """SAPO's temperature where the advantage is positive."""
+    vespo_k_pos: Annotated[float, NOT_NEGATIVE] = 2.0
+    """VESPO's exponent k of the ratio, positive advantages (arXiv:2602.10693)."""
+    vespo_lambda_pos: Annotated[float, POSITIVE] = 3.0
+    """VESPO's decay λ of the ratio, positive advantages."""
+    vespo_k_neg: Annotated[float, NOT_NEGATIVE] = 3.0
+    vespo_lambda_neg: Annotated[float, POSITIVE] = 2.0
+
+    @property
+    def upper_epsilon(self) -> float:
+        """`epsilon_high`, which defaults to `epsilon`."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a surrogate sees of a micro-batch of B sequences, the longest of T tokens. What is masked is 0."""
+
+    policy_logprobs: Tensor
+    """[B, T], with gradient."""
+    log_ratios: Tensor
+    """[B, T] log π_θ − log π_old, with gradient."""
+    ratios: Tensor
+    """[B, T] at token level, [B, 1] at sequence level, with gradient."""
+    behaviour_logprobs: Tensor
+    """[B, T] under the policy that sampled: the engine's where it told them (NaN where it could not tell)."""
+    correction: Tensor | None
+    """[B, T] or [B, 1] from `importance_sampling.correction_ratios`."""
+    advantages: Tensor
+    """[B, 1]"""
+    mask: Tensor
+    """[B, T], 1 where the token counts."""
+
+
+Surrogate: TypeAlias = Callable[[LossInputs, LossOptions, Metrics], Tensor]
+"""Losses of the tokens, [B, T] or [B, 1]; adds the metrics of its own."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss type."""
+
+    surrogate: Surrogate
+    normalizer: Callable[[Slice], Tensor]
+    """The weight of each sequence's sum, [B]: a function of `colocate.algorithms.normalization`."""
+    paper: str
+    """Who published it, to be read by people."""
+    reads_delta: bool = False
+    """Whether the surrogate has the bound `delta`, which is refused elsewhere."""
+    has_correction: bool = False
+    """Whether the surrogate has taken the engine's correction into account; other losses are multiplied."""
+    cautions: tuple[Callable[[LossOptions], str | None], ...] = ()
+    """Each says what is seldom meant, or None. TRL's warnings have the same words."""
+
+
+def check_loss(options: LossOptions) -> None:
+    """Raises ValueError for an unknown loss type, and for an option that it does not read."""
+    check_choice("loss_type", options.loss_type, LOSSES)
+    if options.delta is not None and not LOSSES[options.loss_type].reads_delta:
+        raise ValueError(
+            f"delta={options.delta} has no effect with loss_type={options.loss_type!r}, only with "
+            f"{', '.join(name for name, loss in LOSSES.items() if loss.reads_delta)}: set it to None or "
+            "change the loss type."
+        )
+
+
+def loss_weights(
+    loss_type: str,
+    token_counts: Tensor,
+    *,
+    num_accumulated: int,
+    tokens_per_step: float,
+    max_completion_length: int,
 ) -> Tensor:
+    """Weights of one slice's sequences, [B] float32, under a loss type's normaliser.
+
+    Args:
+        token_counts: [B] unmasked tokens per sequence; 0 is allowed.
+        num_accumulated, tokens_per_step, max_completion_length: as in `normalization.Slice`.
+    """
+    part = Slice(token_counts.float(), num_accumulated, tokens_per_step, max_completion_length)
+    return LOSSES[loss_type].normalizer(part)
+
+
+# ── Surrogates ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def clipped(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
     """The clipped surrogate −min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A), optionally bounded on both sides.
 
-    Shared by these loss types, which differ in normalisation only (`normalization.loss_weights`):
-
-    - `grpo`: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", arXiv
-      2402.03300; with sequence-level ratios, "Group Sequence Policy Optimization", arXiv 2507.18071.
-    - `dapo`: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476, which also
-      introduces ε_high > ε_low.
-    - `dr_grpo`: "Understanding R1-Zero-Like Training: A Critical Perspective", arXiv 2503.20783.
-    - `bnpo`: the mean over the tokens of a micro-batch, TRL's first token-level normalisation.
-    - `luspo`: "Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length
-      Variation in RLVR", arXiv 2602.05261, with sequence-level ratios.
-
-    For A < 0 the surrogate grows without bound in r; δ caps r there, −min(min(r, δ)·A, clip(r)·A), as in
-    "INTELLECT-2: A Reasoning Model Trained Through Globally Decentralized Reinforcement Learning", arXiv
-    2505.07291.
-
-    Returns:
-        The broadcast shape of `ratios` and `advantages`.
+    ε_high > ε_low is DAPO's. For A < 0 the surrogate grows without bound in r; δ caps r there,
+    −min(min(r, δ)·A, clip(r)·A), as in "INTELLECT-2: A Reasoning Model Trained Through Globally Decentralized
+    Reinforcement Learning", arXiv 2505.07291.
     """
-    clipped = ratios.clamp(1 - epsilon_low, 1 + epsilon_high)
-    if delta is not None:
-        ratios = ratios.clamp(max=delta)
-    return -torch.min(ratios * advantages, clipped * advantages)
+    ratios, advantages = inputs.ratios, inputs.advantages
+    low = (ratios < 1 - options.epsilon) & (advantages < 0)
+    high = (ratios > 1 + options.upper_epsilon) & (advantages > 0)
+    _record_clipping(metrics, low, high, inputs.mask)
+    bounded = ratios.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
+    if options.delta is not None:
+        ratios = ratios.clamp(max=options.delta)
+    return -torch.min(ratios * advantages, bounded * advantages)
 
 
-def cispo(ratios: Tensor, advantages: Tensor, policy_logprobs: Tensor, *, epsilon_high: float) -> Tensor:
+def dppo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
+    """−M·r·A with M = 0 where A > 0 and π_θ(y) − μ(y) > ε_high, or A < 0 and μ(y) − π_θ(y) > ε; else M = 1.
+
+    A trust region of probabilities instead of ratios: |π_θ(y) − μ(y)| is the total variation between the two
+    policies if all tokens but the sampled one are taken as one (the paper's DPPO-Binary-TV, with 0.15). What
+    would bring the policy back into the region keeps its gradient. μ is the policy that sampled; a token
+    whose probability the engine could not tell is kept.
+
+    The paper's ratio is π_θ/μ. That is r here times the engine's correction, with
+    `vllm_importance_sampling_mode="token_truncate"` and `vllm_importance_sampling_clip_max=inf`.
+    """
+    advantages = inputs.advantages
+    shift = (inputs.policy_logprobs.exp() - inputs.behaviour_logprobs.exp()).detach().nan_to_num(nan=0.0)
+    low = (shift < -options.epsilon) & (advantages < 0)
+    high = (shift > options.upper_epsilon) & (advantages > 0)
+    _record_clipping(metrics, low, high, inputs.mask)
+    return torch.where(low | high, 0.0, -inputs.ratios * advantages)
+
+
+def cispo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
     """−sg(min(r, ε_high))·A·log π_θ: the ratio is clipped as a weight, so no token loses its gradient.
 
-    `sg` stops the gradient. CISPO, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning
-    Attention", arXiv 2506.13585. ε_high bounds r itself, not r − 1: "The Art of Scaling Reinforcement
-    Learning Compute for LLMs" (arXiv 2510.13786) recommends 5. Normalised by the tokens of the step.
-
-    Returns:
-        [B, T].
+    `sg` stops the gradient. ε_high bounds r itself, not r − 1: "The Art of Scaling Reinforcement Learning
+    Compute for LLMs" (arXiv 2510.13786) recommends 5.
     """
-    return -ratios.clamp(max=epsilon_high).detach() * advantages * policy_logprobs
+    ratios, advantages, cap = inputs.ratios, inputs.advantages, options.upper_epsilon
+    record_mean(metrics, "cispo_clip_ratio", (ratios > cap) & (advantages > 0), inputs.mask)
+    return -ratios.clamp(max=cap).detach() * advantages * inputs.policy_logprobs
 
 
-def sapo(ratios: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> Tensor:
+def sapo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
     """−4/τ·σ(τ(r − 1))·A, τ = τ_pos where A > 0 and τ_neg elsewhere: a soft gate instead of a clip.
 
-    The gate's slope at r = 1 is 1, so on-policy the gradient is the policy gradient. "Soft Adaptive Policy
-    Optimization", arXiv 2511.20347. Normalised as `grpo`.
-
-    Returns:
-        The broadcast shape of `ratios` and `advantages`.
+    The gate's slope at r = 1 is 1, so on-policy the gradient is the policy gradient.
     """
-    temperatures = _where(advantages > 0, temperature_pos, temperature_neg, dtype=ratios.dtype)
+    ratios, advantages = inputs.ratios, inputs.advantages
+    temperatures = _where(
+        advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, dtype=ratios.dtype
+    )
     return -torch.sigmoid(temperatures * (ratios - 1)) * 4 / temperatures * advantages
 
 
-@torch.no_grad()
-def vespo_weights(
-    log_ratios: Tensor,
-    mask: Tensor,
-    advantages: Tensor,
-    correction_ratios: Tensor | None,
-    *,
-    k_pos: float,
-    lambda_pos: float,
-    k_neg: float,
-    lambda_neg: float,
-) -> Tensor:
-    """φ(w) = e^λ · w^k · e^(−λw), the Gamma-shaped weight of a sequence; φ(1) = 1, no gradient flows
-    through it.
+def vespo(inputs: LossInputs, options: LossOptions, metrics: Metrics) -> Tensor:
+    """−φ(w)·A·log π_θ with φ(w) = e^λ · w^k · e^(−λw), the Gamma-shaped weight of a sequence; φ(1) = 1.
 
     w = Π_t π_θ(y_t)/π_old(y_t) · π_old(y_t)/π_rollout(y_t) is the ratio of the whole sequence, not
-    length-normalised; k and λ depend on the sign of A. "VESPO: Variational Sequence-Level Soft Policy
-    Optimization for Stable Off-Policy LLM Training", arXiv 2602.10693.
-
-    Args:
-        log_ratios: [B, T] log π_θ − log π_old.
-        mask: [B, T].
-        advantages: [B, 1].
-        correction_ratios: of `importance_sampling.correction_ratios`: [B, T] by token, whose product is
-            taken, [B, 1] by sequence, or None.
-
-    Returns:
-        [B, 1].
+    length-normalised; k and λ depend on the sign of A. No gradient flows through φ.
     """
+    weights = _vespo_weights(inputs, options)
+    record_mean(metrics, "vespo/phi_seq_mean", weights, inputs.mask)
+    return -weights * inputs.advantages * inputs.policy_logprobs
+
+
+@torch.no_grad()
+def _vespo_weights(inputs: LossInputs, options: LossOptions) -> Tensor:
+    log_ratios, mask, advantages = inputs.log_ratios, inputs.mask, inputs.advantages
     log_weights = (log_ratios.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT) * mask).sum(dim=-1, keepdim=True)
-    if correction_ratios is not None:
+    if inputs.correction is not None:
         # A ratio masked to 0 has no logarithm; the lower bound makes its whole sequence negligible instead.
-        log_corrections = correction_ratios.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT)
+        log_corrections = inputs.correction.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT)
         if log_corrections.shape == mask.shape:
             log_corrections = (log_corrections * mask).sum(dim=-1, keepdim=True)
         log_weights = log_weights + log_corrections
     log_weights = log_weights.clamp(MIN_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    k = _where(advantages >= 0, k_pos, k_neg, dtype=log_weights.dtype)
-    decay = _where(advantages >= 0, lambda_pos, lambda_neg, dtype=log_weights.dtype)
+    k = _where(advantages >= 0, options.vespo_k_pos, options.vespo_k_neg, dtype=log_weights.dtype)
+    decay = _where(
+        advantages >= 0, options.vespo_lambda_pos, options.vespo_lambda_neg, dtype=log_weights.dtype
+    )
     return torch.exp(decay + k * log_weights - decay * log_weights.exp())
-
-
-def vespo(weights: Tensor, advantages: Tensor, policy_logprobs: Tensor) -> Tensor:
-    """−φ(w)·A·log π_θ with `vespo_weights`. Normalised by the tokens of the step.
-
-    Returns:
-        [B, T].
-    """
-    return -weights * advantages * policy_logprobs
 
 
 def _where(condition: Tensor, if_true: float, if_false: float, dtype: torch.dtype) -> Tensor:
     # torch.where rounds two Python floats to the default dtype first.
     return torch.full_like(condition, if_false, dtype=dtype).masked_fill(condition, if_true)
+
+
+@torch.no_grad()
+def _record_clipping(metrics: Metrics, low: Tensor, high: Tensor, mask: Tensor) -> None:
+    """`clip_ratio/*` from flags [B, T] or [B, 1]; the extremes are over the fractions of the sequences."""
+    record_mean(metrics, "clip_ratio/low_mean", low, mask)
+    record_mean(metrics, "clip_ratio/high_mean", high, mask)
+    record_mean(metrics, "clip_ratio/region_mean", low | high, mask)
+    if low.shape != mask.shape:
+        mask = torch.ones_like(low, dtype=mask.dtype)
+    num_tokens = mask.sum(dim=-1)
+    metrics.add_min("clip_ratio/low_min", masked_min((low * mask).sum(dim=-1) / num_tokens, num_tokens))
+    metrics.add_max("clip_ratio/high_max", masked_max((high * mask).sum(dim=-1) / num_tokens, num_tokens))
+
+
+# ── What is seldom meant ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _sums_over_tokens(options: LossOptions) -> str | None:
+    if options.importance_sampling_level == "token":
+        return None
+    return (
+        f"loss_type={options.loss_type!r} sums over tokens, which with importance_sampling_level='sequence' "
+        "effectively weights each sequence by its completion length. GSPO as published is loss_type='grpo'."
+    )
+
+
+def _caps_below_one(options: LossOptions) -> str | None:
+    if options.upper_epsilon >= 1:
+        return None
+    return (
+        f"loss_type='cispo' caps the ratio itself at epsilon_high={options.upper_epsilon}, so even "
+        f"unchanged tokens weigh {options.upper_epsilon} instead of 1. ScaleRL recommends 5."
+    )
+
+
+def _has_sequence_ratios(options: LossOptions) -> str | None:
+    if options.importance_sampling_level == "sequence":
+        return None
+    return (
+        "loss_type='luspo' is defined with sequence-level ratios: `importance_sampling_level` should be set "
+        "to `'sequence'`, not 'token'."
+    )
+
+
+def _has_weights_of_its_own(options: LossOptions) -> str | None:
+    if options.importance_sampling_level == "token":
+        return None
+    return (
+        "loss_type='vespo' computes sequence-level importance weights internally: "
+        "`importance_sampling_level` should be set to `'token'`."
+    )
+
+
+# ── The table ────────────────────────────────────────────────────────────────────────────────────────────
+
+LOSSES: dict[str, Loss] = {
+    "grpo": Loss(
+        clipped,
+        normalization.sequence_mean,
+        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models, arXiv "
+        "2402.03300; with sequence-level ratios, Group Sequence Policy Optimization, arXiv 2507.18071",
+        reads_delta=True,
+    ),
+    "dapo": Loss(
+        clipped,
+        normalization.step_mean,
+        "DAPO: An Open-Source LLM Reinforcement Learning System at Scale, arXiv 2503.14476",
+        reads_delta=True,
+        cautions=(_sums_over_tokens,),
+    ),
+    "bnpo": Loss(
+        clipped,
+        normalization.slice_mean,
+        "TRL's first token-level normalisation",
+        reads_delta=True,
+        cautions=(_sums_over_tokens,),
+    ),
+    "dr_grpo": Loss(
+        clipped,
+        normalization.fixed_length_mean,
+        "Understanding R1-Zero-Like Training: A Critical Perspective, arXiv 2503.20783",
+        reads_delta=True,
+        cautions=(_sums_over_tokens,),
+    ),
+    "luspo": Loss(
+        clipped,
+        normalization.sequence_sum,
+        "Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length Variation "
+        "in RLVR, arXiv 2602.05261",
+        reads_delta=True,
+        cautions=(_has_sequence_ratios,),
+    ),
+    "dppo": Loss(
+        dppo,
+        normalization.step_mean,
+        "Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879",
+        cautions=(_sums_over_tokens,),
+    ),
+    "cispo": Loss(
+        cispo,
+        normalization.step_mean,
+        "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention, arXiv 2506.13585",
+        cautions=(_sums_over_tokens, _caps_below_one),
+    ),
+    "sapo": Loss(sapo, normalization.sequence_mean, "Soft Adaptive Policy Optimization, arXiv 2511.20347"),
+    "vespo": Loss(
+        vespo,
+        normalization.step_mean,
+        "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM Training, "
+        "arXiv 2602.10693",
+        has_correction=True,
+        cautions=(_has_weights_of_its_own,),
+    ),
+}

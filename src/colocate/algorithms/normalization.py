@@ -4,60 +4,59 @@ Worked out over a whole optimizer step, before it is cut into micro-batches that
 
     loss = Σ_i loss_weights[i] · Σ_t token_loss[i, t] · mask[i, t]
 
-any other cut gives the same gradient. TRL normalises micro-batch by micro-batch; to reproduce it, one call
-here takes one of *its* micro-batches: `per_device_train_batch_size` sequences of one rank ("slice" below).
+any other cut gives the same gradient. TRL normalises micro-batch by micro-batch; to reproduce it, a `Slice`
+is one of *its* micro-batches: `per_device_train_batch_size` sequences of one rank.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from colocate.algorithms.choices import LOSS_TYPES, SEQUENCE_MEAN_LOSSES, STEP_MEAN_LOSSES, check_choice
 
-
-def loss_weights(
-    loss_type: str,
-    token_counts: Tensor,
-    *,
-    num_accumulated: int,
-    tokens_per_step: float,
-    max_completion_length: int,
-) -> Tensor:
-    """Weights of one slice's sequences. With B sequences of n_i unmasked tokens and N accumulated slices:
-
-    - `grpo`, `sapo`: 1 / (N·B·n_i), the mean over sequences of their token means.
-    - `bnpo`: 1 / (N·Σ n), the mean over the slice's tokens.
-    - `dr_grpo`: 1 / (N·B·max_completion_length), a constant.
-    - `luspo`: 1 / (N·B), the mean over sequences of their token sums.
-    - `dapo`, `cispo`, `vespo`: 1 / tokens_per_step, the mean over the step's tokens.
+@dataclass(frozen=True)
+class Slice:
+    """B sequences of one rank that are normalised together. The functions below weigh them, [B] float32.
 
     Gradients are averaged over data-parallel ranks, so the weights of one rank add up as if it were alone.
-
-    Args:
-        token_counts: [B] unmasked tokens per sequence; 0 is allowed.
-        num_accumulated: N, the slices of one optimizer step on one rank.
-        tokens_per_step: from `mean_tokens_per_step`.
-        max_completion_length: in tokens.
-
-    Returns:
-        [B] float32.
-
-    Raises:
-        ValueError: the loss type is unknown.
     """
-    check_choice("loss_type", loss_type, LOSS_TYPES)
-    counts = token_counts.float()
-    num_sequences = len(counts)
-    if loss_type in STEP_MEAN_LOSSES:
-        return torch.full_like(counts, 1 / tokens_per_step)
-    if loss_type in SEQUENCE_MEAN_LOSSES:
-        return 1 / (num_accumulated * num_sequences * counts.clamp(min=1))
-    if loss_type == "bnpo":
-        return (1 / (num_accumulated * counts.sum().clamp(min=1))).expand_as(counts)
-    if loss_type == "dr_grpo":
-        return torch.full_like(counts, 1 / (num_accumulated * num_sequences * max_completion_length))
-    return torch.full_like(counts, 1 / (num_accumulated * num_sequences))
+
+    counts: Tensor
+    """[B] float32, n_i: unmasked tokens of each sequence; 0 is allowed."""
+    num_accumulated: int
+    """N, the slices of one optimizer step on one rank."""
+    tokens_per_step: float
+    """From `mean_tokens_per_step`."""
+    max_completion_length: int
+    """In tokens."""
+
+
+def sequence_mean(part: Slice) -> Tensor:
+    """1 / (N·B·n_i): the mean over sequences of their token means."""
+    return 1 / (part.num_accumulated * len(part.counts) * part.counts.clamp(min=1))
+
+
+def sequence_sum(part: Slice) -> Tensor:
+    """1 / (N·B): the mean over sequences of their token sums."""
+    return torch.full_like(part.counts, 1 / (part.num_accumulated * len(part.counts)))
+
+
+def fixed_length_mean(part: Slice) -> Tensor:
+    """1 / (N·B·max_completion_length), a constant: no sequence counts for more by being short."""
+    num_tokens = part.num_accumulated * len(part.counts) * part.max_completion_length
+    return torch.full_like(part.counts, 1 / num_tokens)
+
+
+def slice_mean(part: Slice) -> Tensor:
+    """1 / (N·Σ n): the mean over the tokens of the slice."""
+    return (1 / (part.num_accumulated * part.counts.sum().clamp(min=1))).expand_as(part.counts)
+
+
+def step_mean(part: Slice) -> Tensor:
+    """1 / tokens_per_step: the mean over the tokens of the optimizer step."""
+    return torch.full_like(part.counts, 1 / part.tokens_per_step)
 
 
 def mean_tokens_per_step(

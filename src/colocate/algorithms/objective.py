@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from colocate.algorithms.choices import CLIPPED_LOSSES
 from colocate.algorithms.importance_sampling import correction_ratios, record_sampling_metrics
 from colocate.algorithms.kl import kl_estimate
-from colocate.algorithms.losses import cispo, clipped_surrogate, sapo, vespo, vespo_weights
+from colocate.algorithms.losses import LOSSES, LossInputs
 from colocate.algorithms.masks import off_policy_sequence_mask
 from colocate.algorithms.objective_params import ObjectiveParams
-from colocate.algorithms.ratios import importance_ratios
-from colocate.algorithms.reductions import masked_max, masked_min
+from colocate.algorithms.ratios import RATIOS
+from colocate.algorithms.reductions import record_mean
 from colocate.reporting.metrics import Metrics
 
 __all__ = ["LossBatch", "Objective", "ObjectiveParams"]
@@ -30,7 +28,7 @@ class LossBatch:
 
     mask: Tensor  # [B, T] float32, 1 where the token counts
     advantages: Tensor  # [B]
-    loss_weights: Tensor  # [B] from `normalization.loss_weights`
+    loss_weights: Tensor  # [B] from `losses.loss_weights`
     entropy_weights: Tensor  # [B] from `normalization.entropy_weights`
     old_logprobs: Tensor | None = None  # [B, T]; None: the policy itself generated, the ratio is 1
     rollout_logprobs: Tensor | None = None  # [B, T] from the engine; NaN where it could not tell
@@ -47,12 +45,13 @@ class LossBatch:
 class Objective:
     """Loss and metrics of a micro-batch. Losses of micro-batches add up to the loss of the optimizer step.
 
-        token_loss = policy_loss(ratio, A) · off_policy_mask · entropy_mask · ρ + β·KL
+        token_loss = surrogate(ratio, A) · off_policy_mask · entropy_mask · ρ + β·KL
         loss       = Σ_i loss_weight_i Σ_t mask · token_loss
                      − entropy_coef · Σ_i entropy_weight_i Σ_t mask · entropy_mask · H
 
-    ρ is the engine's importance-sampling correction, applied if `vllm_importance_sampling_correction` is
-    set and the batch has `rollout_logprobs`; `vespo` takes it inside its weight instead.
+    The surrogate is `LOSSES[loss_type]`'s. ρ is the engine's importance-sampling correction, applied if
+    `vllm_importance_sampling_correction` is set and the batch has `rollout_logprobs`; a loss may take it
+    inside its surrogate instead (`Loss.has_correction`).
     """
 
     def __init__(self, params: ObjectiveParams) -> None:
@@ -78,56 +77,65 @@ class Objective:
 
         Returns:
             The scalar loss and the metrics, as totals and counts that merge over micro-batches: `entropy`,
-            `kl`, `clip_ratio/*`, `cispo_clip_ratio`, `vespo/phi_seq_mean`, `sampling/*` as in TRL, and with
-            an entropy bonus `policy_loss` and `entropy_trained` (the mean entropy of the tokens that the
-            bonus acts on).
+            `kl`, `sampling/*` and the surrogate's own as in TRL, and with an entropy bonus `policy_loss` and
+            `entropy_trained` (the mean entropy of the tokens that the bonus acts on).
 
         Raises:
             ValueError: `beta` is not 0 but the batch has no reference log-probabilities.
         """
         params, metrics = self.params, Metrics()
-        mask, advantages = batch.mask, batch.advantages.unsqueeze(1)
+        mask = batch.mask
         assert policy_logprobs.shape == mask.shape, f"{policy_logprobs.shape=} is not {mask.shape=}"
         policy_logprobs, entropies = _fill_padding(policy_logprobs, mask), _fill_padding(entropies, mask)
         batch = batch.without_padding()
         old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratios = policy_logprobs - old_logprobs
-        ratios = importance_ratios(log_ratios, mask, params.importance_sampling_level)
+        ratios = RATIOS[params.importance_sampling_level](log_ratios, mask)
         correction = self._correction(old_logprobs, batch, metrics)
+        # The engine's log-probabilities see both causes of drift, other kernels and older weights.
+        behaviour_logprobs = old_logprobs if batch.rollout_logprobs is None else batch.rollout_logprobs
 
-        if params.loss_type == "vespo":
-            token_loss = self._vespo_loss(policy_logprobs, log_ratios, correction, batch, metrics)
-        else:
-            token_loss = self._ratio_loss(policy_logprobs, ratios, batch, metrics)
-        if params.off_policy_mask_threshold is not None:
-            # The engine's log-probabilities see both causes of drift, other kernels and older weights.
-            behaviour_logprobs = old_logprobs if batch.rollout_logprobs is None else batch.rollout_logprobs
-            token_loss = token_loss * off_policy_sequence_mask(
-                policy_logprobs,
-                behaviour_logprobs,
-                advantages,
-                mask,
-                threshold=params.off_policy_mask_threshold,
-            )
+        inputs = LossInputs(
+            policy_logprobs=policy_logprobs,
+            log_ratios=log_ratios,
+            ratios=ratios,
+            behaviour_logprobs=behaviour_logprobs,
+            correction=correction,
+            advantages=batch.advantages.unsqueeze(1),
+            mask=mask,
+        )
+        token_loss = self._surrogate(inputs, metrics)
         trained = mask
         if batch.entropy_thresholds is not None:
             trained = mask * (entropies >= batch.entropy_thresholds.unsqueeze(1))
             token_loss = token_loss * trained
-        if correction is not None and params.loss_type != "vespo":
+        if correction is not None and not LOSSES[params.loss_type].has_correction:
             token_loss = token_loss * correction
         if params.beta != 0.0:
             token_loss = token_loss + params.beta * self._kl(policy_logprobs, ratios, batch, metrics)
 
         loss = (batch.loss_weights * (token_loss * mask).sum(dim=-1)).sum()
-        _record_mean(metrics, "entropy", entropies, mask)
+        record_mean(metrics, "entropy", entropies, mask)
         if params.has_entropy_bonus:
             # The entropy weights of a step's tokens add up to 1: this count makes the mean the step's loss.
             share_of_step = (batch.entropy_weights * trained.sum(dim=-1)).sum()
             metrics.add_mean("policy_loss", loss.detach(), share_of_step)
-            _record_mean(metrics, "entropy_trained", entropies, trained)
+            record_mean(metrics, "entropy_trained", entropies, trained)
             bonus = (batch.entropy_weights * (entropies * trained).sum(dim=-1)).sum()
             loss = loss - self.entropy_coef * bonus
         return loss, metrics
+
+    def _surrogate(self, inputs: LossInputs, metrics: Metrics) -> Tensor:
+        token_loss = LOSSES[self.params.loss_type].surrogate(inputs, self.params, metrics)
+        if self.params.off_policy_mask_threshold is None:
+            return token_loss
+        return token_loss * off_policy_sequence_mask(
+            inputs.policy_logprobs,
+            inputs.behaviour_logprobs,
+            inputs.advantages,
+            inputs.mask,
+            threshold=self.params.off_policy_mask_threshold,
+        )
 
     def _correction(self, old_logprobs: Tensor, batch: LossBatch, metrics: Metrics) -> Tensor | None:
         params = self.params
@@ -144,55 +152,6 @@ class Objective:
         record_sampling_metrics(metrics, old_logprobs, batch.rollout_logprobs, batch.mask, ratios)
         return ratios
 
-    def _ratio_loss(
-        self, policy_logprobs: Tensor, ratios: Tensor, batch: LossBatch, metrics: Metrics
-    ) -> Tensor:
-        params, advantages = self.params, batch.advantages.unsqueeze(1)
-        if params.loss_type == "cispo":
-            clipped = (ratios > params.upper_epsilon) & (advantages > 0)
-            _record_mean(metrics, "cispo_clip_ratio", clipped, batch.mask)
-            return cispo(ratios, advantages, policy_logprobs, epsilon_high=params.upper_epsilon)
-        if params.loss_type == "sapo":
-            return sapo(
-                ratios,
-                advantages,
-                temperature_pos=params.sapo_temperature_pos,
-                temperature_neg=params.sapo_temperature_neg,
-            )
-        assert params.loss_type in CLIPPED_LOSSES, params.loss_type
-        low = (ratios < 1 - params.epsilon) & (advantages < 0)
-        high = (ratios > 1 + params.upper_epsilon) & (advantages > 0)
-        _record_clipping(metrics, low, high, batch.mask)
-        return clipped_surrogate(
-            ratios,
-            advantages,
-            epsilon_low=params.epsilon,
-            epsilon_high=params.upper_epsilon,
-            delta=params.delta,
-        )
-
-    def _vespo_loss(
-        self,
-        policy_logprobs: Tensor,
-        log_ratios: Tensor,
-        correction: Tensor | None,
-        batch: LossBatch,
-        metrics: Metrics,
-    ) -> Tensor:
-        params, advantages = self.params, batch.advantages.unsqueeze(1)
-        weights = vespo_weights(
-            log_ratios,
-            batch.mask,
-            advantages,
-            correction,
-            k_pos=params.vespo_k_pos,
-            lambda_pos=params.vespo_lambda_pos,
-            k_neg=params.vespo_k_neg,
-            lambda_neg=params.vespo_lambda_neg,
-        )
-        _record_mean(metrics, "vespo/phi_seq_mean", weights, batch.mask)
-        return vespo(weights, advantages, policy_logprobs)
-
     def _kl(self, policy_logprobs: Tensor, ratios: Tensor, batch: LossBatch, metrics: Metrics) -> Tensor:
         if batch.reference_logprobs is None:
             raise ValueError(
@@ -202,31 +161,10 @@ class Objective:
         kl = kl_estimate(
             policy_logprobs, batch.reference_logprobs, ratios if self.params.use_bias_correction_kl else None
         )
-        _record_mean(metrics, "kl", kl, batch.mask)
+        record_mean(metrics, "kl", kl, batch.mask)
         return kl
 
 
 def _fill_padding(values: Tensor, mask: Tensor) -> Tensor:
     # Multiplying by a mask of 0 would keep NaN and infinities, in the gradient too.
     return values.masked_fill(~mask.bool(), 0.0)
-
-
-@torch.no_grad()
-def _record_mean(metrics: Metrics, name: str, values: Tensor, mask: Tensor) -> None:
-    """Mean over unmasked tokens of what is [B, T], over sequences of what is [B, 1]."""
-    if values.shape != mask.shape:
-        mask = torch.ones_like(values, dtype=mask.dtype)
-    metrics.add_mean(name, (values * mask).sum(), mask.sum())
-
-
-@torch.no_grad()
-def _record_clipping(metrics: Metrics, low: Tensor, high: Tensor, mask: Tensor) -> None:
-    """`clip_ratio/*` from flags [B, T] or [B, 1]; the extremes are over the fractions of the sequences."""
-    _record_mean(metrics, "clip_ratio/low_mean", low, mask)
-    _record_mean(metrics, "clip_ratio/high_mean", high, mask)
-    _record_mean(metrics, "clip_ratio/region_mean", low | high, mask)
-    if low.shape != mask.shape:
-        mask = torch.ones_like(low, dtype=mask.dtype)
-    num_tokens = mask.sum(dim=-1)
-    metrics.add_min("clip_ratio/low_min", masked_min((low * mask).sum(dim=-1) / num_tokens, num_tokens))
-    metrics.add_max("clip_ratio/high_max", masked_max((high * mask).sum(dim=-1) / num_tokens, num_tokens))

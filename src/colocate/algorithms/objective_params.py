@@ -4,78 +4,68 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Annotated
 
-from colocate.algorithms.choices import (
-    CLIPPED_LOSSES,
-    IMPORTANCE_SAMPLING_LEVELS,
-    IMPORTANCE_SAMPLING_MODES,
-    LOSS_TYPES,
-    check_choice,
-)
+from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
+from colocate.algorithms.losses import LOSSES, LossOptions, check_loss
+from colocate.requirements import OneOf, check_choice, check_range, choices_of, ranges_of
 
-_UPPER_BOUNDS = ("epsilon_high", "delta", "off_policy_mask_threshold", "vllm_importance_sampling_clip_max")
-"""Infinite they bound nothing."""
+UPPER_BOUNDS = frozenset({"epsilon_high", "vllm_importance_sampling_clip_max"})
+"""Infinite they bound nothing; every other number is finite."""
 
 
-@dataclass(frozen=True)
-class ObjectiveParams:
-    """Names and defaults are those of `GRPOConfig`, which documents them.
+@dataclass
+class ObjectiveParams(LossOptions):
+    """What `Objective` reads of a run's options, of which `GRPOConfig` has them all.
 
     Raises:
         ValueError: an unknown loss type, level or mode, or numbers that contradict each other.
     """
 
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
+    # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
+
     beta: float = 0.0
+    """Weight of the KL penalty to the reference model; 0 keeps no reference."""
     use_bias_correction_kl: bool = True
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
-    off_policy_mask_threshold: float | None = None
+    """Multiply the KL term by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556)."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus (mean per token, for every loss type)."""
     use_adaptive_entropy: bool = False
+    """Steer `entropy_coef` towards `entropy_target` (Skywork-OR1, arXiv:2505.22312)."""
+    off_policy_mask_threshold: float | None = None
+    """Drop completions with negative advantage whose mean log-ratio to the old policy exceeds this."""
     vllm_importance_sampling_correction: bool = True
-    vllm_importance_sampling_mode: str = "sequence_mask"
+    """Weight tokens by policy ÷ rollout probability, whichever engine generated (the name is TRL's)."""
+    vllm_importance_sampling_mode: Annotated[str, OneOf(IMPORTANCE_SAMPLING_MODES)] = "sequence_mask"
+    """What becomes of ratios out of bounds, of tokens or of whole sequences."""
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("loss_type", self.loss_type, LOSS_TYPES)
-        check_choice("importance_sampling_level", self.importance_sampling_level, IMPORTANCE_SAMPLING_LEVELS)
-        check_choice(
-            "vllm_importance_sampling_mode", self.vllm_importance_sampling_mode, IMPORTANCE_SAMPLING_MODES
-        )
-        self._check_numbers()
-        self._check_clipping()
-        self._check_coefficients()
-        self._check_importance_sampling()
-
-    @property
-    def upper_epsilon(self) -> float:
-        """`epsilon_high`, which defaults to `epsilon`."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        self.check_objective()
 
     @property
     def has_entropy_bonus(self) -> bool:
         """Whether gradients flow through the entropies; under adaptive control always."""
         return self.entropy_coef != 0.0 or self.use_adaptive_entropy
 
-    def _check_numbers(self) -> None:
-        for field in fields(self):
+    def check_objective(self) -> None:
+        """Raises ValueError for a name that is unknown and for numbers that contradict each other."""
+        for name, choices in choices_of(ObjectiveParams).items():
+            check_choice(name, getattr(self, name), choices)
+        for field in fields(ObjectiveParams):
             value = getattr(self, field.name)
-            if not isinstance(value, float) or math.isfinite(value):
-                continue
-            if math.isnan(value) or field.name not in _UPPER_BOUNDS:
+            is_bound = field.name in UPPER_BOUNDS and value == math.inf
+            if isinstance(value, float) and not math.isfinite(value) and not is_bound:
                 raise ValueError(
                     f"{field.name}={value} makes a loss that is not finite: set a finite number."
                 )
+        for name, requirement in ranges_of(ObjectiveParams).items():
+            check_range(name, getattr(self, name), requirement)
+        self._check_clipping()
+        check_loss(self)
+        self._check_coefficients()
+        self._check_importance_sampling()
 
     def _check_clipping(self) -> None:
         if not 0 <= self.epsilon <= 1:
@@ -95,23 +85,12 @@ class ObjectiveParams:
                 "advantages are negative the ratio counts up to the larger of the two. Raise delta or set it "
                 "to None."
             )
-        if self.delta is not None and self.loss_type not in CLIPPED_LOSSES:
-            raise ValueError(
-                f"delta={self.delta} has no effect with loss_type={self.loss_type!r}, only with "
-                f"{', '.join(CLIPPED_LOSSES)}: set it to None or change the loss type."
-            )
 
     def _check_coefficients(self) -> None:
         if self.beta < 0:
             raise ValueError(
                 f"beta={self.beta} would drive the policy away from the reference: set it to 0 or more."
             )
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
-        for name in ("vespo_k_pos", "vespo_k_neg"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative.")
         if self.off_policy_mask_threshold is not None and self.off_policy_mask_threshold <= 0:
             raise ValueError(
                 f"off_policy_mask_threshold={self.off_policy_mask_threshold} would drop sequences that "
@@ -138,26 +117,4 @@ class ObjectiveParams:
 
     def unusual_pairs(self) -> list[str]:
         """One line for each two options that are allowed but seldom meant, in the words of TRL's warnings."""
-        level, lines = self.importance_sampling_level, []
-        if self.loss_type == "luspo" and level != "sequence":
-            lines.append(
-                "loss_type='luspo' is defined with sequence-level ratios: `importance_sampling_level` should "
-                "be set to `'sequence'`, not 'token'."
-            )
-        if self.loss_type == "vespo" and level != "token":
-            lines.append(
-                "loss_type='vespo' computes sequence-level importance weights internally: "
-                "`importance_sampling_level` should be set to `'token'`."
-            )
-        if self.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo") and level == "sequence":
-            lines.append(
-                f"loss_type={self.loss_type!r} sums over tokens, which with importance_sampling_level="
-                "'sequence' effectively weights each sequence by its completion length. GSPO as published is "
-                "loss_type='grpo'."
-            )
-        if self.loss_type == "cispo" and self.upper_epsilon < 1:
-            lines.append(
-                f"loss_type='cispo' caps the ratio itself at epsilon_high={self.upper_epsilon}, so even "
-                f"unchanged tokens weigh {self.upper_epsilon} instead of 1. ScaleRL recommends 5."
-            )
-        return lines
+        return [line for caution in LOSSES[self.loss_type].cautions if (line := caution(self))]

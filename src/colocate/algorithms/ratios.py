@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from colocate.algorithms.choices import IMPORTANCE_SAMPLING_LEVELS, check_choice
+
+def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """r_t = exp(log π_θ(y_t) − log π_old(y_t)), [B, T], as in GRPO ("DeepSeekMath: Pushing the Limits of
+    Mathematical Reasoning in Open Language Models", arXiv 2402.03300)."""
+    return torch.exp(log_ratios)
 
 
-def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Ratios between the policy and the old policy, one per token or one per sequence.
+def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
+    """s = exp(1/|y| Σ_t (log π_θ(y_t) − log π_old(y_t))), [B, 1], the length-normalised ratio of "Group
+    Sequence Policy Optimization" (arXiv 2507.18071, equation 7).
 
-    - `"token"`: r_t = exp(log π_θ(y_t) − log π_old(y_t)), as in GRPO ("DeepSeekMath: Pushing the Limits of
-      Mathematical Reasoning in Open Language Models", arXiv 2402.03300).
-    - `"sequence"`: s = exp(1/|y| Σ_t (log π_θ(y_t) − log π_old(y_t))), the length-normalised ratio of "Group
-      Sequence Policy Optimization" (arXiv 2507.18071, equation 7). Lengths count unmasked tokens.
-
-    Args:
-        log_ratios: [B, T] differences of log-probabilities.
-        mask: [B, T], 1 where the token counts.
-        level: `"token"` or `"sequence"`.
-
-    Returns:
-        [B, T] at token level, [B, 1] at sequence level (1 for a sequence without unmasked tokens).
-
-    Raises:
-        ValueError: the level is unknown.
+    Lengths count unmasked tokens; a sequence without any has ratio 1.
     """
-    check_choice("importance_sampling_level", level, IMPORTANCE_SAMPLING_LEVELS)
-    if level == "token":
-        return torch.exp(log_ratios)
     num_tokens = mask.sum(dim=-1, keepdim=True).clamp(min=1.0)
     return torch.exp((log_ratios * mask).sum(dim=-1, keepdim=True) / num_tokens)
+
+
+RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"token": token_ratios, "sequence": sequence_ratios}
+"""Ratios between the policy and the old policy by level, from differences of log-probabilities [B, T] and a
+mask [B, T] that is 1 where the token counts."""

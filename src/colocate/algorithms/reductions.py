@@ -1,4 +1,4 @@
-"""Extremes over what counts."""
+"""Means and extremes over what counts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import math
 
 import torch
 from torch import Tensor
+
+from colocate.reporting.metrics import Metrics
+
+
+@torch.no_grad()
+def record_mean(metrics: Metrics, name: str, values: Tensor, mask: Tensor) -> None:
+    """Add the mean of `values`, over unmasked tokens if they are [B, T], over sequences if [B, 1]."""
+    if values.shape != mask.shape:
+        mask = torch.ones_like(values, dtype=mask.dtype)
+    metrics.add_mean(name, (values * mask).sum(), mask.sum())
 
 
 def masked_min(values: Tensor, mask: Tensor) -> Tensor:

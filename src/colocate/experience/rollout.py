@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from colocate.algorithms.advantages import Advantages, compute_advantages, nanstd
+from colocate.algorithms.advantages import AdvantageOptions, Advantages, compute_advantages, nanstd
 from colocate.algorithms.masks import is_truncated
 from colocate.config import GRPOConfig
 from colocate.data.prompts import (
@@ -159,8 +159,7 @@ class Scorer:
         accelerator: Accelerator,
         journal: Journal,
         *,
-        scale_rewards: str,
-        multi_objective_aggregation: str,
+        advantage_options: AdvantageOptions,
         mask_truncated_completions: bool,
         stop_token_ids: Sequence[int],
     ) -> None:
@@ -169,8 +168,7 @@ class Scorer:
         self._accelerator = accelerator
         self._journal = journal
         self._weights = reward_functions.weights.double()
-        self._scale = scale_rewards
-        self._aggregation = multi_objective_aggregation
+        self._advantage_options = advantage_options
         self._mask_truncated = mask_truncated_completions
         self._end_token_ids = {*stop_token_ids, tokenizer.pad_token_id}
 
@@ -197,7 +195,7 @@ class Scorer:
         # Float64: of rewards that float32 holds, the squares of a deviation need not fit.
         rewards = torch.tensor(gather_object(scores.rewards.tolist()), dtype=torch.float64)  # [N, F]
         compared = compute_advantages(
-            rewards, request.num_generations, self._weights, self._scale, self._aggregation
+            rewards, request.num_generations, self._weights, self._advantage_options
         )
         self._check_advantages(rewards, compared)
         cut = [is_truncated(ids, self._end_token_ids) for ids in completion_ids]

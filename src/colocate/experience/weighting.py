@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from accelerate.utils import gather_object
 
+from colocate.algorithms.losses import loss_weights
 from colocate.algorithms.masks import entropy_threshold
-from colocate.algorithms.normalization import entropy_weights, loss_weights, mean_tokens_per_step
+from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.config import GRPOConfig
 from colocate.policy.policy import Policy
 from colocate.types import Sample

@@ -160,7 +160,7 @@ def _silu_mul_low_rank(
 ) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    parts = low_rank.parts() + ([] if grad_low_rank is None else grad_low_rank.parts())
+    parts = low_rank.halves() + ([] if grad_low_rank is None else grad_low_rank.parts())
     blocks = [*(one_block(*part) for part in parts), (None,) * 7]
     num_tiles = min(MAX_TILES, 1 << max(1, num_rows // _ROWS_PER_TILE).bit_length() - 1)
     _silu_mul_low_rank_kernel[triton.cdiv(num_rows, num_tiles * ROWS), triton.cdiv(width, COLUMNS)](

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from colocate.planning.accounting import Workload
+from colocate.memory.workload import Workload
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from colocate.planning.accounting import Workload
+from colocate.memory.workload import Workload
 from colocate.planning.memory_plan import MemoryPlan
-from colocate.planning.planner import OVERHEAD_TOKENS, train_flops_per_token
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import Microbatch
+from colocate.planning.planner import OVERHEAD_TOKENS
+from colocate.policy.footprint import Microbatch, train_flops_per_token
+from colocate.weights.shapes import ModelShapes
 
 TRAIN_EFFICIENCY = 0.5
 """Of a GPU's matrix units over a training step without recomputation: packed layers with log-probs in chunks
@@ -38,15 +38,23 @@ class Gpu:
 
 # More particular names before those that they contain.
 GPUS = (
+    Gpu("B200", 2250, 8000, 178.3),
     Gpu("H200", 989, 4800, 139.8, is_hopper=True),
     Gpu("H100 PCIe", 756, 2000, 79.1, is_hopper=True),
     Gpu("H100", 989, 3350, 79.1, is_hopper=True),
+    Gpu("H20 3e", 148, 4800, 139.8, is_hopper=True),
+    Gpu("H20", 148, 4000, 95.0, is_hopper=True),
+    Gpu("RTX PRO 6000", 503, 1792, 94.9),  # Blackwell; the driver names the edition behind it
     Gpu("A100 80GB PCIe", 312, 1935, 79.2),
     Gpu("A100 80GB", 312, 2039, 79.2),  # a driver says A100-SXM4-80GB
     Gpu("A100", 312, 1555, 39.4),
     Gpu("L40S", 362, 864, 44.4),
+    Gpu("RTX 5090", 209, 1792, 31.3),
     Gpu("RTX 4090", 165, 1008, 23.5),
     Gpu("RTX 3090", 71, 936, 23.6),
+    Gpu("RTX 5080", 112, 960, 15.4),
+    Gpu("RTX 5070 Ti", 87, 896, 15.4),
+    Gpu("RTX 5070", 61, 672, 11.4),
     Gpu("A10", 125, 600, 22.1),
     Gpu("L4", 121, 300, 22.0),
 )
@@ -58,10 +66,23 @@ TOO_OLD = ("T4", "V100", "P100", "RTX 20")
 class Speed:
     """Expected of one device."""
 
-    rollout_tokens_per_s: float
-    """Completion tokens."""
+    rollout_tokens_per_s: float | None
+    """Completion tokens; None: they come from a server on other devices."""
     train_tokens_per_s: float
     """Tokens that training reads, a shared prompt counted once."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Expected of one optimizer step with the longest prompts and completions that the run allows."""
+
+    rollout_s: float
+    train_s: float
+    """Forward and backward, and the reference's forward where there is one."""
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout_s + self.train_s
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -71,6 +92,8 @@ def find_gpu(name: str) -> Gpu | None:
         ValueError: it is too old.
     """
     words = _words(name)
+    if "LAPTOP" in words:
+        return None  # a smaller chip under the name of a larger one
 
     def is_named(known: str) -> bool:
         return _words(known) <= words
@@ -94,7 +117,23 @@ def _words(name: str) -> set[str]:
 
 def expected_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> Speed:
     """What operations and memory traffic take at the efficiencies above."""
-    return Speed(_rollout_speed(shapes, workload, plan, gpu), _train_speed(shapes, workload, plan, gpu))
+    on_server = workload.engine == "vllm_server"
+    rollout = None if on_server else _rollout_speed(shapes, workload, plan, gpu)
+    return Speed(rollout, _train_speed(shapes, workload, plan, gpu))
+
+
+def step_time(shapes: ModelShapes, workload: Workload, speed: Speed, num_iterations: int) -> StepTime:
+    """Seconds of one optimizer step.
+
+    Args:
+        num_iterations: optimizer steps that each completion is trained on, which share its rollout's time.
+    """
+    train_s = workload.step_tokens / speed.train_tokens_per_s
+    if workload.has_reference:
+        # A forward pass is a third of a step of the whole model, a half of one with frozen weights.
+        train_s *= 1 + (1 / 2 if shapes.has_adapters else 1 / 3)
+    generated = workload.num_step_sequences * workload.completion_tokens / num_iterations
+    return StepTime(generated / speed.rollout_tokens_per_s if speed.rollout_tokens_per_s else 0.0, train_s)
 
 
 def _rollout_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> float:

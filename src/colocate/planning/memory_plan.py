@@ -6,22 +6,24 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from colocate.memory.train_plan import ACTIVATION_POLICIES, TrainPlan
-from colocate.planning.accounting import (
-    MOMENTS_BYTES,
-    Moment,
-    Phase,
-    Row,
-    Workload,
-    least_kv_tokens,
-    optimizer_rows,
-    resident_rows,
-    rollout_rows,
-    useful_kv_tokens,
-)
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import train_rows
+from colocate.engines.native.footprint import engine_rows, least_kv_tokens, rollout_rows, useful_kv_tokens
+from colocate.engines.vllm.footprint import asleep_row, vllm_rows
+from colocate.memory.rows import Moment, Phase, Row, total_bytes
+from colocate.memory.train_plan import TrainPlan
+from colocate.memory.workload import Workload
+from colocate.policy.footprint import MOMENTS_BYTES, optimizer_rows, train_rows
+from colocate.weights.shapes import ModelShapes
 
+CONTEXT_BYTES = int(0.55 * 2**30)
+"""The CUDA context and the code of the libraries' kernels."""
+CUBLAS_BYTES = 64 * 2**20
+"""cuBLAS's workspaces: 32 MiB for each stream that multiplies, on compute capability 9.0."""
+MARGIN = 0.04
+"""Share of the device that training leaves free: what the accounting may be off by. To be wrong costs one
+micro-batch done again with a smaller plan."""
+LEAST_KV_SHARE = 1 / 4
+"""Share of a rollout's sequences that the KV cache should hold: below, decode steps read all weights for few
+tokens."""
 HOLES = 0.02
 """What PyTorch's allocator holds beyond what tensors ask for, as a share of that: blocks in whole 2 MiB, and
 holes between tensors that come and go."""
@@ -41,9 +43,11 @@ class MemoryPlan:
     """Of full length that are decoded side by side, their prompts shared."""
     step_tokens: int
     """Of an optimizer step, a shared prompt counted once."""
+    num_running: int
+    """Sequences that a rollout would decode side by side if memory allowed."""
+    least_kv_tokens: int
+    """Those of one sequence."""
     device_memory_bytes: int | None
-    remedies: tuple[str, ...]
-    """What to set, best first, when the run does not fit. Empty when it does or the device is unknown."""
     repeated_prompts: str | None = None
     """The arithmetic of prompts that a step computes several times for their group, and the memory that
     would spare it; None where that is less than a twentieth of the work, or the device is unknown."""
@@ -77,6 +81,46 @@ class MemoryPlan:
     def fits(self) -> bool | None:
         """None when the device is not known."""
         return None if self.device_memory_bytes is None else self.peak_bytes <= self.device_memory_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What the device has left at the peak; negative: what it lacks.
+
+        Raises:
+            ValueError: the device is not known.
+        """
+        if self.device_memory_bytes is None:
+            raise ValueError("The device is not known: nothing can be said of its memory.")
+        return self.device_memory_bytes - self.peak_bytes
+
+    @property
+    def why_tight(self) -> str | None:
+        """Why a run that fits is near to one that does not; None if it is not, or the device is unknown.
+
+        The KV cache takes what is left. So a run is tight if it would be so with a cache of one sequence, or
+        if its cache fills the device, or is small, and more sequences could be decoded side by side.
+        """
+        if not self.fits:
+            return None
+        assert self.device_memory_bytes is not None, "it is known to fit"
+        rollout_rows = (row for row in self.rows if row.phase == "rollout")
+        cache = next((row.size_bytes for row in rollout_rows if row.name == "KV cache"), 0)
+        least = min(cache, self.least_kv_tokens * self.kv_bytes_per_token)
+        rollout = self.phase_bytes("rollout") - cache + least
+        needed = self.phase_bytes("resident") + max(rollout, self.phase_bytes("train"))
+        if needed > (1 - MARGIN) * self.device_memory_bytes:
+            return (
+                f"it cannot do with less than {needed / 2**30:.2f} GiB, and the plan may be off by "
+                f"{MARGIN:.0%} of the device"
+            )
+        is_full = self.free_bytes < MARGIN * self.device_memory_bytes
+        share = 1.0 if is_full else LEAST_KV_SHARE
+        if self.kv_cache_tokens and self.kv_cache_sequences < share * self.num_running:
+            return (
+                f"the KV cache holds {self.kv_cache_sequences:,} of the {self.num_running:,} sequences that "
+                "could be decoded side by side; the others wait"
+            )
+        return None
 
     @property
     def shortage(self) -> str | None:
@@ -120,11 +164,10 @@ def account(
     """
     if workload.optim not in MOMENTS_BYTES:
         raise ValueError(f"optim={workload.optim!r}: state size unknown; one of {', '.join(MOMENTS_BYTES)}.")
-    resident = planned_resident_rows(shapes, workload, train_plan)
-    room = None if device_memory_bytes is None else device_memory_bytes - total_bytes(resident)
-    rollout, kv_tokens = rollout_rows(shapes, workload, room)
+    resident = resident_rows(shapes, workload, train_plan)
+    rollout, kv_tokens = engine_turn(shapes, workload, resident, device_memory_bytes)
     rows = (*resident, *rollout, *_train_rows(shapes, workload, train_plan, correction))
-    result = MemoryPlan(
+    return MemoryPlan(
         rows=rows,
         train_plan=train_plan,
         num_parameters=shapes.num_parameters,
@@ -132,18 +175,64 @@ def account(
         kv_bytes_per_token=shapes.kv_bytes_per_token(workload.parameter_dtype),
         kv_cache_tokens=kv_tokens,
         kv_cache_sequences=_num_sequences(workload, kv_tokens),
+        num_running=workload.num_running,
+        least_kv_tokens=least_kv_tokens(workload),
         step_tokens=workload.step_tokens,
         device_memory_bytes=device_memory_bytes,
-        remedies=(),
     )
-    return replace(result, remedies=tuple(_remedies(result, shapes, workload))) if not result.fits else result
 
 
-def planned_resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan) -> list[Row]:
-    rows = resident_rows(shapes, workload)
+def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan) -> list[Row]:
+    """What is there in rollout and in training, but for a vLLM that never sleeps (`engine_turn`)."""
+    b, dtype = workload.parameter_dtype.itemsize, workload.parameter_dtype
+    count, projections = shapes.num_parameters, shapes.num_projection_weights
+    weights, how = shapes.weight_bytes(dtype), f"{count:,} parameters × {b} B"
+    if shapes.four_bit is not None:
+        scales = "double quantised" if shapes.four_bit.double_quantized else "float32"
+        how = f"{projections:,} × 0.5 B and {scales} scales, {count - projections:,} × {b} B"
+    rows = [Row("weights", "resident", weights, how)]
+    if shapes.has_adapters:
+        # PEFT keeps adapters in float32 whatever the base model's type is, so they need no masters.
+        adapters = sum(shapes.adapter_sizes)
+        rows.append(Row("LoRA adapters", "resident", adapters * 4, f"{adapters:,} parameters × 4 B"))
+    elif workload.has_reference:
+        # With LoRA the reference is the base model with its adapters off.
+        rows.append(Row("reference", "resident", weights, how))
+    if workload.is_gpu:
+        if workload.engine == "native":
+            rows += engine_rows(shapes, workload)
+        elif workload.engine == "vllm":
+            rows.append(asleep_row())
+        context = f"{CONTEXT_BYTES / 2**30:.2f} GiB of context, cuBLAS's workspaces"
+        rows.append(Row("CUDA", "resident", CONTEXT_BYTES + CUBLAS_BYTES, context))
     if not train_plan.offload_optimizer:
         rows += optimizer_rows(shapes, workload, "resident")
     return rows + ([_holes(rows, "resident")] if workload.is_gpu else [])
+
+
+def engine_turn(
+    shapes: ModelShapes, workload: Workload, resident: Iterable[Row], device_memory_bytes: int | None
+) -> tuple[list[Row], int]:
+    """The rows that the engine adds to what is resident, and the tokens of its KV cache.
+
+    Those of a vLLM that never sleeps are resident themselves; a server has memory of its own.
+    """
+    if workload.engine == "vllm_server":
+        return [], 0
+    room = None if device_memory_bytes is None else device_memory_bytes - total_bytes(resident)
+    if workload.engine == "vllm" and workload.is_gpu:
+        return vllm_rows(shapes, workload, room_bytes=room, device_memory_bytes=device_memory_bytes)
+    return rollout_rows(shapes, workload, room)
+
+
+def train_room(
+    shapes: ModelShapes, workload: Workload, train_plan: TrainPlan, device_memory_bytes: int
+) -> int:
+    """What a device has for a training step, beside what is resident and a margin of error."""
+    resident = resident_rows(shapes, workload, train_plan)
+    if workload.engine == "vllm" and not workload.vllm.sleeps:
+        resident += engine_turn(shapes, workload, resident, device_memory_bytes)[0]
+    return int((1 - MARGIN) * device_memory_bytes) - total_bytes(resident)
 
 
 def _train_rows(
@@ -168,10 +257,6 @@ def _holes(rows: Iterable[Row], phase: Phase, moment: Moment | None = None) -> R
     return Row("allocator's holes", phase, int(HOLES * size_bytes), how, moment)
 
 
-def total_bytes(rows: Iterable[Row]) -> int:
-    return sum(row.size_bytes for row in rows)
-
-
 def train_bytes(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan, correction: float) -> int:
     rows = _train_rows(shapes, workload, train_plan, correction)
     of_moments = (total_bytes(row for row in rows if row.moment == moment) for moment in get_args(Moment))
@@ -187,50 +272,3 @@ def _num_sequences(workload: Workload, kv_tokens: int) -> int:
     groups, left = divmod(kv_tokens, of_group)
     more = (left - workload.prompt_tokens) // workload.completion_tokens
     return min(workload.num_running, groups * group + max(0, min(group, more)))
-
-
-def _remedies(result: MemoryPlan, shapes: ModelShapes, workload: Workload) -> Iterable[str]:
-    """What to set when a phase needs more than the resident rows leave."""
-    if result.device_memory_bytes is None:
-        return
-    train_plan, room = result.train_plan, result.device_memory_bytes - result.phase_bytes("resident")
-    train, size = result.phase_bytes("train"), {row.name: row.size_bytes for row in result.rows}
-    if train > room:
-        if train_plan.activation_policy != ACTIVATION_POLICIES[-1]:
-            yield "activation_policy='offload': keeps activations in the host's memory"
-        if train_plan.budget(workload.max_sequence_length) > workload.max_sequence_length:
-            longest = workload.max_sequence_length
-            yield f"max_tokens_per_microbatch={longest}: the same gradient in smaller pieces"
-    if result.phase_bytes("rollout") > room and workload.kv_cache_tokens is not None:
-        yield "kv_cache_tokens=None: a KV cache as large as memory allows"
-    if not train_plan.offload_optimizer and result.phase_bytes("rollout") > room:
-        yield "offload_optimizer=True: masters and moments on the host during rollout"
-    if "reference" in size:
-        yield f"beta=0.0: keeps no reference model, {size['reference'] / 2**30:.2f} GiB less"
-    if not shapes.has_adapters:
-        saved = size.get("float32 masters", 0) + size["moments"] + size["gradients"]
-        spared = size["moments"] - sum(map(MOMENTS_BYTES["adamw_bnb_8bit"], shapes.trained_sizes))
-        if spared > 0:
-            yield f"optim=adamw_bnb_8bit: moments in 8 bits, {spared / 2**30:.2f} GiB less"
-        yield f"use_peft=True: LoRA spares most of {saved / 2**30:.2f} GiB of masters, moments and gradients"
-    elif shapes.four_bit is None:
-        packed = shapes.num_projection_weights // 2
-        saved = shapes.num_projection_weights * workload.parameter_dtype.itemsize - packed
-        yield f"load_in_4bit=True: frozen weights in 4 bits, about {saved / 2**30:.2f} GiB less"
-    if workload.parameter_dtype.itemsize == 4 and shapes.has_adapters:
-        yield "dtype=bfloat16: halves the weights"
-    if _fits_when_short(result, shapes, workload):
-        yield (
-            "max_prompt_length and max_completion_length less than the "
-            f"{workload.prompt_tokens:,} + {workload.completion_tokens:,} tokens of a sequence now"
-        )
-
-
-def _fits_when_short(result: MemoryPlan, shapes: ModelShapes, workload: Workload) -> bool:
-    """Whether sequences of two tokens would fit: where they do not, no length will do."""
-    assert result.device_memory_bytes is not None, "it is known not to fit"
-    shortest = replace(workload, prompt_tokens=1, completion_tokens=1)
-    least = replace(result.train_plan, activation_policy=ACTIVATION_POLICIES[-1], tokens_per_microbatch=2)
-    room = result.device_memory_bytes - result.phase_bytes("resident")
-    rollout, _ = rollout_rows(shapes, shortest, room)
-    return max(total_bytes(rollout), train_bytes(shapes, shortest, least, correction=1.0)) <= room

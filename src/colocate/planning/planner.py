@@ -15,24 +15,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from colocate.engines.native.footprint import useful_kv_tokens
+from colocate.memory.rows import total_bytes
 from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, ActivationPolicy, TrainPlan
-from colocate.planning.accounting import MOMENTS_BYTES, Workload, rollout_rows, useful_kv_tokens
+from colocate.memory.workload import Workload
 from colocate.planning.cut_groups import CutGroup
 from colocate.planning.memory_plan import (
+    LEAST_KV_SHARE,
+    MARGIN,
     MemoryPlan,
     account,
-    planned_resident_rows,
-    total_bytes,
+    engine_turn,
+    resident_rows,
     train_bytes,
+    train_room,
 )
-from colocate.planning.shapes import ModelShapes
-from colocate.planning.train_accounting import Microbatch, head_is_trained
+from colocate.policy.footprint import MOMENTS_BYTES, Microbatch, head_is_trained, train_flops_per_token
+from colocate.weights.shapes import ModelShapes
 
 logger = logging.getLogger(__name__)
 
-MARGIN = 0.04
-"""Share of the device that training leaves free: what the accounting may be off by. To be wrong costs one
-micro-batch done again with a smaller plan."""
 MAX_TOKENS_PER_MICROBATCH = 32768
 TOKEN_STEP = 1024
 """Micro-batches are multiples of this, which matrix products like."""
@@ -42,17 +44,11 @@ many tokens in the host's memory."""
 OVERHEAD_TOKENS = 512
 """What a micro-batch costs whatever its size, in tokens' worth of work: reading all weights and adding to all
 gradients in float32 is that of 230 tokens of a 1.5B model on an H200, launching its kernels likewise."""
-OFFLOAD_SLOWDOWN = 1.02
-"""Of "offload" beside "full": copies run beside other work and take some of its memory bandwidth."""
 
 LOGPROB_CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_LOGPROB_BYTES = 2 * 2**30
 MAX_LOGPROB_SHARE = 1 / 16
 """Of the memory that resident rows leave."""
-
-LEAST_KV_SHARE = 1 / 4
-"""Share of a rollout's sequences that the KV cache should hold before the optimizer's state leaves the device
-for it: below, decode steps read all weights for few tokens."""
 
 _MAX_CORRECTION = 2.0
 _NEGLIGIBLE = 0.05
@@ -118,9 +114,7 @@ def choose_train_plan(
     start = TrainPlan(
         logprob_chunk_size=wishes.logprob_chunk_size or LOGPROB_CHUNKS[0], offload_optimizer=offload
     )
-    room = int((1 - MARGIN) * device_memory_bytes) - total_bytes(
-        planned_resident_rows(shapes, workload, start)
-    )
+    room = train_room(shapes, workload, start, device_memory_bytes)
 
     def fits(candidate: TrainPlan) -> bool:
         return train_bytes(shapes, workload, candidate, correction) <= room
@@ -157,6 +151,25 @@ def choose_fixed_plan(wishes: Wishes) -> TrainPlan:
     )
 
 
+@dataclass(frozen=True)
+class Case:
+    """A run to plan: what model, asked for what, on a device of how much memory (None: no GPU)."""
+
+    shapes: ModelShapes
+    workload: Workload
+    device_memory_bytes: int | None = None
+    wishes: Wishes = Wishes()
+
+    def plan(self, correction: float = 1.0) -> MemoryPlan:
+        return plan(
+            self.shapes,
+            self.workload,
+            device_memory_bytes=self.device_memory_bytes,
+            wishes=self.wishes,
+            correction=correction,
+        )
+
+
 class Planner:
     """The plan of a run as it learns what its steps really take.
 
@@ -180,13 +193,12 @@ class Planner:
 
     def plan(self) -> MemoryPlan:
         """The present plan."""
-        return plan(
-            self._shapes,
-            self.workload,
-            device_memory_bytes=self._device_memory_bytes,
-            wishes=self._wishes,
-            correction=self._correction,
-        )
+        return self.case.plan(self._correction)
+
+    @property
+    def case(self) -> Case:
+        """The run as it is known now."""
+        return Case(self._shapes, self.workload, self._device_memory_bytes, self._wishes or Wishes())
 
     def with_prompts(self, train_plan: TrainPlan, prompt_tokens: int) -> TrainPlan:
         """The plan to go on with when a prompt of so many tokens is seen: where it was longer than assumed, a
@@ -256,24 +268,6 @@ class Planner:
 # ── What the choice stands on ────────────────────────────────────────────────────────────────────────────
 
 
-def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
-    """Operations of a training step per token, recomputation included.
-
-    In a sequence of c tokens, forward: 2 per weight and 2 · L · H · D · c for causal attention; backward:
-    twice that for the weights (once, if they are frozen) and 2.5 times for attention (FlashAttention-2,
-    arXiv:2307.08691, section 4.1).
-    """
-    weights = shapes.num_projection_weights + shapes.num_head_weights
-    attention = 2 * shapes.num_layers * shapes.q_size * workload.max_sequence_length
-    step = (4 if shapes.has_adapters else 6) * weights + 3.5 * attention
-    qkv, o, gate_up, _ = shapes.group_sizes
-    if policy != "keep":
-        step += 2 * shapes.num_layers * gate_up
-    if policy in ("full", "offload"):
-        step += 2 * shapes.num_layers * (qkv + o) + attention
-    return step * (OFFLOAD_SLOWDOWN if policy == "offload" else 1.0)
-
-
 def _suffices(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, budget: int) -> bool:
     """Whether a policy with micro-batches of so many tokens is as fast as the next one with `ENOUGH_TOKENS`
     and groups that are not cut."""
@@ -326,11 +320,13 @@ def _with_larger_chunks(
 
 def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes: int) -> bool:
     """Whether a rollout is short of memory beside the optimizer's state."""
-    if workload.optim not in MOMENTS_BYTES:
+    if workload.optim not in MOMENTS_BYTES or workload.engine == "vllm_server":
         return False
-    room = device_memory_bytes - total_bytes(planned_resident_rows(shapes, workload, TrainPlan()))
-    rollout, kv_tokens = rollout_rows(shapes, workload, room)
-    return total_bytes(rollout) > room or kv_tokens < LEAST_KV_SHARE * useful_kv_tokens(workload)
+    resident = resident_rows(shapes, workload, TrainPlan())
+    rollout, kv_tokens = engine_turn(shapes, workload, resident, device_memory_bytes)
+    return total_bytes(
+        [*resident, *rollout]
+    ) > device_memory_bytes or kv_tokens < LEAST_KV_SHARE * useful_kv_tokens(workload)
 
 
 def _repeated_prompts(

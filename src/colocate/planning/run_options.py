@@ -11,13 +11,15 @@ from transformers.training_args import OptimizerNames
 from colocate.config import GRPOConfig
 from colocate.engines.native.backends import default_sizes
 from colocate.engines.native.decoder import bucket_for
+from colocate.engines.native.footprint import decode_bytes
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.kernels.prefixes import decode_scratch_bytes
-from colocate.planning.accounting import CONTEXT_BYTES, MOMENTS_BYTES, Workload
+from colocate.memory.workload import VLLMDemand, Workload
+from colocate.planning.memory_plan import CONTEXT_BYTES
 from colocate.planning.planner import Planner, Wishes
-from colocate.planning.shapes import ModelShapes
 from colocate.policy import cudnn_attention
+from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.layouts import has_layout
+from colocate.weights.shapes import ModelShapes
 
 if TYPE_CHECKING:
     from colocate.memory.train_plan import ActivationPolicy
@@ -39,7 +41,6 @@ def workload_of(
     rows, page_size = default_sizes("cuda" if is_gpu else "cpu")
     max_num_seqs = args.max_num_seqs or rows
     decode_rows = bucket_for(max_num_seqs) if is_gpu else max_num_seqs
-    partials = decode_scratch_bytes(decode_rows, shapes.num_heads, shapes.num_kv_heads, shapes.head_size)
     return Workload(
         parameter_dtype=parameter_dtype,
         prompt_tokens=args.max_prompt_length or ASSUMED_PROMPT_TOKENS,
@@ -53,12 +54,24 @@ def workload_of(
         page_size=args.page_size or page_size,
         kv_cache_tokens=args.kv_cache_tokens,
         decode_rows=decode_rows,
-        decode_scratch_bytes=decode_rows * shapes.vocab_size * 4 + sum(partials) if is_gpu else 0,
+        decode_scratch_bytes=decode_bytes(shapes, decode_rows) if is_gpu else 0,
         max_prefill_tokens=TorchBackend.max_prefill_tokens,
         optim=OptimizerNames(args.optim).value,
         has_reference=args.beta != 0.0,
-        entropy_gradient=args.objective_params().has_entropy_bonus,
+        entropy_gradient=args.has_entropy_bonus,
         has_cudnn=has_cudnn,
+        engine=args.engine if args.engine in ("vllm", "vllm_server") else "native",  # type: ignore[arg-type]
+        vllm=VLLMDemand(
+            memory_share=args.vllm_gpu_memory_utilization,
+            sleeps=args.vllm_enable_sleep_mode is not False,
+            shares_weights=args.vllm_weights != "buckets"
+            and args.vllm_tensor_parallel_size == 1
+            and args.vllm_model_impl != "transformers"
+            and not shapes.has_adapters
+            and shapes.four_bit is None,
+            is_bounded=args.vllm_max_model_length is not None,
+            num_devices=args.vllm_tensor_parallel_size,
+        ),
     )
 
 

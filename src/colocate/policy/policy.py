@@ -21,11 +21,10 @@ from colocate.policy.logprobs import check_output_head, output_head, token_logpr
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.pack import groups_of, to_device
 from colocate.policy.reference import FrozenCopy, Reference, is_of_reference
+from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
-from colocate.weights.layouts import layout_for
-from colocate.weights.shared_views import fuse_parameters
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
@@ -78,7 +77,7 @@ class Policy:
 
     Raises:
         ValueError: temperature 0; the LM head does something unknown (`check_output_head`); the model is not
-            causal (`check_causal`).
+            causal (`check_causal`), or computes something else than its layout says (`check_stack`).
     """
 
     def __init__(
@@ -101,11 +100,10 @@ class Policy:
             )
         self._runs_packed = runs_packed(model)
         if self._runs_packed:
-            fuse_parameters(
-                layout_for(model)
-            )  # now, and not in the first step: an engine may capture graphs before it
+            # Fuses the parameters, now and not in the first step: an engine may capture graphs before it.
+            check_stack(model)
         else:
-            check_output_head(model)  # a layout has a plain head, and is causal
+            check_output_head(model)
             check_causal(model)
         self.model = model
         self.optimizer = optimizer
@@ -122,6 +120,8 @@ class Policy:
         self.retry = retry
         self.mark = mark
         self._host_activations = HostActivations()
+        self._stacks: dict[str, DecoderStack] = {}
+        """The last one for each use; they differ in dropout and adapters."""
         self._longest = 1
         self._largest_microbatch = 0
 
@@ -177,7 +177,7 @@ class Policy:
     @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Log-probabilities and entropies, each [C] float32, of every completion under the current policy."""
-        return self.retry(lambda: self._evaluate(self.model, samples))
+        return self.retry(lambda: self._evaluate(self.model, samples, "evaluation"))
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
@@ -189,7 +189,8 @@ class Policy:
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
         with self.reference.model() as model:
-            return [logprobs for logprobs, _ in self.retry(lambda: self._evaluate(model, samples))]
+            results = self.retry(lambda: self._evaluate(model, samples, "reference"))
+            return [logprobs for logprobs, _ in results]
 
     def shrink_plan(self) -> str | None:
         """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
@@ -268,7 +269,7 @@ class Policy:
         self.optimizer.zero_grad()
         self._host_activations.clear()
         self._largest_microbatch = 0
-        stack = self._stack(self.model)
+        stack = self._stack(self.model, "update")
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
         loss = torch.zeros((), device=self._device)
@@ -309,9 +310,9 @@ class Policy:
         metrics.add_mean("aux_loss", router_loss.detach() * share, share)
         return self.router_loss_coef * share * router_loss
 
-    def _evaluate(self, model: nn.Module, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
+    def _evaluate(self, model: nn.Module, samples: Sequence[Sample], use: str) -> list[tuple[Tensor, Tensor]]:
         model.eval()
-        stack = self._stack(model)
+        stack = self._stack(model, use)
         results: dict[int, tuple[Tensor, Tensor]] = {}
         for indices in self._microbatches(samples, packed=stack is not None):
             microbatch = [samples[i] for i in indices]
@@ -320,11 +321,15 @@ class Policy:
             results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
         return [results[i] for i in range(len(samples))]
 
-    def _stack(self, model: nn.Module) -> DecoderStack | None:
+    def _stack(self, model: nn.Module, use: str) -> DecoderStack | None:
         """None: the model runs padded, through transformers' modules."""
         if not self._runs_packed:
             return None
-        return DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
+        stack = self._stacks.get(use)
+        if stack is None or not stack.is_current(model):
+            stack = DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
+            self._stacks[use] = stack
+        return stack
 
     def _hidden_states(self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]) -> Tensor:
         """Those that predict completion tokens, [N, hidden]."""

@@ -19,7 +19,7 @@ sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from colocate.policy.host_activations import HostActivations
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
 from colocate.types import Sample
+from colocate.weights.adapters import adapter_state
 from colocate.weights.layouts import LayerLayout, Layout, has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -62,8 +63,8 @@ def tell_fallbacks(model: nn.Module) -> None:
 class DecoderStack:
     """A model with a layout, as its parameters and adapters are now.
 
-    Whatever switches an adapter, re-assigns a parameter or changes `model.training` makes another one
-    necessary; making one costs milliseconds.
+    Whatever switches an adapter, replaces or moves a parameter or changes `model.training` makes another one
+    necessary (`is_current`); making one costs some 10 ms, to see that none is needed some 2 ms.
 
     Args:
         host_activations: where "offload" keeps the layers' inputs.
@@ -79,23 +80,50 @@ class DecoderStack:
         self._layers = [DecoderLayer(layer, layout, is_training=model.training) for layer in layout.layers]
         self._host_activations = host_activations
         self._share_prompts = share_prompts
+        self._state = _state(layout, is_training=model.training)
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether a stack of `model` that were made now would compute what this one does.
+
+        Raises:
+            ValueError: the model has no layout any more.
+        """
+        layout = layout_for(model)
+        return layout is self._layout and _state(layout, is_training=model.training) == self._state
 
     def hidden_states(self, pack: Pack, policy: ActivationPolicy) -> Tensor:
         """The normed last hidden states that predict completion tokens, [N, hidden], differentiable."""
-        layout = self._layout
-        x = layout.embed_tokens(pack.token_ids)  # its own forward: `padding_idx` has no gradient
-        with torch.no_grad():
-            cos, sin = (part[0] for part in layout.rotary_emb(x[None], pack.position_ids[None]))
+        x = self.embedded(pack)
+        tables = self.rotary_tables(x, pack)
         if not torch.is_grad_enabled():
             policy = "full"  # whose forward holds least
-        for index, layer in enumerate(self._layers):
-            offload = (self._host_activations, index) if policy == "offload" else None
-            seed = int(torch.randint(2**31, ())) if layer.has_dropout else 0
-            context = LayerContext(pack, cos, sin, policy, seed, offload)
-            x = _LayerFunction.apply(x, layer, context, *layer.parameters())
-        norm = layout.norm.weight
+        for index in range(len(self._layers)):
+            x = self.after_layer(index, x, LayerContext(pack, *tables, policy))
+        return self.last_states(x, pack)
+
+    def embedded(self, pack: Pack) -> Tensor:
+        """What the first layer reads, [T, hidden]."""
+        return self._layout.embed_tokens(pack.token_ids)  # its own forward: `padding_idx` has no gradient
+
+    @torch.no_grad()
+    def rotary_tables(self, x: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the pack's positions, each [T, D] in the type of `x` [T, hidden]."""
+        cos, sin = self._layout.rotary_emb(x[None], pack.position_ids[None])
+        return cos[0], sin[0]
+
+    def after_layer(self, index: int, x: Tensor, context: LayerContext) -> Tensor:
+        """What layer `index` makes of `x` [T, hidden], differentiable."""
+        layer = self._layers[index]
+        offload = (self._host_activations, index) if context.policy == "offload" else None
+        seed = int(torch.randint(2**31, ())) if layer.has_dropout else 0
+        context = replace(context, seed=seed, offload=offload)
+        return _LayerFunction.apply(x, layer, context, *layer.parameters())
+
+    def last_states(self, x: Tensor, pack: Pack) -> Tensor:
+        """The normed states [N, hidden] that predict completion tokens, of the last layer's [T, hidden]."""
+        norm = self._layout.norm.weight
         assert isinstance(norm, Tensor), "the last norm has a weight"
-        return _NormFunction.apply(x[pack.predicting], norm, layout.rms_norm_eps)
+        return _NormFunction.apply(x[pack.predicting], norm, self._layout.rms_norm_eps)
 
     def pack(self, samples: Sequence[Sample]) -> Pack:
         """Lay out a micro-batch; prompts are shared unless a layer's window ends inside a sequence."""
@@ -106,6 +134,14 @@ class DecoderStack:
         )
 
 
+def _state(layout: Layout, *, is_training: bool) -> tuple[object, ...]:
+    """What a stack depends on beside its modules: where parameters lie, which adapters are on."""
+    projections = (module for layer in layout.layers for g in layer.projection_groups() for module in g)
+    adapters = [adapter_state(module) for module in projections if hasattr(module, "get_base_layer")]
+    addresses = [part.data_ptr() for part in layout.parts if isinstance(part, Tensor)]
+    return is_training, addresses, adapters
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """What a layer's forward and backward of one micro-batch share beside tensors that it keeps."""
@@ -114,9 +150,9 @@ class LayerContext:
     cos: Tensor  # [T, D]
     sin: Tensor  # [T, D]
     policy: ActivationPolicy
-    seed: int
+    seed: int = 0
     """Of dropout."""
-    offload: tuple[HostActivations, int] | None
+    offload: tuple[HostActivations, int] | None = None
     """Where the input is kept, and under which number."""
 
     def seed_of(self, slot: int) -> int:
@@ -134,10 +170,9 @@ class DecoderLayer:
     """One pre-norm decoder layer: x + attention(norm(x)), then the same with the MLP."""
 
     def __init__(self, layer: LayerLayout, layout: Layout, *, is_training: bool) -> None:
-        self._qkv = Projection(layer.q, layer.k, layer.v, is_training=is_training)
-        self._o = Projection(layer.o, is_training=is_training)
-        self._gate_up = Projection(layer.gate, layer.up, is_training=is_training)
-        self._down = Projection(layer.down, is_training=is_training)
+        self._qkv, self._o, self._gate_up, self._down = (
+            Projection(*modules, is_training=is_training) for modules in layer.projection_groups()
+        )
         self._input_norm: Any = layer.input_norm.weight
         self._mlp_norm: Any = layer.post_attention_norm.weight
         self._q_norm: Any = None if layer.q_norm is None else layer.q_norm.weight

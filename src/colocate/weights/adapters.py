@@ -141,6 +141,14 @@ def active_adapters(module: nn.Module) -> list[Adapter]:
     ]
 
 
+def adapter_state(module: nn.Module) -> tuple[object, ...]:
+    """What `active_adapters` reads of PEFT's wrapper beside parameters: equal while nothing is switched."""
+    lora: Any = module
+    dropouts = [getattr(dropout, "p", 0.0) for dropout in lora.lora_dropout.values()]
+    names = list(lora.merged_adapters), list(lora.active_adapters)
+    return lora.disable_adapters, *names, dict(lora.scaling), dropouts
+
+
 def projection_adapters(modules: Sequence[nn.Module]) -> list[tuple[slice, Adapter]]:
     """The active adapters of layers that read the same input, with their columns of the joint output."""
     adapters: list[tuple[slice, Adapter]] = []

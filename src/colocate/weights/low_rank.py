@@ -31,6 +31,14 @@ class LowRank:
         """(reduced [T, rank], factor [width, rank], scaling) of each block."""
         return list(zip(self.reduced, self.factors, self.scalings, strict=True))
 
+    def halves(self) -> list[tuple[Tensor, Tensor, float]]:
+        """`parts` of gate and up, in two blocks also where they are one matrix with one adapter."""
+        parts = self.parts()
+        if len(parts) == 1:
+            ((reduced, factor, scaling),) = parts
+            parts = [(reduced, half, scaling) for half in factor.chunk(2)]
+        return parts
+
     def added_to(self, product: Tensor) -> Tensor:
         """`product` [T, blocks * width] plus this sum, rounded once."""
         output = product.clone()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from colocate.weights.adapters import active_adapters, base_linear, padded_rank
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.quantized import is_4bit
 
-_PROJECTION_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _DEFAULT_LORA_TARGETS = ("q_proj", "v_proj")
 """What PEFT adapts in Llama, Mistral and Qwen models when no target is named."""
 _BLOCK = 64
@@ -95,41 +94,66 @@ class ModelShapes:
         adapter_tensors = [x for adapter in adapters for x in (adapter.a, adapter.b, adapter.bias)]
         adapter_sizes = tuple(x.numel() for x in adapter_tensors if x is not None)
         num_stacked = sum(padded_rank(len(adapter.a)) * adapter.a.shape[1] for adapter in adapters)
-        if lora is not None:
-            adapted = _planned_targets(first, lora)
-            # LoRA adds A [r, in] and B [out, r] to each targeted matrix (arXiv:2106.09685, eq. 3).
-            sizes = (lora.rank * size for m in adapted for size in (m.in_features, m.out_features))
-            adapter_sizes = tuple(sizes) * len(layout.layers)
-            num_stacked = padded_rank(lora.rank) * sum(m.in_features for m in adapted) * len(layout.layers)
         not_counted = {id(tensor) for tensor in (*adapter_tensors, *(p.weight for p in projections))}
         trained = (p for p in model.parameters() if p.requires_grad)
         # `parameters` yields a tied head once, as memory does.
         others = sum(p.numel() for p in model.parameters() if id(p) not in not_counted)
-        return cls(
+        shapes = cls(
             num_layers=len(layout.layers),
             num_heads=layout.num_heads,
             num_kv_heads=layout.num_kv_heads,
             head_size=layout.head_dim,
             hidden_size=hidden_size,
-            mlp_size=base_linear(first.gate).out_features,
+            mlp_size=base_linear(first.down).in_features,
             vocab_size=layout.vocab_size,
             has_qk_norm=first.q_norm is not None,
             has_tied_head=layout.lm_head.weight is layout.embed_tokens.weight,
             num_parameters=others + sum(p.in_features * p.out_features for p in projections),
-            trained_sizes=adapter_sizes if lora is not None else tuple(p.numel() for p in trained),
+            trained_sizes=tuple(p.numel() for p in trained),
             adapter_sizes=adapter_sizes,
             num_stacked=num_stacked,
             four_bit=four_bit,
         )
+        return shapes if lora is None else shapes.with_lora(lora)
 
     @classmethod
     def of_config(
         cls, config: PretrainedConfig, *, lora: Lora | None = None, four_bit: FourBit | None = None
     ) -> ModelShapes:
-        """Likewise of a model that is not loaded."""
+        """The numbers of a model that is not loaded."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         return cls.of(model, lora=lora, four_bit=four_bit)
+
+    def with_lora(self, lora: Lora) -> ModelShapes:
+        """The model with new adapters, which are all that is trained.
+
+        Raises:
+            ValueError: LoRA's targets name no matrix of the layers.
+        """
+        adapted = [
+            sizes
+            for name, sizes in self.matrices.items()
+            if lora.target_modules == "all-linear" or name in (lora.target_modules or _DEFAULT_LORA_TARGETS)
+        ]
+        if not adapted:
+            raise ValueError(
+                f"lora_target_modules={lora.target_modules!r} names no matrix of the layers; they are "
+                f"{sorted(self.matrices)}."
+            )
+        # LoRA adds A [r, in] and B [out, r] to each targeted matrix (arXiv:2106.09685, eq. 3).
+        sizes = tuple(lora.rank * size for matrix in adapted for size in matrix) * self.num_layers
+        stacked = padded_rank(lora.rank) * sum(num_in for num_in, _ in adapted) * self.num_layers
+        return replace(self, trained_sizes=sizes, adapter_sizes=sizes, num_stacked=stacked)
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each projection of a layer."""
+        h, i, q, kv = self.hidden_size, self.mlp_size, self.q_size, self.kv_size
+        return {
+            "q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h),
+            "gate_proj": (h, i), "up_proj": (h, i), "down_proj": (i, h),
+        }  # fmt: skip
 
     @property
     def q_size(self) -> int:
@@ -171,8 +195,7 @@ class ModelShapes:
         """Of the base model."""
         if self.four_bit is None:
             return self.num_parameters * dtype.itemsize
-        h, i = self.hidden_size, self.mlp_size
-        matrices = (h * self.q_size, h * self.kv_size, h * self.kv_size, self.q_size * h, h * i, h * i, h * i)
+        matrices = (num_in * num_out for num_in, num_out in self.matrices.values())
         projections_bytes = self.num_layers * sum(map(self.four_bit.weight_bytes, matrices))
         return projections_bytes + (self.num_parameters - self.num_projection_weights) * dtype.itemsize
 
@@ -183,20 +206,3 @@ class ModelShapes:
 
 def _projections(layout: Layout) -> Iterable[nn.Module]:
     return (p for layer in layout.layers for p in chain(*layer.projection_groups()))
-
-
-def _planned_targets(layer: Any, lora: Lora) -> list[nn.Linear]:
-    """The matrices of a layer that LoRA will be added to."""
-    targets = lora.target_modules or _DEFAULT_LORA_TARGETS
-    projections = dict(zip(_PROJECTION_NAMES, chain(*layer.projection_groups()), strict=True))
-    adapted = [
-        base_linear(module)
-        for name, module in projections.items()
-        if targets == "all-linear" or name in targets
-    ]
-    if not adapted:
-        raise ValueError(
-            f"lora_target_modules={targets!r} names no matrix of the model's layers; they are "
-            f"{sorted(projections)}."
-        )
-    return adapted

@@ -1,0 +1,152 @@
+"""`colocate plan`: whether a run fits a device, how long its steps take, and what to set if it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from colocate.config import GRPOConfig
+from colocate.planning.hardware import GPUS, Gpu, expected_speed, find_gpu
+from colocate.planning.plan_text import Answer, print_answer
+from colocate.planning.planner import Case
+from colocate.planning.run_options import wishes_of, workload_of
+from colocate.policy.cudnn_attention import hopper_has_cudnn
+from colocate.run_config import RunConfig
+from colocate.weights.layouts import layout_for
+from colocate.weights.shapes import FourBit, Lora, ModelShapes
+
+DOES_NOT_FIT = 3
+"""Exit code of a plan that does not fit; 1 and 2 are those of errors (`colocate.cli.main`)."""
+
+
+def plan_run(
+    run: RunConfig,
+    options: dict[str, Any],
+    *,
+    device_name: str | None = None,
+    device_memory_gib: float | None = None,
+    as_json: bool = False,
+    is_verbose: bool = False,
+) -> int:
+    """Print the plan of a run, from the model's config.json and the run's options alone.
+
+    Args:
+        options: `GRPOConfig`'s arguments.
+        device_name, device_memory_gib: the GPU to plan for; neither: the one here.
+        as_json: print numbers instead of words.
+        is_verbose: print every row of the arithmetic.
+
+    Returns:
+        The exit code: 0 if the run fits or there is no device to fit, else `DOES_NOT_FIT`.
+
+    Raises:
+        OSError: there is no config.json of the model.
+        ValueError: the model has no layout, or the device is not known.
+    """
+    is_elsewhere = device_name is not None or device_memory_gib is not None
+    config = _config(options, is_elsewhere=is_elsewhere)
+    model_config = _model_config(run, config)
+    shapes = ModelShapes.of(
+        _model(model_config),
+        lora=Lora(run.lora_r, run.lora_targets) if run.use_peft else None,
+        four_bit=FourBit(double_quantized=run.use_bnb_nested_quant) if run.load_in_4bit else None,
+    )
+    gpu, device_bytes = _device(config, device_name, device_memory_gib)
+    dtype = _dtype(run, config, model_config)
+    has_cudnn = gpu is not None and gpu.is_hopper and hopper_has_cudnn(dtype, shapes.head_size)
+    workload = workload_of(config, shapes, dtype, is_gpu=device_bytes is not None, has_cudnn=has_cudnn)
+    case = Case(shapes, workload, device_bytes, wishes_of(config))
+    plan = case.plan()
+    speed = None if gpu is None else expected_speed(shapes, workload, plan, gpu)
+    answer = Answer(str(run.model_name_or_path), case, plan, config, gpu, speed)
+    if as_json:
+        print(json.dumps(answer.to_dict(), indent=2))
+    else:
+        print_answer(answer, is_verbose=is_verbose)
+    return DOES_NOT_FIT if plan.fits is False else 0
+
+
+def _config(options: dict[str, Any], *, is_elsewhere: bool) -> GRPOConfig:
+    """The run's configuration; for a GPU that is not here, with the precision it would have there."""
+    if not is_elsewhere:
+        return GRPOConfig(**options)
+    # transformers refuses bf16=True where there is no GPU, and None would mean False.
+    bf16 = options.get("bf16")
+    config = GRPOConfig(**{name: value for name, value in options.items() if name != "bf16"})
+    config.bf16 = not config.use_cpu if bf16 is None else bf16
+    return config
+
+
+def _model_config(run: RunConfig, config: GRPOConfig) -> PretrainedConfig:
+    name = str(run.model_name_or_path)
+    try:
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            raise OSError("The directory has no config.json.")
+        return AutoConfig.from_pretrained(
+            name, revision=run.model_revision, trust_remote_code=config.trust_remote_code
+        )
+    except OSError as error:
+        first = str(error).strip().splitlines()[0]
+        raise OSError(
+            f"The configuration of {name!r} was not found: {first} A plan needs the model's config.json and "
+            "no weights: without the Hub, put that file into a directory and give the directory as "
+            "model_name_or_path."
+        ) from error
+
+
+def _model(model_config: PretrainedConfig) -> nn.Module:
+    """The model without memory; ValueError with what is known of it if it has no layout."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    try:
+        layout_for(model)
+    except ValueError as error:
+        raise ValueError(f"{error}\n{_without_layout(model)}") from error
+    return model
+
+
+def _without_layout(model: nn.Module) -> str:
+    """What can be said of a model that is not planned."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    weights, whole = (f"{count * num_bytes / 2**30:.1f} GiB" for num_bytes in (2, 18))
+    return (
+        f"There is no plan without a layout. What is known: {count / 1e9:.2f} billion parameters are "
+        f"{weights} in bfloat16. Trained whole they take 18 B each, with float32 masters, Adam's moments and "
+        f"gradients: {whole}, and activations on top; use_peft=True needs little more than the weights. "
+        "engine='transformers' runs the model with model.generate and padded batches, several times slower "
+        "than the native engine; engine='vllm' generates at vLLM's speed from a copy of the weights, another "
+        f"{weights} during rollouts."
+    )
+
+
+def _device(
+    config: GRPOConfig, device_name: str | None, device_memory_gib: float | None
+) -> tuple[Gpu | None, int | None]:
+    """What is known of the device: its data sheet, and its memory."""
+    name = device_name
+    if name is None and device_memory_gib is None and config.device.type == "cuda":
+        name = torch.cuda.get_device_name(config.device)
+    gpu = None if name is None else find_gpu(name)
+    if device_memory_gib is not None:
+        return gpu, int(device_memory_gib * 2**30)
+    if device_name is not None:
+        if gpu is None:
+            raise ValueError(
+                f"--device_name {name} is not in the table of {', '.join(g.name for g in GPUS)}: give "
+                "--device_memory_gib to plan for its memory"
+            )
+        return gpu, int(gpu.memory_gib * 2**30)
+    if config.device.type == "cuda":
+        return gpu, torch.cuda.get_device_properties(config.device).total_memory
+    return None, None
+
+
+def _dtype(run: RunConfig, config: GRPOConfig, model_config: Any) -> torch.dtype:
+    if run.dtype == "auto":
+        return torch.bfloat16 if config.bf16 else model_config.dtype or torch.float32
+    return getattr(torch, run.dtype) if run.dtype else torch.bfloat16 if config.bf16 else torch.float32

@@ -1,0 +1,269 @@
+"""A plan in words: the verdict first, then time, then the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from colocate.config import GRPOConfig
+from colocate.memory.rows import Moment, Phase
+from colocate.planning.hardware import GPUS, Gpu, Speed, StepTime, expected_speed, step_time
+from colocate.planning.memory_plan import MemoryPlan
+from colocate.planning.planner import Case
+from colocate.planning.remedies import Remedy, find_remedies, needed_bytes, with_adapters
+from colocate.planning.run_options import ASSUMED_PROMPT_TOKENS
+
+_LARGEST_ROWS = 3
+"""Rows of each phase that the short arithmetic names."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `colocate plan` was asked, and what it says."""
+
+    model_name: str
+    case: Case
+    plan: MemoryPlan
+    config: GRPOConfig
+    gpu: Gpu | None
+    speed: Speed | None
+
+    @property
+    def verdict(self) -> str:
+        if self.plan.fits is None:
+            return "no device"
+        if not self.plan.fits:
+            return "does not fit"
+        return "fits" if self.plan.why_tight is None else "fits tightly"
+
+    @property
+    def method(self) -> str:
+        shapes = self.case.shapes
+        return "full fine-tuning" if not shapes.has_adapters else "QLoRA" if shapes.four_bit else "LoRA"
+
+    def step_time(self, case: Case | None = None, plan: MemoryPlan | None = None) -> StepTime | None:
+        """Expected of the run, or of the run changed so; None if the GPU is not in the table."""
+        if self.gpu is None:
+            return None
+        case, plan = case or self.case, plan or self.plan
+        speed = expected_speed(case.shapes, case.workload, plan, self.gpu)
+        return step_time(case.shapes, case.workload, speed, self.config.num_iterations)
+
+    def to_dict(self) -> dict[str, Any]:
+        step, remedies = self.step_time(), find_remedies(self.case)
+        fits = self.plan.fits is True
+        return {
+            **self.plan.to_dict(),
+            "verdict": self.verdict,
+            "why_tight": self.plan.why_tight,
+            "expected": None if self.speed is None else vars(self.speed),
+            "expected_step": None if step is None or not fits else {**vars(step), "seconds": step.seconds},
+            "remedies": [{"settings": r.settings, "peak_bytes": r.plan.peak_bytes} for r in remedies],
+        }
+
+
+def print_answer(answer: Answer, *, is_verbose: bool) -> None:
+    """Print the verdict, the time of a step or what to set instead, and the arithmetic."""
+    console = Console()
+    styles = {"fits": "bold green", "fits tightly": "bold yellow", "does not fit": "bold red"}
+
+    def say(lines: Iterable[str], style: str = "") -> None:
+        for line in lines:
+            text = Text(line.lstrip(" "), style)
+            indent = len(line) - len(text)
+            console.print(Padding(text, (0, 0, 0, indent), expand=False) if indent else text)
+
+    say([_verdict_line(answer)], styles.get(answer.verdict, "bold"))
+    say(_remedy_lines(answer) if answer.plan.fits is False else _time_lines(answer))
+    console.print()
+    console.print(_short_table(answer.plan))
+    say(_decisions(answer))
+    if answer.config.max_prompt_length is None:
+        say([f"Prompts are taken to have at most {ASSUMED_PROMPT_TOKENS} tokens: set max_prompt_length."])
+    if is_verbose:
+        console.print()
+        console.print(_table(answer))
+    else:
+        say(["Every row of the arithmetic: --verbose."])
+
+
+# ── Verdict ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _verdict_line(answer: Answer) -> str:
+    plan, what = answer.plan, f"{Path(answer.model_name).name}, {answer.method}"
+    if plan.device_memory_bytes is None:
+        return (
+            f"No GPU to plan for: give --device_name (such as H100) or --device_memory_gib. {what}, takes "
+            f"{_shown(plan.peak_bytes)} on the CPU."
+        )
+    verdict, peak, size = (
+        answer.verdict.capitalize(),
+        _shown(plan.peak_bytes),
+        _shown(plan.device_memory_bytes),
+    )
+    device = "the device" if answer.gpu is None else f"one {answer.gpu.name}"
+    if not plan.fits:
+        return f"{verdict}: {what}, needs {peak}; {device} has {size}, {_shown(-plan.free_bytes)} too little."
+    return f"{verdict}: {what}, takes {peak} of the {size} of {device}; {_free(plan)}."
+
+
+def _free(plan: MemoryPlan) -> str:
+    assert plan.device_memory_bytes is not None, "something is free of a device"
+    return f"{_shown(plan.free_bytes)} ({plan.free_bytes / plan.device_memory_bytes:.1%}) stay free"
+
+
+def _remedy_lines(answer: Answer) -> Iterator[str]:
+    remedies = find_remedies(answer.case)
+    yield f"Short of memory: {answer.plan.shortage}."
+    if remedies:
+        yield "Set one of these, the smallest change first; the planner has found that each suffices:"
+        for remedy in remedies:
+            yield f"  {remedy.settings}"
+            yield f"    {_result_of(answer, remedy)}"
+    else:
+        yield "Nothing that can be set makes it fit, alone or together. It takes a larger device."
+    yield from _larger_devices(answer, is_only_way=not remedies)
+
+
+def _result_of(answer: Answer, remedy: Remedy) -> str:
+    plan, step = remedy.plan, answer.step_time(remedy.case, remedy.plan)
+    time = "" if step is None else f", about {_duration(step.seconds)} a step"
+    tight = "" if plan.why_tight is None else f"; tight: {plan.why_tight}"
+    return f"{_shown(plan.peak_bytes)}, {_free(plan)}{time}{tight}"
+
+
+def _larger_devices(answer: Answer, *, is_only_way: bool) -> Iterator[str]:
+    """Memory that the run needs as it is, and if no setting helps, with adapters."""
+    shapes, ways, added = answer.case.shapes, [("Unchanged, it", answer.case)], ""
+    if is_only_way and not shapes.has_adapters:
+        added = "use_peft=True "
+        ways.append((f"With {added}it", with_adapters(answer.case, in_4bit=False)))
+    if is_only_way and shapes.four_bit is None:
+        ways.append((f"With {added}load_in_4bit=True it", with_adapters(answer.case, in_4bit=True)))
+    for what, case in ways:
+        size = needed_bytes(case)
+        if size is not None:
+            larger = [gpu for gpu in GPUS if gpu.memory_gib * 2**30 >= size]
+            example = "more than any GPU in the table has"
+            if larger:
+                example = f"such as one {min(larger, key=lambda gpu: gpu.memory_gib).name}"
+            yield f"{what} needs a device of {size / 2**30:.1f} GiB, {example}."
+
+
+# ── Time ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _time_lines(answer: Answer) -> Iterator[str]:
+    if answer.plan.why_tight is not None:
+        yield f"Tight: {answer.plan.why_tight}."
+    if answer.plan.fits is None:
+        return
+    step, speed, load = answer.step_time(), answer.speed, answer.case.workload
+    if step is None or speed is None:
+        yield "Speed: unknown, as no GPU in the table is named."
+        return
+    rollout = "rollout on the server, not counted"
+    if speed.rollout_tokens_per_s is not None:
+        rollout = f"{_duration(step.rollout_s)} rollout at {speed.rollout_tokens_per_s:,.0f} tokens/s"
+    yield (
+        f"About {_duration(step.seconds)} a step: {rollout}, {_duration(step.train_s)} training at "
+        f"{speed.train_tokens_per_s:,.0f} tokens/s, for {load.num_step_sequences:,} completions of "
+        f"{load.completion_tokens:,} tokens, the longest allowed."
+    )
+    if answer.config.max_steps > 0:
+        steps, total = answer.config.max_steps, _duration(step.seconds * answer.config.max_steps)
+        yield f"The run of max_steps={steps:,}: about {total}, without rewards and evaluation."
+
+
+def _duration(seconds: float) -> str:
+    units = ((120, 1, "s"), (2 * 3600, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
+    size, name = next((size, name) for limit, size, name in units if seconds < limit)
+    value = seconds / size
+    return f"{value:.1f} {name}" if value < 10 else f"{value:,.0f} {name}"
+
+
+# ── Arithmetic ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _short_table(plan: MemoryPlan) -> Table:
+    """Each phase with its largest rows."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify, no_wrap=justify == "right")  # type: ignore[arg-type]
+    for phase in get_args(Phase):
+        rows = [row for row in plan.rows if row.phase == phase and row.moment in (None, plan.widest_moment)]
+        largest = sorted(rows, key=lambda row: -row.size_bytes)[:_LARGEST_ROWS]
+        named = ", ".join(f"{row.name} {_shown(row.size_bytes)}" for row in largest if row.size_bytes)
+        table.add_row(phase, _shown(plan.phase_bytes(phase)), named and f"mostly {named}")
+    table.add_row("peak", _shown(plan.peak_bytes), "resident + the larger of rollout and train")
+    return table
+
+
+def _decisions(answer: Answer) -> Iterator[str]:
+    """What the plan comes to, beside bytes; of one that does not fit, how it would train."""
+    result, config = answer.plan, answer.config
+    plan, sequences = result.train_plan, config.per_device_train_batch_size
+    tokens = (
+        f"{plan.tokens_per_microbatch:,} tokens" if plan.tokens_per_microbatch else f"{sequences} sequences"
+    )
+    yield (
+        f"Training: micro-batches of {tokens} (a step has up to {result.step_tokens:,}), "
+        f"activation_policy={plan.activation_policy}, log-probs of {plan.logprob_chunk_size:,} tokens at a "
+        f"time{' with their softmax kept for backward' if plan.keep_softmax else ''}; optimizer "
+        f"{'on the host in rollout' if plan.offload_optimizer else 'on the device'}."
+    )
+    if result.fits is False:
+        return
+    if result.repeated_prompts is not None:
+        yield result.repeated_prompts
+    yield _rollout_line(answer)
+
+
+def _rollout_line(answer: Answer) -> str:
+    plan, load = answer.plan, answer.case.workload
+    if load.engine == "vllm_server":
+        return "Rollout: on the devices of the vLLM server; it takes nothing of this one."
+    engine = ""
+    if load.engine == "vllm":
+        has = "the trainer's weights" if load.vllm.shares_weights else "a copy of the weights"
+        engine = f" by vLLM with {has}"
+    elif answer.config.engine == "transformers":
+        engine = " by model.generate, planned as if by the native engine"
+    return (
+        f"Rollout{engine}: the KV cache holds {plan.kv_cache_tokens:,} tokens, {plan.kv_cache_sequences:,} "
+        "sequences of full length side by side."
+    )
+
+
+def _table(answer: Answer) -> Table:
+    """Every row of every phase, and of training the widest moment."""
+    result = answer.plan
+    table = Table(title=f"Memory of one device: {answer.model_name}", title_justify="left")
+    for column in ("phase", "what", "memory", "how"):
+        table.add_column(column, justify="right" if column == "memory" else "left", no_wrap=column != "how")
+    for phase in get_args(Phase):
+        for row in (row for row in result.rows if row.phase == phase):
+            if row.size_bytes and row.moment in (None, result.widest_moment):
+                table.add_row(phase, row.name, _shown(row.size_bytes), row.how)
+        if phase == "train":
+            others = [m for m in get_args(Moment) if m != result.widest_moment]
+            sizes = ", ".join(f"{m} {_shown(result.moment_bytes(m))}" for m in others)
+            table.add_row(phase, f"(moment: {result.widest_moment})", "", f"the widest; others: {sizes}")
+        table.add_row(phase, "total", _shown(result.phase_bytes(phase)), "", style="bold", end_section=True)
+    return table
+
+
+def _shown(size_bytes: int) -> str:
+    if not size_bytes:
+        return "0"
+    if size_bytes >= 2**28:
+        return f"{size_bytes / 2**30:.2f} GiB"
+    return f"{size_bytes / 2**20:.2f} MiB"

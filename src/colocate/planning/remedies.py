@@ -1,0 +1,186 @@
+"""What to set so that a run fits a device: changes, alone or together, that suffice as the planner counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from colocate.engines.native.footprint import decode_bytes
+from colocate.planning.memory_plan import MemoryPlan
+from colocate.planning.planner import Case
+from colocate.policy.footprint import MOMENTS_BYTES
+from colocate.weights.shapes import FourBit, Lora
+
+MOST_CHANGES = 4
+"""Changes of one remedy; more of them are another run."""
+SHORTEST = 256
+"""Tokens that a prompt or completion is not cut below."""
+_RANK = 16
+"""Of the adapters that a remedy adds: `lora_r`'s default."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Options to set otherwise."""
+
+    settings: tuple[str, ...]
+    cost: int
+    """How much of another run it makes: 1 changes no result, 10 is another way of training."""
+    apply: Callable[[Case], Case]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Changes that together make a run fit."""
+
+    changes: tuple[Change, ...]
+    case: Case
+    plan: MemoryPlan
+    """What the run then takes."""
+
+    @property
+    def settings(self) -> str:
+        return " ".join(itertools.chain.from_iterable(change.settings for change in self.changes))
+
+
+def find_remedies(case: Case, most: int = 3) -> list[Remedy]:
+    """The smallest changes with which the planner says that the run fits, the smallest first.
+
+    A remedy contains another one only where that fits tightly: whatever is in it is needed.
+
+    Args:
+        most: remedies to look for.
+
+    Returns:
+        Nothing if the run fits as it is, if the device is unknown, or if no `MOST_CHANGES` suffice.
+    """
+    if case.plan().fits is not False:
+        return []
+    found: list[Remedy] = []
+    for changes in _combinations(case):
+        if len(found) == most:
+            break
+        # Those that set the same options or fewer, each as near to the run's or nearer.
+        within = [remedy for remedy in found if _options(remedy.changes) <= _options(changes)]
+        if any(remedy.plan.why_tight is None for remedy in within):
+            continue
+        changed = case
+        for change in changes:
+            changed = change.apply(changed)
+        plan = changed.plan()
+        if plan.fits and not (within and plan.why_tight):
+            found.append(Remedy(changes, changed, plan))
+    return found
+
+
+def needed_bytes(case: Case) -> int | None:
+    """The least memory of a device that the run fits, to a hundredth of itself; None: no device will do."""
+    least, most = 2**30, 2**43
+    if not replace(case, device_memory_bytes=most).plan().fits:
+        return None
+    while most - least > least // 100:
+        middle = (least + most) // 2
+        if replace(case, device_memory_bytes=middle).plan().fits:
+            most = middle
+        else:
+            least = middle
+    return most
+
+
+def with_adapters(case: Case, *, in_4bit: bool) -> Case:
+    """The run with LoRA on the matrices that PEFT chooses, over weights in 4 bits or as they are."""
+    shapes = case.shapes if case.shapes.has_adapters else case.shapes.with_lora(Lora(_RANK))
+    shapes = replace(shapes, four_bit=FourBit()) if in_4bit else shapes
+    return _without_sharing(replace(case, shapes=shapes))
+
+
+def _without_sharing(case: Case) -> Case:
+    """Adapters are merged into a copy that vLLM decodes from."""
+    return _of_workload(vllm=replace(case.workload.vllm, shares_weights=False))(case)
+
+
+def _options(changes: tuple[Change, ...]) -> set[str]:
+    return {setting.split("=")[0] for change in changes for setting in change.settings}
+
+
+def _combinations(case: Case) -> list[tuple[Change, ...]]:
+    """All ways to take at most one change of each kind, the smallest first."""
+    kinds = [(None, *kind) for kind in _kinds(case) if kind]
+    ways = (tuple(filter(None, way)) for way in itertools.product(*kinds))
+    some = [way for way in ways if 0 < len(way) <= MOST_CHANGES]
+    return sorted(some, key=lambda way: (sum(change.cost for change in way), len(way)))
+
+
+def _kinds(case: Case) -> Iterator[list[Change]]:
+    """Changes by kind, of which at most one can be made; those that change most are named first."""
+    workload, shapes = case.workload, case.shapes
+    if shapes.has_adapters and shapes.four_bit is None:
+        yield [Change(("load_in_4bit=True",), 5, _in_4bit)]
+    elif not shapes.has_adapters:
+        in_4bit = Change(("use_peft=True", "load_in_4bit=True"), 14, _in_4bit)
+        yield [Change(("use_peft=True",), 9, _adapted), in_4bit]
+    yield from ([change] for change in _unset_wishes(case))
+    if workload.parameter_dtype.itemsize == 4:
+        yield [Change(("dtype=bfloat16",), 2, _of_workload(parameter_dtype=torch.bfloat16))]
+    if workload.engine == "native" and workload.max_num_seqs > 64:
+        scratch = decode_bytes(shapes, 64) if workload.is_gpu else 0
+        fewer = _of_workload(max_num_seqs=64, decode_rows=64, decode_scratch_bytes=scratch)
+        yield [Change(("max_num_seqs=64",), 2, fewer)]
+    if workload.has_reference and not shapes.has_adapters:
+        yield [Change(("beta=0.0",), 3, _of_workload(has_reference=False))]
+    if not shapes.has_adapters and _moments(case, "adamw_bnb_8bit") < _moments(case, workload.optim):
+        yield [Change(("optim=adamw_bnb_8bit",), 3, _of_workload(optim="adamw_bnb_8bit"))]
+    yield _shorter("max_completion_length", workload.completion_tokens, "completion_tokens")
+    yield _shorter("max_prompt_length", workload.prompt_tokens, "prompt_tokens")
+
+
+def _adapted(case: Case) -> Case:
+    return with_adapters(case, in_4bit=False)
+
+
+def _in_4bit(case: Case) -> Case:
+    return with_adapters(case, in_4bit=True)
+
+
+def _unset_wishes(case: Case) -> Iterator[Change]:
+    """What the user has fixed, left to the planner or set to what takes least."""
+    wishes, workload = case.wishes, case.workload
+    longest = workload.max_sequence_length
+    if wishes.activation_policy not in (None, "offload"):
+        yield Change(("activation_policy=auto",), 1, _of_wishes(activation_policy=None))
+    if (wishes.tokens_per_microbatch or 0) > longest:
+        tokens = _of_wishes(tokens_per_microbatch=longest)
+        yield Change((f"max_tokens_per_microbatch={longest}",), 1, tokens)
+    if (wishes.logprob_chunk_size or 0) > 128:
+        yield Change(("logprob_chunk_size=128",), 1, _of_wishes(logprob_chunk_size=128))
+    if wishes.offload_optimizer is False:
+        yield Change(("offload_optimizer=True",), 1, _of_wishes(offload_optimizer=True))
+    if workload.kv_cache_tokens is not None and workload.engine == "native":
+        yield Change(("kv_cache_tokens=null",), 1, _of_workload(kv_cache_tokens=None))
+    if workload.engine == "vllm" and workload.vllm.memory_share is not None:
+        demand = replace(workload.vllm, memory_share=None)
+        yield Change(("vllm_gpu_memory_utilization=null",), 1, _of_workload(vllm=demand))
+    if workload.engine == "vllm" and not workload.vllm.sleeps:
+        demand = replace(workload.vllm, sleeps=True)
+        yield Change(("vllm_enable_sleep_mode=True",), 1, _of_workload(vllm=demand))
+
+
+def _shorter(option: str, tokens: int, field: str) -> list[Change]:
+    """A length halved once, twice and three times."""
+    halves = [(tokens >> times, 2 + 2 * times) for times in (1, 2, 3) if tokens >> times >= SHORTEST]
+    return [Change((f"{option}={half}",), cost, _of_workload(**{field: half})) for half, cost in halves]
+
+
+def _moments(case: Case, optim: str) -> int:
+    return sum(map(MOMENTS_BYTES[optim], case.shapes.trained_sizes))
+
+
+def _of_workload(**changes: object) -> Callable[[Case], Case]:
+    return lambda case: replace(case, workload=replace(case.workload, **changes))  # type: ignore[arg-type]
+
+
+def _of_wishes(**changes: object) -> Callable[[Case], Case]:
+    return lambda case: replace(case, wishes=replace(case.wishes, **changes))  # type: ignore[arg-type]

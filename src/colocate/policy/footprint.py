@@ -1,0 +1,300 @@
+"""The memory and the work of a training step: both change with what the optimizer, the stack, attention and
+log-probs allocate and compute.
+
+A step is at its peak at one of a few moments, which are all counted:
+
+    head        log-probs forward and backward; what all layers keep is there
+    layer       the backward pass of one layer at its widest
+    embedding   the gradient of the token embedding, after the layers have let go of all they kept
+    step        gradients, and nothing else, beside masters and moments
+
+What varies inside a moment is bounded from above; the first measured step corrects what the bounds add
+(`planning.planner.Planner.refine`).
+
+Legend: L layers, H query heads, K key-value heads, D head size, h hidden size, i width of the MLP,
+V vocabulary, T tokens of one micro-batch, N of them predicted, b bytes of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from colocate.memory.rows import Moment, Phase, Row, total_bytes
+from colocate.memory.train_plan import ActivationPolicy, TrainPlan
+from colocate.memory.workload import Workload
+from colocate.policy.cudnn_attention import workspace_bytes
+from colocate.policy.logprobs import logprob_bytes
+from colocate.policy.stack import MLP_TILE_TOKENS
+from colocate.weights.shapes import ModelShapes
+
+OFFLOAD_SLOWDOWN = 1.02
+"""Time of "offload" over that of "full": copies run beside other work and take some memory bandwidth."""
+
+_INPUTS_IN_FLIGHT = 2
+"""Layers whose inputs are on the device under "offload": one in use and one on its way."""
+_SAMPLE_BYTES = 32
+"""A token of a step's samples: its id, mask, and log-probs of rollout, old policy, reference and new."""
+_PACK_BYTES = 32
+"""A token of a micro-batch: id and position, the index of what it predicts, and the loss's numbers."""
+
+
+# ── The optimizer ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _moments(count: int, *, is_8bit: bool = False) -> Callable[[int], int]:
+    """Bytes of so many moments for a tensor of n elements: float32, or a byte per element and for each block
+    of 256 its largest value in float32 (arXiv:2110.02861, section 2).
+
+    bitsandbytes leaves tensors of fewer than 4,096 elements in float32.
+    """
+    return lambda n: count * (n + 4 * -(-n // 256) if is_8bit and n >= 4096 else 4 * n)
+
+
+MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), _moments(2)),
+    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), _moments(2, is_8bit=True)),
+    "sgd": _moments(0),
+    **dict.fromkeys(("lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), _moments(1)),
+    **dict.fromkeys(("lion_8bit", "rmsprop_bnb_8bit"), _moments(1, is_8bit=True)),
+    "ademamix": _moments(3),
+    "ademamix_8bit": _moments(3, is_8bit=True),
+}
+"""Optimizer state of one trained tensor, by its number of elements."""
+
+
+def optimizer_rows(shapes: ModelShapes, workload: Workload, phase: Phase) -> list[Row]:
+    """Masters and moments: resident, or there in training only if they are on the host in rollout."""
+    trained, rows = shapes.num_trained, []
+    if workload.parameter_dtype.itemsize < 4 and not shapes.has_adapters:
+        rows.append(Row("float32 masters", phase, trained * 4, f"{trained:,} trained × 4 B"))
+    moments = sum(map(MOMENTS_BYTES[workload.optim], shapes.trained_sizes))
+    rows.append(Row("moments", phase, moments, f"{trained:,} trained × {moments / trained:.3g} B"))
+    return rows
+
+
+# ── A step ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What a micro-batch of some budget holds."""
+
+    num_tokens: int  # T
+    num_predicted: int  # N
+    num_shared: int
+    """Tokens of prompts that several completions share."""
+
+    @classmethod
+    def of(cls, workload: Workload, budget: int) -> Microbatch:
+        """The fullest that the budget allows, of the workload's longest sequences."""
+        prompt, completion = workload.prompt_tokens, workload.completion_tokens
+        num_tokens = min(max(budget, workload.max_sequence_length), workload.step_tokens)
+        members = 1
+        if workload.share_prompts:
+            most = min(workload.num_generations, workload.num_step_sequences)
+            members = max(1, min(most, (num_tokens - prompt) // completion))
+        of_group = prompt + members * completion
+        return cls(
+            num_tokens=num_tokens,
+            num_predicted=-(-num_tokens * members * completion // of_group),
+            num_shared=num_tokens * prompt // of_group if members > 1 else 0,
+        )
+
+
+def kept_bytes_per_token(shapes: ModelShapes, dtype: torch.dtype, policy: ActivationPolicy) -> int:
+    """What one layer keeps for its backward pass on the device (`colocate.policy.stack`)."""
+    b, h = dtype.itemsize, shapes.hidden_size
+    if policy == "offload":
+        return 0
+    if policy == "full":
+        return b * h
+    lse = max(4, b) * shapes.num_heads
+    kept = b * (2 * h + shapes.qkv_size + shapes.q_size) + lse
+    return kept + (2 * b * shapes.mlp_size if policy == "keep" else 0)
+
+
+def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
+    """Operations of a training step per token, recomputation included.
+
+    In a sequence of c tokens, forward: 2 per weight and 2 · L · H · D · c for causal attention; backward:
+    twice that for the weights (once, if they are frozen) and 2.5 times for attention (FlashAttention-2,
+    arXiv:2307.08691, section 4.1).
+    """
+    weights = shapes.num_projection_weights + shapes.num_head_weights
+    attention = 2 * shapes.num_layers * shapes.q_size * workload.max_sequence_length
+    step = (4 if shapes.has_adapters else 6) * weights + 3.5 * attention
+    qkv, o, gate_up, _ = shapes.group_sizes
+    if policy != "keep":
+        step += 2 * shapes.num_layers * gate_up
+    if policy in ("full", "offload"):
+        step += 2 * shapes.num_layers * (qkv + o) + attention
+    return step * (OFFLOAD_SLOWDOWN if policy == "offload" else 1.0)
+
+
+def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list[Row]:
+    """All of training: rows of the whole phase, and those of each moment."""
+    microbatch = Microbatch.of(workload, plan.budget(workload.max_sequence_length))
+    num_packed, b = microbatch.num_tokens, workload.parameter_dtype.itemsize
+    tokens = workload.num_step_sequences * workload.max_sequence_length
+    per_token = _PACK_BYTES + 2 * b * shapes.head_size
+    how = f"{num_packed:,} tokens × {per_token} B: ids, positions, rotary angles"
+    return [
+        *(optimizer_rows(shapes, workload, "train") if plan.offload_optimizer else []),
+        Row("samples", "train", tokens * _SAMPLE_BYTES, f"{tokens:,} tokens × {_SAMPLE_BYTES} B"),
+        Row("pack", "train", num_packed * per_token, how, is_transient=True),
+        *_head_rows(shapes, workload, plan, microbatch),
+        *_layer_rows(shapes, workload, plan, microbatch),
+        *_embedding_rows(shapes, workload, num_packed),
+        _gradients_row("step", shapes.num_trained),
+    ]
+
+
+def _gradients_row(moment: Moment, num_gradients: int) -> Row:
+    return Row("gradients", "train", num_gradients * 4, f"{num_gradients:,} trained × 4 B", moment)
+
+
+def _kept_row(
+    moment: Moment, shapes: ModelShapes, workload: Workload, plan: TrainPlan, tokens: int, num_layers: int
+) -> Row:
+    policy, dtype = plan.activation_policy, workload.parameter_dtype
+    per_layer = kept_bytes_per_token(shapes, dtype, policy)
+    if policy == "offload":
+        num_layers, per_layer = min(num_layers, _INPUTS_IN_FLIGHT), dtype.itemsize * shapes.hidden_size
+    how = f"{policy!r}: {tokens:,} tokens × {num_layers} layers × {per_layer:,} B"
+    return Row("kept by layers", "train", tokens * num_layers * per_layer, how, moment, is_transient=True)
+
+
+def head_is_trained(shapes: ModelShapes) -> bool:
+    return not shapes.has_adapters
+
+
+def _head_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch) -> list[Row]:
+    b, predicted = workload.parameter_dtype.itemsize, microbatch.num_predicted
+    is_only = microbatch.num_tokens >= workload.step_tokens
+    logprobs = logprob_bytes(
+        predicted, shapes.hidden_size, shapes.vocab_size, workload.parameter_dtype,
+        chunk_size=plan.logprob_chunk_size, trains_head=head_is_trained(shapes),
+        entropy_gradient=workload.entropy_gradient, keep_softmax=plan.keep_softmax,
+    )  # fmt: skip
+    how = f"{min(plan.logprob_chunk_size, predicted):,} tokens × {shapes.vocab_size:,} logits at a time"
+    if plan.keep_softmax:
+        how += f", and {predicted:,} × {shapes.vocab_size:,} × {b} B kept of the softmax"
+    return [
+        _gradients_row("head", 0 if is_only else shapes.num_trained),
+        _kept_row("head", shapes, workload, plan, microbatch.num_tokens, shapes.num_layers),
+        # The last layer's output where something is predicted, its norm, and the gradient of that.
+        Row(
+            "hidden states", "train", 3 * predicted * shapes.hidden_size * b,
+            f"3 × {predicted:,} tokens × {shapes.hidden_size * b:,} B", "head", is_transient=True,
+        ),
+        Row("log-probs", "train", logprobs, how, "head"),
+        *([_head_gradient_row("head", shapes, b)] if head_is_trained(shapes) else []),
+    ]  # fmt: skip
+
+
+def _head_gradient_row(moment: Moment, shapes: ModelShapes, b: int) -> Row:
+    count = shapes.num_head_weights
+    return Row("head's gradient", "train", count * b, f"{count:,} weights × {b} B", moment)
+
+
+def _layer_rows(
+    shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch
+) -> list[Row]:
+    """One layer's backward pass. With one micro-batch gradients appear as kept activations go, so that the
+    peak is at one of the two ends; later micro-batches find all gradients there."""
+    tokens, trained = microbatch.num_tokens, shapes.num_trained
+    head = shapes.num_head_weights if head_is_trained(shapes) else 0
+    ends = [(trained, shapes.num_layers)]
+    if tokens >= workload.step_tokens:
+        # The embedding's gradient comes last; a tied head's waits for it. The last layer's own gradients
+        # become a part of the sums when its backward pass has ended.
+        of_layer = 0 if shapes.has_adapters else sum(shapes.group_sizes)
+        ends = [(0 if shapes.has_tied_head else head, shapes.num_layers), (trained - head - of_layer, 1)]
+    pairs = [
+        [_gradients_row("layer", gradients), _kept_row("layer", shapes, workload, plan, tokens, num_layers)]
+        for gradients, num_layers in ends
+    ]
+    rows = max(pairs, key=total_bytes)
+    if head and shapes.has_tied_head:
+        rows.append(_head_gradient_row("layer", shapes, workload.parameter_dtype.itemsize))
+    widest = _layer_backward_bytes(shapes, workload, plan.activation_policy, microbatch)
+    how = f"{tokens:,} tokens, at the widest of MLP and attention"
+    return [*rows, Row("one layer's backward", "train", widest, how, "layer", is_transient=True)]
+
+
+def _layer_backward_bytes(
+    shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, microbatch: Microbatch
+) -> int:
+    """A bound of what `DecoderLayer.backward` takes beside what the layer keeps, at its widest: in the MLP's
+    activation function or the products beside it, in attention, or in the products of q, k and v."""
+    b, h, i, q, kv = (
+        workload.parameter_dtype.itemsize, shapes.hidden_size, shapes.mlp_size, shapes.q_size, shapes.kv_size
+    )  # fmt: skip
+    qkv_weights, o_weights, gate_up_weights, down_weights = shapes.group_sizes
+    mlp_weights, tokens, shared = gate_up_weights + down_weights, microbatch.num_tokens, microbatch.num_shared
+    # Gradients of the layer's output and of the MLP's input.
+    base = 2 * tokens * h * b
+    if policy in ("full", "offload"):
+        # q/k/v, attention's output, its log-sum-exps and the MLP's input are made again.
+        base += tokens * (b * (shapes.qkv_size + q + h) + 4 * shapes.num_heads)
+    # Recomputed, the MLP's are made a tile at a time: the first is the fullest, the second finds gradients.
+    tile = tokens if policy == "keep" else min(tokens, MLP_TILE_TOKENS)
+    later = min(tokens - tile, tile)
+    gradients = earlier = in_products = unpacked = 0
+    if not shapes.has_adapters:
+        # Gradients of tiles are summed in float32, and rounded to the parameters' type in the end.
+        gradients = mlp_weights * (4 if later else b) + o_weights * b
+        earlier = mlp_weights * 4 if later else 0
+        in_products = 2 * gate_up_weights * b
+    elif shapes.four_bit is not None:
+        # A frozen weight is dequantised for its product; those of one input one by one, and then joined.
+        in_products, unpacked = 2 * gate_up_weights * b, max(2 * qkv_weights, o_weights) * b
+    activations = h + (0 if policy == "keep" else 2 * i) + 4 * i
+    mlp = max(
+        found + max(t * b * activations, t * b * 2 * (h + i) + in_products)
+        for t, found in ((tile, 0), (later, earlier))
+    )
+    workspace = _attention_workspace_bytes(shapes, workload, tokens, tokens)
+    if shared:  # prompts apart, what they have in the gradients of q, k and v, and log-sum-exps
+        apart = (tokens - shared) * (b * q + 4 * shapes.num_heads) + shared * b * 2 * kv
+        apart += _attention_workspace_bytes(shapes, workload, tokens - shared, shared)
+        workspace = max(workspace, apart)
+    # q and k after rotation, the output's gradient, and the gradients of q, k and v.
+    attention = gradients + tokens * b * 3 * (q + kv) + workspace
+    products = gradients + tokens * b * (shapes.qkv_size + 2 * h) + unpacked
+    if not shapes.has_adapters:
+        products += qkv_weights * b + (mlp_weights * b if later else 0)
+    return base + max(mlp, attention, products)
+
+
+def _attention_workspace_bytes(
+    shapes: ModelShapes, workload: Workload, num_queries: int, num_keys: int
+) -> int:
+    """What attention's backward pass takes for itself."""
+    b, heads, kv_heads, size = (
+        workload.parameter_dtype.itemsize, shapes.num_heads, shapes.num_kv_heads, shapes.head_size
+    )  # fmt: skip
+    if workload.has_cudnn:
+        # It wants v apart from q and k, beside which it lies.
+        return num_keys * b * shapes.kv_size + workspace_bytes(heads, kv_heads, size, num_queries, num_keys)
+    # FlashAttention: the gradient of q in float32, a float32 per head and token, and with grouped queries the
+    # gradients of k and v per query head.
+    accumulator = 4 * heads * (-(-size // 32) * 32) + 4 * heads
+    expanded = 2 * b * shapes.q_size if kv_heads < heads else 0
+    return num_queries * accumulator + num_keys * expanded
+
+
+def _embedding_rows(shapes: ModelShapes, workload: Workload, tokens: int) -> list[Row]:
+    rows = [_gradients_row("embedding", shapes.num_trained)]
+    if shapes.has_adapters:
+        return rows
+    b, h = workload.parameter_dtype.itemsize, shapes.hidden_size
+    count = shapes.num_head_weights * (2 if shapes.has_tied_head else 1)
+    # PyTorch sums over equal tokens in float32, in pieces of ten.
+    pieces = tokens // 10 + min(tokens, shapes.vocab_size)
+    size_bytes = count * b + tokens * h * b + pieces * h * 4
+    how = f"{count:,} weights × {b} B, {pieces:,} partial sums × {h * 4:,} B"
+    return [*rows, Row("embedding's gradient", "train", size_bytes, how, "embedding")]

@@ -1,0 +1,120 @@
+"""A layout and a decoder stack are kept while nothing that they were made of has changed, and no longer."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from engine_models import make_lora, make_model
+from torch import nn
+
+from colocate.policy.host_activations import HostActivations
+from colocate.policy.stack import DecoderStack
+from colocate.weights.layouts import causal_lm, has_layout, layout_for
+
+
+def replace_weight(model):
+    linear = causal_lm(model).model.layers[1].mlp.down_proj.base_layer
+    linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+
+
+def replace_adapters_weight(model):
+    linear = causal_lm(model).model.layers[1].mlp.down_proj.lora_B["default"]
+    linear.weight = nn.Parameter(linear.weight.detach().clone())
+
+
+def replace_norm(model):
+    norm = causal_lm(model).model.layers[0].input_layernorm
+    norm.weight = nn.Parameter(norm.weight.detach().clone())
+
+
+def replace_layer(model):
+    layers = causal_lm(model).model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def move_weight(model):
+    weight = causal_lm(model).model.layers[0].self_attn.k_proj.base_layer.weight
+    weight.data = weight.data.clone()
+
+
+def projection(model):
+    return causal_lm(model).model.layers[1].self_attn.v_proj
+
+
+def lora_model():
+    model = make_lora("qwen3")
+    model.add_adapter("other", model.peft_config["default"])
+    return model.train()
+
+
+REBUILT = [replace_weight, replace_adapters_weight, replace_norm, replace_layer]
+SWITCHED = [
+    move_weight,
+    lambda model: model.set_adapter("other"),
+    lambda model: model.base_model.disable_adapter_layers(),
+    lambda model: model.merge_adapter(),
+    lambda model: model.eval(),
+    lambda model: projection(model).set_scale("default", 3.0),
+    lambda model: setattr(projection(model).lora_dropout["default"], "p", 0.3),
+]
+
+
+@pytest.mark.parametrize("change", REBUILT + SWITCHED)
+def test_a_change_of_parts_needs_a_new_layout_and_any_change_a_new_stack(change):
+    model = lora_model()
+    for module in model.modules():
+        if hasattr(module, "lora_dropout"):
+            module.lora_dropout["default"] = nn.Dropout(0.1)
+    layout = layout_for(model)
+    stack = DecoderStack(model, HostActivations())
+    assert layout_for(model) is layout and stack.is_current(model)
+    change(model)
+    assert layout.is_current() == (change in SWITCHED)
+    assert (layout_for(model) is layout) == (change in SWITCHED)
+    assert not stack.is_current(model)
+    assert DecoderStack(model, HostActivations()).is_current(model)
+
+
+def test_what_an_adapter_added_or_a_type_cast_changes_is_found_again():
+    model = lora_model()
+    layout = layout_for(model)
+    model.add_adapter("third", model.peft_config["default"])
+    assert not layout.is_current()
+    layout = layout_for(model)
+    model.bfloat16()
+    assert not layout.is_current()
+    model.merge_and_unload()
+    assert type(layout_for(model).layers[0].o) is nn.Linear
+
+
+def test_steps_on_the_same_parameters_keep_layout_and_stack():
+    model = lora_model()
+    layout, stack = layout_for(model), DecoderStack(model, HostActivations())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+            parameter.requires_grad_(not parameter.requires_grad)
+    model.eval()
+    assert not stack.is_current(model)
+    model.train()
+    assert layout.is_current() and stack.is_current(model)
+
+
+def test_a_stack_is_of_one_model():
+    assert not DecoderStack(make_model("qwen3"), HostActivations()).is_current(make_model("qwen3"))
+
+
+def test_an_option_that_turns_up_later_is_refused_all_the_same():
+    model = make_model("qwen2")
+    assert has_layout(model)
+    model.config.final_logit_softcapping = 30.0
+    assert not has_layout(model)
+
+
+def test_a_kept_layout_keeps_no_model_alive():
+    model = make_model("qwen2")
+    layout, alive = layout_for(model), weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None and not layout.is_current()

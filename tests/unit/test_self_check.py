@@ -1,0 +1,207 @@
+"""The comparison at a run's start passes for every layout, and finds whatever computes something else."""
+
+import pytest
+import torch
+from engine_models import CONFIGS, make_lora, make_model
+from peft import LoraConfig, get_peft_model
+from quantized_models import make_4bit_model
+from test_policy import make_policy
+from torch import nn
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3DecoderLayer,
+    Qwen3MLP,
+    Qwen3RMSNorm,
+)
+
+from colocate.policy.loading import disable_dropout
+from colocate.policy.self_check import check_stack
+from colocate.policy.stack import DecoderStack
+from colocate.weights.layouts import causal_lm
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_layout_passes_and_nothing_is_left_changed(name, dtype):
+    for make in (make_model, make_lora):
+        model = make(name).to(dtype)
+        if make is make_lora:
+            for wrapper in model.modules():
+                if hasattr(wrapper, "lora_dropout"):
+                    if dtype != torch.float64:  # PEFT keeps adapters in float32, and multiplies in it
+                        wrapper.lora_A.float(), wrapper.lora_B.float()
+                    wrapper.lora_dropout["default"] = nn.Dropout(0.5)  # the stack's own, and not compared
+        causal_lm(model).model.layers[0].train()
+        modes = [module.training for module in model.modules()]
+        weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+        state = torch.get_rng_state()
+        check_stack(model)
+        assert torch.equal(state, torch.get_rng_state())
+        assert modes == [module.training for module in model.modules()]
+        assert all(p.grad is None and torch.equal(p, weights[n]) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_in_4_bits_pass_with_and_without_adapters(dtype):
+    model = make_4bit_model("qwen3", dtype=dtype)
+    check_stack(model)
+    check_stack(get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)))
+
+
+def scaled_residual(self, hidden_states, **kwargs):
+    return forwards[Qwen3DecoderLayer](self, hidden_states, **kwargs) + 0.1 * hidden_states
+
+
+def scaled_attention(self, hidden_states, **kwargs):
+    self.scaling = 0.5 * self.head_dim**-0.5
+    return forwards[Qwen3Attention](self, hidden_states, **kwargs)
+
+
+def gelu_gate(self, x):
+    return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def offset_norm(self, x):
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.variance_epsilon)
+    return ((1 + self.weight) * normed).to(x.dtype)
+
+
+def detached_gate(self, x):
+    return self.down_proj(F.silu(self.gate_proj(x)).detach() * self.up_proj(x))
+
+
+forwards = {cls: cls.forward for cls in (Qwen3Attention, Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm)}
+CHANGES = [
+    (Qwen3DecoderLayer, scaled_residual, r"layer \d's output"),
+    (Qwen3Attention, scaled_attention, "layer 0's output"),
+    (Qwen3MLP, gelu_gate, "layer 0's output"),
+    (Qwen3RMSNorm, offset_norm, "layer 0's output"),
+    (Qwen3MLP, detached_gate, "the gradient of layer 0's input"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("changed", "forward", "where"), CHANGES)
+def test_another_forward_is_refused_with_the_difference(monkeypatch, changed, forward, where, dtype):
+    model = make_model("qwen3").to(dtype)
+    if forward is scaled_attention:  # a layout reads the scale off the module, where it is what it was
+        check_stack(model)
+    monkeypatch.setattr(changed, "forward", forward)
+    message = rf"Qwen3ForCausalLM.*{where} differs by [\d.]+ of.*{dtype}.*transformers \d.*released with"
+    with pytest.raises(ValueError, match=message):
+        check_stack(model)
+
+
+@pytest.mark.parametrize("where", ["model", "layers", "norm", "head"])
+def test_what_happens_between_layers_and_after_them_is_seen(monkeypatch, where):
+    model, doubled = make_model("llama3"), lambda module, args, output: 2 * output
+    if where == "model":  # Gemma scales what the embedding says, outside of it
+        embed = model.model.embed_tokens
+        original = LlamaModel.forward
+        monkeypatch.setattr(
+            LlamaModel,
+            "forward",
+            lambda self, input_ids=None, **kw: original(
+                self, **{**kw, "inputs_embeds": 2 * embed(input_ids)}
+            ),
+        )
+    elif where == "layers":
+        model.model.layers[1].register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
+    elif where == "norm":
+        model.model.norm.register_forward_hook(doubled, prepend=True)
+    else:
+        model.lm_head.register_forward_hook(doubled)
+    with pytest.raises(
+        ValueError, match={"head": "the logits", "norm": "the last norm's"}.get(where, "layer")
+    ):
+        check_stack(model)
+
+
+class TestDropout:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("place", ["residual", "embedding", "attention"])
+    def test_dropout_that_the_stack_does_not_apply_is_refused_unless_it_is_off(self, place, dtype):
+        model = make_model("llama3").to(dtype).eval()
+        drop = nn.Dropout(0.1)
+        if place == "attention":
+            model.model.layers[1].self_attn.attention_dropout = 0.5
+        elif place == "embedding":
+            model.model.embed_drop = drop
+            model.model.layers[0].register_forward_pre_hook(lambda module, args: (drop(args[0]), *args[1:]))
+        else:
+            model.model.layers[1].mlp.resid_dropout = drop
+            model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: drop(output))
+        with pytest.raises(ValueError, match=r"dropout that the stack does not apply.*disable_dropout=True"):
+            check_stack(model)
+        disable_dropout(model)
+        check_stack(model)
+
+    def test_phi3s_residual_dropout_is_refused_unless_it_is_off(self):
+        model = make_model("phi3", resid_pdrop=0.1)
+        with pytest.raises(ValueError, match=r"resid_attn_dropout = 0.1\): set disable_dropout=True"):
+            check_stack(model)
+        disable_dropout(model)
+        check_stack(model)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_padding_row_with_a_gradient_is_refused(monkeypatch, dtype):
+    model = make_model("qwen3", pad_token_id=3).to(dtype)
+    assert model.model.embed_tokens.padding_idx == 3
+    check_stack(model)
+    weight = model.model.embed_tokens.weight
+    monkeypatch.setattr(DecoderStack, "embedded", lambda self, pack: F.embedding(pack.token_ids, weight))
+    with pytest.raises(ValueError, match="the gradient of the embedding's parameters"):
+        check_stack(model)
+
+
+def test_an_adapter_that_has_learned_nothing_is_compared_by_its_gradient(monkeypatch):
+    model = make_lora("qwen3")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.zeros_(parameter)
+    check_stack(model)
+    for wrapper in model.modules():
+        if hasattr(wrapper, "lora_A"):
+            wrapper.lora_A["default"].register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(ValueError, match="the gradient of layer 0's parameters"):
+        check_stack(model)
+
+
+def test_keys_with_a_large_bias_pass():
+    """Qwen2's are some hundreds, which bfloat16 rounds by 1."""
+    model = make_model("qwen2").bfloat16()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias[::7] *= 400
+    check_stack(model)
+
+
+def test_a_policy_is_not_made_of_a_model_that_computes_something_else(monkeypatch):
+    monkeypatch.setattr(Qwen3MLP, "forward", gelu_gate)
+    with pytest.raises(ValueError, match="layer 0's output differs"):
+        make_policy(make_model("qwen3"))
+
+
+def test_checkpointing_does_not_hide_the_layers():
+    model = make_model("llama3")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    check_stack(model)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_a_model_that_calls_a_layer_twice_is_refused(monkeypatch):
+    model = make_model("llama3")
+    original = LlamaForCausalLM.forward
+
+    def twice(self, **kwargs):
+        original(self, **kwargs)
+        return original(self, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", twice)
+    with pytest.raises(ValueError, match="makes 8 calls of its 4 modules"):
+        check_stack(model)
