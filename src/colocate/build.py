@@ -48,6 +48,7 @@ from colocate.reporting.journal import Journal
 from colocate.rewards.base import RewardFunctions
 from colocate.run import Run
 from colocate.run_identity import RunIdentity
+from colocate.trainer_arguments import check_reward_columns
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm
 
@@ -74,6 +75,7 @@ def build_run(
         ValueError: an argument, the dataset or the batch cannot be trained on; the message says what to set.
     """
     train_dataset, eval_dataset = check_datasets(train_dataset, eval_dataset, args)
+    check_reward_columns(reward_funcs, train_dataset, eval_dataset, args)
     set_up_process(args)
     accelerator = Accelerator(cpu=args.use_cpu)
     device, has_new_adapter = accelerator.device, peft_config is not None

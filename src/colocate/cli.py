@@ -6,6 +6,7 @@ torch and transformers take seconds to load, so each command imports what it nee
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 import traceback
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from colocate import __version__
 from colocate.redaction import redacted
+from colocate.train_command import train
 
 if TYPE_CHECKING:
-    from colocate.config import GRPOConfig
-    from colocate.run_config import RunConfig
+    pass
 
 _RUN_USAGE = """[RUN.yaml] [--option value ...]
 
@@ -28,8 +29,8 @@ use_peft, lora_r, ...); `colocate train --help` has the list. An option without 
 several values make a list."""
 
 _HOW_TO_GO_ON = (
-    " --resume_from_checkpoint auto goes on from the last checkpoint in output_dir, if there is one, and "
-    "else begins again; a SIGTERM would have saved one first."
+    " at once: steps since the last checkpoint are lost. The same command with --resume_from_checkpoint auto "
+    "goes on from the last checkpoint in output_dir, if there is one, and else begins again."
 )
 
 
@@ -49,10 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rest = vllm_options
     elif vllm_options or (rest and known.command == "report"):
         parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}")
+    # It has no faster kernel for 4 bits on a CPU, and says so in every program that imports PEFT.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        return {"train": _train, "plan": _plan, "report": _report, "serve": _serve}[known.command](
-            known, rest
-        )
+        return {"train": train, "plan": _plan, "report": _report, "serve": _serve}[known.command](known, rest)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
@@ -62,11 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = redacted(str(error))  # also what other libraries say
             print(f"colocate {known.command}: {message}\n(--debug shows where)", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if known.debug:
             raise
-        hint = _HOW_TO_GO_ON if known.command == "train" else ""
-        print(f"colocate {known.command}: interrupted.{hint}", file=sys.stderr)
+        if not error.args:  # else the run has saved its last step and said so
+            hint = _HOW_TO_GO_ON if known.command == "train" else "."
+            print(f"colocate {known.command}: interrupted{hint}", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
@@ -168,163 +170,31 @@ def _add_serve(commands: Any) -> None:
     command.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
 
 
-def _read_run(rest: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
-    """The run that a file and overrides describe, before anything is derived from it."""
-    from colocate.run_config import parse_run, read_file, read_overrides
-
-    has_file = bool(rest) and not rest[0].startswith("--")
-    values = read_file(Path(rest[0])) if has_file else {}
-    return parse_run({**values, **read_overrides(rest[1:] if has_file else rest)})
-
-
-# ── train ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _train(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    run, options = _read_run(rest)
-    _require(run, "model_name_or_path", "dataset_name")
-    if not run.reward_funcs and not run.reward_model_name_or_path:
-        raise ValueError("reward_funcs is not set: name at least one, e.g. --reward_funcs accuracy_reward")
-
-    from colocate.config import GRPOConfig
-    from colocate.data.loading import load_prompts
-    from colocate.run_config import RunFileWriter
-    from colocate.trainer import GRPOTrainer
-
-    _check_dataset_options(run)
-    config = GRPOConfig(**_with_model_options(run, options))
-    dataset_name = str(run.dataset_name)
-    train_dataset = load_prompts(
-        dataset_name, config=run.dataset_config, split=run.dataset_train_split, **run.dataset_options
-    )
-    eval_dataset = None
-    if config.eval_strategy != "no" or config.eval_on_start:
-        eval_dataset = load_prompts(
-            run.eval_dataset_name or dataset_name,
-            config=run.dataset_config,
-            split="train" if run.eval_dataset_name else run.dataset_test_split,
-            **(run.eval_dataset_options if run.eval_dataset_name else run.dataset_options),
-        )
-    trainer = GRPOTrainer(
-        model=run.model_name_or_path,
-        reward_funcs=_reward_functions(run),
-        args=config,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        peft_config=_peft_config(run),
-        quantization_config=_quantization_config(run, config),
-        callbacks=[RunFileWriter(config.run_dir / "config.yaml", run, options)],
-    )
-    if config.process_index == 0:
-        _say_unnecessary(options)
-    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
-    trainer.save_model(str(config.run_dir))
-    return 0
-
-
-def _require(run: RunConfig, *names: str) -> None:
-    for name in names:
-        if not getattr(run, name):
-            raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
-    name = str(run.model_name_or_path)
-    # A name on the Hub has one slash at most; asked for anything else it answers after many attempts.
-    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
-        raise ValueError(
-            f"There is no directory {name!r}: model_name_or_path is that of a model, or a name on the Hub"
-        )
-
-
-_OWN_OF_DATASETS = {
-    "name": "dataset_name",
-    "config": "dataset_config",
-    "split": "dataset_train_split or dataset_test_split",
-}
-
-
-def _check_dataset_options(run: RunConfig) -> None:
-    for name in ("dataset_options", "eval_dataset_options"):
-        for key in getattr(run, name):
-            if key in _OWN_OF_DATASETS:
-                raise ValueError(f"{name} has {key!r}: set {_OWN_OF_DATASETS[key]} instead")
-
-
-def _with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """GRPOConfig's arguments with RunConfig's share of `model_init_kwargs`; what the user put there wins."""
-    model_options = {"revision": run.model_revision}
-    if run.dtype is not None:
-        model_options["dtype"] = run.dtype
-    if run.attn_implementation is not None:
-        model_options["attn_implementation"] = run.attn_implementation
-    return {**options, "model_init_kwargs": {**model_options, **(options.get("model_init_kwargs") or {})}}
-
-
-def _peft_config(run: RunConfig) -> Any:
-    if not run.use_peft:
-        return None
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ImportError("use_peft=True needs PEFT: pip install 'peft>=0.18'") from error
-
-    return LoraConfig(
-        r=run.lora_r,
-        lora_alpha=run.lora_alpha,
-        lora_dropout=run.lora_dropout,
-        target_modules=run.lora_targets,
-        task_type="CAUSAL_LM",
-    )
-
-
-def _quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
-    if not run.load_in_4bit:
-        return None
-    _require_adapters_on_4_bits(run)
-    import torch
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=run.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=run.use_bnb_nested_quant,
-        # The engine and the trainer multiply in the type of the model's other weights.
-        bnb_4bit_compute_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-    )
-
-
-def _require_adapters_on_4_bits(run: RunConfig) -> None:
-    if run.load_in_4bit and not run.use_peft:
-        raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
-
-
-def _say_unnecessary(options: dict[str, Any]) -> None:
-    """One line for each option whose being set shows only here, where it was read."""
-    from colocate.options import UNNECESSARY_WITH_LAYOUT
-
-    for name in sorted(options.keys() & UNNECESSARY_WITH_LAYOUT.keys()):
-        reason = UNNECESSARY_WITH_LAYOUT[name]
-        print(f"{name}={options[name]!r} is not needed: {reason}.", file=sys.stderr)
-
-
-def _reward_functions(run: RunConfig) -> list[Any]:
-    from colocate.rewards import get_reward_function
-
-    models = [run.reward_model_name_or_path] if run.reward_model_name_or_path else []
-    return [*models, *(get_reward_function(name) for name in run.reward_funcs)]
-
-
 # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    run, options = _read_run(rest)
-    _require(run, "model_name_or_path")
-    _require_adapters_on_4_bits(run)
-    from colocate.planning.command import plan_run
+    from colocate.run_file import read_values
+    from colocate.train_command import (
+        require,
+        require_adapters_on_4_bits,
+        say_unnecessary,
+        with_model_options,
+    )
 
-    _say_unnecessary(options)
+    _, values = read_values(rest)
+    require(values, "model_name_or_path")
+
+    from colocate.planning.command import plan_run
+    from colocate.run_config import parse_run
+
+    run, options = parse_run(values)
+    require(vars(run), "model_name_or_path")
+    require_adapters_on_4_bits(run)
+    say_unnecessary(options)
     return plan_run(
         run,
-        _with_model_options(run, options),
+        with_model_options(run, options),
         device_name=known.device_name,
         device_memory_gib=known.device_memory_gib,
         as_json=known.json,

@@ -11,8 +11,7 @@ from typing import Any, Literal
 from accelerate.utils import GradientAccumulationPlugin
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from colocate.option_values import coerce, shown
-from colocate.options import nearest
+from colocate.option_values import coerce, nearest, shown
 from colocate.requirements import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, SHARE, Requirement, check_range
 
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}

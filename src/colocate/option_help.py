@@ -1,99 +1,100 @@
-"""What `colocate train --help` says of every option.
-
-Names, defaults, choices and docstrings are read from the source of the classes: importing them would load
-torch.
-"""
+"""What `colocate train --help` says of every option."""
 
 from __future__ import annotations
 
-import ast
-import re
 import textwrap
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+
+from colocate.declared_options import CLASSES, Option, options_of
 
 _WIDTH, _INDENT = 110, " " * 8
-_CLASSES = {
-    "RunConfig": "run_config.py",
-    "GRPOConfig": "config.py",
-    "AdvantageOptions": "algorithms/advantages.py",
-    "ObjectiveParams": "algorithms/objective_params.py",
-    "LossOptions": "algorithms/losses.py",
-}
-"""In the order of inheritance: in a section, the options of a base class come first."""
-_FIRST_HEADING = {"RunConfig": "What to train on what"}
 _REFUSED = "Accepted so that existing scripts run"
 """Heading of the options that are not listed: `options.py` answers for these."""
-_HEADING = re.compile(r" *# ── (.+?) ─+$")
 
-
-class _Option(NamedTuple):
-    name: str
-    default: str
-    text: str
-    heading: str
+_INHERITED: dict[str, dict[str, tuple[object, str]]] = {
+    "The run": {
+        "output_dir": (
+            None,
+            'Directory of the run\'s checkpoints, record and model. None: "trainer_output".',
+        ),
+        "max_steps": (-1, "Optimizer steps of the run; -1 trains for num_train_epochs."),
+        "num_train_epochs": (3.0, "Passes over the prompts, without max_steps."),
+        "per_device_train_batch_size": (8, "Completions per device and micro-step."),
+        "gradient_accumulation_steps": (1, "Micro-steps whose gradients make one optimizer step."),
+        "seed": (42, "Seed of sampling, shuffling and new adapters."),
+        "use_cpu": (False, "Train on the CPU also where there is a GPU."),
+    },
+    "Optimizer": {
+        "optim": (
+            "adamw_torch_fused",
+            "adamw_torch, adamw_bnb_8bit, sgd and others.",
+        ),
+        "lr_scheduler_type": ("linear", "linear, cosine, constant, constant_with_warmup and others."),
+        "warmup_steps": (0, "Steps in which the learning rate rises; below 1 a share of the run."),
+        "weight_decay": (0.0, "Of AdamW, for all but biases and norms."),
+        "adam_beta1": (0.9, "Decay of Adam's mean of gradients."),
+        "adam_beta2": (0.999, "Decay of Adam's mean of squared gradients."),
+        "max_grad_norm": (1.0, "Gradients longer than this are shortened to it."),
+    },
+    "Checkpoints": {
+        "save_strategy": ("steps", '"steps", "epoch", "best" or "no".'),
+        "save_steps": (500, "Steps between checkpoints; below 1 a share of the run."),
+        "save_total_limit": (None, "Keep this many checkpoints at most. None keeps all."),
+        "save_only_model": (False, "Checkpoints without what a run needs to be resumed."),
+        "load_best_model_at_end": (False, "End with the weights of the best checkpoint."),
+        "metric_for_best_model": (None, "What makes a checkpoint the best, such as eval_reward."),
+        "push_to_hub": (False, "Upload the model to hub_model_id at each save."),
+        "hub_model_id": (None, "Repository on the Hub. None: the name of output_dir."),
+    },
+    "Evaluation": {
+        "eval_strategy": ("no", '"steps", "epoch" or "no".'),
+        "eval_steps": (None, "Steps between evaluations. None: logging_steps."),
+        "eval_on_start": (False, "Evaluate before the first step, too."),
+        "per_device_eval_batch_size": (8, "Completions per device and evaluation batch."),
+    },
+    "Reports": {
+        "report_to": ("none", "wandb, trackio, tensorboard and others, or a list of them."),
+        "run_name": (None, "The run's name there."),
+        "logging_strategy": ("steps", '"steps", "epoch" or "no".'),
+        "logging_first_step": (False, "Log the first step whatever logging_steps is."),
+        "disable_tqdm": (None, "Plain lines instead of the panel at the bottom of the terminal."),
+    },
+}
+"""Options of `transformers.TrainingArguments` that run files use: default, and what it does."""
 
 
 def option_help() -> str:
-    """All options by the sections that the classes divide theirs into."""
-    sections: dict[str, list[_Option]] = {}
-    for class_name, file in _CLASSES.items():
-        options = list(_options_of((Path(__file__).parent / file).read_text(), class_name))
-        for heading in dict.fromkeys(option.heading for option in options):
-            own = [option for option in options if option.heading == heading]
-            sections[heading] = own + sections.get(heading, [])
-    lines = []
+    """All options by the sections that the classes divide theirs into; inherited ones after `RunConfig`'s.
+
+    In a section that several classes have, the options of a base class come first.
+    """
+    sections: dict[str, list[Option]] = {}
+    for class_name in CLASSES:
+        own: dict[str, list[Option]] = {}
+        for option in options_of(class_name):
+            own.setdefault(option.heading, []).append(option)
+        for heading, options in own.items():
+            sections[heading] = options + sections.get(heading, [])
+        if class_name == "RunConfig":
+            for heading, inherited in _INHERITED.items():
+                sections[heading] = [
+                    Option(name, str(default), text, heading, "")
+                    for name, (default, text) in inherited.items()
+                ]
+    lines: list[str] = []
     for heading, options in sections.items():
         if heading.startswith(_REFUSED):
             continue
         lines += ["", f"{heading}:"]
         for option in options:
-            shown = "" if option.default == "None" else f" (default: {option.default})"
-            lines.append(f"  --{option.name}{shown}")
-            text = " ".join(option.text.split())
-            lines += textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            lines += _entry(option)
     lines += ["", "Further: every option of transformers.TrainingArguments that is not refused by name."]
     return "\n".join(lines).lstrip("\n")
 
 
-def _options_of(source: str, class_name: str) -> Iterator[_Option]:
-    source_lines = source.splitlines()
-    module = ast.parse(source)
-    definition = next(
-        node for node in module.body if isinstance(node, ast.ClassDef) and node.name == class_name
-    )
-    heading, last_line = _FIRST_HEADING.get(class_name, ""), definition.lineno
-    for node, following in zip(definition.body, [*definition.body[1:], None], strict=True):
-        for line in source_lines[last_line : node.lineno]:
-            if match := _HEADING.match(line):
-                heading = match[1]
-        last_line = node.lineno
-        if not isinstance(node, ast.AnnAssign) or node.value is None:
-            continue
-        is_documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        text = str(following.value.value) if is_documented else ""  # type: ignore[union-attr]
-        if table := re.search(r"OneOf\((\w+)\)", ast.unparse(node.annotation)):
-            text = f"{text} One of {', '.join(_names_of(table[1], module))}."
-        yield _Option(ast.unparse(node.target), _default(node.value), text, heading)
-
-
-def _names_of(table: str, module: ast.Module) -> list[str]:
-    """The keys of a dictionary or the members of a tuple, in a source or where that imports them from."""
-    for node in module.body:
-        if isinstance(node, ast.ImportFrom) and table in (alias.name for alias in node.names):
-            file = Path(__file__).parents[1] / f"{str(node.module).replace('.', '/')}.py"
-            return _names_of(table, ast.parse(file.read_text()))
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, (ast.Dict, ast.Tuple)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            members = node.value.keys if isinstance(node.value, ast.Dict) else node.value.elts
-            if [ast.unparse(target) for target in targets] == [table]:
-                return [ast.literal_eval(member) for member in members if member is not None]
-    raise LookupError(f"no table {table}")
-
-
-def _default(value: ast.expr) -> str:
-    """As one would write it on the command line; of `field(default_factory=list)` an empty one."""
-    if isinstance(value, ast.Call):
-        return "None"
-    return str(ast.literal_eval(value))
+def _entry(option: Option) -> list[str]:
+    shown = "" if option.default == "None" else f" (default: {option.default})"
+    text = " ".join(option.text.split())
+    return [
+        f"  --{option.name}{shown}",
+        *textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT),
+    ]

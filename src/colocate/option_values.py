@@ -6,6 +6,7 @@ The same for Python, run files and the command line: `GRPOConfig(learning_rate="
 
 from __future__ import annotations
 
+import difflib
 import enum
 import functools
 import math
@@ -81,6 +82,12 @@ def shown(value: Any, name: str = "") -> str:
         value = redacted(value, name)
     text = redacted(_REPR.repr(value.value if isinstance(value, enum.Enum) else value))
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` when a candidate resembles `name`, else the empty string."""
+    close = difflib.get_close_matches(str(name)[:100], list(candidates), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 # ── Read ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,9 +17,8 @@ A field in none of them comes from a newer transformers and is refused unless it
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -266,12 +265,6 @@ options is in `GRPOConfig` and `ObjectiveParams`."""
 
 MAY_BE_INFINITE: frozenset[str] = UPPER_BOUNDS | {"max_grad_norm"}
 """Upper bounds, which infinity takes away. Every other number is finite."""
-
-
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"` when a candidate resembles `name`, else the empty string."""
-    close = difflib.get_close_matches(str(name)[:100], list(candidates), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def default_of(field: Field) -> Any:

@@ -12,7 +12,9 @@ that does not exist is an error, as is a value that its option cannot take.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import os
+import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,11 +22,12 @@ from typing import Annotated, Any, Literal
 from transformers import TrainerCallback
 
 from colocate.config import GRPOConfig
-from colocate.option_values import coerce, shown, types_of
-from colocate.options import MAY_BE_INFINITE, UNNECESSARY_WITH_LAYOUT, default_of, honoured, nearest
+from colocate.option_values import coerce, nearest, shown, types_of
+from colocate.options import MAY_BE_INFINITE, UNNECESSARY_WITH_LAYOUT, default_of, honoured
 from colocate.redaction import check_complete, redacted
+from colocate.reporting.messages import short_path
 from colocate.requirements import AT_LEAST_ONE, BELOW_ONE, check_range, ranges_of
-from colocate.yaml_text import read_yaml, write_yaml
+from colocate.yaml_text import write_yaml
 
 
 @dataclass
@@ -88,44 +91,6 @@ class RunConfig:
 # ── Reading ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Raises ValueError when it is no file or no mapping of options; OSError when it cannot be read."""
-    if not path.is_file():
-        hint = "that is a directory" if path.is_dir() else "a model is named with --model_name_or_path"
-        raise ValueError(f"There is no run file {str(path)!r}; {hint}")
-    try:
-        content = read_yaml(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ValueError(f"{path} must hold options as `name: value` lines, not {type(content).__name__}.")
-    return content
-
-
-def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key a b c` (a list) and `--flag` (True), values still as text.
-
-    Raises:
-        ValueError: a value without an option before it.
-    """
-    overrides: dict[str, Any] = {}
-    values: list[str] | None = None
-    for argument in arguments:
-        if argument.startswith("--"):
-            key, equals, value = argument[2:].partition("=")
-            values = [value] if equals else []
-            overrides[key.replace("-", "_")] = values
-        elif values is None:
-            raise ValueError(f"{shown(argument)} follows no option; write --name {argument:.100}")
-        else:
-            values.append(argument)
-    return {key: True if not v else v[0] if len(v) == 1 else v for key, v in overrides.items()}
-
-
 def parse_run(values: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
     """Split options into the two records' arguments, each with the type that its field declares.
 
@@ -178,11 +143,20 @@ def save_run(path: Path, run: RunConfig, options: Mapping[str, Any]) -> None:
 
 
 class RunFileWriter(TrainerCallback):
-    """Saves the run's options when it begins: one that was refused before has overwritten nothing."""
+    """Saves the run's options after its first step: a run that could not start has overwritten nothing."""
 
     def __init__(self, path: Path, run: RunConfig, options: Mapping[str, Any]) -> None:
         self._saved = (path, run, dict(options))
+        self._is_saved = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero and not self._is_saved:
             save_run(*self._saved)
+            self._is_saved = True
+
+    @property
+    def resume_command(self) -> str:
+        """What to type to go on with the run."""
+        command = f"colocate train {shlex.quote(short_path(self._saved[0]))} --resume_from_checkpoint auto"
+        num_processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return command if num_processes == "1" else f"torchrun --nproc_per_node {num_processes} -m {command}"

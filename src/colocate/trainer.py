@@ -19,6 +19,7 @@ from colocate.checkpoints.lock import holding_run_lock
 from colocate.config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.experience.slices import SliceRows
+from colocate.run_header import header_rows
 from colocate.trainer_arguments import (
     check_arguments,
     check_reward_source,
@@ -84,6 +85,7 @@ class GRPOTrainer(TRLNames):
             callbacks=callbacks,
             optimizers=optimizers,
             peft_config=peft_config,
+            report_to=args.report_to,
         )
         self.run = build_run(
             args,
@@ -142,7 +144,7 @@ class GRPOTrainer(TRLNames):
         stop_requested = stop.received()
         if self.control.should_save or stop_requested:
             with self.run.timeline.phase("save"):
-                self.save_checkpoint()
+                checkpoint = self.save_checkpoint()
         if is_lost:
             raise FileNotFoundError(
                 f"{self.args.run_dir} was deleted or moved away while the run was writing into it, and its "
@@ -150,7 +152,8 @@ class GRPOTrainer(TRLNames):
                 "is saved there anew: go on from it with resume_from_checkpoint=True."
             )
         if stop_requested:
-            raise SystemExit(143)  # 128 + SIGTERM, what a shell expects of a process that obeyed it
+            self.journal.say_stopped(stop.name, checkpoint)
+            raise stop.exception()
 
     def evaluate(
         self,
@@ -186,6 +189,7 @@ class GRPOTrainer(TRLNames):
             self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         )
         directory = sealed.find(requested, self.args.run_dir)
+        self.journal.introduce(header_rows(self.run), resumes=directory is not None)
         if directory is not None:
             self.load_checkpoint(directory)
         elif self.state.global_step > 0:
@@ -194,7 +198,7 @@ class GRPOTrainer(TRLNames):
                 "up. To train on, make a new trainer with model=trainer.model."
             )
         start = time.time(), self.state.global_step
-        self.journal.open(self.run.description(), resumed=directory is not None)
+        self.journal.open(self.run.description(), resumed_from=directory)
         if self.args.eval_on_start and directory is None:
             self.evaluate()
         self.journal.event("on_epoch_begin")

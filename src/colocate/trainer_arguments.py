@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallbac
 
 from colocate.config import GRPOConfig
 from colocate.option_values import shown
+from colocate.reporting.trackers import check_installed
+from colocate.rewards.arguments import check_columns
 from colocate.weights.layouts import causal_lm
 
 NOT_SUPPORTED = {
@@ -63,10 +65,15 @@ def check_arguments(
     callbacks: Any,
     optimizers: Any,
     peft_config: Any,
+    report_to: Any = None,
 ) -> None:
-    """Raises TypeError for an argument that is nothing `GRPOTrainer` takes, saying what it takes."""
+    """Raises TypeError for an argument that is nothing `GRPOTrainer` takes, saying what it takes.
+
+    ImportError where a tracker in `report_to` is not installed.
+    """
     _check_model(model)
     _check_reward_funcs(reward_funcs)
+    check_installed(report_to)
     if train_dataset is not None:
         _check_dataset("train_dataset", train_dataset)
     if isinstance(eval_dataset, dict):
@@ -82,6 +89,14 @@ def check_arguments(
     _check_callbacks(callbacks)
     _check_optimizers(optimizers)
     _check_peft_config(peft_config)
+
+
+def check_reward_columns(reward_funcs: Any, train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> None:
+    """Raises ValueError where a reward function needs an argument that a dataset has no column for."""
+    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    for dataset in (train_dataset, *evaluated):
+        if dataset is not None:
+            check_columns(reward_funcs, dataset.column_names, only_prompts=bool(args.remove_unused_columns))
 
 
 def _refuse(name: str, value: Any, wanted: str) -> NoReturn:

@@ -235,6 +235,7 @@ def test_tensorboard_event_files(tmp_path, monkeypatch):
     _, trainer = run(
         tmp_path / "out", report_to="tensorboard", eval_dataset=sums(1), eval_strategy="steps", eval_steps=2
     )
+    trainer.evaluate()  # goes into the same file
     (file,) = (tmp_path / "runs").rglob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
     for tag, name in (("train/reward", "reward"), ("train/loss", "loss"), ("eval/reward", "eval_reward")):

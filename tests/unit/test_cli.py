@@ -1,5 +1,6 @@
 """The command line: what it reads, what it passes on, how it fails. The trainer is a stand-in."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,14 +18,8 @@ from colocate.cli import main
 from colocate.config import GRPOConfig
 from colocate.option_values import coerce
 from colocate.rewards import accuracy_reward
-from colocate.run_config import (
-    RunConfig,
-    parse_run,
-    read_file,
-    read_overrides,
-    resolved,
-    save_run,
-)
+from colocate.run_config import RunConfig, RunFileWriter, parse_run, resolved, save_run
+from colocate.run_file import read_file, read_overrides
 
 # ── Reading options ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -194,7 +189,7 @@ def calls(monkeypatch):
         def train(self, resume_from_checkpoint):
             record.trained.append(resume_from_checkpoint)
             for callback in record.trainer["callbacks"]:
-                callback.on_train_begin(None, types.SimpleNamespace(is_world_process_zero=True), None)
+                callback.on_step_end(None, types.SimpleNamespace(is_world_process_zero=True), None)
 
         def save_model(self, path):
             record.saved.append(path)
@@ -254,6 +249,8 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--max_steps"], "max_steps needs a value: --max_steps VALUE"),
+        (["--report_to", "no_such_wandb,trackio"], "needs the package trackio: pip install 'trackio>="),
         (["--learning_rat", "1"], "There is no option 'learning_rat'; did you mean 'learning_rate'?"),
         (["--dataset_name", "d", "--reward_funcs", "think_format_reward"], "model_name_or_path is not set"),
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
@@ -330,6 +327,14 @@ def test_an_interruption_says_how_to_go_on(calls, capsys, tmp_path, monkeypatch)
     assert main(["train", *complete]) == 130
     printed = capsys.readouterr().err
     assert "--resume_from_checkpoint" in printed and "Traceback" not in printed
+
+    def stopped(self, resume_from_checkpoint):
+        raise KeyboardInterrupt("saved, and said so")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["colocate.trainer"].GRPOTrainer, "train", stopped)
+        assert main(["train", *complete]) == 130
+        assert capsys.readouterr().err == ""
     with pytest.raises(KeyboardInterrupt):
         main(["train", *complete, "--debug"])
 
@@ -504,6 +509,69 @@ def test_help_and_version_load_no_torch(arguments):
     assert "colocate" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lerning_rate", "1"], "did you mean 'learning_rate'?"),
+        (["run.yaml"], "There is no option 'max_step'; did you mean 'max_steps'?"),
+        (["--max_steps"], "max_steps needs a value"),
+        (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
+    ],
+)
+def test_what_can_be_refused_at_once_is_refused_before_torch_is_loaded(arguments, said, tmp_path):
+    (tmp_path / "run.yaml").write_text("model_name_or_path: m\nmax_step: 3\n")
+    code = (
+        f"import os, sys\nfrom colocate.cli import main\nos.chdir({str(tmp_path)!r})\n"
+        f"assert main({['train', *arguments]!r}) == 1\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert said in result.stderr
+
+
+def test_the_header_begins_before_torch_is_loaded(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "model_name_or_path: some/model\ndataset_name: prompts.jsonl\nreward_funcs: [accuracy_reward]\n"
+        "output_dir: runs/first\n"
+    )
+    code = (
+        "import os, sys\nfrom colocate.cli import main\n"
+        f"os.chdir({str(tmp_path)!r})\nsys.modules['torch'] = None  # whoever loads it fails\n"
+        "try: main(['train', 'run.yaml'])\nexcept ImportError: pass"
+    )
+    printed = python("-c", code).stdout
+    for shown in ("train run.yaml", "some/model", "prompts.jsonl", "accuracy_reward", "runs/first"):
+        assert shown in printed
+
+
+def test_a_missing_model_is_told_with_how_its_run_file_says_it_is_made(capsys, monkeypatch, tmp_path):
+    recipe = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", str(recipe)]) == 1
+    printed = capsys.readouterr().err
+    assert "There is no directory 'runs/quickstart/model'" in printed and "`make quickstart` runs" in printed
+
+
+def test_names_known_without_an_import_are_those_of_the_classes():
+    from colocate.declared_options import _types
+
+    names = {f.name for record in (RunConfig, GRPOConfig) for f in dataclasses.fields(record)}
+    assert names <= _types().keys()
+    private = {name for name in _types().keys() - names if not name.startswith("_")}
+    assert private <= {"n_gpu"}  # what the classes declare for themselves
+
+
+def test_a_run_that_was_started_here_is_resumed_by_its_own_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    writer = RunFileWriter(tmp_path / "runs" / "a b" / "config.yaml", RunConfig(), {})
+    assert writer.resume_command == "colocate train 'runs/a b/config.yaml' --resume_from_checkpoint auto"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert writer.resume_command.startswith("torchrun --nproc_per_node 2 -m colocate train 'runs/a b/")
+
+
 def test_exit_codes_of_the_program(tmp_path):
     unknown = python("-m", "colocate.cli", "train", "--learning_rat", "1")
     assert unknown.returncode == 1
@@ -516,8 +584,6 @@ def test_exit_codes_of_the_program(tmp_path):
 
 
 def test_run_config_has_no_name_of_grpo_config():
-    import dataclasses
-
     shared = {f.name for f in dataclasses.fields(RunConfig)} & {
         f.name for f in dataclasses.fields(GRPOConfig)
     }

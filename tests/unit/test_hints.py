@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import TrainingArguments
@@ -30,15 +31,19 @@ def test_help_lists_every_option_with_its_default():
     }
     classes = [cls for cls in (RunConfig, *GRPOConfig.__mro__) if cls.__module__.startswith("colocate.")]
     own = {name for cls in classes for name in inspect.get_annotations(cls)}
-    declared = {f.name: f.default for f in (*fields(RunConfig), *fields(GRPOConfig)) if f.name in own}
+    declared = {f.name: f.default for f in (*fields(RunConfig), *fields(GRPOConfig))}
     assert listed == {
-        name: None if default is None or default is MISSING else str(default)
+        name: None if default is None or default is MISSING else str(getattr(default, "value", default))
         for name, default in declared.items()
         if name in listed
     }
+    used = "output_dir max_steps per_device_train_batch_size save_steps report_to seed eval_strategy"
+    assert not set(used.split()) - listed.keys()
+    recipes = (Path(__file__).parents[2] / "recipes").glob("*.yaml")
+    assert not {name for recipe in recipes for name in yaml.safe_load(recipe.read_text())} - listed.keys()
     honoured_by_vllm = frozenset().union(*HONOURED_BY.values())
     assert not (listed.keys() & REFUSED.keys()) - honoured_by_vllm
-    unlisted = declared.keys() - listed.keys()
+    unlisted = declared.keys() & own - listed.keys()
     assert unlisted <= {"use_vllm", "vllm_mode"} | RENAMED.keys() | UNNECESSARY.keys() | REFUSED.keys()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from colocate.checkpoints.interruption import StopRequest
 
-ONE_PROCESS = SimpleNamespace(num_processes=1)
+ONE_PROCESS = SimpleNamespace(num_processes=1, is_main_process=True)
 fork = multiprocessing.get_context("fork")
 
 
@@ -88,3 +88,48 @@ def test_children_have_the_handler_from_before_the_run():
     with StopRequest(ONE_PROCESS):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_first_ctrl_c_waits_for_the_step_and_the_second_does_not(monkeypatch, capfd):
+    monkeypatch.setattr("colocate.checkpoints.interruption.SAME_INTERRUPT_S", 0.05)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopRequest(ONE_PROCESS) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # as a launcher passes it on
+        assert stop.received() and stop.name == "Ctrl-C"
+        assert isinstance(stop.exception(), KeyboardInterrupt)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second Ctrl-C does not stop at once")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "Press it again to stop at once" in capfd.readouterr().err
+
+
+def test_sigterm_after_ctrl_c_aborts_nothing_and_ends_like_the_first():
+    with StopRequest(ONE_PROCESS) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.exception().code == 143
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.name == "SIGTERM"
+
+
+def test_ctrl_c_does_not_end_the_processes_that_a_step_needs():
+    def run() -> None:
+        with StopRequest(ONE_PROCESS) as stop:
+            process = fork.Process(target=time.sleep, args=(0.5,))
+            process.start()
+            os.killpg(os.getpgid(0), signal.SIGINT)  # what a terminal does
+            process.join()
+            assert process.exitcode == 0 and stop.received()
+
+    assert ends_well(run)
+
+
+def test_a_background_job_goes_on_ignoring_ctrl_c():
+    def run() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with StopRequest(ONE_PROCESS) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop.received()
+
+    assert ends_well(run)

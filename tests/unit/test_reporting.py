@@ -32,11 +32,10 @@ from colocate.reporting.completions import CompletionTable, print_completions, w
 from colocate.reporting.metrics import Metrics
 from colocate.reporting.picture import write_picture
 from colocate.reporting.plots import Axis, Plot, compact, course, decimate, smooth
-from colocate.reporting.progress import Progress
 from colocate.reporting.provenance import command_of, commit_of, provenance
 from colocate.reporting.report import write_report
 from colocate.reporting.run import Run, read_run
-from colocate.reporting.run_log import RunLog
+from colocate.reporting.run_log import RunLog, earlier_record
 
 GIB = 2**30
 
@@ -227,6 +226,37 @@ def test_a_step_cannot_be_logged_twice_and_keys_cannot_clash(tmp_path):
     assert len(read_strictly(tmp_path / "metrics.jsonl")) == 1
 
 
+def test_a_run_that_cannot_start_leaves_the_record_as_it_is(tmp_path):
+    log = RunLog(tmp_path, run_id="first")
+    log.describe({"run_id": "first"})
+    log.log_step(1, {"reward": 1}, epoch=0.1, timeline={})
+    log.close()
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert "of an earlier run, 1 steps: kept as metrics.1.jsonl" in earlier_record(tmp_path)
+    for resume_step in (None, 0):
+        failed = RunLog(tmp_path, resume_step, run_id="second")
+        failed.describe({"run_id": "second"})
+        failed.log_eval(0, {"eval_reward": 0.5}, epoch=0.0)
+        assert not failed.is_lost
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+    failed.log_step(1, {"reward": 2}, epoch=0.1, timeline={})
+    assert [r.get("reward") for r in read_strictly(tmp_path / "metrics.jsonl")] == [None, 2]
+    assert [r["reward"] for r in read_strictly(tmp_path / "metrics.1.jsonl")] == [1]
+    assert json.loads((tmp_path / "run.json").read_text())["run_id"] == "second"
+    assert earlier_record(tmp_path / "nowhere") is None
+
+
+def test_completions_can_be_searched_in_any_script(tmp_path):
+    texts = ["蘋果 十二", "half a character \ud83d", "a line\u2028that some programs end", "\x85"]
+    log = RunLog(tmp_path)
+    zeros = [0.0] * len(texts)
+    log.log_completions(1, CompletionTable(texts, texts, {"score": zeros}, zeros), num_samples=9)
+    log.close()
+    content = (tmp_path / "completions.jsonl").read_text(encoding="utf-8")
+    assert "蘋果 十二" in content
+    assert [json.loads(line)["prompt"] for line in content.splitlines()] == texts
+
+
 # --- tables of completions --------------------------------------------------------------------------------
 
 
@@ -286,6 +316,28 @@ def test_print_completions_chooses_rows_as_asked():
     assert sum(word in printed(table, num_completions_to_print=1) for word in ("one", "two", "three")) == 1
     assert random.getstate() == state
     assert printed(table, num_completions_to_print=0) == ""
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_completions_with_many_columns_are_records_in_full_width(width):
+    table = CompletionTable(
+        prompts=["What is two and three?"],
+        completions=["The answer is five, " * 8],
+        rewards={"accuracy_reward": [1.0], "think_format_reward": [0.5], "brevity": [-3.0]},
+        advantages=[0.7],
+        extra={"extracted_answer": ["5"], "judge_note": ["[b]good"]},
+    )
+    console = Console(file=io.StringIO(), width=width)
+    print_completions(table, 7, console=console)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(len(line) > width - 10 for line in lines if "answer" in line) >= 160 // width
+    text = console.file.getvalue()
+    for shown in ("Step 7", "What is two and three?", "accuracy_reward=1.00", "Advantage=0.70", "[b]good"):
+        assert shown in text
+    wide = Console(file=io.StringIO(), width=200)
+    print_completions(table, 7, console=wide)
+    assert "accuracy_reward ┃" in wide.file.getvalue()
 
 
 # --- the timeline -----------------------------------------------------------------------------------------
@@ -922,78 +974,6 @@ def test_commit_is_that_of_the_repository_around(tmp_path):
 )
 def test_command_is_what_was_typed(words, command):
     assert command_of(words) == command
-
-
-# --- progress ---------------------------------------------------------------------------------------------
-
-
-def record_of(step: int) -> dict:
-    return {
-        "reward": 0.5,
-        "reward_std": 0.25,
-        "num_tokens": 3000 * step,
-        "wall_s": 2.0,
-        "phases": {"rollout": 1.2, "train": 0.6, "train/forward": 0.3},
-        "memory": {"limit_bytes": 80 * GIB, "spans": [{"phase": "train", "peak_bytes": 61 * GIB}]},
-    }
-
-
-def plain_output(**options) -> list[str]:
-    console = Console(file=io.StringIO(), width=40)
-    with Progress(console=console, **options) as progress:
-        for step in range(1, 4):
-            progress.set_phase("rollout")
-            progress.update(step, 4, record_of(step))
-    return console.file.getvalue().splitlines()
-
-
-def test_progress_prints_one_plain_line_per_step_without_a_terminal():
-    lines = plain_output()
-    assert lines[0] == (
-        "step 1/4 | reward 0.500 ± 0.250 | speed 1500 tokens/s | step time 2 s (rollout 60%, train 30%) | "
-        "memory 61.0 of 80.0 GiB | ETA 0:00:06"
-    )
-    assert len(lines) == 3 and "\x1b" not in "".join(lines)
-    assert [line.split(" |")[0] for line in plain_output(logging_steps=2)] == ["step 2/4"]
-    assert plain_output(is_main_process=False) == []
-
-
-def test_phases_that_not_every_step_has_count_in_the_step_time():
-    console = Console(file=io.StringIO())
-    progress = Progress(console=console)
-    progress.update(1, 9, {"wall_s": 3.0, "phases": {"rollout": 2.0, "train": 1.0}})
-    progress.update(2, 9, {"wall_s": 1.0, "phases": {"train": 1.0}})
-    assert "step time 2 s (rollout 50%, train 50%)" in console.file.getvalue().splitlines()[-1]
-
-
-def test_progress_with_missing_metrics_says_what_it_knows():
-    console = Console(file=io.StringIO())
-    Progress(console=console).update(7, 9, {"reward": None, "num_tokens": 5, "phases": None})
-    assert console.file.getvalue() == "step 7/9 | \n"
-
-
-def test_live_panel_shows_step_phase_and_memory_in_80_columns():
-    console = Console(file=io.StringIO(), width=80, height=24, force_terminal=True)
-    with Progress(console=console) as progress:
-        progress.update(1, 2, record_of(1))
-        progress.set_phase("train/forward")
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
-    for shown in ("step 1/2", "50.0%", "● train/forward", "○ rollout", "0.500 ± 0.250", "61.0 of 80.0 GiB"):
-        assert shown in text
-    assert max(map(len, text.splitlines())) <= 80
-    plain = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    with Progress(console=plain, disable_tqdm=True) as progress:
-        progress.update(1, 2, record_of(1))
-    assert plain.file.getvalue().startswith("step 1/2 |")
-
-
-def test_speed_is_not_made_up_after_resuming():
-    console = Console(file=io.StringIO())
-    progress = Progress(console=console)
-    progress.update(11, 20, record_of(11))
-    progress.update(12, 20, record_of(12))
-    first, second = console.file.getvalue().splitlines()
-    assert "tokens/s" not in first and "1500 tokens/s" in second
 
 
 # --- metrics ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerState, TrainingArguments
 
 from colocate.checkpoints import sealed
-from colocate.options import nearest
+from colocate.option_values import nearest
 
 logger = logging.getLogger(__name__)
 

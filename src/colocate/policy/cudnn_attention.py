@@ -51,8 +51,8 @@ def _why_not_on_hopper(dtype: torch.dtype, head_size: int) -> str | None:
     if not _is_installed():
         version = f"{_OLDEST_VERSION // 10000}.{_OLDEST_VERSION // 100 % 100}"
         return (
-            f"cuDNN's, from version {version} on, is faster on this GPU and not installed; pip install "
-            "'nvidia-cudnn-frontend~=1.18.0'"
+            f"cuDNN's, from version {version} on, is faster on this GPU and not installed: "
+            "pip install 'nvidia-cudnn-frontend~=1.18.0'"
         )
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -235,7 +236,10 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
             f"{type(peft_config).__name__} puts virtual tokens before the prompt, which the rollout engine "
             "and the packed forward do not see. Use an adapter on weights, such as LoraConfig."
         )
-    return get_peft_model(model, peft_config)
+    with warnings.catch_warnings():
+        # PEFT asks by a name that transformers has deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return get_peft_model(model, peft_config)
 
 
 def disable_dropout(model: nn.Module) -> None:

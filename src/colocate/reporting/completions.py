@@ -10,8 +10,10 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+from rich.cells import cell_len
 from rich.console import Console
 from rich.panel import Panel
+from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
@@ -107,6 +109,9 @@ def print_completions(
 ) -> None:
     """Print the completions of a step as a table, one row each.
 
+    Where the other columns leave too little room for the text, each is a record: its text in full width, and
+    its scores beneath.
+
     Args:
         num_completions_to_print: this many at random; None prints all, 0 none.
         log_unique_prompts: only the first completion of every prompt.
@@ -117,24 +122,53 @@ def print_completions(
         table = table.sample(max(0, num_completions_to_print), seed=step)
     if not table.prompts:
         return
+    console = console or Console()
+    rows = [_scores(table, i) for i in range(len(table.prompts))]
+    texts = {name: [name, *(line for row in rows for line in row[name].splitlines())] for name in rows[0]}
+    taken = sum(max(map(cell_len, lines)) for lines in texts.values())
+    # Each column has two spaces and a line, and there is a frame around all of them.
+    room = console.width - taken - 3 * (len(texts) + 2) - 7
+    print_all = _print_table if room >= 2 * _MIN_TEXT_WIDTH else _print_records
+    print_all(table, rows, step, console)
+
+
+_MIN_TEXT_WIDTH = 24
+"""Columns of a table in which a prompt or completion can still be read."""
+
+
+def _scores(table: CompletionTable, row: int) -> dict[str, str]:
+    """What there is to say of one completion beside its text, by column, in the order of columns."""
+    return {
+        **{name: f"{values[row]:.2f}" for name, values in table.rewards.items()},
+        "Advantage": f"{table.advantages[row]:.2f}",
+        **{name: as_text(values[row]) for name, values in table.extra.items()},
+    }
+
+
+def _print_table(table: CompletionTable, rows: list[dict[str, str]], step: int, console: Console) -> None:
     grid = Table(expand=True, show_lines=True)
     grid.add_column("Prompt", style="yellow", ratio=2)
     grid.add_column("Completion", style="green", ratio=3)
-    for name in table.rewards:
-        grid.add_column(name, style="cyan", justify="right")
-    grid.add_column("Advantage", style="magenta", justify="right")
-    for name in table.extra:
-        grid.add_column(name)
-    for i, (prompt, completion) in enumerate(zip(table.prompts, table.completions, strict=True)):
-        grid.add_row(
-            # Text, not str: a completion may contain what rich takes for markup.
-            Text(as_text(prompt)),
-            Text(as_text(completion)),
-            *(f"{column[i]:.2f}" for column in table.rewards.values()),
-            f"{table.advantages[i]:.2f}",
-            *(Text(as_text(column[i])) for column in table.extra.values()),
-        )
-    (console or Console()).print(Panel(grid, title=f"Step {step}"))
+    for name in rows[0]:
+        style = "magenta" if name == "Advantage" else "cyan" if name in table.rewards else ""
+        grid.add_column(name, style=style, justify="left" if name in table.extra else "right")
+    for prompt, completion, scores in zip(table.prompts, table.completions, rows, strict=True):
+        # Text, not str: a completion may contain what rich takes for markup.
+        grid.add_row(*(Text(text) for text in (as_text(prompt), as_text(completion), *scores.values())))
+    console.print(Panel(grid, title=f"Step {step}"))
+
+
+def _print_records(table: CompletionTable, rows: list[dict[str, str]], step: int, console: Console) -> None:
+    for i, scores in enumerate(rows):
+        console.print(Rule(f"Step {step}, {i + 1} of {len(rows)}", style="dim", align="left"))
+        for label, entry, style in (
+            ("Prompt", table.prompts[i], "yellow"),
+            ("Completion", table.completions[i], "green"),
+        ):
+            console.print(Text(label, style="bold"))
+            console.print(Text(as_text(entry), style=style))
+        parts = [Text.assemble((name, "bold"), "=", text) for name, text in scores.items()]
+        console.print(Text("  ").join(parts))
 
 
 def _as_data(value: Any) -> Any:

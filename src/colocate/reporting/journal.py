@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,16 +14,17 @@ import torch
 import transformers
 from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 import colocate
 from colocate.redaction import redacted
+from colocate.reporting import messages
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
 from colocate.reporting.metrics import MetricHistory
-from colocate.reporting.progress import Progress
+from colocate.reporting.progress import Progress, clock
 from colocate.reporting.provenance import provenance
-from colocate.reporting.run_log import RunLog
+from colocate.reporting.run_log import RunLog, earlier_record
 
 TRAINER_STATE_FILE = "trainer_state.json"
 LAST_VALUES = ("learning_rate", "grad_norm", "num_tokens")
@@ -32,9 +34,18 @@ BETWEEN_STEPS = ("evaluate", "save")
 """Phases that come after one step and before the next."""
 
 
+class _TensorBoard(TensorBoardCallback):
+    """Keeps its file of events open: an evaluation that follows training belongs to the same run."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.tb_writer is not None:
+            self.tb_writer.flush()
+
+
 def _integrations(report_to: Any) -> list[TrainerCallback]:
+    own = {TensorBoardCallback: _TensorBoard}
     try:
-        return [callback() for callback in get_reporting_integration_callbacks(report_to)]
+        return [own.get(callback, callback)() for callback in get_reporting_integration_callbacks(report_to)]
     except RuntimeError as error:  # what transformers raises where the package is missing
         raise ImportError(f"report_to={report_to!r}: {error}") from error
 
@@ -46,6 +57,10 @@ class JournalOptions(Protocol):
     report_to: Any
     disable_tqdm: bool | None
     per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    steps_per_generation: int | None
+    num_iterations: int
+    save_only_model: bool
     restore_callback_states_from_checkpoint: bool
     log_completions: bool
     log_unique_prompts: bool
@@ -92,6 +107,11 @@ class Journal:
         self._history = MetricHistory()
         self._since_last_step: dict[str, float] = {}
         self._rollout: dict[str, float] = {}
+        self._rollout_tokens = 0
+        assert args.steps_per_generation is not None, "GRPOConfig derives it"
+        self._rollouts_per_step = args.gradient_accumulation_steps / (
+            args.steps_per_generation * args.num_iterations
+        )
         self._last: dict[str, float] = {}
         self._loss_sum, self._num_losses = 0.0, 0
         self._last_logged_step = 0
@@ -135,10 +155,29 @@ class Journal:
             setattr(state, name, getattr(self.state, name))
         self.state = state
 
-    def open(self, description: dict[str, Any], *, resumed: bool) -> None:
-        """Begin or continue the run's record."""
+    def introduce(self, rows: dict[str, str], *, resumes: bool) -> None:
+        """Say what the run is, what its `output_dir` has already, and where it writes.
+
+        Args:
+            rows: by their labels.
+        """
+        if not self.state.is_world_process_zero:
+            return
+        rows = {**rows, "output": messages.short_path(self.args.run_dir)}
+        if not resumes and (record := earlier_record(self.args.run_dir)):
+            rows["record"] = record
+        messages.complete_header(redacted(rows), self.progress.console)
+
+    def open(self, description: dict[str, Any], *, resumed_from: Path | None) -> None:
+        """Begin or continue the run's record; files change with the first step.
+
+        Args:
+            resumed_from: the checkpoint that has been loaded; None begins a run.
+        """
         if self.state.is_world_process_zero:
-            step = self.state.global_step if resumed else None
+            step = None if resumed_from is None else self.state.global_step
+            if resumed_from is not None:
+                self.say(messages.continuing(resumed_from, self.state.global_step, self.state.max_steps))
             self._run_log = RunLog(self.args.run_dir, step, self.run_id)
             versions = {
                 "colocate": colocate.__version__,
@@ -155,7 +194,12 @@ class Journal:
             }
             self._run_log.describe(redacted(description))
         self._last_logged_step = self.state.global_step
+        self._started_s = time.monotonic()
         self.event("on_train_begin")
+
+    def say(self, text: str) -> None:
+        """Print some words about the run, once and not on each rank."""
+        self.progress.say(redacted(text))
 
     @property
     def is_lost(self) -> bool:
@@ -164,8 +208,26 @@ class Journal:
         return self._run_log is not None and self._run_log.is_lost
 
     def close(self) -> None:
-        """End the run. The record stays open for evaluations that follow."""
+        """End the run and say so. The record stays open for evaluations that follow."""
+        if self._run_log is not None:
+            self._run_log.begin()
         self.event("on_train_end")
+        duration = clock(time.monotonic() - self._started_s)
+        step, max_steps = self.state.global_step, self.state.max_steps
+        self.say(messages.finished(step, max_steps, duration, self.args.run_dir))
+
+    def say_stopped(self, by: str, checkpoint: Path) -> None:
+        """Say that the run was asked to stop, what it has saved, and how to go on with it."""
+        step, max_steps = self.state.global_step, self.state.max_steps
+        text = messages.stopped(by, step, max_steps, checkpoint, self._how_to_resume())
+        self.progress.say_at_end(redacted(text))
+
+    def _how_to_resume(self) -> str | None:
+        if self.args.save_only_model:
+            return None
+        # The command line's callback knows what to type.
+        commands = [c.resume_command for c in self.handler.callbacks if hasattr(c, "resume_command")]
+        return commands[0] if commands else "trainer.train(resume_from_checkpoint=True)"
 
     def set_phase(self, name: str) -> None:
         """Show the phase that begins."""
@@ -175,7 +237,7 @@ class Journal:
         """Take note of a rollout; its metrics belong to the optimizer step that comes next."""
         self.state.num_input_tokens_seen += num_tokens
         self._since_last_step.update(metrics)
-        self._rollout = metrics
+        self._rollout, self._rollout_tokens = metrics, num_tokens
         self._table = table
 
     def end_step(self, metrics: dict[str, float], timeline: dict[str, Any]) -> None:
@@ -204,7 +266,13 @@ class Journal:
         if self._run_log is not None:
             record = self._run_log.log_step(step, metrics, epoch=self.state.epoch, timeline=timeline)
             # A rollout that feeds several steps stays in sight until the next one.
-            self.progress.update(step, self.state.max_steps, {**self._rollout, **record})
+            self.progress.update(
+                step,
+                self.state.max_steps,
+                record,
+                rollout=self._rollout,
+                step_tokens=self._rollout_tokens * self._rollouts_per_step,
+            )
         self.event("on_step_end")
 
     @property
@@ -253,7 +321,7 @@ class Journal:
         if not (self.args.log_completions and self.state.is_world_process_zero and self._table is not None):
             return
         table = self._table.unique_prompts() if self.args.log_unique_prompts else self._table
-        print_completions(table, step, self.args.num_completions_to_print)
+        print_completions(table, step, self.args.num_completions_to_print, console=self.progress.console)
         write_completions_parquet(self.args.run_dir, step, self._table)
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,6 +329,7 @@ class Journal:
             "history": self._history.state_dict(),
             "last": self._last,
             "losses": (self._loss_sum, self._num_losses),
+            "rollout": (self._rollout, self._rollout_tokens),
             # Several steps train on it, and one of them may log it.
             "table": self._table.state_dict() if self._table and self.state.is_world_process_zero else None,
         }
@@ -269,6 +338,7 @@ class Journal:
         self._history.load_state_dict(state["history"])
         self._last = state["last"]
         self._loss_sum, self._num_losses = state["losses"]
+        self._rollout, self._rollout_tokens = state.get("rollout", ({}, 0))  # not in older checkpoints
         self._table = None if state["table"] is None else CompletionTable(**state["table"])
 
     def _restore_callbacks(self, saved: dict[str, Any]) -> None:

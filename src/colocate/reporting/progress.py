@@ -1,28 +1,28 @@
-"""What the run is doing, on the terminal: a live panel, or one line per report where there is no terminal.
+"""What the run is doing: a live panel on a terminal, a table in a notebook, one line per report elsewhere.
 
 progress = Progress(is_main_process=state.is_world_process_zero, disable_tqdm=args.disable_tqdm)
 timeline = Timeline(device, on_phase=progress.set_phase)
 with progress:
     for step in ...:
         record = run_log.log_step(step, metrics, epoch=epoch, timeline=timeline.drain())
-        progress.update(step, max_steps, record)
+        progress.update(step, max_steps, record, rollout=metrics_of_the_rollout, step_tokens=tokens)
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
+from transformers.utils import is_in_notebook
 
+from colocate.reporting.notebook import NotebookTable
+from colocate.reporting.panel import LivePanel
 from colocate.reporting.plots import compact
 from colocate.reporting.run import number
 
@@ -30,8 +30,18 @@ _GIB = 2**30
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_SPARKS = 32
 _RATE_STEPS = 20  # speed and time left are means over this many steps
-_PHASE_STYLES = {"rollout": "blue", "score": "yellow", "train": "dark_orange", "publish": "green"}
+_ACCENT = "dodger_blue1"
+"""Of the 256 colours, whose shades no terminal redefines: ANSI's own blue cannot be read on black."""
+_PHASE_STYLES = {"rollout": _ACCENT, "score": "gold3", "train": "dark_orange", "publish": "green3"}
 _STEP_PHASES = ("rollout", "score", "train", "publish")
+_LINE_FACTS = ("reward", "length", "speed", "step time", "memory", "ETA")
+"""What a plain line says; the panel has room for more."""
+_BY_IMPORTANCE = (
+    *("reward", "length", "step time", "speed", "eval", "zero std", "memory", "rewards", "policy"),
+)
+_LABEL_WIDTH = 10
+_NARROW = 60
+"""Columns below which the panel leaves out the phases that do not run."""
 
 
 class Progress:
@@ -48,8 +58,8 @@ class Progress:
         """Only the main process shows anything.
 
         Args:
-            disable_tqdm: plain lines on a terminal too.
-            logging_steps: a plain line every so many steps, and for the last one.
+            disable_tqdm: plain lines on a terminal and in a notebook, too.
+            logging_steps: a plain line or row every so many steps, and for the last one.
         """
         self._console = console or Console()
         self._shows = is_main_process
@@ -58,60 +68,99 @@ class Progress:
         self._step = self._total = 0
         # What the panel shows. Replaced as a whole, because the panel is drawn by another thread.
         self._shown: dict[str, str] = {}
+        self._evaluated = ""
         self._spark = ""
         self._rewards: deque[float] = deque(maxlen=_NUM_SPARKS)
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_RATE_STEPS)  # steps, seconds, tokens
         self._recent_phases: deque[Mapping[str, Any]] = deque(maxlen=_RATE_STEPS)
-        self._num_tokens: float | None = None
-        self._live: Live | None = None
-        if is_main_process and self._console.is_terminal and not disable_tqdm:
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+        self._at_end: str | None = None
+        self._is_running = False
+        self._live: LivePanel | None = None
+        self._table: NotebookTable | None = None
+        if is_main_process and not disable_tqdm:
+            if "IPython" in sys.modules and is_in_notebook():  # marimo is a notebook without it
+                self._table = NotebookTable()
+            elif self._console.is_terminal:
+                self._live = LivePanel(self._lines, self._console)
 
     def __enter__(self) -> Progress:
-        if self._live is not None:
-            self._live.start()
+        self._is_running = True
+        display = self._live or self._table
+        if display is not None:
+            display.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._is_running = False
+        display = self._live or self._table
+        if display is not None:
+            display.stop()
+        if self._at_end is not None:
+            self.say(self._at_end)
+            self._at_end = None
 
     @property
     def console(self) -> Console:
         """Print through it while the panel is up: what is printed scrolls by above."""
         return self._console
 
+    def say(self, text: str) -> None:
+        """Print some words about the run, above the panel if there is one."""
+        if self._shows:
+            self._console.print(Text(text), soft_wrap=True)
+
+    def say_at_end(self, text: str) -> None:
+        """Print it below everything else, as the run's last words."""
+        self._at_end = text
+
     def set_phase(self, name: str) -> None:
+        """Show the phase that begins."""
         self._phase, self._phase_start = name, time.monotonic()
 
-    def update(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
+    def update(
+        self,
+        step: int,
+        total: int,
+        record: Mapping[str, Any],
+        *,
+        rollout: Mapping[str, Any] | None = None,
+        step_tokens: float = math.nan,
+    ) -> None:
         """Show the state after `step` of `total` steps.
 
         Args:
-            metrics: the step's record, as `RunLog.log_step` returns it. What is missing is not shown.
+            record: of the step, as `RunLog.log_step` returns it. What is missing is not shown.
+            rollout: metrics of the rollout that the step trained on, which may have come before it.
+            step_tokens: the step's share in that rollout's tokens.
         """
-        tokens = number(metrics.get("num_tokens"))
-        before = 0.0 if step == 1 else self._num_tokens
-        spent = math.nan if before is None else tokens - before
-        self._num_tokens = tokens
-        self._recent.append((step - self._step if self._step else 1, number(metrics.get("wall_s")), spent))
-        self._recent_phases.append(metrics.get("phases") or {})
+        metrics = {**(rollout or {}), **record}
+        steps = step - self._step if self._step else 1
+        self._recent.append((steps, number(record.get("wall_s")), steps * step_tokens))
+        self._recent_phases.append(record.get("phases") or {})
         self._step, self._total = step, total
-        reward = number(metrics.get("reward"))
+        # One point per rollout, however many steps train on it.
+        reward = number(record.get("reward"))
         if math.isfinite(reward):
             self._rewards.append(reward)
         self._shown, self._spark = self._facts(metrics), sparkline(self._rewards)
-        is_due = step % self._logging_steps == 0 or step == total
-        if self._shows and self._live is None and is_due:
+        is_due = self._shows and (step % self._logging_steps == 0 or step == total)
+        if self._table is not None:
+            self._table.update(self._head(), self._row() if is_due else None)
+        elif self._live is None and is_due:
             # soft_wrap: a log is read by programs, which want one line per step however narrow the console.
             self._console.print(Text(self._line()), soft_wrap=True)
 
     def show_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Say in one line what an evaluation after `step` steps found; above the panel, if there is one."""
+        """Say what an evaluation after `step` steps found: a line and the panel, or a notebook's table."""
         rewards = {name: number(value) for name, value in metrics.items() if name.endswith("_reward")}
-        if self._shows and rewards:
-            found = " | ".join(f"{name} {compact(value)}" for name, value in rewards.items())
-            self._console.print(Text(f"step {step} | {found}"), soft_wrap=True)
+        if not self._shows or not rewards:
+            return
+        if self._table is not None:
+            self._table.add_evaluation(step, {name: compact(value) for name, value in rewards.items()})
+            return
+        found = [f"{name} {compact(value)}" for name, value in rewards.items()]
+        self._evaluated = f"{', '.join(found)} at step {step}"
+        self.say(f"step {step} | " + " | ".join(found))
 
     def _seconds_per_step(self) -> float:
         timed = [(steps, seconds) for steps, seconds, _ in self._recent if seconds > 0]
@@ -130,65 +179,123 @@ class Progress:
         return f" ({', '.join(shares)})" if shares else ""
 
     def _tokens_per_second(self) -> float:
-        counted = [(seconds, tokens) for _, seconds, tokens in self._recent if tokens >= 0 and seconds > 0]
+        """Tokens that the recent steps trained on by the time they took, rollout included."""
+        counted = [(seconds, tokens) for _, seconds, tokens in self._recent if tokens > 0 and seconds > 0]
         return sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else math.nan
 
-    def _facts(self, record: Mapping[str, Any]) -> dict[str, str]:
+    def _facts(self, metrics: Mapping[str, Any]) -> dict[str, str]:
         """What there is to say, by name, in order; what is unknown is left out."""
-        reward, std = number(record.get("reward")), number(record.get("reward_std"))
-        length = number(record.get("completions/mean_length"))
-        seconds, speed = self._seconds_per_step(), self._tokens_per_second()
+        seconds = self._seconds_per_step()
         left = seconds * (self._total - self._step)
         facts = {
-            "reward": f"{reward:.3f}" + (f" ± {std:.3f}" if math.isfinite(std) else ""),
-            "length": f"{length:.0f} tokens",
-            "speed": f"{compact(speed)} tokens/s",
-            "step time": f"{compact(seconds)} s" + self._shares(),
-            "memory": _memory(record),
+            "reward": _filled("{:.3f}", metrics.get("reward"))
+            + _filled(" ± {:.3f}", metrics.get("reward_std")),
+            "rewards": _by_function(metrics),
+            "length": _length(metrics),
+            "zero std": _filled("{:.0%} of groups, without a gradient", metrics.get("frac_reward_zero_std")),
+            "policy": _policy(metrics),
+            "speed": _filled("{} tokens/s", self._tokens_per_second(), compact),
+            "step time": _filled("{} s", seconds, compact) + self._shares(),
+            "memory": _memory(metrics),
             "ETA": clock(left) if left > 0 else "",
         }
-        known = {"reward": reward, "length": length, "speed": speed, "step time": seconds}
-        return {name: text for name, text in facts.items() if text and math.isfinite(known.get(name, 0.0))}
+        return {name: text for name, text in facts.items() if text}
 
     def _line(self) -> str:
-        facts = " | ".join(f"{name} {text}" for name, text in self._shown.items())
+        facts = " | ".join(f"{name} {self._shown[name]}" for name in _LINE_FACTS if name in self._shown)
         return f"step {self._step}/{self._total} | {facts}"
 
-    def _render(self) -> RenderableType:
-        facts = dict(self._shown)
-        head = Table.grid(expand=True, padding=(0, 1))
-        head.add_column()
-        head.add_column(ratio=1)
-        head.add_column(justify="right")
-        share = f"{100 * self._step / self._total:.1f}%" if self._total else "starting"
-        head.add_row(
-            Text(f"step {self._step}/{self._total}" if self._total else "step –", style="bold"),
-            ProgressBar(total=self._total or 1, completed=self._step, complete_style="blue"),
-            Text(f"{share}  ETA {facts.pop('ETA')}" if "ETA" in facts else share),
-        )
-        body = Table.grid(padding=(0, 2))
-        body.add_column(style="dim", min_width=9)
-        body.add_column(no_wrap=True, overflow="ellipsis")
-        body.add_row("now", self._phase_strip())
-        for name, text in facts.items():
-            spark = Text(f"  {self._spark}", style="blue") if name == "reward" else Text()
-            body.add_row(name, Text(text) + spark)
-        return Panel(Group(head, body), title="colocate", title_align="left", border_style="dim")
+    def _head(self) -> str:
+        eta = f", ETA {self._shown['ETA']}" if "ETA" in self._shown else ""
+        return f"step {self._step}/{self._total}{eta}"
 
-    def _phase_strip(self) -> Text:
+    def _row(self) -> dict[str, str]:
+        """A row of a notebook's table."""
+        return {"step": str(self._step), **{n: t for n, t in self._shown.items() if n != "ETA"}}
+
+    # ── The panel ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _lines(self, width: int, height: int) -> list[Text]:
+        """The panel's lines, at most `width` columns wide; where rows are few, those that matter most."""
+        facts = {**self._shown, **({"eval": self._evaluated} if self._evaluated else {})}
+        eta = facts.pop("ETA", "")
+        num_rows = max(0, height - 4)
+        kept = [name for name in _BY_IMPORTANCE if name in facts][:num_rows]
+        lines = [self._bar(width, eta)]
+        if self._is_running:
+            lines.append(_labelled("now", self._phase_strip(width), width))
+        for name in (name for name in facts if name in kept):
+            text = Text(facts[name])
+            if name == "reward":
+                room = width - _LABEL_WIDTH - len(text) - 2
+                text.append(f"  {self._spark[-room:]}" if room > 0 else "", style=_ACCENT)
+            lines.append(_labelled(name, text, width))
+        return lines
+
+    def _bar(self, width: int, eta: str) -> Text:
+        if not self._total:
+            return Text("step –  starting", style="bold")
+        share = self._step / self._total
+        head, end = f"step {self._step}/{self._total} ", f" {share:.1%}" + (f"  ETA {eta}" if eta else "")
+        room = min(60, width - len(head) - len(end))
+        done = round(share * room)
+        bar = ("━" * done, _ACCENT), ("━" * (room - done), "grey50")
+        return _cut(Text.assemble((head.rstrip(), "bold"), " ", *(bar if room >= 4 else ()), end), width)
+
+    def _phase_strip(self, width: int) -> Text:
         """The phases of a step, the one that runs now lit, with the seconds that it has been running."""
         now = self._phase.partition("/")[0]
         strip = Text()
         for phase in _STEP_PHASES if now in _STEP_PHASES or not now else (*_STEP_PHASES, now):
             if phase == now:
                 elapsed = time.monotonic() - self._phase_start
-                strip.append(
-                    f"● {self._phase} {elapsed:.0f} s", style=f"bold {_PHASE_STYLES.get(now, 'magenta')}"
-                )
-            else:
-                strip.append(f"○ {phase}", style="dim")
-            strip.append("   ")
+                style = f"bold {_PHASE_STYLES.get(now, 'orchid')}"
+                strip.append(f"● {self._phase} {elapsed:.0f} s   ", style=style)
+            elif width >= _NARROW - 1:
+                strip.append(f"○ {phase}   ", style="dim")
         return strip
+
+
+def _labelled(label: str, text: Text, width: int) -> Text:
+    return _cut(Text.assemble((f"{label:<{_LABEL_WIDTH}}", "dim"), text), width)
+
+
+def _cut(text: Text, width: int) -> Text:
+    """The text in one line without spaces at its end, which would be lines of their own when it is broken."""
+    text.rstrip()
+    text.truncate(width, overflow="ellipsis")
+    text.no_wrap = True
+    return text
+
+
+def _filled(template: str, value: Any, write: Any = None) -> str:
+    """The template with a number in it; empty if there is no number."""
+    known = number(value)
+    if not math.isfinite(known):
+        return ""
+    return template.format(known if write is None else write(known))
+
+
+def _by_function(metrics: Mapping[str, Any]) -> str:
+    """The mean reward of each function, where there are several."""
+    means = {
+        name.removeprefix("rewards/").removesuffix("/mean"): number(value)
+        for name, value in metrics.items()
+        if name.startswith("rewards/") and name.endswith("/mean")
+    }
+    return "  ".join(f"{name} {compact(mean)}" for name, mean in means.items()) if len(means) > 1 else ""
+
+
+def _length(metrics: Mapping[str, Any]) -> str:
+    truncated = number(metrics.get("completions/clipped_ratio"))
+    length = _filled("{:.0f} tokens", metrics.get("completions/mean_length"))
+    return length + (f", {truncated:.0%} truncated" if length and truncated > 0 else "")
+
+
+def _policy(metrics: Mapping[str, Any]) -> str:
+    names = {"entropy": "entropy", "gradient norm": "grad_norm", "KL": "kl"}
+    known = {name: _filled("{}", metrics.get(key), compact) for name, key in names.items()}
+    return ", ".join(f"{name} {text}" for name, text in known.items() if text)
 
 
 def _memory(record: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ One line per evaluation, metrics under TRL's `eval_` names:
     {"eval": true, "step": 50, "epoch": 1.0, "time": 1790000300.2, "eval_reward": 0.44, ...}
 
 `completions.jsonl` has one line per sampled completion; prompt and completion are strings or lists of
-messages:
+messages, in UTF-8 as they are, so that one can search for them:
 
     {"step": 12, "prompt": "2 + 2 =", "completion": " 4", "rewards": {"accuracy_reward": 1.0},
      "advantage": 0.7}
@@ -51,12 +51,16 @@ RESERVED_KEYS = frozenset({"step", "epoch", "time", "wall_s", "phases", "memory"
 
 
 class RunLog:
-    """Appends to the run's record, one flushed line at a time: what was logged survives a crash."""
+    """Appends to the run's record, one flushed line at a time: what was logged survives a crash.
+
+    Nothing in the directory changes before the first step: a run that cannot start leaves the record of the
+    one before as it is.
+    """
 
     def __init__(
         self, output_dir: str | Path, resume_step: int | None = None, run_id: str | None = None
     ) -> None:
-        """Open the record of a run.
+        """Prepare the record of a run.
 
         Args:
             resume_step: the step the run continues from: lines of later steps, which will be taken again, are
@@ -66,22 +70,58 @@ class RunLog:
                 name, too: the checkpoint resumed from need not be this directory's.
         """
         self._dir = Path(output_dir)
+        self._resume_step, self._run_id = resume_step, run_id
+        self._last_step = resume_step or 0
+        self._description: Mapping[str, Any] | None = None
+        self._evaluations: list[dict[str, Any]] = []
+        self._files: tuple[TextIO, TextIO] | None = None
+
+    def describe(self, info: Mapping[str, Any]) -> None:
+        """Take what `run.json` is to say."""
+        self._description = info
+        if self._files is not None:
+            self._write_description()
+
+    def begin(self) -> None:
+        """Open the record, and write down what was found out before the first step."""
+        if self._files is not None:
+            return
         self._dir.mkdir(parents=True, exist_ok=True)
-        is_same = resume_step is not None and (run_id is None or run_id == _run_id(self._dir / RUN_FILE))
+        step, run_id = self._resume_step, self._run_id
+        is_same = step is not None and (run_id is None or run_id == _run_id(self._dir / RUN_FILE))
         for name in (METRICS_FILE, COMPLETIONS_FILE):
             if not is_same:
                 _set_aside(self._dir / name)
             else:
-                assert resume_step is not None
-                _drop_after(self._dir / name, resume_step)
-        self._last_step = resume_step or 0
-        self._metrics = open(self._dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
-        self._completions = open(self._dir / COMPLETIONS_FILE, "a", encoding="utf-8")  # noqa: SIM115
+                assert step is not None
+                _drop_after(self._dir / name, step)
+        metrics = open(self._dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
+        # Half a character, which no file in UTF-8 can hold, becomes what JSON writes for it.
+        completions = open(  # noqa: SIM115
+            self._dir / COMPLETIONS_FILE, "a", encoding="utf-8", errors="backslashreplace"
+        )
+        self._files = metrics, completions
+        self._write_description()
+        for record in self._evaluations:
+            _write_line(metrics, record)
+        self._evaluations = []
 
-    def describe(self, info: Mapping[str, Any]) -> None:
-        """Write `run.json`."""
-        text = json.dumps(strict_json(info), indent=2, allow_nan=False)
-        (self._dir / RUN_FILE).write_text(text + "\n", encoding="utf-8")
+    def _write_description(self) -> None:
+        if self._description is not None:
+            text = json.dumps(strict_json(self._description), indent=2, allow_nan=False)
+            (self._dir / RUN_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @property
+    def _metrics(self) -> TextIO:
+        self.begin()
+        assert self._files is not None
+        return self._files[0]
+
+    @property
+    def _completions(self) -> TextIO:
+        self.begin()
+        assert self._files is not None
+        return self._files[1]
 
     def log_step(
         self, step: int, metrics: Mapping[str, Any], *, epoch: float, timeline: Mapping[str, Any]
@@ -105,9 +145,16 @@ class RunLog:
         return record
 
     def log_eval(self, step: int, metrics: Mapping[str, Any], *, epoch: float) -> dict[str, Any]:
-        """Append the record of an evaluation done after `step` steps and return it, as written."""
+        """Append the record of an evaluation done after `step` steps and return it, as written.
+
+        One before the first step waits for that.
+        """
         record = {"eval": True, "step": step, "epoch": epoch, "time": time.time()}
-        return _write_line(self._metrics, _with_metrics(record, metrics))
+        record = _with_metrics(record, metrics)
+        if self._files is None:
+            self._evaluations.append(record)
+            return strict_json(record)
+        return _write_line(self._metrics, record)
 
     def log_completions(self, step: int, table: CompletionTable, num_samples: int = 4) -> None:
         """Append a few completions, drawn at random: picking the best would flatter the policy."""
@@ -120,16 +167,35 @@ class RunLog:
                 "rewards": {name: values[i] for name, values in sample.rewards.items()},
                 "advantage": sample.advantages[i],
             }
-            _write_line(self._completions, row)
+            _write_line(self._completions, row, ascii_only=False)
 
     @property
     def is_lost(self) -> bool:
         """Whether the file is no longer where it was opened: the directory was deleted or moved away."""
-        return not os.path.exists(self._metrics.name)
+        return self._files is not None and not os.path.exists(self._files[0].name)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._completions.close()
+        self.begin()
+        for file in self._files or ():
+            file.close()
+
+
+def earlier_record(output_dir: Path) -> str | None:
+    """What a new run in this directory does with the record of an earlier one; None if there is none."""
+    try:
+        with open(output_dir / METRICS_FILE, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+            steps = [_step_of(line.decode(errors="replace")) for line in file]
+    except OSError:
+        return None
+    last = max((step for step in steps if step < math.inf), default=0)
+    if not last:
+        return None
+    kept = _free_name(output_dir / METRICS_FILE).name
+    return (
+        f"of an earlier run, {last} steps: kept as {kept} once this run has taken a step, its checkpoints as "
+        "they are; --resume_from_checkpoint auto goes on with that run instead"
+    )
 
 
 def strict_json(value: Any) -> Any:
@@ -154,10 +220,18 @@ def _with_metrics(record: dict[str, Any], metrics: Mapping[str, Any]) -> dict[st
     return {**record, **metrics}
 
 
-def _write_line(file: TextIO, record: Mapping[str, Any]) -> dict[str, Any]:
+_LAST_BYTES = 2**16
+"""Of a record, read to find its last step."""
+
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Characters at which some programs end a line; in JSON's texts they may be escaped."""
+
+
+def _write_line(file: TextIO, record: Mapping[str, Any], *, ascii_only: bool = True) -> dict[str, Any]:
     strict = strict_json(record)
+    line = json.dumps(strict, allow_nan=False, ensure_ascii=ascii_only).translate(_LINE_ENDS)
     try:
-        file.write(json.dumps(strict, allow_nan=False) + "\n")
+        file.write(line + "\n")
         file.flush()
     except OSError as error:
         error.filename = file.name  # "No space left on device", but on which?
@@ -173,12 +247,15 @@ def _run_id(path: Path) -> str | None:
 
 
 def _set_aside(path: Path) -> None:
-    if not path.exists() or path.stat().st_size == 0:
-        return
+    if path.exists() and path.stat().st_size > 0:
+        path.rename(_free_name(path))
+
+
+def _free_name(path: Path) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    path.rename(aside)
+    return aside
 
 
 def _drop_after(path: Path, step: int) -> None:

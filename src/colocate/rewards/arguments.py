@@ -1,8 +1,9 @@
-"""What a reward function is given: copies of its own, which it may change."""
+"""What a reward function is given: arguments that it names, and copies of its own, which it may change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,3 +54,48 @@ def own_copy(value: Any) -> Any:
     if isinstance(value, (set, bytearray, np.ndarray)):
         return value.copy()
     return value
+
+
+REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns that are not handed on from the dataset, because the rollout's own take their place."""
+
+_ALWAYS_GIVEN = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+)
+
+
+def check_columns(reward_funcs: Any, columns: Collection[str] | None, *, only_prompts: bool = False) -> None:
+    """Refuse a reward function that needs an argument which nothing gives it.
+
+    Args:
+        reward_funcs: one or several, of which reward models are passed over.
+        columns: of the dataset; None where a stream does not know its own.
+        only_prompts: whether `remove_unused_columns` has dropped the others.
+
+    Raises:
+        ValueError: with the argument and the columns that there are.
+    """
+    if columns is None:
+        return
+    given = _ALWAYS_GIVEN | (set(columns) - set(REPLACED_COLUMNS))
+    for func in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
+        missing = [name for name in _required_arguments(func) if name not in given]
+        if missing:
+            raise ValueError(
+                f"The reward function {getattr(func, '__name__', type(func).__name__)!r} needs the argument "
+                f"{' and '.join(map(repr, missing))}, but the dataset has no such column; its columns are "
+                f"{', '.join(map(repr, columns))}. "
+                + ("Set remove_unused_columns=False, or give" if only_prompts else "Rename a column, or give")
+                + " the argument a default value."
+            )
+
+
+def _required_arguments(func: Any) -> list[str]:
+    if not callable(func) or isinstance(func, torch.nn.Module):
+        return []
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # written in C, and says nothing of its arguments
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in by_name and p.default is inspect.Parameter.empty]

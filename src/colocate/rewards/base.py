@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from colocate.rewards.arguments import own_arguments
+from colocate.rewards.arguments import REPLACED_COLUMNS, own_arguments
 from colocate.rewards.background import BackgroundLoop
 from colocate.rewards.errors import RewardError, blaming, describe
 from colocate.rewards.logs import FunctionLog, merge_logs
@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 RewardFunc = str | nn.Module | Callable[..., Any]
 
 _LARGEST = torch.finfo(torch.float32).max
-
-# What is not handed on from the dataset, because the rollout's own takes its place.
-REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,145 @@
+"""The options that the classes of a run declare, read from their sources: importing these loads torch.
+
+`colocate train --help` lists them, and a misspelt name is refused by them before anything is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from colocate.option_values import nearest, shown
+
+CLASSES = {
+    "RunConfig": "run_config.py",
+    "GRPOConfig": "config.py",
+    "AdvantageOptions": "algorithms/advantages.py",
+    "ObjectiveParams": "algorithms/objective_params.py",
+    "LossOptions": "algorithms/losses.py",
+}
+"""Where each class is, in the order of inheritance."""
+FIRST_HEADING = {"RunConfig": "What to train on what"}
+_HEADING = re.compile(r" *# ── (.+?) ─+$")
+_DEFINED_IN = {"transformers": "transformers.training_args"}
+"""Packages that only hand on what a module of theirs defines."""
+
+
+class Option(NamedTuple):
+    """A field of one of the classes; `default` and `annotation` as they stand in the source."""
+
+    name: str
+    default: str
+    text: str
+    heading: str
+    annotation: str
+
+
+def options_of(class_name: str) -> Iterator[Option]:
+    """The options that one of `CLASSES` declares itself, in its order, under the headings of its source."""
+    source = (Path(__file__).parent / CLASSES[class_name]).read_text(encoding="utf-8")
+    source_lines = source.splitlines()
+    module = ast.parse(source)
+    definition = _definition(module, class_name)
+    heading, last_line = FIRST_HEADING.get(class_name, ""), definition.lineno
+    for node, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+        for line in source_lines[last_line : node.lineno]:
+            if match := _HEADING.match(line):
+                heading = match[1]
+        last_line = node.lineno
+        if not isinstance(node, ast.AnnAssign) or node.value is None:
+            continue
+        is_documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        text = str(following.value.value) if is_documented else ""  # type: ignore[union-attr]
+        annotation = ast.unparse(node.annotation)
+        if table := re.search(r"OneOf\((\w+)\)", annotation):
+            text = f"{text} One of {', '.join(_names_of(table[1], module))}."
+        yield Option(ast.unparse(node.target), _default(node.value), text, heading, annotation)
+
+
+def _names_of(table: str, module: ast.Module) -> list[str]:
+    """The keys of a dictionary or the members of a tuple, in a source or where that imports them from."""
+    for node in module.body:
+        if isinstance(node, ast.ImportFrom) and table in (alias.name for alias in node.names):
+            return _names_of(table, ast.parse(_file_of(str(node.module)).read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, (ast.Dict, ast.Tuple)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            members = node.value.keys if isinstance(node.value, ast.Dict) else node.value.elts
+            if [ast.unparse(target) for target in targets] == [table]:
+                return [ast.literal_eval(member) for member in members if member is not None]
+    raise LookupError(f"no table {table}")
+
+
+def check_names(values: Mapping[str, object]) -> None:
+    """Refuse a name that no option has, and an option without the value that it needs.
+
+    Raises:
+        ValueError: the message has the nearest name, or says that a value is missing.
+    """
+    types = _types()
+    for name, value in values.items():
+        if name not in types:
+            raise ValueError(f"There is no option {shown(name)}{nearest(name, types) or '.'}")
+        # What stands alone on a command line is switched on, which not every option can be.
+        if value is True and not re.search(r"\b(bool|Any)\b", types[name]):
+            raise ValueError(f"{name} needs a value: --{name} VALUE ({name}=True is none)")
+
+
+@functools.cache
+def _types() -> dict[str, str]:
+    """The annotation of every option, inherited ones included, by name."""
+    here = Path(__file__)
+    return {
+        name: annotation
+        for class_name, file in CLASSES.items()
+        for name, annotation in _fields(here.parent / file, class_name).items()
+    }
+
+
+def _fields(file: Path, class_name: str) -> dict[str, str]:
+    """The annotations of a class's fields and of those that it inherits."""
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    definition = _definition(module, class_name)
+    sources = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in module.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    found: dict[str, str] = {}
+    for base in reversed(definition.bases):
+        if not isinstance(base, ast.Name):
+            continue
+        if base.id in sources:
+            imported_from, name = sources[base.id]
+            found |= _fields(_file_of(imported_from), name)
+        else:
+            found |= _fields(file, base.id)
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = ast.unparse(node.annotation)
+    return found
+
+
+def _file_of(module: str) -> Path:
+    """The source of a module that is not imported for it."""
+    package, *inner = _DEFINED_IN.get(module, module).split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"{package} is not installed: pip install {package}")
+    return Path(spec.submodule_search_locations[0], *inner).with_suffix(".py")
+
+
+def _definition(module: ast.Module, class_name: str) -> ast.ClassDef:
+    return next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == class_name)
+
+
+def _default(value: ast.expr) -> str:
+    """The default as one would write it on the command line; None where a call makes it, as an empty list."""
+    if isinstance(value, ast.Call):
+        return "None"
+    return str(ast.literal_eval(value))

@@ -1,0 +1,85 @@
+"""What a run says on the terminal at its start and its end: what it is, where things are, what to type next.
+
+Imports nothing slow: `colocate train` says what it knows before PyTorch and transformers are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+_LABEL_WIDTH = 10
+_said: set[str] = set()
+"""Labels of the header's rows that the command line has printed, and the trainer need not print again."""
+
+
+def short_path(path: str | Path) -> str:
+    """The path as seen from the working directory if it lies in there, else the absolute one."""
+    absolute = os.path.abspath(path)
+    relative = os.path.relpath(absolute)
+    return absolute if relative.startswith(os.pardir) else relative
+
+
+@contextmanager
+def begun_header(title: str, rows: Mapping[str, str | None]) -> Iterator[None]:
+    """Print the title and the rows that are known before anything is loaded; a trainer completes them."""
+    console = Console()
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    _print_rows(rows, console)
+    _said.update(rows)
+    try:
+        yield
+    finally:
+        _said.clear()
+
+
+def complete_header(rows: Mapping[str, str | None], console: Console) -> None:
+    """Print the rows that `begun_header` has not printed."""
+    _print_rows({label: text for label, text in rows.items() if label not in _said}, console)
+    _said.clear()
+
+
+def _print_rows(rows: Mapping[str, str | None], console: Console) -> None:
+    """One row per text that is known; on a terminal a long one goes on under its beginning."""
+    for label, text in rows.items():
+        if not text:
+            continue
+        # A log is read by programs: one line per row, however long.
+        width = max(10, console.width - _LABEL_WIDTH - 1) if console.is_terminal else len(text) + 1
+        lines = Text(text).wrap(console, width)
+        # No spaces at the ends, which a terminal that is made narrower would break into lines of their own.
+        words = ("\n" + " " * _LABEL_WIDTH).join(line.plain.rstrip() for line in lines)
+        console.print(Text.assemble((f"{label:<{_LABEL_WIDTH}}", "dim"), words), soft_wrap=True)
+
+
+def continuing(checkpoint: Path, step: int, max_steps: int) -> str:
+    """What a resumed run says before its next step."""
+    return f"Continuing at step {step} of {max_steps} from {short_path(checkpoint)}."
+
+
+def stopped(by: str, step: int, max_steps: int, checkpoint: Path, how_to_resume: str | None) -> str:
+    """What a run says that was asked to stop.
+
+    Args:
+        by: who asked: "Ctrl-C" or a signal's name.
+        how_to_resume: None where a checkpoint cannot be resumed: `save_only_model` leaves out what it needs.
+    """
+    saved = f"Stopped by {by} after step {step} of {max_steps}; saved to {short_path(checkpoint)}."
+    if how_to_resume is None:
+        return f"{saved} With save_only_model=True it holds the model alone: the run cannot be resumed."
+    return f"{saved}\nResume with: {how_to_resume}"
+
+
+def finished(step: int, max_steps: int, duration: str, run_dir: Path) -> str:
+    """What a run says that has ended by itself: after which step, and what there is to look at."""
+    checkpoint = run_dir / f"checkpoint-{step}"
+    lines = [f"Finished: step {step} of {max_steps}, after {duration}."]
+    if checkpoint.is_dir():
+        lines.append(f"Checkpoint: {short_path(checkpoint)}")
+    lines.append(f"Report: colocate report {short_path(run_dir)}")
+    return "\n".join(lines)

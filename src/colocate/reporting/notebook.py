@@ -1,0 +1,59 @@
+"""What a notebook shows of a run: one table that grows, in one output of the cell."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import Any
+
+
+class NotebookTable:
+    """A line that says how far the run is, and a row for each step that is logged.
+
+    The cell gets one output, which is replaced: a new one for each step would fill the notebook.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, str]] = []
+        self._head = "starting"
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Show the table, without rows yet."""
+        from IPython.display import HTML, display
+
+        self._handle = display(HTML(self._html()), display_id=True)
+
+    def update(self, head: str, row: Mapping[str, str] | None = None) -> None:
+        """Replace the line above the table, and add a row, which has a "step", if there is one."""
+        self._head = head
+        if row is not None:
+            self._rows.append(dict(row))
+        self._show()
+
+    def add_evaluation(self, step: int, cells: Mapping[str, str]) -> None:
+        """Add what an evaluation found after `step` steps to the row of that step."""
+        if not self._rows or self._rows[-1]["step"] != str(step):
+            self._rows.append({"step": str(step)})
+        self._rows[-1] |= cells
+        self._show()
+
+    def stop(self) -> None:
+        """Show the table a last time; the output keeps it."""
+        self._show()
+
+    def _show(self) -> None:
+        if self._handle is not None:
+            from IPython.display import HTML
+
+            self._handle.update(HTML(self._html()))
+
+    def _html(self) -> str:
+        columns = list(dict.fromkeys(name for row in self._rows for name in row))
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(row.get(name, ''))}</td>" for name in columns) + "</tr>"
+            for row in self._rows
+        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if columns else ""
+        return f"<div>{html.escape(self._head)}</div>{table}"

@@ -1,0 +1,63 @@
+"""A run's options as they are given, in a run file and on the command line, before their types are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from colocate.declared_options import check_names
+from colocate.option_values import shown
+from colocate.yaml_text import read_yaml
+
+
+def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
+    """The run file that `[RUN.yaml] [--option value ...]` names, and the values of both; nothing is imported.
+
+    Raises:
+        ValueError: there is no such file or option, or an option lacks its value.
+    """
+    has_file = bool(arguments) and not arguments[0].startswith("--")
+    file = Path(arguments[0]) if has_file else None
+    values = {} if file is None else read_file(file)
+    values |= read_overrides(arguments[1:] if has_file else arguments)
+    check_names(values)
+    return file, values
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Raises ValueError when it is no file or no mapping of options; OSError when it cannot be read."""
+    if not path.is_file():
+        hint = "that is a directory" if path.is_dir() else "a model is named with --model_name_or_path"
+        raise ValueError(f"There is no run file {str(path)!r}; {hint}")
+    try:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ValueError(f"{path} must hold options as `name: value` lines, not {type(content).__name__}.")
+    return content
+
+
+def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value`, `--key a b c` (a list) and `--flag` (True), values still as text.
+
+    Raises:
+        ValueError: a value without an option before it.
+    """
+    overrides: dict[str, Any] = {}
+    values: list[str] | None = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            key, equals, value = argument[2:].partition("=")
+            values = [value] if equals else []
+            overrides[key.replace("-", "_")] = values
+        elif values is None:
+            raise ValueError(f"{shown(argument)} follows no option; write --name {argument:.100}")
+        else:
+            values.append(argument)
+    return {key: True if not v else v[0] if len(v) == 1 else v for key, v in overrides.items()}

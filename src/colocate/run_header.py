@@ -1,0 +1,107 @@
+"""What a run is, row by row, as the terminal shows it before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from colocate.config import GRPOConfig
+from colocate.engines.base import RolloutEngine
+from colocate.memory.train_plan import TrainPlan
+from colocate.run import Run
+from colocate.weights.layouts import causal_lm, has_layout
+
+_ENGINES = {
+    "NativeEngine": "native, which decodes on the trainer's own weights",
+    "TransformersEngine": "transformers' model.generate, which is slow",
+    "VLLMEngine": "vLLM in this process",
+    "VLLMServerEngine": "a vLLM server",
+}
+
+
+def header_rows(run: Run) -> dict[str, str]:
+    """The rows by their labels, each one line of words."""
+    lm = causal_lm(run.model)
+    kind = type(run.engine).__name__
+    return {
+        "model": lm.config.name_or_path or type(lm).__name__,
+        "size": _size(run.model),
+        "engine": f"{_ENGINES.get(kind, kind)}; {_why(run.args, run.model, run.engine)}",
+        "rewards": ", ".join(run.judge.reward_functions.names),
+        "prompts": _prompts(run.train_dataset, run.eval_dataset),
+        "device": _device(run.accelerator),
+        "plan": _plan(run.policy.plan),
+        "steps": _steps(run.args, run.journal.state.max_steps),
+        "saves": _saves(run.args),
+    }
+
+
+def _size(model: nn.Module) -> str:
+    parameters = list(model.parameters())
+    whole = sum(p.numel() for p in parameters)
+    trained = [p for p in parameters if p.requires_grad]
+    share = sum(p.numel() for p in trained)
+    dtype = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained}))
+    words = f"{_in_words(whole)} parameters"
+    return f"{words} in {dtype}" if share == whole else f"{words}, {_in_words(share)} trained in {dtype}"
+
+
+def _in_words(count: int) -> str:
+    for name, size in (("billion", 1e9), ("million", 1e6)):
+        if count >= size / 10:
+            return f"{count / size:.3g} {name}"
+    return f"{count:,}"
+
+
+def _why(args: GRPOConfig, model: nn.Module, engine: RolloutEngine) -> str:
+    if args.engine != "auto":
+        return f"engine={args.engine!r}"
+    kind = type(causal_lm(model)).__name__
+    if type(engine).__name__ == "TransformersEngine" and has_layout(model):
+        return "engine='auto', and generation_kwargs asks for what only it does"
+    return f"engine='auto', and {kind} is {'known to the native engine' if has_layout(model) else 'not'}"
+
+
+def _prompts(train_dataset: Any, eval_dataset: Any) -> str:
+    parts = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    held_out = [f"{name} {_rows(part)}".strip() for name, part in parts.items() if part is not None]
+    return _rows(train_dataset) + (f"; to evaluate on: {', '.join(held_out)}" if held_out else "")
+
+
+def _rows(dataset: Any) -> str:
+    return f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
+
+
+def _device(accelerator: Accelerator) -> str:
+    kind = accelerator.device.type
+    name = torch.cuda.get_device_name(accelerator.device) if kind == "cuda" else kind.upper()
+    return f"{accelerator.num_processes} x {name}" if accelerator.num_processes > 1 else name
+
+
+def _plan(plan: TrainPlan) -> str:
+    if plan.tokens_per_microbatch is not None:
+        size = f"{plan.tokens_per_microbatch:,} tokens"
+    else:
+        size = f"{plan.sequences_per_microbatch:,} sequences"
+    optimizer = "on the host while completions are generated" if plan.offload_optimizer else "on the device"
+    return f"micro-batches of {size}, activation_policy={plan.activation_policy}, optimizer {optimizer}"
+
+
+def _steps(args: GRPOConfig, max_steps: int) -> str:
+    assert args.generation_batch_size and args.steps_per_generation, "GRPOConfig derives them"
+    per_rollout = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+    feeds = f"; a rollout feeds {per_rollout:g} steps" if per_rollout != 1 else ""
+    num_prompts = args.generation_batch_size // args.num_generations
+    return f"{max_steps:,}, rollouts of {num_prompts} prompts x {args.num_generations} completions{feeds}"
+
+
+def _saves(args: GRPOConfig) -> str:
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    if strategy == "steps":
+        steps = args.save_steps
+        return "a checkpoint every " + (f"{steps:g} steps" if steps >= 1 else f"{steps:.0%} of the run")
+    saved = {"no": "no checkpoints", "epoch": "a checkpoint after each epoch", "best": "the best checkpoint"}
+    return f"{saved[strategy]} (save_strategy={strategy!r})"

@@ -1,0 +1,214 @@
+"""`colocate train`: from a run file and options to a trainer, and what it is made of.
+
+Nothing slow is imported before the options' names are checked and the run has said what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colocate import __version__
+from colocate.run_file import read_values
+
+if TYPE_CHECKING:
+    from colocate.config import GRPOConfig
+    from colocate.run_config import RunConfig
+
+
+def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    file, values = read_values(rest)
+    _require_complete(values, file)
+    is_main = os.environ.get("RANK", "0") == "0"
+    with _header(file, values) if is_main else nullcontext():
+        _train(values, is_main)
+    return 0
+
+
+def _train(values: Mapping[str, Any], is_main: bool) -> None:
+    from colocate.config import GRPOConfig
+    from colocate.reporting.messages import short_path
+    from colocate.run_config import RunFileWriter, parse_run
+    from colocate.trainer import GRPOTrainer
+
+    run, options = parse_run(values)
+    _require_complete(vars(run))
+    _check_dataset_options(run)
+    config = GRPOConfig(**with_model_options(run, options))
+    train_dataset, eval_dataset = _load_datasets(run, config)
+    trainer = GRPOTrainer(
+        model=run.model_name_or_path,
+        reward_funcs=_reward_functions(run),
+        args=config,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=_peft_config(run),
+        quantization_config=quantization_config(run, config),
+        callbacks=[RunFileWriter(config.run_dir / "config.yaml", run, options)],
+    )
+    if is_main:
+        say_unnecessary(options)
+    trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+    trainer.save_model(str(config.run_dir))
+    if is_main:
+        print(f"Model: {short_path(config.run_dir)}")
+
+
+def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """The rows of the header that need no model: they are there while PyTorch is being loaded."""
+    from colocate.redaction import redacted
+    from colocate.reporting.messages import begun_header
+
+    rewards = values.get("reward_funcs") or []
+    names = [rewards] if isinstance(rewards, str) else [str(name) for name in rewards]
+    if values.get("reward_model_name_or_path"):
+        names.insert(0, str(values["reward_model_name_or_path"]))
+    rows = {
+        "model": str(values["model_name_or_path"]),
+        "data": str(values["dataset_name"]),
+        "rewards": ", ".join(names),
+        "output": str(values.get("output_dir") or "trainer_output"),
+    }
+    title = " ".join(["colocate", __version__, "train", *([str(file)] if file else [])])
+    return begun_header(title, {label: redacted(text) for label, text in rows.items()})
+
+
+def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> None:
+    """Refuse a run without a model, data or rewards, and one whose tracker is not installed.
+
+    Where the model is missing, what its run file says at its head goes with the message: how to make it.
+
+    Raises:
+        ValueError, ImportError: with the option, or with what to install.
+    """
+    from colocate.reporting.trackers import check_installed
+
+    require(values, "model_name_or_path", "dataset_name", hint=_head_of(file) if file else "")
+    if not values.get("reward_funcs") and not values.get("reward_model_name_or_path"):
+        raise ValueError("reward_funcs is not set: name at least one, e.g. --reward_funcs accuracy_reward")
+    check_installed(values.get("report_to"))
+
+
+def _head_of(file: Path) -> str:
+    """The comment at the head of a run file, if it speaks of the model."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    comment = " ".join(line.strip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
+    return f". {file} says: {comment}" if "model" in comment else ""
+
+
+def require(values: Mapping[str, Any], *names: str, hint: str = "") -> None:
+    """Raises ValueError where an option is not set, or the model is a directory that is not there."""
+    for name in names:
+        if not values.get(name):
+            raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
+    name = str(values["model_name_or_path"])
+    # A name on the Hub has one slash at most; asked for anything else it answers after many attempts.
+    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
+        raise ValueError(
+            f"There is no directory {name!r}: model_name_or_path is that of a model, or a name on the Hub"
+            f"{hint}"
+        )
+
+
+def _load_datasets(run: RunConfig, config: GRPOConfig) -> tuple[Any, Any]:
+    """The prompts to train on, and those to evaluate on where the run evaluates."""
+    from colocate.data.loading import load_prompts
+
+    dataset_name = str(run.dataset_name)
+    train_dataset = load_prompts(
+        dataset_name, config=run.dataset_config, split=run.dataset_train_split, **run.dataset_options
+    )
+    if config.eval_strategy == "no" and not config.eval_on_start:
+        return train_dataset, None
+    return train_dataset, load_prompts(
+        run.eval_dataset_name or dataset_name,
+        config=run.dataset_config,
+        split="train" if run.eval_dataset_name else run.dataset_test_split,
+        **(run.eval_dataset_options if run.eval_dataset_name else run.dataset_options),
+    )
+
+
+_OWN_OF_DATASETS = {
+    "name": "dataset_name",
+    "config": "dataset_config",
+    "split": "dataset_train_split or dataset_test_split",
+}
+
+
+def _check_dataset_options(run: RunConfig) -> None:
+    for name in ("dataset_options", "eval_dataset_options"):
+        for key in getattr(run, name):
+            if key in _OWN_OF_DATASETS:
+                raise ValueError(f"{name} has {key!r}: set {_OWN_OF_DATASETS[key]} instead")
+
+
+def with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """GRPOConfig's arguments with RunConfig's share of `model_init_kwargs`; what the user put there wins."""
+    model_options = {"revision": run.model_revision}
+    if run.dtype is not None:
+        model_options["dtype"] = run.dtype
+    if run.attn_implementation is not None:
+        model_options["attn_implementation"] = run.attn_implementation
+    return {**options, "model_init_kwargs": {**model_options, **(options.get("model_init_kwargs") or {})}}
+
+
+def _peft_config(run: RunConfig) -> Any:
+    if not run.use_peft:
+        return None
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError("use_peft=True needs PEFT: pip install 'peft>=0.18'") from error
+
+    return LoraConfig(
+        r=run.lora_r,
+        lora_alpha=run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        target_modules=run.lora_targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
+    if not run.load_in_4bit:
+        return None
+    require_adapters_on_4_bits(run)
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=run.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=run.use_bnb_nested_quant,
+        # The engine and the trainer multiply in the type of the model's other weights.
+        bnb_4bit_compute_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+    )
+
+
+def require_adapters_on_4_bits(run: RunConfig) -> None:
+    """Raises ValueError where 4-bit weights, which are frozen, are all that there would be to train."""
+    if run.load_in_4bit and not run.use_peft:
+        raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
+
+
+def say_unnecessary(options: dict[str, Any]) -> None:
+    """One line for each option whose being set shows only here, where it was read."""
+    from colocate.options import UNNECESSARY_WITH_LAYOUT
+
+    for name in sorted(options.keys() & UNNECESSARY_WITH_LAYOUT.keys()):
+        reason = UNNECESSARY_WITH_LAYOUT[name]
+        print(f"{name}={options[name]!r} is not needed: {reason}.", file=sys.stderr)
+
+
+def _reward_functions(run: RunConfig) -> list[Any]:
+    from colocate.rewards import get_reward_function
+
+    models = [run.reward_model_name_or_path] if run.reward_model_name_or_path else []
+    return [*models, *(get_reward_function(name) for name in run.reward_funcs)]
