@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -159,6 +160,25 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], scale: float = 
 def assert_lists_close(got, want) -> None:
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_the_last_hidden_states_are_gone_when_the_layers_go_backward(monkeypatch):
+    """They are [tokens, hidden], and the planner counts them for the log-probs' part of a step only."""
+    policy = make_policy(make_model("llama"))
+    seen, alive = [], []
+    whole = DecoderStack.last_states
+
+    def last_states(*args):
+        states = whole(*args)
+        seen.append(StorageWeakRef(states.untyped_storage()))
+        return states
+
+    monkeypatch.setattr(DecoderStack, "last_states", last_states)
+    policy.model.model.layers[0].input_layernorm.weight.register_hook(
+        lambda grad: alive.append(any(not states.expired() for states in seen))
+    )
+    policy.update(SAMPLES, objective)
+    assert seen and alive == [False] * len(seen)
 
 
 class LargestTensor(TorchDispatchMode):

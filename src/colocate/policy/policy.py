@@ -324,6 +324,7 @@ class Policy:
             hidden = self._hidden_states(self.model, stack, samples)
         entropy_gradient = getattr(objective, "has_entropy_bonus", True)
         logprobs, entropies = self._logprobs(self.model, hidden, samples, entropy_gradient=entropy_gradient)
+        del hidden  # [N, hidden] that would stay through the layers' backward pass, where memory is fullest
         loss, metrics = objective(
             pad_sequence(logprobs, batch_first=True),
             pad_sequence(entropies, batch_first=True),
