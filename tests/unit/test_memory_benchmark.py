@@ -66,9 +66,11 @@ def test_quantized_model_has_a_layout_and_four_bits() -> None:
     made = memory_cases.make_model(config, "qlora", torch.device("cpu"))
     plain = memory_cases.make_model(memory_cases.config_of("tiny"), "lora", torch.device("cpu"))
     for quantized, layer in zip(layout_for(made).layers, layout_for(plain).layers, strict=True):
-        for name in ("q", "o", "up", "down"):
-            weight = getattr(quantized, name).weight
-            assert weight.numel() * 2 == getattr(layer, name).weight.numel() and weight.dtype == torch.uint8
+        groups = zip(quantized.projection_groups(), layer.projection_groups(), strict=True)
+        for four_bits, whole in (pair for group in groups for pair in zip(*group, strict=True)):
+            assert (
+                four_bits.weight.numel() * 2 == whole.weight.numel() and four_bits.weight.dtype == torch.uint8
+            )
     # The same random numbers, so quantising has changed the logits and not much.
     ids = torch.arange(10, 40)[None]
     with torch.no_grad():
