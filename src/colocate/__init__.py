@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
+from colocate.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig
     from colocate.trainer import GRPOTrainer
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocate import __version__
 from colocate.redaction import redacted
 from colocate.train_command import train
+from colocate.version import __version__
 
 if TYPE_CHECKING:
     pass

@@ -11,7 +11,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-import colocate
 from colocate.checkpoints.snapshot import checksum
 from colocate.config import GRPOConfig
 from colocate.data.fingerprint import fingerprint
@@ -21,6 +20,7 @@ from colocate.policy.policy import Policy
 from colocate.policy.reference import is_of_reference
 from colocate.redaction import redacted
 from colocate.rewards.base import RewardFunctions
+from colocate.version import __version__
 from colocate.weights.layouts import causal_lm
 
 FIXED_OPTIONS = (
@@ -103,7 +103,7 @@ def _adapter(model: Any) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"colocate": colocate.__version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"colocate": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -14,8 +14,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colocate import __version__
 from colocate.run_file import read_values
+from colocate.version import __version__
 
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-import colocate
+from colocate.version import __version__
 
 TAGS = ("colocate", "grpo")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -71,7 +71,7 @@ def write_model_card(
         dataset=f" on [{dataset_name}](https://huggingface.co/datasets/{dataset_name})"
         if dataset_name
         else "",
-        colocate=colocate.__version__,
+        colocate=__version__,
         transformers=transformers.__version__,
         torch=torch.__version__,
     )

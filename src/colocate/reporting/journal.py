@@ -17,7 +17,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
-import colocate
 from colocate.redaction import redacted
 from colocate.reporting import messages
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
@@ -25,6 +24,7 @@ from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress, clock
 from colocate.reporting.provenance import provenance
 from colocate.reporting.run_log import RunLog, earlier_record
+from colocate.version import __version__
 
 TRAINER_STATE_FILE = "trainer_state.json"
 LAST_VALUES = ("learning_rate", "grad_norm", "num_tokens")
@@ -180,7 +180,7 @@ class Journal:
                 self.say(messages.continuing(resumed_from, self.state.global_step, self.state.max_steps))
             self._run_log = RunLog(self.args.run_dir, step, self.run_id)
             versions = {
-                "colocate": colocate.__version__,
+                "colocate": __version__,
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
                 "python": platform.python_version(),
