@@ -1,4 +1,4 @@
-"""The five methods by which the loop drives any rollout engine, and what the engines here have in common.
+"""`RolloutEngine`: the methods by which the loop drives any engine. `BaseEngine`: what our engines share.
 
 `tests/unit/test_engine_contract.py` holds every engine to what is written here.
 """
@@ -26,35 +26,35 @@ class RolloutEngine(Protocol):
     policy_version: int
     """Version of the weights the next `generate` uses; stamped on every completion."""
     pooled_bytes: PooledBytes
-    """The engine's share in what PyTorch's allocator counts, if it maps that memory itself; never changes."""
+    """Memory that the engine maps itself and PyTorch's allocator counts as its own; it never changes."""
     num_restarts: int
-    """How often what generates was lost and is back; only one that outlives the run can be."""
+    """How often the process that generates was lost and came back: a vLLM server's; 0 for other engines."""
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Memory that the KV cache holds now; asleep what it was allowed to keep. 0 if it cannot tell."""
+        """Bytes that the KV cache holds now, asleep those that `sleep` let it keep; 0 if it cannot tell."""
         ...
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Memory that the engine holds now for a copy of the weights; asleep what it was allowed to keep."""
+        """Bytes that a copy of the weights holds now, asleep those that `sleep` let it keep."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        """Complete every prompt; `sum(len(p.samples) for p in prompts)` completions, prompt by prompt.
+        """Complete every prompt: `sum(len(p.samples) for p in prompts)` completions, prompt by prompt.
 
         Raises:
-            ValueError: a prompt is empty, its `max_tokens` do not go with its `samples` or with the rollout's
+            ValueError: a prompt is empty, its `max_tokens` are not one per sample or exceed the rollout's
                 `max_tokens`, or prompt + completion could exceed the engine's context.
             RuntimeError: the engine is asleep.
         """
         ...
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Give the KV cache's memory, and that of weights, back to the trainer. Sleeping twice is harmless.
+        """Give the memory of the KV cache and of a copy of the weights back. Sleeping twice is harmless.
 
-        Up to `keep_bytes` of it may stay with the engine, to be taken again the faster; what was stored in
-        it is lost all the same. Asked again while asleep, the engine gives back what is more than that.
+        The engine may keep up to `keep_bytes` of that memory, so that it wakes up faster; the contents are
+        lost in any case. Called while asleep, `sleep` gives back what the engine keeps beyond `keep_bytes`.
         """
         ...
 
@@ -77,10 +77,11 @@ class RolloutEngine(Protocol):
 class BaseEngine:
     """An engine that is asleep, awake or closed, reads the trainer's own weights and holds no memory.
 
-    A subclass has `generate`, which begins with `_check`, and overrides what it does otherwise.
+    A subclass writes `generate`, which begins with `_check`, and overrides the methods that differ.
 
     Attributes:
-        _max_len: longest prompt + completion in tokens, for `_max_len_reason`.
+        _max_len: longest prompt + completion in tokens.
+        _max_len_reason: what sets that limit, for error messages.
         _vocab_size: number of token ids that a prompt may consist of.
     """
 

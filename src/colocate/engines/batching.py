@@ -1,8 +1,8 @@
-"""Which sequences `model.generate` may have in one batch without one changing what another says.
+"""Which sequences may share a batch of `model.generate` without changing each other's log-probs.
 
-Most architectures look at the attention mask, and shorter prompts are padded on the left. Recurrent ones and
-some with linear attention read padding like any token (MiniMax), and with a cache RWKV mixes the sequences of
-a batch in transformers. No attribute of a model tells, so it is tried out.
+Most architectures heed the attention mask, so that shorter prompts can be padded on the left. Recurrent
+models and some with linear attention (MiniMax) read padding like any token, and transformers' RWKV mixes the
+sequences of a batch when it uses a cache. No attribute of a model says so: `choose_batching` tries it out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EQUAL_LENGTHS = "batches of prompts of one length"
 ALONE = "batches of one"
 
 _PROBED_LENGTHS = {PADDED: (3, 8), EQUAL_LENGTHS: (6, 6), ALONE: (7,)}
-"""The prompts' lengths, the quickest batching first."""
+"""Lengths of the prompts that try each batching out, the quickest batching first."""
 
 
 def choose_batching(
@@ -33,14 +33,14 @@ def choose_batching(
     largest_difference: float,
     name: str,
 ) -> str:
-    """The quickest batching in which a model generates with the log-probs that it has by itself.
+    """The quickest batching in which a model's log-probs are those of each sequence in a batch of one.
 
     Args:
         generate: completes prompts in one batch.
-        score: log-probs [C] of a completion by an uncached forward pass of this sequence alone.
-        vocab_size: tokens of the prompts to try are below.
-        largest_difference: of log-probs, on average, that rounding explains.
-        name: of the architecture, for the log.
+        score: log-probs [C] of a completion of C tokens, by a forward pass of this sequence alone, uncached.
+        vocab_size: the token ids of the prompts to try are below it.
+        largest_difference: the mean |difference| of log-probs, in nats per token, that rounding explains.
+        name: the architecture, for the log.
     """
     measured = []
     for batching, lengths in _PROBED_LENGTHS.items():
@@ -66,11 +66,12 @@ def choose_batching(
 
 
 def batches(lengths: Sequence[int], batching: str, max_num_seqs: int) -> Iterator[list[int]]:
-    """Indices of the sequences that are generated together.
+    """Indices of the sequences of each batch.
 
     Args:
-        lengths: of the prompts.
-        max_num_seqs: in a batch.
+        lengths: tokens of each sequence's prompt.
+        batching: `PADDED`, `EQUAL_LENGTHS` or `ALONE`.
+        max_num_seqs: sequences in a batch at most.
     """
     groups: dict[int, list[int]] = {}
     for index, length in enumerate(lengths):

@@ -104,7 +104,7 @@ def _vllm_server(parts: EngineParts) -> RolloutEngine:
     from colocate.engines.vllm_server.engine import VLLMServerEngine
 
     options = parts.options
-    # One server for all processes: what it is sent bears the same name from each.
+    # All processes push to one server, under one name.
     (run_id,) = broadcast_object_list([uuid.uuid4().hex])
     return VLLMServerEngine(
         parts.model,
@@ -140,11 +140,11 @@ ENGINES: dict[str, Callable[[EngineParts], RolloutEngine]] = {
     "vllm_server": _vllm_server,
     "transformers": _transformers,
 }
-"""By the name that the option `engine` has for it, what makes an engine; it raises what the engine raises."""
+"""The function that makes each engine, by its name in the option `engine`; it raises the engine's errors."""
 
 
 def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
-    """The engine of that name in `ENGINES`, asleep.
+    """Make the engine called `name` in `ENGINES`. It is asleep.
 
     Raises:
         ImportError: `name` is "vllm" without a vLLM that is supported.
@@ -155,11 +155,11 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
 def engine_of_auto(
     model: nn.Module, *, use_vllm: bool, generate_arguments: str = ""
 ) -> tuple[str, str | None]:
-    """What engine="auto" means for a model, and a line that says why if that is not the native engine.
+    """The engine that engine="auto" chooses for a model, and the reason if it is not the native engine.
 
     Args:
         use_vllm: prefer an installed vLLM to `model.generate` where the model has no layout.
-        generate_arguments: in words, the arguments asked for that only `model.generate` knows.
+        generate_arguments: the arguments asked for that only `model.generate` knows, in words.
     """
     from colocate.engines.vllm.environment import installed_version
     from colocate.weights.layouts import causal_lm, has_layout
@@ -180,12 +180,12 @@ def engine_of_auto(
 
 
 def _moments_bytes(model: nn.Module) -> int:
-    """Memory that the optimizer's first step takes and rollouts find taken: Adam's two float32 moments."""
+    """Bytes of Adam's two float32 moments, which exist from the first step on and stay during rollouts."""
     return 8 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _usable_kv_cache_bytes(parts: EngineParts) -> int | None:
-    """vLLM's KV cache on a GPU if all of a rollout decodes at once; None if nothing says how long it gets."""
+    """Bytes of vLLM's KV cache per GPU if a whole rollout decodes at once; None: its lengths are unknown."""
     from colocate.engines.vllm.arguments import MAX_NUM_SEQS, whole_kv_cache_bytes
     from colocate.weights.layouts import has_layout, layout_for
 
@@ -199,6 +199,6 @@ def _usable_kv_cache_bytes(parts: EngineParts) -> int | None:
     num_seqs = min(num_seqs, options.max_num_seqs or MAX_NUM_SEQS)
     layout = layout_for(parts.model)
     kv_elements = 2 * len(layout.layers) * layout.num_kv_heads * layout.head_dim
-    # A group divides the heads, down to one for each GPU.
+    # The GPUs of a tensor-parallel group divide the key-value heads, down to one head for each GPU.
     per_token = kv_elements * layout.dtype.itemsize // min(group, layout.num_kv_heads)
     return whole_kv_cache_bytes(num_seqs, options.vllm_max_model_length, per_token)

@@ -1,4 +1,4 @@
-"""How far log-probs of the same weights may lie apart when other kernels, or other batches, computed them."""
+"""How far two log-probs of equal weights may lie apart because different kernels or batches computed them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _TF32_NOISE = 1e-2
 
 
 def largest_mean_noise(dtype: torch.dtype, device: torch.device, temperature: float = 1.0) -> float:
-    """The mean |difference| of log-probs, in nats per token, beyond which rounding does not explain it.
+    """The largest mean |difference| of log-probs, in nats per token, that rounding explains.
 
-    In bfloat16, engines and trainer were measured 0.01 to 0.05 apart, in float32 on a CPU 1e-6 to 1e-5: the
-    bounds are twice the largest, and far more for float32. On a GPU float32 may be multiplied with the 10
-    bits of TF32, as many as float16 has. Errors of logits grow as a temperature under 1 divides them. What
-    makes another model of it (padding that is seen, an adapter left out, weights of another run) moves them
-    by 0.3 and more.
+    Engines and trainer were measured 0.01 to 0.05 apart in bfloat16, and 1e-6 to 1e-5 apart in float32 on a
+    CPU: the bound is twice the largest for bfloat16, and far more for float32. On a GPU float32 products may
+    be computed in TF32, whose mantissa has 10 bits like float16's. Dividing logits by a temperature under 1
+    enlarges their errors. A real fault (padding that is read, an adapter left out, weights of another run)
+    moves log-probs by 0.3 and more.
 
     Args:
-        dtype: the model computes in.
-        device: it computes on.
-        temperature: of the log-probs.
+        dtype: the type that the model computes in.
+        device: the device that it computes on.
+        temperature: the temperature of the log-probs.
     """
     noise = _MEAN_NOISE.get(dtype, _MEAN_NOISE[torch.bfloat16])
     if dtype == torch.float32 and device.type != "cpu":

@@ -1,4 +1,4 @@
-"""What engines check of what they are asked, and the seeds they pass on."""
+"""The checks of a rollout's prompts and sampling parameters, and the seeds that engines pass on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from colocate.types import Prompt, SamplingParams
 
 
 def check_no_tensors(named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse weights sent to an engine that reads the trainer's own: they would have nowhere to go.
+    """Refuse weights for an engine that reads the trainer's own parameters: it has no copy to update.
 
     Raises:
         ValueError: there is a tensor.
@@ -59,11 +59,11 @@ def check_requests(
 
 
 def derived_seed(*numbers: int, num_bits: int) -> int:
-    """A seed for an engine with a random generator of its own: a hash of what the draw shall depend on.
+    """A seed for an engine with its own random generator: a hash of the numbers that the draw depends on.
 
     Args:
-        numbers: the rollout's seed, the prompt's key and, of a single completion, the member.
-        num_bits: of the seed, 64 at most.
+        numbers: the rollout's seed, the prompt's key and, for a single completion, its number in the group.
+        num_bits: bits of the seed, at most 64.
     """
     digest = hashlib.blake2b(",".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - num_bits)

@@ -22,31 +22,31 @@ from colocate.weights.layouts import causal_lm
 
 
 class TransformersEngine(BaseEngine):
-    """Generates with `model.generate`. Any causal language model of transformers.
+    """Generates with `model.generate`, for any causal language model of transformers.
 
-    Batches are padded on the left unless the architecture reads the padding, which the first rollout finds
-    out (see `batching`): then prompts of equal length go together, or each sequence goes alone.
+    Batches are padded on the left, unless the first rollout finds that the architecture reads the padding
+    (see `batching`). Then only prompts of equal length share a batch, or each sequence has its own.
 
-    Tokens are drawn by the native engine's sampler inside a logits processor: nothing is taken from or left
-    in a global random state, one log-probability per token is kept instead of a step's logits, and equal
-    (seed, prompt key, member) draw with equal noise. The logits themselves depend a little on the padding,
-    hence on what else is in the batch, so a completion is reproducible only together with its batch.
+    Tokens are drawn by the native engine's sampler inside a logits processor. So no global random state is
+    read or changed, only one log-probability per token is kept instead of a step's logits, and completions
+    with equal (seed, prompt key, member) are drawn with equal noise. The logits depend a little on the
+    padding, hence on the rest of the batch, so a completion is reproducible only together with its batch.
 
-    With `generation_kwargs` transformers draws by itself, from the device's random generator, which has a
-    seed derived from the batch's (seed, prompt key, member) meanwhile. What comes out of beams are no samples
-    of the policy, so completions have no log-probs then.
+    With `generation_kwargs` transformers draws the tokens itself, from the device's random generator, which
+    is seeded for each batch from its (seed, prompt key, member). Completions then have no log-probs, because
+    the results of a beam search are not samples from the policy.
 
     Args:
         model: a Hugging Face causal language model, or a PEFT model around one.
         pad_token_id: fills the left of shorter prompts; it is masked out.
-        max_num_seqs: sequences per batch, each beam counted.
-        generation_kwargs: further arguments of a `GenerationConfig`, beside those that `SamplingParams` has.
+        max_num_seqs: sequences per batch; each beam counts as one.
+        generation_kwargs: arguments of a `GenerationConfig` that `SamplingParams` does not have.
 
     Raises:
-        ValueError: the PEFT method lives in the wrapper's `forward` (prompt learning).
+        ValueError: the PEFT method works in the wrapper's `forward` (prompt learning), which is not called.
     """
 
-    # `kv_cache_bytes` is 0, as `generate` makes and drops its cache within each batch.
+    # `kv_cache_bytes` stays 0, because `generate` makes and drops its cache within each batch.
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class TransformersEngine(BaseEngine):
         sampling: SamplingParams,
         generation_kwargs: Mapping[str, Any],
     ) -> list[Completion]:
-        """Complete (prompt, member of its group, tokens at most) each."""
+        """Complete each request, a (prompt, number in its group, largest number of tokens)."""
         device = self._base.get_input_embeddings().weight.device
         width = max(len(prompt.token_ids) for prompt, _, _ in requests)
         input_ids = torch.full((len(requests), width), self._pad_token_id, device=device)
@@ -167,7 +167,7 @@ class TransformersEngine(BaseEngine):
 
 
 class _DrawTokens(LogitsProcessor):
-    """Draws the next tokens itself and leaves `generate` no choice but to take them."""
+    """Draws the next tokens itself: it gives them logit 0 and all others -inf, so `generate` takes them."""
 
     def __init__(self, sampler: Sampler, requests: Sequence[tuple[Prompt, int]], width: int) -> None:
         self.logprobs: list[Tensor] = []
@@ -188,7 +188,7 @@ class _DrawTokens(LogitsProcessor):
 
     def _note_seen_tokens(self, input_ids: Tensor, scores: Tensor) -> None:
         if self._seen is None:
-            # From the prompts, not from input_ids: padding has not been seen.
+            # `input_ids` would count the padding as seen; the prompts do not have any.
             self._seen = torch.zeros_like(scores, dtype=torch.bool)
             for row, (prompt, _) in enumerate(self._requests):
                 self._seen[row, torch.tensor(prompt.token_ids, device=scores.device)] = True
@@ -197,7 +197,7 @@ class _DrawTokens(LogitsProcessor):
 
 
 def _drawing(sampling: SamplingParams) -> dict[str, Any]:
-    """What draws as `sampling` says, in the words of a `GenerationConfig`."""
+    """The arguments of a `GenerationConfig` that draws as `sampling` says."""
     drawing: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty, "do_sample": False}
     if sampling.temperature > 0:
         filters = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p or None}
@@ -207,7 +207,7 @@ def _drawing(sampling: SamplingParams) -> dict[str, Any]:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """The device's global random generator with this seed, and as it was afterwards."""
+    """Seed the device's global random generator for a block, and put its old state back afterwards."""
     generator = (
         torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     )
@@ -221,10 +221,10 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextmanager
 def _set_up_for_generation(base: Any) -> Iterator[None]:
-    """Evaluation mode, an attention with a KV cache and neutral generation defaults, all put back afterwards.
+    """Set evaluation mode, an attention with a KV cache and neutral generation defaults for a block.
 
-    The trainer's attention may be one for packed sequences only, and a checkpoint's generation_config may
-    bring processors (Qwen ships a repetition penalty) that nobody asked for.
+    The trainer's attention may work for packed sequences only, and a checkpoint's generation_config may
+    bring processors (Qwen's has a repetition penalty) that nobody asked for. All three are put back.
     """
     training = [module for module in base.modules() if module.training]
     attention, generation_config = base.config._attn_implementation, base.generation_config
