@@ -1,9 +1,8 @@
 """Attention over a paged KV cache, in plain PyTorch.
 
-The three methods are the whole interface between the model runner and the kernels. Shapes: H query heads, K
-key-value heads, D head size; a cache is one layer's keys or values, [num_pages, K, page_size, D], so that one
-head's part of a page is one piece of memory, and a whole page is one too (the next page may lie further on);
-a block table lists the pages of a sequence in order.
+Letters in shapes: T tokens, B rows, H query heads, K key-value heads, D head size. A cache holds one layer's
+keys or values, [num_pages, K, page_size, D]: one head's part of a page is contiguous, and so is a page, but
+the next page need not follow directly. A block table lists the pages of a sequence in order.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from torch import Tensor
 
 
 class PagedAttention:
-    """Attention of one rollout, with the memory that its decode steps gather pages into.
+    """Attention over the cache, with a workspace into which decode steps gather a sequence's pages.
 
-    That memory is kept from call to call: megabytes taken from the system anew for every layer and step cost
-    more page faults than the products cost arithmetic.
+    The workspace is kept from call to call. Megabytes that are taken from the system anew in every layer and
+    step cause page faults, which take longer than the matrix products do.
     """
 
     def __init__(self) -> None:
         self._workspaces = [torch.empty(0), torch.empty(0)]
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Store keys and values [T, K, D] at `slots` [T] = page * page_size + offset in the page."""
+        """Store keys and values [T, K, D] at `slots` [T], each page * page_size + offset in the page."""
         _, num_kv_heads, page_size, head_dim = k_cache.shape
         heads = torch.arange(num_kv_heads, device=slots.device)
         first_row = (slots // page_size)[:, None] * (k_cache.stride(0) // head_dim)
@@ -49,13 +48,15 @@ class PagedAttention:
 
         Args:
             q: [T, H, D], the sequences' queries one after the other.
-            block_tables: per sequence its pages, [num_pages of the sequence].
-            query_lens: queries of each sequence; they are its last tokens.
-            context_lens: tokens of each sequence in the cache, its queries included.
-            sliding_window: a query sees this many keys, itself included; None: all before it.
+            k_cache, v_cache: [num_pages, K, page_size, D].
+            block_tables: the pages of each sequence, [pages of the sequence].
+            query_lens: queries of each sequence; they belong to its last tokens.
+            context_lens: tokens of each sequence in the cache, those of its queries included.
+            scale: factor of q · k before the softmax.
+            sliding_window: number of keys that a query sees, its own included; None: all up to its own.
 
         Returns:
-            [T, H, D].
+            Attended values, [T, H, D].
         """
         outputs = []
         for query, table, query_len, context_len in zip(
@@ -97,14 +98,16 @@ class PagedAttention:
 
         Args:
             q: [B, H, D].
+            k_cache, v_cache: [num_pages, K, page_size, D].
             block_tables: [B, at least the pages of the longest sequence]; entries past a sequence's pages may
                 be any valid page.
             context_lens: [B], tokens of each sequence in the cache, the query's own included.
-            max_context_len: the largest of them, known on the host.
-            sliding_window: a query sees this many keys, itself included; None: all before it.
+            max_context_len: the largest of `context_lens`, known on the host.
+            scale: factor of q · k before the softmax.
+            sliding_window: number of keys that a query sees, its own included; None: all up to its own.
 
         Returns:
-            [B, H, D].
+            Attended values, [B, H, D].
         """
         num_seqs, num_heads, head_dim = q.shape
         _, num_kv_heads, page_size, _ = k_cache.shape
@@ -112,7 +115,7 @@ class PagedAttention:
         heads = torch.arange(num_kv_heads, device=q.device)[:, None]
         piece_size = page_size * head_dim
         pieces = (pages[:, None] * (k_cache.stride(0) // piece_size) + heads).flatten()
-        # [B * K, whole pages of tokens, D]: the query heads of a key-value head share one matrix product.
+        # [B * K, whole pages of tokens, D]: all query heads of one key-value head go into one matrix product.
         shape = (num_seqs * num_kv_heads, -1, head_dim)
         key = self._gather(0, _pieces(k_cache, piece_size), pieces).view(shape)
         value = self._gather(1, _pieces(v_cache, piece_size), pieces).view(shape)
@@ -126,10 +129,10 @@ class PagedAttention:
         return torch.bmm(weights.view(num_seqs * num_kv_heads, -1, key.shape[1]), value).view(q.shape)
 
     def _gather(self, which: int, pieces: Tensor, index: Tensor) -> Tensor:
-        """`pieces[index]`, valid until the next call with the same `which`."""
+        """`pieces[index]` in workspace `which` (0 or 1), valid until the next call with that workspace."""
         numel = len(index) * pieces.shape[1]
         if self._workspaces[which].numel() < numel:
-            # Twice what is needed now: contexts grow with every step.
+            # Twice the present need, because contexts grow with every step.
             self._workspaces[which] = pieces.new_empty(2 * numel)
         output = self._workspaces[which][:numel].view(len(index), pieces.shape[1])
         return torch.index_select(pieces, 0, index, out=output)
@@ -138,7 +141,7 @@ class PagedAttention:
 def _pieces(cache: Tensor, piece_size: int) -> Tensor:
     """The memory from the first to the last element of `cache` as rows [:, piece_size].
 
-    A page begins `stride(0) / piece_size` rows after the one before, whatever lies between them.
+    Page p begins at row p * stride(0) / piece_size. Pages of other layers may lie between two of its pages.
     """
     num_pages, page_numel = len(cache), cache[0].numel()
     numel = (num_pages - 1) * cache.stride(0) + page_numel

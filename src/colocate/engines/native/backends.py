@@ -1,4 +1,4 @@
-"""Which implementation of the operations a device gets."""
+"""The choice of a backend (PyTorch operations or Triton kernels) and of default sizes by device."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from colocate.engines.native.torch_backend import TorchBackend
 
 
 def default_sizes(device_type: str) -> tuple[int, int]:
-    """Sequences decoded side by side, and tokens per page of the KV cache.
+    """Default number of sequences that decode at once, and of tokens per page of the KV cache.
 
-    A GPU's matrix products take as long for 8 rows as for 64, and its reads reach full bandwidth on pieces of
-    16 KiB, a page of 64 tokens of one head; on a CPU larger pages would mean more masked work.
+    On a GPU a matrix product with 8 rows takes as long as one with 64, so many sequences decode at once, and
+    reads reach full bandwidth from pieces of 16 KiB on: 64 tokens of one head (64 × 128 × 2 bytes). On a CPU
+    a page of more than 16 tokens would add work on masked positions.
     """
     return (512, 64) if device_type == "cuda" else (64, 16)
 
 
 def backend_for(device: torch.device) -> TorchBackend:
-    """Triton kernels on CUDA, PyTorch operations elsewhere.
+    """The backend for a device: Triton kernels on CUDA, PyTorch operations elsewhere.
 
     Raises:
         RuntimeError: the GPU is older than compute capability 8.0.

@@ -13,9 +13,10 @@ from colocate.engines.native.scheduler import Sequence
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for.
+    """Copy an array to the device without making the host wait.
 
-    Copies from pageable memory wait until the device has worked off what was launched before.
+    The array is pinned first, because a copy from pageable memory waits for everything that was launched
+    before it.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
@@ -23,13 +24,14 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Window:
-    """The tokens of some steps, on their way to the host."""
+    """The tokens of a few decode steps, on their way to the host."""
 
     sequences: list[Sequence]
-    """Of each row when the steps were launched."""
+    """The sequence of each row when the steps were launched."""
     token_ids: Tensor  # [steps, rows] int32; -1 where the sequence had finished before
     logprobs: Tensor  # [steps, rows] float32
     arrived: torch.cuda.Event | None
+    """Recorded behind the copies to the host; None on a CPU."""
 
     def read(self) -> list[tuple[list[int], list[float]]]:
         """Tokens and log-probabilities of every row; waits for the steps to end."""
@@ -41,10 +43,10 @@ class Window:
 
 
 class DecodeBatch:
-    """What decode steps read and write, updated for all rows at once: no Python per sequence and step.
+    """The tensors that decode steps read and write: one operation updates a whole tensor, not each row.
 
-    The tensors' addresses never change, so captured graphs may use them. A row that has finished stays where
-    it is, and nothing more happens to it, until the host removes it.
+    The tensors' addresses never change, so captured graphs may use them. A row that has finished keeps its
+    place, and steps leave it as it is, until the host removes it.
     """
 
     def __init__(
@@ -61,14 +63,15 @@ class DecodeBatch:
         self.positions, self.last_tokens, self.num_generated, self.samples, self.limits, self.finished = (
             self._state.unbind()
         )
-        """`positions`: of `last_tokens`; keys and values of all earlier positions are in the cache."""
+        """Views [max_num_seqs] of `_state`. `positions` are those of `last_tokens`, the tokens that the next
+        step feeds; keys and values of all earlier positions are in the cache."""
         self.finished.fill_(1)
         self.slots = zeros(max_num_seqs)
         self.context_lens = zeros(max_num_seqs)
         self.out_token_ids = zeros(max_num_steps, max_num_seqs)
         self.out_logprobs = zeros(max_num_steps, max_num_seqs, dtype=torch.float32)
         self.step = zeros(1)
-        """The row of `out_token_ids` and `out_logprobs` that the present step writes."""
+        """Index of the row in `out_token_ids` and `out_logprobs` that the present step writes."""
         self.seed = zeros(1, dtype=torch.int64)
         self.seen: Tensor | None = None  # [max_num_seqs, V] bool
 
@@ -77,7 +80,12 @@ class DecodeBatch:
         return self.block_tables.shape[0]
 
     def reset(self, *, seed: int, vocab_size: int | None) -> None:
-        """Forget all rows. `vocab_size`: keep track of the tokens seen, for a repetition penalty."""
+        """Forget all rows.
+
+        Args:
+            seed: the rollout's seed.
+            vocab_size: keep `seen` [max_num_seqs, vocab_size], for a repetition penalty; None: do not.
+        """
         self.num_rows = 0
         self.finished.fill_(1)
         self.seed.fill_((seed + 2**63) % 2**64 - 2**63)
@@ -86,7 +94,7 @@ class DecodeBatch:
             self.seen = torch.zeros(self.max_num_seqs, vocab_size, dtype=torch.bool, device=self.device)
 
     def save(self) -> tuple[Tensor, Tensor]:
-        """What a step changes of the rows."""
+        """A copy of the rows' state that a step changes, for `restore`."""
         return self._state.clone(), self.step.clone()
 
     def restore(self, saved: tuple[Tensor, Tensor]) -> None:
@@ -95,11 +103,11 @@ class DecodeBatch:
         self.step.copy_(saved[1])
 
     def start(self, sequences: SequenceABC[Sequence]) -> slice:
-        """Append rows for `sequences`; they may draw their next token."""
+        """Append rows for `sequences`, whose next tokens can then be drawn. Returns the rows."""
         first, count = self.num_rows, len(sequences)
         rows = slice(first, first + count)
-        # Rows are re-used: what a table holds beyond a sequence's pages must name pages that exist, as 0
-        # always does.
+        # Rows are re-used. Entries of a block table beyond the sequence's pages must name a page that exists,
+        # and page 0 always does.
         table = np.zeros((count, max(len(sequence.pages) for sequence in sequences)), dtype=np.int32)
         state = np.zeros((6, count), dtype=np.int32)
         keys = np.empty(count, dtype=np.int64)
@@ -137,7 +145,7 @@ class DecodeBatch:
         return Window(list(sequences), token_ids, logprobs, arrived)
 
     def remove(self, rows: SequenceABC[int]) -> None:
-        """Drop rows; the others move up and keep their order."""
+        """Drop some rows. The rows behind them move up, so the rest keeps its order."""
         gone = set(rows)
         kept = [row for row in range(self.num_rows) if row not in gone]
         first_hole, old = min(gone), self.num_rows

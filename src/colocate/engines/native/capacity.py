@@ -18,14 +18,15 @@ from colocate.weights.layouts import Layout
 logger = logging.getLogger(__name__)
 
 FREE_MEMORY_FRACTION = {"cuda": 0.9, "cpu": 0.5}
-"""Share of the free memory that the cache takes at most. On a GPU the rest is for a prefill's activations
-and the graphs; a CPU's memory has other tenants."""
+"""Largest share of the free memory that the cache takes, by device. The rest of a GPU is for a prefill's
+activations and CUDA graphs, the rest of a machine's memory for other programs."""
 
 COPY_BREAK_EVEN = 0.8
-"""Size of the KV cache beside a copy of the 4-bit weights from which on the copy is the faster way, as a
-share of the copy's size. Decoding is bound by memory traffic: with memory M and a copy of size C, a step with
-the copy moves M bytes for M - C worth of sequences, one without it M + 2.3 C for M worth. The first is ahead
-from M = 1.8 C on."""
+"""Decoding from a dequantised copy of 4-bit weights is faster than dequantising them one by one if the memory
+left for the KV cache is at least this share of the copy's size C. Decoding is bound by memory traffic. With
+memory M in all, a step with the copy reads M bytes and serves sequences whose KV cache takes M - C; a step
+without the copy moves M + 2.3 C bytes and serves sequences whose KV cache takes M. The copy serves more per
+byte if (M - C) / M > M / (M + 2.3 C), that is from M = 1.8 C on, where the KV cache has 0.8 C."""
 
 
 def longest_sequence(prompts: Sequence[Prompt], max_tokens: int) -> int:
@@ -34,16 +35,16 @@ def longest_sequence(prompts: Sequence[Prompt], max_tokens: int) -> int:
 
 
 def pages_of_longest(prompts: Sequence[Prompt], max_tokens: int, page_size: int) -> int:
-    """Pages without which the longest sequence cannot run even alone."""
-    # The last token drawn is never fed back: it needs no key and value.
+    """Pages that the longest sequence needs at its end, alone in the cache."""
+    # The last token drawn is never fed to the model: it has no key and value.
     return pages_for(longest_sequence(prompts, max_tokens) - 1, page_size)
 
 
 def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max_num_seqs: int) -> int:
-    """Pages with which the rollout never waits for one: those of the `max_num_seqs` largest sequences.
+    """Pages with which the rollout never waits for a page: those of the `max_num_seqs` largest sequences.
 
-    A prompt's full pages count once for all its completions; what a completion has of its own are the rest of
-    the prompt and its tokens.
+    The full pages of a prompt count once for all its completions. Each completion has its own pages for its
+    tokens and for the end of the prompt that fills no page.
     """
     shared, own = [], []
     for prompt in prompts:
@@ -54,22 +55,27 @@ def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max
             for limit in prompt.limits(max_tokens)
         ]
     largest_own, largest_shared = sorted(own)[-max_num_seqs:], sorted(shared)[-max_num_seqs:]
-    # Each running sequence keeps a page in reserve, and each prompt whose completions still wait keeps the
-    # page that it ends in.
+    # Each running sequence keeps one page in reserve (`Scheduler._has_room`), and each prompt whose
+    # completions still wait keeps the page in which it ends.
     return sum(largest_own) + sum(largest_shared) + len(largest_own) + len(largest_shared)
 
 
 def take_weights(
     weights: RolloutWeights, cache: KVCache, layout: Layout, *, wanted_pages: int, needed_pages: int
 ) -> None:
-    """Take memory for the dequantised weights of a model with 4-bit ones, before the cache's pages.
+    """Take memory for the dequantised weights of a model with 4-bit weights, before the cache takes pages.
 
-    All of them are copied if all the pages that the rollout wants fit beside the copy, or at least the pages
-    needed and enough that the copy is the faster way (see `COPY_BREAK_EVEN`); else they are dequantised one
-    by one. What the cache kept in sleep may be given up for it.
+    Memory for a copy of all weights is taken if the cache can still have `wanted_pages` beside it. It is also
+    taken if the cache can have `needed_pages` and is large enough that the copy is faster all the same (see
+    `COPY_BREAK_EVEN`). Otherwise there is memory for one weight at a time. Pages that the cache kept during
+    sleep are given up where the weights need the memory.
+
+    Args:
+        wanted_pages: pages with which no sequence waits (`useful_pages`), or the size that was set.
+        needed_pages: pages of the longest sequence (`pages_of_longest`).
 
     Raises:
-        ArenaExhausted: the device has not even the memory for one weight.
+        ArenaExhausted: the device has no memory for even one weight.
     """
     copy_bytes = weights.needed_bytes(layout, is_copy=True)
     if not copy_bytes:
@@ -100,7 +106,7 @@ def take_weights(
 
 
 def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Make the cache `num_pages` large, or as large as memory allows. Returns its pages."""
+    """Give the cache `num_pages` pages, or as many as memory allows. Returns how many it has."""
     affordable = _pages_within(_usable_bytes(cache.num_bytes, device), cache, dtype, device)
     if affordable < num_pages:
         logger.info(f"A KV cache of {num_pages} pages would be of use; memory allows {affordable}.")
@@ -108,7 +114,7 @@ def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch
     try:
         cache.allocate(num_pages, dtype, device)
     except ArenaExhausted as error:
-        # Somebody else took memory in the meantime, or it is too fragmented for whole handles.
+        # Another process took memory in the meantime, or it is too fragmented for whole handles.
         left_bytes = error.mapped_bytes + error.free_bytes
         num_pages = _pages_within(left_bytes * FREE_MEMORY_FRACTION["cuda"], cache, dtype, device)
         logger.warning(f"{error} The KV cache is cut to {num_pages} pages; more sequences wait their turn.")
@@ -117,17 +123,17 @@ def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch
 
 
 def _pages_within(num_bytes: float, cache: KVCache, dtype: torch.dtype, device: torch.device) -> int:
-    """Pages that fit, beside the scratch; on a GPU memory comes in whole handles."""
+    """Pages of the cache that fit into `num_bytes` beside its scratch; on a GPU memory comes in handles."""
     unit_bytes = HANDLE_BYTES if device.type == "cuda" else 1
     whole_bytes = int(num_bytes) // unit_bytes * unit_bytes
     return max(0, whole_bytes - cache.scratch_bytes) // cache.page_bytes(dtype)
 
 
 def _usable_bytes(held_bytes: int, device: torch.device) -> float:
-    """Memory that may be taken; `held_bytes` of it are taken already."""
+    """Bytes that may be taken of the free memory, to which `held_bytes` that are taken already count."""
     free_bytes = held_bytes
     if device.type == "cuda":
-        # What PyTorch has reserved and does not use, it gives back when the cache needs it.
+        # The cache can have memory that PyTorch has reserved and does not use: PyTorch gives it back then.
         unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free_bytes += torch.cuda.mem_get_info(device)[0] + unused_bytes
     else:

@@ -1,4 +1,4 @@
-"""What attention has to know of a forward pass beside queries, keys and values."""
+"""The tokens of a forward pass: which they are, and where attention finds their keys and values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class PrefillContext:
-    """Pieces packed one after the other, T tokens. A piece sees the tokens of its item up to its own end."""
+    """One forward pass over packed pieces, T tokens in all.
+
+    The queries of a piece see its item's tokens from the first one on, also those of earlier passes.
+    """
 
     pieces: Sequence[Piece]
     page_size: int
@@ -60,19 +63,19 @@ class PrefillContext:
 
     @cached_property
     def last_tokens(self) -> Tensor:
-        """Indices in 0 .. T - 1 of the items' last tokens, for the items that end here."""
+        """Indices in 0 .. T - 1 of the last tokens of those items that end in this pass."""
         ends = accumulate(self.query_lens)
         last = [end - 1 for end, piece in zip(ends, self.pieces, strict=True) if piece.is_last]
         return to_device(np.array(last, dtype=np.int64), self.device)
 
     @cached_property
     def block_tables(self) -> list[Tensor]:
-        """The pages of each piece's item."""
+        """The pages of each piece's item, each [pages of the item]."""
         return [to_device(np.array(piece.item.pages), self.device) for piece in self.pieces]
 
     @cached_property
     def context_slots(self) -> Tensor | None:
-        """Cache slots of the tokens that each piece sees, in order; None: the pieces' own suffice."""
+        """Cache slots of all tokens that the pieces see, piece by piece; None: each sees its own alone."""
         if all(piece.start == 0 for piece in self.pieces):
             return None
         slots = np.concatenate([self._slots(piece, 0) for piece in self.pieces])
@@ -80,7 +83,7 @@ class PrefillContext:
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Where queries and contexts begin, each [pieces + 1] int32."""
+        """Bounds of the pieces' packed queries, and of their packed contexts, each [pieces + 1] int32."""
         bounds = [[0, *accumulate(lens)] for lens in (self.query_lens, self.context_lens)]
         columns = to_device(np.array(bounds, dtype=np.int32), self.device)
         return columns[0], columns[1]
@@ -93,12 +96,12 @@ class PrefillContext:
 
 @dataclass(frozen=True)
 class DecodeContext:
-    """One new token per row; shapes as in `DecodeBatch`."""
+    """One new token in each of the first `num_rows` rows of a `DecodeBatch`."""
 
     batch: DecodeBatch
     num_rows: int
     max_context_len: int
-    """Known on the host; only PyTorch operations need it."""
+    """Tokens of the longest row, known on the host; only PyTorch operations need it."""
 
     @property
     def block_tables(self) -> Tensor:

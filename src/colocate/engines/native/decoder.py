@@ -1,4 +1,4 @@
-"""Decode steps over the running rows: what outlives a rollout, captured graphs above all."""
+"""Decode steps over the running rows, and the CUDA graphs of such steps, which later rollouts use again."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from colocate.types import SamplingParams
 from colocate.weights.layouts import Layout
 
 BUCKETS = (8, 32, 64)
-"""Rows of a captured step; above, multiples of 128. Below 64 rows a step reads the same weights in the same
-time, and a row that is not in use costs next to nothing. Above, matrix products work in tiles of 128 rows: on
-an H200 those of 320 rows take longer than those of 384."""
+"""Numbers of rows for which a step is captured, followed by the multiples of 128. Up to 64 rows a step takes
+the time of reading the weights, and an unused row costs next to nothing. With more rows, matrix products work
+in tiles of 128: on an H200 those with 320 rows take longer than those with 384."""
 
 
 def bucket_for(num_rows: int) -> int:
-    """The number of rows that a captured step for `num_rows` has."""
+    """The number of rows of the captured step that serves `num_rows` rows."""
     for bucket in BUCKETS:
         if num_rows <= bucket:
             return bucket
@@ -32,15 +32,16 @@ def bucket_for(num_rows: int) -> int:
 
 
 def capacity_for(max_num_seqs: int, backend: TorchBackend) -> int:
-    """Rows that decode steps must have room for."""
+    """Rows for which decode steps need room, unused rows of the largest captured step included."""
     return bucket_for(max_num_seqs) if backend.captures_graphs else max_num_seqs
 
 
 class Decoder:
     """Runs decode steps; on a GPU as CUDA graphs, one per bucket of batch sizes.
 
-    Graphs are captured when first needed. They read the weights, the KV cache and the rows where these are,
-    so they stay valid across updates in place, and across sleep as the cache's address does not change.
+    A graph is captured when a step first needs it. Graphs hold the addresses of the weights, the KV cache and
+    the rows. So they stay valid when weights are updated in place, and after sleep, because the cache returns
+    to the same addresses.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Decoder:
         capacity = capacity_for(max_num_seqs, backend)
         self.batch = DecodeBatch(
             max_num_seqs=capacity,
-            # Kernels are compiled for strides that 16 divides: a wider table needs no others.
+            # Triton compiles kernels anew for a stride that 16 does not divide; a multiple of 16 avoids that.
             max_num_pages=-(-pages_for(max_len, cache.page_size) // 16) * 16,
             max_num_steps=backend.steps_per_look,
             device=layout.device,
@@ -70,20 +71,20 @@ class Decoder:
         self.runner = ModelRunner(layout, weights, cache, backend, layout.rotary_table(max_len))
         self._identity = self.runner.identity()
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
-        """By rows, whether prefixes are shared, and whether the draw is captured, too."""
+        """Graphs by (rows, whether prefixes are shared, whether drawing the tokens is captured, too)."""
         self._captured: dict[tuple[float, tuple[int, ...]], Tensor] = {}
-        """Temperature and stop tokens of the captured draws, and where those stop tokens are."""
+        """The stop tokens on the device by (temperature, stop tokens) of the captured draws: one entry."""
         self._logits = backend.bind(cache.scratch, layout, capacity, cache.page_size)
         self._pool: Any = None
         self._forget_graphs()
 
     def fits(self, layout: Layout, *, max_len: int) -> bool:
-        """Whether sequences of up to `max_len` tokens can run here."""
+        """Whether this decoder can run sequences of up to `max_len` tokens of the model in `layout`."""
         is_same_kind = (layout.device, layout.dtype) == (self.batch.device, self._dtype)
         return is_same_kind and max_len <= self.max_len
 
     def refresh(self, layout: Layout) -> None:
-        """Look the weights up anew; forget the graphs if any of them has moved."""
+        """Look the weights up again, and forget the graphs if a weight has moved."""
         runner = ModelRunner(layout, self.weights, self.cache, self.backend, self.runner.rotary_table)
         identity = runner.identity()
         if identity != self._identity:
@@ -91,13 +92,13 @@ class Decoder:
             self._forget_graphs()
 
     def start_rollout(self, sampling: SamplingParams) -> None:
-        """Forget all rows; tokens are drawn in this way from now on."""
+        """Forget all rows, and draw tokens as `sampling` says from now on."""
         self._sampler = Sampler(sampling)
         self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int32, device=self.batch.device)
         vocab_size = self.runner.layout.vocab_size if self._sampler.needs_seen_tokens else None
         self.batch.reset(seed=sampling.seed, vocab_size=vocab_size)
         if self._sampler.is_plain:
-            # Graphs hold the temperature as a number, and the stop tokens' address.
+            # A graph of a draw holds the value of the temperature and the address of the stop tokens.
             drawing = sampling.temperature, sampling.stop_token_ids
             if drawing not in self._captured:
                 self._captured = {drawing: self._stops}
@@ -105,16 +106,16 @@ class Decoder:
             self._stops = self._captured[drawing]
 
     def begin_window(self) -> None:
-        """The next step is the first of those whose tokens the host will read together."""
+        """Begin a window, that is, steps whose tokens the host will read together."""
         self.batch.step.fill_(-1)
 
     def draw_first(self, rows: slice, logits: Tensor) -> None:
-        """Draw the first tokens of rows that have just started, as step 0 of a window."""
+        """Draw the first tokens of rows that have just started, from logits [rows, V]: step 0 of a window."""
         self.batch.step.zero_()
         self._record(rows, *self.backend.sample(logits, self._sampler, self.batch, rows))
 
     def step(self, max_context_len: int) -> None:
-        """Feed every row's last token and draw its next one."""
+        """Feed every row's last token to the model and draw its next token."""
         num_rows = self.batch.num_rows
         rows = slice(0, num_rows)
         if self._pool is None:
@@ -140,12 +141,13 @@ class Decoder:
 
     def _forget_graphs(self) -> None:
         self._graphs.clear()
-        # A pool of memory ends with the last graph in it.
+        # PyTorch frees a pool of memory with the last graph in it, so new graphs need a new pool.
         self._pool = torch.cuda.graph_pool_handle() if self.backend.captures_graphs else None
 
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
-        # Compiles kernels and makes cuBLAS take its workspace, neither of which can be captured. What this
-        # step does to the rows is undone; the same keys and values go to the same places again.
+        # This first step compiles kernels and makes cuBLAS take its workspace, neither of which can be
+        # captured. Its changes to the rows are undone; the keys and values that it stored will be stored
+        # again, equal and in the same places.
         before = self.batch.save()
         self._captured_step(bucket)
         self.batch.restore(before)

@@ -28,7 +28,7 @@ from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 SMALLEST_PREFILL_TOKENS = 512
-"""A prefill of fewer tokens would take little less memory and much more time."""
+"""Tokens below which a prefill is not made smaller: it would save little memory and take much more time."""
 
 ADVICE = (
     "The rollout needs this much beside a KV cache of one page. Lower max_num_seqs, set load_in_4bit, or "
@@ -39,26 +39,26 @@ ADVICE = (
 class NativeEngine(BaseEngine):
     """Generates with the parameters of `model`, which the trainer may update in place between rollouts.
 
-    The model's q/k/v and gate/up parameters become views of fused storage (see `fuse_parameters`); LoRA
-    adapters of PEFT are read where they are. Weights in bitsandbytes' 4 bits are dequantised for the time of
-    a rollout: all of them where memory allows, else one by one (see `capacity.take_weights`). A group's
-    prompt is prefilled and stored once. With equal (seed, prompt key, member) a completion is the same
-    whatever else is in the batch, up to the rounding of differently shaped matrix products.
+    The model's q/k/v and gate/up parameters become views of fused storage (see `fuse_parameters`), and LoRA
+    adapters of PEFT are read where they lie. Weights in bitsandbytes' 4 bits are dequantised for a rollout:
+    all at once where memory allows, else one by one (see `capacity.take_weights`). The prompt of a group is
+    prefilled and stored once. A completion depends only on (seed, prompt key, member) and not on the rest of
+    the batch, up to the rounding of differently shaped matrix products.
 
     Args:
         model: a Hugging Face causal language model with a layout, or a PEFT model around one.
         max_num_seqs: sequences that decode at the same time; None: 64 on a CPU, 512 on a GPU.
-        page_size: tokens per page of the KV cache, on a GPU a power of two from 16 on; None: 16 on a CPU, 64
-            on a GPU.
-        kv_cache_tokens: size of the KV cache in tokens; it is then taken in `wake_up`. None: taken in
-            `generate`, as large as that rollout can use. Either way only as large as memory allows.
+        page_size: tokens per page of the KV cache, on a GPU a power of two, at least 16; None: 16 on a CPU,
+            64 on a GPU.
+        kv_cache_tokens: size of the KV cache in tokens, which `wake_up` takes. None: `generate` takes a cache
+            as large as its rollout can use. In both cases free memory is the limit.
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
 
     Raises:
         ValueError: the model has no layout, or a size is out of range.
     """
 
-    # The arena is mapped without PyTorch, so that `pooled_bytes` is nothing.
+    # PyTorch's allocator does not count the arena, so `pooled_bytes` stays `NOTHING_POOLED`.
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class NativeEngine(BaseEngine):
         self._weights = RolloutWeights(stacks_adapters=self._backend.stacks_adapters)
         self._decoder: Decoder | None = None
         self._max_pages: int | None = None
-        """Of the KV cache, since memory once ran out beside more."""
+        """Upper limit of the KV cache's pages, set when memory ran out with more pages; None: no limit."""
         self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
         fuse_parameters(layout, room_for_adapters=self._backend.stacks_adapters)
 
@@ -124,7 +124,7 @@ class NativeEngine(BaseEngine):
         """Complete every prompt. See `RolloutEngine.generate`.
 
         Raises:
-            ValueError: also if one sequence alone would not fit in the KV cache.
+            ValueError: a request is refused, or one sequence alone would not fit in the KV cache.
         """
         self._check(prompts, sampling)
         assert self._model is not None
@@ -144,7 +144,7 @@ class NativeEngine(BaseEngine):
         return Rollout(decoder, prompts, sampling).run(self.policy_version)
 
     def _shrink_prefill(self) -> str | None:
-        self._decoder = None  # it may be half made, and its graphs hold memory
+        self._decoder = None  # memory may have run out while it was made, and its graphs hold memory
         if self._backend.max_prefill_tokens <= SMALLEST_PREFILL_TOKENS:
             return None
         self._backend.max_prefill_tokens //= 2
@@ -160,16 +160,16 @@ class NativeEngine(BaseEngine):
     def sleep(self, keep_bytes: int = 0) -> None:
         """Give memory back, on a GPU all but `keep_bytes`. Captured graphs stay valid.
 
-        What is kept is memory for dequantised weights first, then for the KV cache; no contents are.
+        The engine keeps the memory for dequantised weights first, then that of the KV cache, but no contents.
         """
         self._weights.free(keep_bytes)
         self._cache.free(max(0, keep_bytes - self._weights.num_bytes))
         if not self._backend.captures_graphs:
-            self._decoder = None  # cheap to make anew, and it holds on to weights that may be moved
+            self._decoder = None  # cheap to make again, and it refers to weights that may be moved
         super().sleep()
 
     def wake_up(self) -> None:
-        """Take the KV cache's memory, if its size was given.
+        """Take the KV cache's memory if `kv_cache_tokens` was given; otherwise `generate` will.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -197,16 +197,16 @@ class NativeEngine(BaseEngine):
         self._weights.close()
 
     def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
-        """The decoder of earlier rollouts if it is large enough for this one."""
+        """The decoder of earlier rollouts if it is large enough for this rollout, else a new one."""
         layout, decoder = self._layout, self._decoder
         max_len = longest_sequence(prompts, max_tokens)
         if decoder is not None and decoder.fits(layout, max_len=max_len):
             decoder.refresh(layout)
             return decoder
-        if decoder is not None:  # never smaller than before: training and evaluation may take turns
+        if decoder is not None:  # never shorter than before: training and evaluation may alternate
             max_len = max(max_len, decoder.max_len)
         self._decoder = None
-        # Rounded up, so that rollouts a little longer than the last do not capture graphs anew.
+        # Rounded up, so that a rollout a little longer than the last does not capture its graphs again.
         max_len = min(1 << (max_len - 1).bit_length(), self._max_len)
         self._decoder = Decoder(
             self._cache,
@@ -219,7 +219,7 @@ class NativeEngine(BaseEngine):
         return self._decoder
 
     def _size_cache(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        """Check that one sequence fits; take memory for this rollout if no size was given."""
+        """Take memory for this rollout if no size was given, and check that one sequence fits into it."""
         page_size, layout = self._page_size, self._layout
         needed = pages_of_longest(prompts, max_tokens, page_size)
         if self._kv_cache_tokens is None:

@@ -1,7 +1,6 @@
-"""The memory that the engine takes of one device, as rows: it changes with what prefill and decode allocate.
+"""The memory that the engine takes on one device, as the planner's rows; b is the bytes of a parameter.
 
-Legend: L layers, H query heads, K key-value heads, D head size, h hidden size, i width of the MLP,
-V vocabulary, b bytes of a parameter.
+These formulas follow the tensors that prefill and decode allocate, and must be changed with them.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from colocate.weights.shapes import ModelShapes
 
 
 def engine_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
-    """What the engine holds on a GPU all the time, in training as well.
+    """The rows of the memory that the engine holds on a GPU all the time, during training as well.
 
-    Those are the adapters' A once more below the weights; the rotary table and the block tables for the
-    longest sequence, whose length is rounded up to a power of two; the activations of captured graphs.
+    It holds a second copy of the adapters' A below the weights; the rotary table and the block tables for the
+    longest sequence, whose length is rounded up to a power of two; and the activations of captured graphs.
     """
     b, rows = workload.parameter_dtype.itemsize, []
     if shapes.has_adapters and shapes.four_bit is None:
@@ -33,7 +32,7 @@ def engine_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
 
 
 def decode_bytes(shapes: ModelShapes, num_rows: int) -> int:
-    """The engine's buffers in the arena for decode steps of so many rows: logits, and attention's results."""
+    """Bytes of the arena's buffers for decode steps of `num_rows`: logits, and attention's partial sums."""
     partials = decode_scratch_bytes(num_rows, shapes.num_heads, shapes.num_kv_heads, shapes.head_size)
     return num_rows * shapes.vocab_size * 4 + sum(partials)
 
@@ -49,17 +48,19 @@ def useful_kv_tokens(workload: Workload) -> int:
 
 
 def least_kv_tokens(workload: Workload) -> int:
-    """Tokens of KV cache that one sequence takes, without which nothing can be generated."""
+    """Tokens of the smallest KV cache, which holds one sequence of the greatest length."""
     return -(-workload.max_sequence_length // workload.page_size) * workload.page_size
 
 
 def rollout_rows(
     shapes: ModelShapes, workload: Workload, room_bytes: int | None = None
 ) -> tuple[list[Row], int]:
-    """The rows of a rollout, and the tokens of the KV cache, which takes what it can use of the room.
+    """The rows of a rollout, and the tokens of its KV cache.
+
+    The cache is as large as the rollout can use, or as the room allows if that is less.
 
     Args:
-        room_bytes: what the rest of the run leaves of the device; None: as much as is of use.
+        room_bytes: device memory that the rest of the run leaves; None: without limit.
     """
     per_token = shapes.kv_bytes_per_token(workload.parameter_dtype)
     others, scratch = _prefill_rows(shapes, workload), workload.decode_scratch_bytes
@@ -106,7 +107,10 @@ def _decode_row(shapes: ModelShapes, workload: Workload) -> Row:
 
 
 def prefill_bytes_per_token(shapes: ModelShapes, b: int) -> int:
-    """Normed input and residual, and the wider of: q/k/v and attention's output; gate, up and product."""
+    """Bytes of activations per token of a prefill: normed input and residual, and the larger of two sets.
+
+    They are q, k, v and attention's output in an attention block; gate, up and their product in an MLP.
+    """
     return b * (2 * shapes.hidden_size + max(shapes.qkv_size + shapes.q_size, 3 * shapes.mlp_size))
 
 
@@ -117,11 +121,12 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     per_token = prefill_bytes_per_token(shapes, b)
     size_bytes, how = tokens * per_token, f"{tokens:,} tokens × {per_token:,} B"
     if workload.prompt_tokens > workload.max_prefill_tokens:
-        # The last piece of a prompt gathers one layer's keys and values of all the pieces before it.
+        # The last piece of a prompt gathers the keys and values of all earlier pieces, layer by layer.
         gathered = 2 * b * shapes.kv_size
         size_bytes += workload.prompt_tokens * gathered
         how += f" and {workload.prompt_tokens:,} × {gathered:,} B of keys and values"
-    # Each prompt's wait until its completions have drawn their first tokens; joining takes as much again.
+    # The logits of each prompt are kept until its completions have drawn their first tokens; concatenating
+    # the logits of several prefills needs their memory a second time.
     logits = 2 * 4 * num_prompts * shapes.vocab_size
     return [
         Row("prefill", "rollout", size_bytes, how),
@@ -130,7 +135,7 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
 
 
 def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row:
-    """The copy that the engine decodes from, or one matrix; its rule is `capacity.take_weights`'s."""
+    """The row of the dequantised weights, a copy or one matrix, chosen as `capacity.take_weights` does."""
     b, count = workload.parameter_dtype.itemsize, shapes.num_projection_weights + shapes.num_stacked
     how = f"a copy: {count:,} × {b} B"
     if usable_bytes is not None:

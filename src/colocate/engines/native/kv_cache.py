@@ -11,23 +11,24 @@ from colocate.memory.arena import Arena
 
 SCRATCH_ALIGNMENT_BYTES = 512
 PAGES_PER_COPY = 64
-"""Pages copied in one go; bounds the memory that a copy takes beside the cache."""
+"""Pages that one operation copies; it bounds the temporary memory that a copy takes."""
 
 
 class KVCache:
     """Keys and values of all layers, in pages of `page_size` tokens.
 
-    On a CPU it is one tensor [layers, 2, num_pages, K, page_size, D]; the second dimension is keys, values.
+    On a CPU it is one tensor [layers, 2, num_pages, K, page_size, D], K key-value heads of size D; the second
+    dimension is keys, values.
 
     On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, page_size, D] behind
-    `scratch_bytes`. A smaller cache is a shorter prefix of the same addresses, so whatever was captured in a
-    CUDA graph stays valid when the cache shrinks, grows, or is freed and taken again.
+    `scratch_bytes`. A smaller cache maps a shorter part of the same addresses. So a CUDA graph that has
+    captured them stays valid when the cache shrinks, grows, or is freed and taken again.
 
     Args:
         scratch_bytes: memory for the engine's own buffers, taken and freed with the cache.
 
     Raises:
-        ValueError: `scratch_bytes` is no multiple of 512.
+        ValueError: `scratch_bytes` is not a multiple of 512.
     """
 
     def __init__(
@@ -45,18 +46,18 @@ class KVCache:
         self.scratch_bytes = scratch_bytes
         self._arena: Arena | None = None
         self._num_pages = 0
-        # [layers, 2, pages, K, page_size, D] wherever it lies; on a GPU with all pages there could ever be.
+        # [layers, 2, pages, K, page_size, D]; on a GPU a view of all pages that the whole device could hold.
         self._data: Tensor | None = None
         self._scratch: Tensor | None = None
 
     @property
     def num_pages(self) -> int:
-        """Pages there is storage for; 0 while freed."""
+        """Number of pages that have memory; 0 while freed."""
         return self._num_pages
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken, scratch included; on a GPU in the arena's whole handles."""
+        """Bytes taken, scratch included; on a GPU the arena takes whole handles."""
         if self._arena is not None:
             return self._arena.mapped_bytes
         return sum(tensor.nbytes for tensor in (self._data, self._scratch) if tensor is not None)
@@ -68,19 +69,19 @@ class KVCache:
         return self._scratch
 
     def is_on(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether there is storage, of this type and on this device."""
+        """Whether the cache has memory now, for this type and on this device."""
         if self._data is None or not self._num_pages:
             return False
         return self._data.dtype == dtype and self._data.device == device
 
     def page_bytes(self, dtype: torch.dtype) -> int:
-        """Size of one page over all layers."""
+        """Bytes of one page: keys and values of `page_size` tokens in all layers."""
         return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def allocate(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Take memory for `num_pages` pages, all of which are undefined then.
+        """Take memory for `num_pages` pages. The contents of all pages, old ones too, are undefined then.
 
-        On a GPU only what is missing is mapped, and what is too much is unmapped.
+        On a GPU only the pages that are missing are mapped, and those beyond `num_pages` are unmapped.
 
         Raises:
             ArenaExhausted: the device has too little free memory; the cache is as it was.
@@ -97,7 +98,7 @@ class KVCache:
         self._num_pages = num_pages
 
     def free(self, keep_bytes: int = 0) -> None:
-        """Give the memory back, on a GPU all but `keep_bytes` of it (rounded down to whole handles)."""
+        """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
         if self._arena is None or self._data is None:
             self.close()
             return
@@ -107,7 +108,7 @@ class KVCache:
         self._num_pages = min(self._num_pages, kept_bytes // self.page_bytes(self._data.dtype))
 
     def close(self) -> None:
-        """Give the memory back, and on a GPU the addresses, too."""
+        """Give the memory back, and on a GPU the reserved addresses, too."""
         if self._arena is not None:
             self._arena.close()
         self._arena = self._data = self._scratch = None
@@ -116,8 +117,8 @@ class KVCache:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [pages, K, page_size, D].
 
-        A page is contiguous, but the next one follows `stride(0)` elements later. On a GPU there may be more
-        than `num_pages`: only the first `num_pages` may be touched.
+        A page is contiguous; the next page begins `stride(0)` elements after it. On a GPU the first dimension
+        may exceed `num_pages`: pages from `num_pages` on have no memory and must not be read or written.
         """
         assert self._data is not None, "the KV cache has no storage"
         return self._data[index, 0], self._data[index, 1]
@@ -128,13 +129,13 @@ class KVCache:
         device = self._data.device
         destination = torch.tensor(destinations, dtype=torch.long, device=device).split(PAGES_PER_COPY)
         source = torch.tensor(sources, dtype=torch.long, device=device).split(PAGES_PER_COPY)
-        # In the arena a page is one piece with all its layers, and the fastest copy is of rows.
+        # In the arena a page of all layers is contiguous, and copying whole rows is fastest.
         data, dim = (self._data, 2) if self._arena is None else (self._data.movedim(2, 0), 0)
         for to, from_ in zip(destination, source, strict=True):
             data.index_copy_(dim, to, data.index_select(dim, from_))
 
     def _arena_on(self, device: torch.device) -> Arena | None:
-        """The arena to use on this device; None: plain memory."""
+        """The arena of this device; None on a CPU, where the cache is an ordinary tensor."""
         if device.type != "cuda":
             return None
         if self._arena is None or self._arena.device != device:

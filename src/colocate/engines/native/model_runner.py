@@ -1,4 +1,4 @@
-"""The model's forward pass for rollouts, on the trainer's own parameters: no padding and no modules."""
+"""The model's forward pass for rollouts: without padding and modules, on the trainer's own parameters."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Projection:
         self.adapters = projection_adapters(modules)
 
     def __call__(self, backend: TorchBackend, x: Tensor) -> Tensor:
-        """The product with x [T, in]; [T, out]."""
+        """x [T, in] times the weights, plus biases and adapters; [T, out], layer beside layer."""
         return backend.linear(x, self._adapted())
 
     def gated(self, backend: TorchBackend, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Of gate and up: activation(gate) * up, [T, out / 2]."""
+        """activation(gate) * up from x [T, in], if the layers are gate and up; [T, out / 2]."""
         return backend.gated_linear(activation, x, self._adapted())
 
     def _adapted(self) -> AdaptedLinear:
         return AdaptedLinear(self.weight.read(), self.bias, self.adapters, self.weight.stack)
 
     def _bias(self, biases: Sequence[Tensor]) -> Tensor:
-        """As long as the weights have rows, the adapters' included."""
+        """The joined biases, one element for each row of the weights, those of the adapters' A included."""
         if self.weight.stack is None:
             return joined(biases)
         stacked = stacked_view(biases, self.weight.stack.num_rows)
@@ -49,7 +49,7 @@ class Projection:
         return stacked
 
     def identity(self) -> Iterator[object]:
-        """What a captured graph of this projection depends on."""
+        """The addresses and shapes that a captured graph of this projection depends on."""
         yield from self.weight.identity()
         yield None if self.bias is None else self.bias.data_ptr()
         for columns, adapter in self.adapters:
@@ -59,7 +59,7 @@ class Projection:
 
 
 class LayerWeights:
-    """One decoder layer's parameters as they are now."""
+    """One decoder layer's parameters, looked up when this object is made."""
 
     def __init__(self, weights: RolloutWeights, layer: LayerLayout) -> None:
         self.qkv, self.o, self.gate_up, self.down = (
@@ -73,7 +73,7 @@ class LayerWeights:
         self.sliding_window = layer.sliding_window
 
     def identity(self) -> Iterator[object]:
-        """What a captured graph of this layer depends on."""
+        """The addresses and shapes that a captured graph of this layer depends on."""
         for projection in (self.qkv, self.o, self.gate_up, self.down):
             yield from projection.identity()
         for norm in (self.input_norm, self.post_attention_norm, self.q_norm, self.k_norm):
@@ -81,10 +81,13 @@ class LayerWeights:
 
 
 class ModelRunner:
-    """Runs prefill and decode steps against a KV cache, with the weights and adapters as they are now.
+    """Runs prefill and decode steps against a KV cache, with the weights and adapters that it was made with.
 
-    Updates in place are seen. Whatever re-assigns a parameter or switches an adapter makes another runner
-    necessary: `identity` differs then.
+    A runner sees updates in place. When a parameter is re-assigned or an adapter is switched, a new runner is
+    needed, whose `identity` differs from the old one's.
+
+    Args:
+        rotary_table: cos and sin of the rotary angles, each [positions, D].
     """
 
     def __init__(
@@ -116,25 +119,28 @@ class ModelRunner:
 
     @property
     def head(self) -> Tensor:
-        """[V, hidden]."""
+        """The weight of the output head, [V, hidden]."""
         return self.layout.lm_head.weight
 
     def prefill(self, items: Sequence[Prefill]) -> Tensor:
-        """Fill the pages of every item. Returns the logits after each one's last token, [N, V] float32.
+        """Compute keys and values of every item's tokens, and store them in its pages.
 
-        Items are packed in order, so one may read pages that an earlier one fills.
+        Items are packed in order, so an item may read pages that an earlier item fills.
+
+        Returns:
+            The logits after the last token of each item, [items, V] float32.
         """
         logits = [self._prefill(pieces) for pieces in _packs(items, self.backend.max_prefill_tokens)]
         return torch.cat(logits)
 
     def decode(self, batch: DecodeBatch, num_rows: int, *, max_context_len: int) -> Tensor:
-        """Feed the last token of rows 0 .. num_rows - 1.
+        """Feed the last tokens of rows 0 .. num_rows - 1 to the model.
 
         Args:
-            max_context_len: of those rows, the new token included.
+            max_context_len: tokens of the longest of these rows, the one fed now included.
 
         Returns:
-            What the head reads, [num_rows, hidden].
+            The normed hidden states that the head reads, [num_rows, hidden].
         """
         rows = slice(0, num_rows)
         self.backend.begin_step(batch, rows, self.cache.page_size)
@@ -162,7 +168,18 @@ class ModelRunner:
         return self.backend.logits(self._normed(x[last], residual[last]), self.head)
 
     def _forward(self, token_ids: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-        """The last layer's output and the residual to add it to, each [T, hidden]; stores keys and values."""
+        """Run all decoder layers over token ids [T].
+
+        A layer's output is added to the residual by the norm that follows, so that one kernel does both: the
+        last sum is left to the caller.
+
+        Args:
+            attend: rotates q and k of a layer's packed q, k, v [T, H + 2 K, D], stores keys and values in the
+                cache, and returns the attended values [T, H, D].
+
+        Returns:
+            The last layer's output and the residual to add it to, each [T, hidden].
+        """
         layout, backend, eps = self.layout, self.backend, self.layout.rms_norm_eps
         x = F.embedding(token_ids, layout.embed_tokens.weight)
         residual: Tensor | None = None
@@ -184,7 +201,7 @@ class ModelRunner:
 
 
 def _packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[Piece]]:
-    """The items' tokens in order, cut into packs of `max_tokens` that are full but for the last."""
+    """The uncached tokens of the items, in order, in packs of `max_tokens`; only the last may have fewer."""
     pack: list[Piece] = []
     room = max_tokens
     for item in items:

@@ -1,4 +1,4 @@
-"""The pool of KV pages: who holds which, and how many are left."""
+"""The pool of KV pages: how many holders each page has, and which pages are free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._num_holders = [0] * num_pages
-        # A stack with the lowest numbers on top: pages in use stay close together and runs are reproducible.
+        # A stack with the lowest number on top, so that pages in use lie close together and every run takes
+        # the same pages.
         self._free = list(range(num_pages - 1, -1, -1))
 
     @property

@@ -15,14 +15,15 @@ from colocate.engines.native.scheduler import Sequence as RunningSequence
 from colocate.types import Completion, Prompt, SamplingParams
 
 MAX_ROWS_PER_START = 64
-"""Sequences that draw their first token together: bounds the copy of their logits, [64, V]."""
+"""Sequences that draw their first token together; it bounds the stacked copy of their logits, [64, V]."""
 
 
 class Rollout:
     """Completes a list of prompts.
 
-    The host works behind the device: it launches some steps, and only then reads the tokens of the steps
-    before them. A sequence that finishes in between idles on the device until the host has seen it.
+    The host reads tokens later than the device draws them. It launches a window of steps first and then reads
+    the tokens of the window before, so that the device never waits for the host. In return a row whose
+    sequence has finished idles until the host has read its last token and removes it.
     """
 
     def __init__(self, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
@@ -41,7 +42,7 @@ class Rollout:
         self._stop_token_ids = set(sampling.stop_token_ids)
         self._windows: deque[Window] = deque()
         self._running: list[RunningSequence] = []
-        """As of the last launch."""
+        """The scheduler's running sequences at the last launch."""
         decoder.start_rollout(sampling)
 
     def run(self, policy_version: int) -> list[Completion]:
@@ -85,7 +86,11 @@ class Rollout:
         self._collect()
 
     def _reserve(self) -> int:
-        """Make sure of the pages of the coming steps. Returns how many steps these are."""
+        """Allocate the pages that the coming window of steps needs, preempting sequences if too few are free.
+
+        Returns:
+            The steps of the window; 0 if every running sequence has reached its limit.
+        """
         scheduler = self.scheduler
         num_steps = min(self.backend.steps_per_look, scheduler.num_steps_left)
         if scheduler.lacks_pages(num_steps):
@@ -112,7 +117,11 @@ class Rollout:
         self._collect()
 
     def _collect(self, max_in_flight: int | None = None) -> None:
-        """Read the tokens of all windows but the newest, and retire the sequences that have finished."""
+        """Read the windows' tokens except the newest ones', and remove the sequences that have finished.
+
+        Args:
+            max_in_flight: windows not to read yet; None: the backend's `windows_in_flight`.
+        """
         if max_in_flight is None:
             max_in_flight = self.backend.windows_in_flight
         while len(self._windows) > max_in_flight:

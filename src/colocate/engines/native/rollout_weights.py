@@ -1,18 +1,18 @@
-"""What a rollout's matrix products read: the trainer's own parameters, but for weights in 4 bits.
+"""The weights that a rollout's matrix products read: the trainer's own, or dequantised ones if it has 4 bits.
 
-Where kernels take adapters, their A lie below the weights, rounded to the weights' type at the beginning of
-every rollout: some hundredths of the weights' bytes. One product then computes W x and every A x, which on
-its own takes a decode step's row block as long as a small product with weights.
+LoRA adapters compute W x + s B (A x). On a GPU their A are stored as further rows below W, rounded to W's
+type when a rollout begins, so that one product computes W x and every A x. A product with A alone would take
+a decode step as long as a product with small weights, and A has a few hundredths of W's bytes.
 
-A product that unpacks 4-bit codes on the way is slower than one that reads 16 bits from some tens of rows on.
-So a rollout multiplies with dequantised weights, in one of two ways:
+A product that unpacks 4-bit codes on the way is slower than one that reads 16-bit weights if it has more than
+some tens of rows. So a rollout multiplies with dequantised weights, which it makes in one of two ways:
 
-    copy        all of them, made once at the rollout's beginning (8 B parameters: 14 GB)
-    one by one  each before every product with it, all in one place as large as the largest (0.2 GB)
+    copy        all weights, once when the rollout begins (14 GB for 8 B parameters)
+    one by one  each weight before every product with it, all in one place as large as the largest (0.2 GB)
 
-Per byte of the copy, a step reads one byte in the first; in the second it reads a quarter, writes one and
-reads that again. Captured graphs see the same addresses in every rollout: the memory is an arena like the
-cache's.
+For each byte of dequantised weights a step moves one byte with the copy (it reads it), and 2.25 bytes one by
+one (it reads a quarter as codes, writes one and reads it). The memory is an arena like the cache's, so
+captured graphs find the same addresses in every rollout.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class ProjectionWeight:
 
     storage: Tensor  # [sum of out + the stack's rows, in]
     stack: AdapterStack | None
-    """The adapters whose A lie below the weights."""
+    """The adapters whose A lie below the weights in `storage`; None: there are none."""
     linears: tuple[nn.Linear, ...] = ()
-    """What `storage` has to be filled from before it is read; nothing: it always holds them."""
+    """The layers whose weights are copied or dequantised into `storage` before every read; empty: `storage`
+    holds the weights already."""
 
     def read(self) -> Tensor:
         """[sum of out + the stack's rows, in], valid until another weight is read."""
@@ -49,6 +50,7 @@ class ProjectionWeight:
         return self.storage
 
     def fill(self) -> None:
+        """Copy or dequantise the weights of `linears` into `storage`, and the adapters' A below them."""
         widths = [linear.out_features for linear in self.linears]
         for part, linear in zip(self.storage[: sum(widths)].split(widths), self.linears, strict=True):
             if is_4bit(linear):
@@ -59,7 +61,7 @@ class ProjectionWeight:
             fill_stacks([(self.stack, self.storage)])
 
     def identity(self) -> Iterator[object]:
-        """What a captured graph that reads it depends on."""
+        """The addresses and sizes that a captured graph that reads these weights depends on."""
         yield self.storage.data_ptr(), None if self.stack is None else self.stack.num_rows
         for linear in self.linears:
             state = getattr(linear.weight, "quant_state", None)
@@ -67,27 +69,31 @@ class ProjectionWeight:
 
 
 def fill_stacks(stacks: Sequence[tuple[AdapterStack, Tensor]]) -> None:
-    """Round the adapters' A into the rows below the weights of each storage, all at once."""
+    """Copy the adapters' A into the rows below each storage's weights, rounded to its type, all at once."""
     rows = [row for stack, storage in stacks for row in stack.rows(storage[-stack.num_rows :])]
     if rows:
         torch._foreach_copy_(rows, [adapter.a.detach() for stack, _ in stacks for adapter in stack.adapters])
 
 
 class RolloutWeights:
-    """Memory for the dequantised weights of a model; for a model without 4-bit weights, none."""
+    """Where a rollout finds its weights, with memory for those that must be dequantised.
+
+    Args:
+        stacks_adapters: the adapters' A lie below the weights.
+    """
 
     def __init__(self, *, stacks_adapters: bool) -> None:
         self._stacks_adapters = stacks_adapters
         self.is_copy: bool | None = None
-        """Whether there is room for all weights, not for one at a time; None: nothing was taken yet."""
+        """True: there is memory for all weights; False: for one at a time; None: none was taken yet."""
         self._arena: Arena | None = None
-        self._storage: Tensor | None = None  # uint8; on a GPU as much as there could ever be
+        self._storage: Tensor | None = None  # uint8; on a GPU all addresses, which need not have memory
         self._places: dict[nn.Linear, Tensor] = {}
-        """Of the dequantised weights, by the first of the layers that read the same input."""
+        """Where each group's dequantised weights lie, by the first of the layers that read the same input."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken; on a GPU in the arena's whole handles."""
+        """Bytes taken; on a GPU the arena takes whole handles."""
         if self._arena is not None:
             return self._arena.mapped_bytes
         return 0 if self._storage is None else self._storage.nbytes
@@ -96,7 +102,7 @@ class RolloutWeights:
         """Take memory for the copy, or for one weight at a time. Contents are undefined until `prepare`.
 
         Raises:
-            ArenaExhausted: the device has too little free memory; what was taken before still is.
+            ArenaExhausted: the device has too little free memory; memory taken earlier stays taken.
         """
         num_bytes, device = self.needed_bytes(layout, is_copy=is_copy), layout.device
         if device.type != "cuda":
@@ -114,10 +120,10 @@ class RolloutWeights:
         self.is_copy = is_copy
 
     def prepare(self, layout: Layout) -> None:
-        """Lay the weights of `layout` out, and fill the copy if there is to be one.
+        """Give each group of 4-bit layers its place, fill the copy if there is one, and copy the adapters' A.
 
-        Every rollout makes it anew: that takes milliseconds, and misses no weight that was replaced in
-        between (adapters merged, a checkpoint loaded).
+        Every rollout makes the copy anew, which takes milliseconds. So weights that were replaced since the
+        last rollout (adapters were merged, a checkpoint was loaded) are not missed.
         """
         self._places.clear()
         offset = 0
@@ -138,7 +144,7 @@ class RolloutWeights:
         fill_stacks(stacks)
 
     def of(self, modules: Sequence[nn.Module]) -> ProjectionWeight:
-        """Where products with these layers find their weights; `prepare` was called with their layout."""
+        """The weights of layers that read the same input; `prepare` was called with their layout before."""
         linears, stack = tuple(base_linear(module) for module in modules), self._stack(modules)
         if any(map(is_4bit, linears)):
             return ProjectionWeight(self._places[linears[0]], stack, () if self.is_copy else linears)
@@ -149,7 +155,7 @@ class RolloutWeights:
         return ProjectionWeight(stacked, stack)
 
     def needed_bytes(self, layout: Layout, *, is_copy: bool) -> int:
-        """Memory for a copy of the projections with 4-bit weights, or for the largest; 0: there is none."""
+        """Bytes for a copy of all projections with 4-bit weights, or for the largest one; 0: none has any."""
         sizes = [
             self._num_bytes(modules, layout.dtype)
             for modules in _groups(layout)
@@ -168,7 +174,7 @@ class RolloutWeights:
         return rows * linears[0].in_features * dtype.itemsize
 
     def free(self, keep_bytes: int = 0) -> None:
-        """Give the memory back, on a GPU all but `keep_bytes` of it (rounded down to whole handles)."""
+        """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
         if self._arena is None:
             self._storage = None
             self._places.clear()
@@ -177,7 +183,7 @@ class RolloutWeights:
         self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
 
     def close(self) -> None:
-        """Give the memory back, and on a GPU the addresses, too."""
+        """Give the memory back, and on a GPU the reserved addresses, too."""
         if self._arena is not None:
             self._arena.close()
         self._arena = self._storage = None
@@ -185,11 +191,11 @@ class RolloutWeights:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Weights or biases of layers that read the same input, one below the other; never a copy."""
+    """One view of the weights or biases of layers that read the same input, one below the other; no copy."""
     return parts[0] if len(parts) == 1 else fused_view(parts)
 
 
 def _groups(layout: Layout) -> Iterator[Sequence[nn.Module]]:
-    """Layers that read the same input."""
+    """The model's linear layers in groups that read the same input."""
     for layer in layout.layers:
         yield from layer.projection_groups()

@@ -1,14 +1,14 @@
 """Drawing the next token, reproducibly, whatever else is in the batch.
 
 Noise comes from a counter-based generator (Philox-4x32-10, Salmon et al. 2011, "Parallel random numbers: as
-easy as 1, 2, 3"), a pure function of (seed, prompt, member, position): no state that neighbours in the batch
-could advance.
+easy as 1, 2, 3"). It is a pure function of (seed, prompt key, member, position), so there is no state that
+other sequences of the batch could advance.
 
-Tokens come from the Gumbel-max trick: arg max (logit + Gumbel noise) is a draw from softmax(logits). It is
-applied in two levels, which is exact as well: the largest noisy logit of a block of tokens is itself
-Gumbel-distributed around the block's log-sum-exp, so one noise per block picks the block and one per token
-picks within it. That takes V / 256 + 256 noises instead of V, and a generator on the CPU costs far more than
-the logits do.
+Tokens are drawn by the Gumbel-max trick: arg max over tokens of (logit + Gumbel noise) is a sample from
+softmax(logits). It is applied twice. The largest noisy logit of a block of 256 tokens is itself
+Gumbel-distributed, around the block's log-sum-exp. So one noise per block picks the block, and one noise per
+token picks the token within it, which is exact and needs V / 256 + 256 noises instead of V. On a CPU
+generating the noise takes far longer than computing the logits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sampler:
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature is all there is: no filter and no penalty."""
+        """Whether temperature is the only sampling parameter in use: no filter and no penalty."""
         return self.sampling.is_plain
 
     def __call__(
@@ -46,13 +46,13 @@ class Sampler:
         Args:
             logits: [B, V] float32.
             prompt_keys: [B] int64, `Prompt.key`.
-            samples: [B] int64, the member's number in its group.
+            samples: [B] int64, each completion's number in its group.
             positions: [B] int64, number of completion tokens before this one.
-            seen: [B, V] bool, tokens of prompt and completion so far; needed with a repetition penalty.
+            seen: [B, V] bool, whether a token occurs in prompt or completion; for a repetition penalty.
 
         Returns:
-            tokens [B] int64 and their log-probabilities [B] float32 under softmax(logits / temperature),
-            without filters and penalties; greedy decoding reports them at temperature 1.
+            Tokens [B] int64, and their log-probabilities [B] float32 under softmax(logits / temperature),
+            without filters and penalties. With greedy decoding the temperature of the latter is 1.
         """
         processed = process_logits(logits, self.sampling, seen)
         if self.sampling.temperature == 0:
@@ -71,17 +71,17 @@ class Sampler:
 def policy_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """The logits of the policy's own distribution, [B, V]: at the temperature, before filters and penalties.
 
-    It is what training computes log-probabilities of; greedy decoding counts as temperature 1.
+    Training computes log-probabilities from these logits. Greedy decoding counts as temperature 1.
     """
     return logits if sampling.temperature in (0, 1.0) else logits / sampling.temperature
 
 
 def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None) -> Tensor:
-    """The logits of the distribution to draw from, [B, V]; tokens that are filtered out become -inf.
+    """The logits of the distribution to draw from, [B, V]; those of tokens that are filtered out are -inf.
 
-    The order and the meaning of each step are those of transformers' `generate`: repetition penalty,
-    temperature, top-k, top-p, min-p; greedy decoding (temperature 0) takes the penalty alone. Ties at the
-    k-th logit are kept.
+    The steps, their meaning and their order are those of transformers' `generate`: repetition penalty,
+    temperature, top-k, top-p, min-p. Greedy decoding (temperature 0) applies the penalty alone. Tokens whose
+    logits equal the k-th largest are kept.
     """
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "a repetition penalty needs the tokens seen so far"
@@ -95,8 +95,8 @@ def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1)
-        # Ascending: drop the tail whose probabilities together stay within 1 - p, never the most likely
-        # token.
+        # In ascending order: drop the least likely tokens, whose probabilities add up to at most 1 - p, but
+        # never the most likely token.
         drop = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         drop[:, -1] = False
         logits = logits.masked_fill(drop.scatter(1, order, drop), -torch.inf)
@@ -109,7 +109,16 @@ def process_logits(logits: Tensor, sampling: SamplingParams, seen: Tensor | None
 
 
 def _draw(logits: Tensor, block_noise: Tensor, token_noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Two-level Gumbel-max. Returns tokens [B] and log-sum-exp of the logits [B]."""
+    """Draw by Gumbel-max, first a block and then a token of it.
+
+    Args:
+        logits: [B, V].
+        block_noise: [B, blocks], blocks = ceil(V / BLOCK_SIZE).
+        token_noise: [B, BLOCK_SIZE].
+
+    Returns:
+        Tokens [B], and the log-sum-exp of all logits [B].
+    """
     num_rows, vocab_size = logits.shape
     num_blocks = block_noise.shape[1]
     padding = num_blocks * BLOCK_SIZE - vocab_size
@@ -128,10 +137,10 @@ def gumbel_noise(
 ) -> tuple[Tensor, Tensor]:
     """Standard Gumbel noise for the blocks, [B, num_blocks], and the tokens of a block, [B, BLOCK_SIZE].
 
-    Philox key: low and high word of the seed. Counters: low and high word of the prompt key, position, and
-    column / 4 + 2^16 * member. Columns 0 .. BLOCK_SIZE - 1 are the tokens of a block and those from
-    BLOCK_SIZE on are the blocks. Which block wins does not depend on the token noise, so all blocks can share
-    it.
+    Philox's key is the low and the high word of the seed. Its counter is the low and the high word of the
+    prompt key, the position, and column // 4 + 2^16 * member, because each call makes the words of four
+    columns. Columns 0 .. BLOCK_SIZE - 1 are the tokens of a block, columns from BLOCK_SIZE on are the blocks.
+    All blocks can share the token noise, because the choice of the block does not depend on it.
     """
     device = prompt_keys.device
     num_columns = BLOCK_SIZE + num_blocks
@@ -140,8 +149,8 @@ def gumbel_noise(
     counters = keys & _WORD, (keys >> 32) & _WORD, positions[:, None], quads + (samples[:, None] << 16)
     words = philox(counters, (seed & _WORD, (seed >> 32) & _WORD))
     bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :num_columns]
-    # -log(1 - u) is exponential. Small u decide the upper tail of the Gumbel, and float32 is finest near 0: u
-    # goes down to 2^-33. At the other end 1 - u must not round to 0.
+    # With u uniform in (0, 1), e = -log(1 - u) is exponential and -log e is Gumbel. Its upper tail comes from
+    # small u, where float32 is finest: u goes down to 2^-33. At the other end 1 - u must not round to 0.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     noise = uniform.neg_().log1p_().neg_().log_().neg_()
     return noise[:, BLOCK_SIZE:], noise[:, :BLOCK_SIZE]

@@ -1,10 +1,14 @@
-"""Which sequences run, and on which pages. Python only: no tensor is touched here.
+"""Which sequences run, and on which pages: the bookkeeping of the host, in Python and without tensors.
 
-Several decode steps run between two looks at the host, so pages are reserved for all of them in advance.
+A window of several decode steps runs before the host reads tokens again, so pages are allocated for the whole
+window in advance.
 
-Groups wait in order. A group's prompt is prefilled once and its full pages are shared by all members; the
-last page, if the prompt ends inside it, is copied for each member but the last. When pages run out, the
-youngest running sequence gives its pages back and waits at the head of the queue with the tokens it has.
+Sequences start in the order of their prompts. A group's prompt is prefilled once, and all members share the
+pages that it fills. If the prompt ends inside a page, this tail page is copied for each member except the
+last, which takes the original, because each member writes its first own token there. When pages run out, the
+youngest running sequence is preempted: it gives its pages back and waits at the head of the queue with the
+tokens that it has, to be recomputed by one prefill. The youngest has the fewest tokens to recompute, and the
+oldest always advances, so that every rollout ends.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from colocate.types import Prompt
 
 @dataclass(frozen=True)
 class Prefill:
-    """Tokens to run through the model: a prompt, or a preempted sequence to recompute."""
+    """Tokens to run through the model: a prompt, or the context of a preempted sequence."""
 
     token_ids: SequenceABC[int]
     """The whole context, from its first token."""
@@ -38,16 +42,17 @@ class Group:
 
     prompt: Prompt
     num_unstarted: int
+    """Members that have never run."""
     pages: list[int] = field(default_factory=list)
-    """The prompt's full pages; meaningful while `num_holders` > 0."""
+    """The pages that the prompt fills; in the cache while `num_holders` > 0."""
     num_holders: int = 0
     """Running members, plus one while the group is retained."""
     is_retained: bool = False
-    """The group itself holds the prompt's pages, for members that have not started."""
+    """True: the group itself holds the prompt's pages too, for members that have not started."""
     tail_page: int | None = None
-    """While retained: the page with the prompt's last tokens, if they do not fill one."""
+    """While the group is retained, the page with the prompt's last tokens; None: they fill whole pages."""
     logits: Tensor | None = None
-    """[V] after the prompt, from which each member draws its first token."""
+    """Logits [V] after the prompt, from which each member draws its first token."""
 
 
 @dataclass(eq=False)
@@ -57,17 +62,17 @@ class Sequence:
     group: Group
     sample: int
     limit: int
-    """Completion tokens at most."""
+    """Largest number of completion tokens."""
     token_ids: list[int] = field(default_factory=list)
-    """Completion so far, as far as the host has seen it."""
+    """The completion's tokens that the host has read so far."""
     logprobs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     row: int = -1
-    """Row in the batch while running."""
+    """Row in the batch, while the sequence runs."""
     offset: int = 0
-    """While running: position of the token that decode step t feeds, minus t. It never changes."""
+    """Decode step t of the rollout feeds the token at position `offset` + t, as long as the sequence runs."""
     logits: Tensor | None = None
-    """[V] after all tokens so far, of a sequence that was preempted and has been recomputed."""
+    """Logits [V] after all its tokens, if the sequence was preempted and has been recomputed."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -75,7 +80,7 @@ class Sequence:
 
     @property
     def next_logits(self) -> Tensor:
-        """[V] to draw the first token from after starting."""
+        """Logits [V] from which the sequence draws its first token after it starts or resumes."""
         logits = self.group.logits if self.logits is None else self.logits
         assert logits is not None, "a sequence was started before its context was prefilled"
         return logits
@@ -86,22 +91,23 @@ class Sequence:
 
     @property
     def end(self) -> int:
-        """Positions that are ever fed to the model. The last token drawn is not."""
+        """Number of positions that are fed to the model at most; the last token drawn is never fed."""
         return len(self.prompt) + self.limit - 1
 
 
 @dataclass
 class Admission:
-    """What has to happen, in this order, before `started` can decode."""
+    """The work that newly started sequences need before they decode: prefills, then copies of pages."""
 
     prefills: list[tuple[Prefill, Group | Sequence]] = field(default_factory=list)
-    """Each with the owner of the logits that it yields."""
+    """Each prefill, with the group or sequence whose `logits` it yields."""
     page_copies: list[tuple[int, int]] = field(default_factory=list)
+    """Pages to copy, as (source, destination)."""
     started: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """Continuous batching over `max_num_seqs` rows and a pool of pages. Deterministic."""
+    """Continuous batching over `max_num_seqs` rows and a pool of pages; it decides without randomness."""
 
     def __init__(
         self, prompts: Iterable[Prompt], *, pool: PagePool, page_size: int, max_num_seqs: int, max_tokens: int
@@ -110,9 +116,9 @@ class Scheduler:
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.running: list[Sequence] = []
-        """In batch-row order, which is also the order of starting: the last is the youngest."""
+        """Running sequences by row, which is the order in which they started: the last is the youngest."""
         self.sequences: list[Sequence] = []
-        """All, in the order in which completions are returned."""
+        """All sequences of the rollout, in the order in which completions are returned."""
         for prompt in prompts:
             group = Group(prompt, num_unstarted=len(prompt.samples))
             limits = prompt.limits(max_tokens)
@@ -122,8 +128,9 @@ class Scheduler:
         self._waiting = deque(self.sequences)
         self._retained: list[Group] = []
         self._num_steps = 0
-        # Every running sequence grows by one token per step, so those that need a page at step t are the ones
-        # with the same (t + offset) modulo the page size: no need to look at all of them.
+        # At step t a running sequence feeds position offset + t, and needs a new page if the page size
+        # divides it. So it is filed under -offset modulo the page size, and step t looks only at the
+        # sequences filed under t modulo the page size.
         self._by_phase: list[dict[Sequence, None]] = [{} for _ in range(page_size)]
         self._max_offset = 0
 
@@ -133,17 +140,21 @@ class Scheduler:
 
     @property
     def max_context_len(self) -> int:
-        """Tokens of the longest running sequence after the coming step's key and value are stored."""
+        """Tokens that the longest running sequence will have in the cache after the coming step."""
         return self._max_offset + self._num_steps + 1
 
     @property
     def num_steps_left(self) -> int:
-        """Steps until the last of the running sequences reaches its limit; 0 if all have."""
+        """Steps until every running sequence has reached its limit."""
         last_step = max((sequence.end - sequence.offset for sequence in self.running), default=0)
         return max(0, last_step - self._num_steps)
 
     def admit(self) -> Admission:
-        """Start waiting sequences, in order, while rows and pages last."""
+        """Start waiting sequences, in order, as long as rows and pages are free.
+
+        If nothing runs and the first waiting sequence finds too few pages, prompts that are only retained
+        give theirs up, so that one sequence always runs.
+        """
         admission = Admission()
         while self._waiting and len(self.running) < self.max_num_seqs:
             sequence = self._waiting[0]
@@ -162,20 +173,23 @@ class Scheduler:
         return admission
 
     def shared_prefixes(self) -> list[tuple[list[int], int]]:
-        """The rows of each running prompt, and the number of leading pages that they share."""
+        """For each prompt that runs, its members' rows and the number of leading pages that they share."""
         rows: dict[Group, list[int]] = {}
         for sequence in self.running:
             rows.setdefault(sequence.group, []).append(sequence.row)
         return [(members, len(group.pages)) for group, members in rows.items()]
 
     def lacks_pages(self, num_steps: int) -> bool:
-        """Whether the coming steps need more pages than are free."""
+        """Whether the next `num_steps` steps need more pages than are free."""
         return len(self._growing(num_steps)) > self.pool.num_free
 
     def make_room(self, num_steps: int) -> list[Sequence]:
-        """Preempt until the coming steps' pages are there. Returns the preempted, their rows still set.
+        """Preempt the youngest sequences until the next `num_steps` steps have enough free pages.
 
-        The host must have seen every token: a preempted sequence is recomputed from them.
+        The host must have read all tokens before, because a preempted sequence is recomputed from them.
+
+        Returns:
+            The preempted sequences; their `row` is still the one that they had.
         """
         preempted = []
         while self.lacks_pages(num_steps):
@@ -192,7 +206,11 @@ class Scheduler:
         return preempted
 
     def grow(self, num_steps: int) -> tuple[list[int], list[int], list[int]]:
-        """Give the coming steps' pages to the sequences that need one: (rows, block-table columns, pages)."""
+        """Allocate the pages that sequences need in the next `num_steps` steps.
+
+        Returns:
+            The entries to make in the block tables: rows, columns and pages.
+        """
         growing = self._growing(num_steps)
         pages = self.pool.allocate(len(growing))
         columns = []
@@ -202,11 +220,11 @@ class Scheduler:
         return [sequence.row for sequence in growing], columns, pages
 
     def advance(self, num_steps: int) -> None:
-        """Decode steps have been launched."""
+        """Count `num_steps` decode steps, which have been launched."""
         self._num_steps += num_steps
 
     def finish(self, rows: SequenceABC[int]) -> None:
-        """Free the rows and pages of finished sequences; the rows behind them move up."""
+        """Free the rows and pages of finished sequences; the sequences behind them move up."""
         for row in rows:
             self._stop(self.running[row])
         gone = set(rows)
@@ -216,7 +234,7 @@ class Scheduler:
         self._update_max_offset()
 
     def _growing(self, num_steps: int) -> list[Sequence]:
-        """Sequences that begin a new page in the coming steps, in the order in which they do."""
+        """Sequences that begin a new page in the next `num_steps` steps, in the order of these steps."""
         steps = range(self._num_steps, self._num_steps + num_steps)
         return [
             sequence
@@ -226,16 +244,30 @@ class Scheduler:
         ]
 
     def _try_start(self, sequence: Sequence, admission: Admission, *, force: bool) -> bool:
-        """Give a waiting sequence its pages. `force`: nothing runs, and whatever else is kept may go."""
+        """Give a waiting sequence its pages, and note the prefills and copies that it needs.
+
+        Args:
+            force: nothing runs, so the retained prompts of other groups may be dropped for it.
+
+        Returns:
+            False, with nothing changed except those prompts, if too few pages are free.
+        """
         start = self._start_resumed if sequence.token_ids else self._start_fresh
         return start(sequence, admission, force)
 
     def _has_room(self, num_pages: int) -> bool:
-        # Every running sequence keeps a page in reserve, or the newcomer would be preempted within a few
-        # steps.
+        # One free page per running sequence is held in reserve. Without it the newcomer, as the youngest,
+        # would be preempted within a few steps, when the others need their next pages.
         return self.pool.num_free - num_pages >= len(self.running)
 
     def _start_fresh(self, sequence: Sequence, admission: Admission, force: bool) -> bool:
+        """Start a sequence without tokens on its group's prompt; see `_try_start`.
+
+        The first member to start brings the prompt into the cache, where the group retains it for the others.
+        The last member takes over the group's hold and its tail page; the others add a holder to the full
+        pages and get a copy of the tail page. A forced start takes over as well, since the pool may have no
+        page for a copy: the members that still wait then prefill the prompt again.
+        """
         group = sequence.group
         num_full, has_tail = divmod(len(sequence.prompt), self.page_size)
         takes_over = group.num_unstarted == 1 or force
@@ -251,7 +283,7 @@ class Scheduler:
         if not group.is_retained:
             self._retain(group, admission)
         if takes_over:
-            # The group's hold on the pages becomes the sequence's.
+            # The sequence becomes the holder of the pages in place of the group.
             group.is_retained = False
             self._retained.remove(group)
             sequence.pages = group.pages + ([] if group.tail_page is None else [group.tail_page])
@@ -267,6 +299,10 @@ class Scheduler:
         return True
 
     def _start_resumed(self, sequence: Sequence, admission: Admission, force: bool) -> bool:
+        """Start a preempted sequence again by a prefill of prompt and tokens; see `_try_start`.
+
+        If the prompt's full pages are still in the cache, it shares them and prefills only what follows.
+        """
         if force:
             self._drop_retained()
         group, context = sequence.group, (*sequence.prompt, *sequence.token_ids)
@@ -287,7 +323,7 @@ class Scheduler:
         return True
 
     def _retain(self, group: Group, admission: Admission) -> None:
-        """Bring a prompt's pages into the cache, held by the group itself."""
+        """Bring a prompt's pages into the cache, and let the group itself hold them."""
         prompt = group.prompt.token_ids
         num_full, has_tail = divmod(len(prompt), self.page_size)
         is_cached = group.num_holders > 0
@@ -314,7 +350,7 @@ class Scheduler:
             group.pages = []
 
     def _drop_retained(self, keep: Group | None = None) -> None:
-        """Forget prompts kept for members that have not started; they will be prefilled again."""
+        """Give up prompts retained for members that have not started, which will prefill them again."""
         for group in [group for group in self._retained if group is not keep]:
             self.pool.release(group.pages)
             if group.tail_page is not None:

@@ -1,7 +1,7 @@
 """The operations of a forward pass and of a decode step in plain PyTorch, for any device.
 
-They are also what the kernels are measured against. Numerically they follow transformers' modelling code
-operation by operation: norms in float32, rotary tables from the model's own module.
+Tests compare the kernels with these operations. The operations follow transformers' modelling code one by
+one, also numerically: norms in float32, rotary tables from the model's own module.
 """
 
 from __future__ import annotations
@@ -24,44 +24,51 @@ from colocate.weights.low_rank import LowRank
 
 
 class TorchBackend:
-    """Operations on tensors; what `TritonBackend` does in kernels.
+    """Operations on tensors, which `TritonBackend` replaces by kernels.
 
-    Shapes: T tokens, B rows, H query heads, K key-value heads, D head size, I width of the MLP, V vocabulary.
+    Letters in shapes: T tokens, B rows, H query heads, K key-value heads, D head size, I width of the MLP, V
+    vocabulary.
     """
 
     steps_per_look = 1
-    """Decode steps between two looks at the host. A look costs nothing where the host does the work."""
+    """Decode steps until the host reads their tokens; on a CPU one, because reading costs nothing there."""
     windows_in_flight = 0
-    """Windows of steps whose tokens the host has not read while it prepares the next one."""
+    """Windows of steps whose tokens the host has not read yet when it prepares the next window."""
     captures_graphs = False
+    """Whether decode steps are captured in CUDA graphs."""
     stacks_adapters = False
-    """Whether `linear` gains by adapters whose A lie below the weights."""
+    """Whether `linear` is faster with the adapters' A stored below the weights."""
     shares_prefixes = False
-    """Whether attention now reads the pages that rows have in common once for all of them."""
+    """Whether decode attention now reads pages that several rows share once for all of them."""
     max_prefill_tokens = 8192
+    """Tokens of a prefill's forward pass at most."""
 
     def __init__(self) -> None:
         self._attention = PagedAttention()
 
     def check_page_size(self, page_size: int) -> None:
-        """Raises ValueError if these operations cannot work with such pages."""
+        """Raises ValueError if these operations cannot work with pages of `page_size` tokens."""
 
     def tell_fallbacks(self, layout: Layout) -> None:
-        """Log which operations take slower ways with this model than kernels of theirs."""
+        """Log which operations have no kernel for this model and take a slower way."""
 
     def scratch_bytes(self, layout: Layout, capacity: int) -> int:
-        """Memory that decode steps of up to `capacity` rows need beside the KV cache."""
+        """Bytes of buffers that decode steps of up to `capacity` rows need, apart from the KV cache."""
         return 0
 
     def bind(self, scratch: Tensor, layout: Layout, capacity: int, page_size: int) -> Tensor | None:
-        """Lay out `scratch` [scratch_bytes] uint8. Returns room in it for logits, [capacity, V] float32."""
+        """Divide `scratch` [scratch_bytes] uint8 into buffers for steps of up to `capacity` rows.
+
+        Returns:
+            The buffer for logits, [capacity, V] float32; None: logits need no fixed place.
+        """
         return None
 
     def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
-        """Take note of the rows of each prompt and how many leading pages they have in common."""
+        """Note each running prompt's rows, and how many leading pages these rows have in common."""
 
     def linear(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
-        """The product of x [T, in] with weights and their adapters, each in its columns; [T, out]."""
+        """x [T, in] times the weights, plus the bias and each adapter's product in its columns; [T, out]."""
         weight, bias = adapted.weight, adapted.bias
         if adapted.stack is not None:
             weight = weight[: -adapted.stack.num_rows]
@@ -72,13 +79,17 @@ class TorchBackend:
         return output
 
     def linear_apart(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
-        """`linear` in two terms, for a reader that adds them up; or all of it, and None."""
+        """`linear` as a sum of two terms, the second of low rank and not multiplied out, or whole, and None.
+
+        A kernel that reads the first term next can add the second as it does so, which saves a pass over
+        memory.
+        """
         return self.linear(x, adapted), None
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum; both [T, hidden]. Without a residual the sum is x."""
+        """The RMS norm of x + residual, and x + residual itself, both [T, hidden]; None counts as 0."""
         if residual is not None:
             x = x + residual
         return definitions.rms_norm(x, weight, eps, offset), x
@@ -92,12 +103,13 @@ class TorchBackend:
         k_cache: Tensor,
         v_cache: Tensor,
     ) -> None:
-        """Norm (if there is one) and rotate queries and keys in place, and store keys and values.
+        """Norm queries and keys if the model does, rotate them in place, and store keys and values.
 
         Args:
-            qkv: [T, H + 2 K, D].
+            qkv: [T, H + 2 K, D], the heads of queries, then keys, then values.
+            rotation: tables of cosines and sines, and the weights of the norms of queries and keys.
             positions: [T].
-            slots: [T], page * page_size + offset in the page; negative: not stored.
+            slots: [T], page * page_size + offset in the page; a negative slot is not stored.
             k_cache, v_cache: [num_pages, K, page_size, D].
         """
         num_kv_heads = k_cache.shape[1]
@@ -111,22 +123,26 @@ class TorchBackend:
     def gate(
         self, activation: Callable[[Tensor], Tensor], gate_up: Tensor, low_rank: LowRank | None = None
     ) -> Tensor:
-        """activation(gate) * up of [T, 2 I] (+ low_rank, two blocks); returns [T, I]."""
+        """activation(gate) * up, [T, I]: gate_up [T, 2 I] has gate's columns first, then up's.
+
+        `low_rank`, with a block for each of the two, is added to `gate_up` before.
+        """
         return definitions.gate(activation, gate_up, low_rank)
 
     def gated_linear(
         self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
     ) -> Tensor:
-        """`gate` of the product of x [T, in] with weights [2 I, in] and their adapters; [T, I]."""
+        """`gate` of `linear` of x [T, in] with weights [2 I, in]; [T, I]."""
         return self.gate(activation, *self.linear_apart(x, adapted))
 
     def prefill_attention(
         self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, context: PrefillContext,
         scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
-        """Rotate and store packed tokens `qkv` [T, H + 2 K, D]; causal attention of theirs, [T, H, D].
+        """`rotate_and_store` packed tokens `qkv` [T, H + 2 K, D], then causal attention of their queries.
 
-        `qkv` may be overwritten.
+        Returns:
+            Attended values, [T, H, D]. `qkv` may be overwritten.
         """
         _, positions, slots = context.tokens
         self.rotate_and_store(qkv, rotation, positions, slots, k_cache, v_cache)
@@ -140,9 +156,10 @@ class TorchBackend:
         self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, context: DecodeContext,
         scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
-        """Rotate and store one token per row, `qkv` [B, H + 2 K, D]; attention of theirs, [B, H, D].
+        """`rotate_and_store` one token per row, `qkv` [B, H + 2 K, D], then attention of its query.
 
-        `qkv` may be overwritten.
+        Returns:
+            Attended values, [B, H, D]. `qkv` may be overwritten.
         """
         self.rotate_and_store(qkv, rotation, context.positions, context.slots, k_cache, v_cache)
         num_heads = qkv.shape[1] - 2 * k_cache.shape[1]
@@ -152,7 +169,10 @@ class TorchBackend:
         )  # fmt: skip
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [T, hidden] times weight [V, hidden] transposed, [T, V] float32; in `out` if given."""
+        """Logits [T, V] float32 of hidden states [T, hidden] with the head's weight [V, hidden].
+
+        They are written to `out` if it is given.
+        """
         logits = F.linear(hidden, weight).float()
         return logits if out is None else out.copy_(logits)
 
@@ -165,11 +185,14 @@ class TorchBackend:
         rows: slice,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`sample` from the `logits` of hidden [B, hidden], in `out` if given."""
+        """`sample` from the `logits` of hidden states [B, hidden], which are written to `out` if given."""
         return self.sample(self.logits(hidden, head, out), sampler, batch, rows)
 
     def begin_step(self, batch: DecodeBatch, rows: slice, page_size: int) -> None:
-        """Begin the next of the window's steps: where new keys and values go, how long contexts become."""
+        """Begin the window's next step: set `slots` and `context_lens` of the rows for their new tokens.
+
+        Rows that have finished get slot -1, which stores nothing, and length 0.
+        """
         positions = batch.positions[rows].long()
         page = batch.block_tables[rows].gather(1, (positions // page_size)[:, None])[:, 0]
         is_dead = batch.finished[rows] != 0
@@ -180,7 +203,7 @@ class TorchBackend:
     def sample(
         self, logits: Tensor, sampler: Sampler, batch: DecodeBatch, rows: slice
     ) -> tuple[Tensor, Tensor]:
-        """Draw a token for each of `rows`: tokens [B] and their log-probabilities [B] float32."""
+        """Draw a token for each of `rows` from logits [B, V]: tokens [B], log-probabilities [B] float32."""
         return sampler(
             logits,
             batch.prompt_keys[rows],
@@ -197,7 +220,10 @@ class TorchBackend:
         logprobs: Tensor,
         stop_token_ids: Tensor,
     ) -> None:
-        """Record the tokens drawn, and finish the rows that drew a stop token or reached their limit."""
+        """Record the tokens [B] and log-probabilities [B] of a step, and finish rows that are complete.
+
+        A row is complete when it has drawn a stop token or reached its limit.
+        """
         is_live = batch.finished[rows] == 0
         token_ids, step = token_ids.int(), int(batch.step)
         batch.out_token_ids[step, rows] = token_ids.masked_fill(~is_live, -1)

@@ -25,18 +25,18 @@ from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
 
 _GROUPED_QUERIES: dict[str, Any] = {}
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 does it unasked
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 always groups
     _GROUPED_QUERIES["enable_gqa"] = True
 
 HAS_GLUON_KERNELS = triton.__version__.startswith(fallbacks.GLUON_TRITON)
-"""With other versions products are cuBLAS's, and what follows them has kernels of its own."""
+"""Whether Triton's version suits the Gluon kernels. Otherwise cuBLAS multiplies, other kernels do the rest."""
 
 
 class TritonBackend(TorchBackend):
-    """What `TorchBackend` does, in kernels; its methods say what shapes they take."""
+    """The operations of `TorchBackend` in kernels; that class gives the shapes."""
 
     steps_per_look = 8
-    """The host's work for a look hides behind the steps; in return finished rows idle for 8 to 15 of them."""
+    """With 8 steps per window the host works while the device does; finished rows idle for 8 to 15 steps."""
     windows_in_flight = 1
     captures_graphs = True
     stacks_adapters = True
@@ -225,7 +225,7 @@ class TritonBackend(TorchBackend):
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if hidden.dtype == torch.float32:
             return torch.mm(hidden, weight.t(), out=out)
-        # Not rounded to the model's type: that alone would move log-probs by up to 2^-8 of the logits.
+        # The product stays in float32: rounding it to bfloat16 would move logits by up to 2^-8 of their size.
         if out is None:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=out)
@@ -303,7 +303,7 @@ class TritonBackend(TorchBackend):
 
 
 def _split(product: Tensor, stack: AdapterStack) -> tuple[Tensor, Tensor]:
-    """Outputs [T, out], and A x of the stack's adapters, [T, num_rows]."""
+    """Split a product with stacked weights into W x [T, out] and the adapters' A x [T, num_rows]."""
     return product[:, : -stack.num_rows], product[:, -stack.num_rows :]
 
 
