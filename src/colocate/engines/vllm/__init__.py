@@ -1,4 +1,5 @@
-"""vLLM as the rollout engine: in the trainer's process on the trainer's GPUs. Imports without vLLM.
+"""vLLM as the rollout engine, in the trainer's process on the trainer's GPUs.
 
-`vllm_server` builds on what this room knows of vLLM: versions, arguments, requests, log-probs, internals.
+These modules can be imported without vLLM. `vllm_server` uses those about versions, arguments, requests,
+log-probs and internals.
 """

@@ -1,4 +1,4 @@
-"""What vLLM is started with: the user's arguments, its share of the memory, the model's configuration."""
+"""The arguments that vLLM is started with: the user's, its share of the memory, the model's configuration."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ OWN_ARGUMENTS = {
     "max_num_seqs": "set max_num_seqs",
     "trust_remote_code": "set trust_remote_code",
 }
-"""Arguments of `vllm.LLM` that are not the user's to give, and why."""
+"""Arguments of `vllm.LLM` that a user cannot set, and why."""
 
 
 def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError, with the reason, for an argument that is not the user's to give."""
+    """Raises ValueError, with the reason, for an argument that a user cannot set."""
     for name in kwargs:
         if name in OWN_ARGUMENTS:
             raise ValueError(
@@ -58,36 +58,36 @@ def check_engine_kwargs(kwargs: Mapping[str, Any]) -> None:
 # ── Memory in the trainer's process ──────────────────────────────────────────────────────────────────────
 
 MEMORY_SHARE = 0.9
-"""vLLM's share of the memory that is free when the engine starts; `reserve_bytes` are then taken from it."""
+"""vLLM's share of the memory that is free when the engine starts, before `reserve_bytes` are subtracted."""
 
 MEMORY_SHARE_AWAKE = 0.3
-"""vLLM's share of the device if it never sleeps: training needs the rest. It is TRL's default."""
+"""vLLM's share of the device if it never sleeps, which is TRL's default; training needs the rest."""
 
 SMALLEST_MEMORY_SHARE = 0.01
-"""The least share to give vLLM, which takes none that is not positive."""
+"""Smallest share to give vLLM, which refuses a share of 0."""
 
 KV_CACHE_SHARE = 0.5
-"""The part of vLLM's memory, less its copy of the weights, up to which the KV cache's size is given. For a
-larger one vLLM measures what its activations, logits and CUDA graphs leave."""
+"""vLLM is told the size of its KV cache if that is below this part of its memory without its copy of the
+weights. Otherwise vLLM measures how much its activations, logits and CUDA graphs leave for the cache."""
 
 BLOCK_TOKENS = 64
-"""Tokens of the largest blocks in vLLM's KV cache; most backends of attention have blocks of 16."""
+"""Tokens of the largest blocks that vLLM's KV cache can have; with most attention backends they have 16."""
 
 WAKE_UP_BYTES = 2**30
-"""Memory that stays free when vLLM has woken up, for workspaces outside of PyTorch's allocator."""
+"""Memory to leave free when vLLM wakes up, for workspaces that PyTorch's allocator does not hold."""
 
 MAX_NUM_SEQS = 512
-"""Sequences that vLLM decodes at the same time on a GPU unless told otherwise: as many as it captures CUDA
-graphs for. A step of more is launched kernel by kernel; vLLM's own default is 1,024 on large GPUs."""
+"""Default number of sequences that vLLM decodes at the same time on a GPU. vLLM captures CUDA graphs up to
+this number, and launches larger steps kernel by kernel; its own default is 1,024 on large GPUs."""
 
 CPU_KV_CACHE_BYTES = 2**30
-"""KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
+"""Size of the KV cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
 
 
 def whole_kv_cache_bytes(num_seqs: int, num_tokens: int, bytes_per_token: int) -> int:
-    """KV cache in which `num_seqs` sequences of `num_tokens` fit at the same time: a larger one is of no use.
+    """Bytes of a KV cache in which `num_seqs` sequences of `num_tokens` fit at once; more would be unused.
 
-    With one block more for each, and one that vLLM keeps for padding.
+    Each sequence has one block more than its tokens need, and vLLM keeps one block for padding.
     """
     num_blocks = num_seqs * (-(-num_tokens // BLOCK_TOKENS) + 1) + 1
     return num_blocks * BLOCK_TOKENS * bytes_per_token
@@ -96,10 +96,10 @@ def whole_kv_cache_bytes(num_seqs: int, num_tokens: int, bytes_per_token: int) -
 def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> float:
     """vLLM's `gpu_memory_utilization`: (MEMORY_SHARE * free - reserve) / total.
 
-    vLLM counts what it takes itself from here on, so memory in use already is the trainer's share.
+    vLLM counts only memory that it takes after its start, so memory in use before is the trainer's.
 
     Raises:
-        ValueError: nothing is left.
+        ValueError: no memory is left for vLLM.
     """
     available = MEMORY_SHARE * free_bytes - reserve_bytes
     if available <= 0:
@@ -115,13 +115,13 @@ def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> fl
 
 
 def config_directory(base: Any) -> Path:
-    """A directory with the model's configuration and nothing else, which vLLM takes for the model.
+    """A directory with only the model's configuration, which vLLM is given as the model.
 
-    Its name is a hash of what is in it: vLLM's cache of compiled models goes by the model's path, and would
-    never be found again under a path that is new in each run.
+    The directory's name is a hash of its contents. vLLM finds compiled models in its cache by the path of the
+    model, so a path that is new in each run would make it compile the model again.
     """
     config = type(base.config).from_dict(base.config.to_dict())
-    # Weights arrive dequantised. An unset architecture is one that was never saved.
+    # Weights arrive dequantised. Architectures are unset in a configuration that was never saved.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = [type(base).__name__]
@@ -140,7 +140,7 @@ def config_directory(base: Any) -> Path:
 
 
 def _private_root() -> Path:
-    """A directory that nobody else can have filled: vLLM takes its files for the model's."""
+    """A directory that only this user can write to, because vLLM trusts its files as the model's."""
     root = Path(tempfile.gettempdir()) / f"colocate-vllm-{os.getuid()}"
     with suppress(FileExistsError):
         root.mkdir(mode=0o700)

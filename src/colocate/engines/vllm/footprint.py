@@ -1,4 +1,4 @@
-"""The memory that vLLM takes of one device in the trainer's process, as rows."""
+"""The memory that vLLM takes on one device in the trainer's process, as the planner's rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from colocate.weights.shapes import ModelShapes
 
 
 def asleep_row() -> Row:
-    """What vLLM keeps outside of the pool that its sleep empties: CUDA graphs, workspaces of libraries."""
+    """The row of what vLLM keeps while it sleeps: CUDA graphs and workspaces of libraries."""
     return Row("vLLM asleep", "resident", WAKE_UP_BYTES, "a bound of its graphs and workspaces")
 
 
@@ -26,16 +26,16 @@ def vllm_rows(
     room_bytes: int | None = None,
     device_memory_bytes: int | None = None,
 ) -> tuple[list[Row], int]:
-    """The rows of a vLLM that is awake, of a rollout or, if it never sleeps, resident; and the tokens of its
-    KV cache.
+    """The rows of a vLLM that is awake, and the tokens of its KV cache.
 
-    vLLM fills the share of the device that it is given: what its weights and activations leave of it is KV
-    cache. Without `vllm_gpu_memory_utilization` the share is 0.9 of the room, or 0.3 of the device for a vLLM
-    that never sleeps.
+    The rows belong to the rollout, or are resident if vLLM never sleeps. vLLM fills the share of the device
+    that it is given: weights and activations come first, and the KV cache has the rest. Without
+    `vllm_gpu_memory_utilization` the share is 0.9 of the room, or 0.3 of the device if vLLM never sleeps.
 
     Args:
-        room_bytes: what the rest of the run leaves of the device; None: unknown, and the cache is as large as
+        room_bytes: device memory that the rest of the run leaves; None: unknown, and the cache is as large as
             the rollout can use.
+        device_memory_bytes: memory of the whole device; None: unknown, as for `room_bytes`.
     """
     b, demand = workload.parameter_dtype.itemsize, workload.vllm
     phase: Phase = "rollout" if demand.sleeps else "resident"

@@ -1,8 +1,8 @@
-"""Consecutive ranks that run one tensor-parallel engine together.
+"""Groups of consecutive ranks that run one tensor-parallel engine together.
 
-Each rank drives its own vLLM, and the vLLMs of a group compute each forward pass together: all of them must
-be given the same requests in the same order. So the requests of a group are gathered, every rank generates
-all of them, and each keeps the results of its own.
+Each rank drives its own vLLM, and the vLLMs of a group compute every forward pass together, so all of them
+must be given equal requests in equal order. A group's requests are therefore gathered, every rank generates
+the completions of all of them, and keeps those of its own requests.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def check_group_size(size: int, world_size: int) -> None:
 
 
 class TensorParallelGroup:
-    """The ranks that share this rank's engine: `size` consecutive ones.
+    """The `size` consecutive ranks that run this rank's engine together.
 
-    Made on every rank at the same time. Groups of one need no communication, and no process group either.
+    All ranks of the run must make their groups at the same time. A group of one rank communicates with nobody
+    and has no process group.
 
     Raises:
         ValueError: `size` does not divide the number of processes.
@@ -42,10 +43,11 @@ class TensorParallelGroup:
         check_group_size(size, world_size)
         self.size = size
         self.index = self.rank // size
-        """The group's number."""
+        """The number of this group among the run's groups."""
         self._process_group = None
         if size > 1:
-            # Every rank has to make every group. Gloo: requests are Python objects, on the host.
+            # `new_group` must be called by every rank for every group. Gloo, because requests are Python
+            # objects on the host.
             for start in range(0, world_size, size):
                 group = dist.new_group(list(range(start, start + size)), backend="gloo")
                 if start <= self.rank < start + size:
@@ -58,21 +60,21 @@ class TensorParallelGroup:
         *,
         error: ValueError | None = None,
     ) -> list[Result]:
-        """Generate this rank's requests together with the rest of the group.
+        """Generate the results of all ranks' requests together.
 
-        Every rank of the group calls this equally often; one with nothing to ask still takes part.
+        Every rank of the group must call `run` equally often, also with no requests.
 
         Args:
-            requests: this rank's, as many as it likes. Picklable.
-            generate: makes one result per request, in their order. Called once with the whole group's.
-            error: what is wrong with this rank's requests. It is raised on every rank of the group: the
-                others would wait for this one forever.
+            requests: this rank's requests, any number; they are pickled.
+            generate: makes one result per request, in order. It is called once, with all ranks' requests.
+            error: the fault of this rank's requests. It is raised on every rank of the group, because the
+                other ranks would otherwise wait for this one forever.
 
         Returns:
             The results of `requests`.
 
         Raises:
-            ValueError: some rank's `error`.
+            ValueError: the `error` of a rank.
         """
         parts: list[tuple[list[Request], str | None]] = [(list(requests), str(error) if error else None)]
         if self.size > 1:

@@ -1,6 +1,6 @@
-"""What this package takes from inside vLLM, in one place. Holds for 0.25 to 0.33.
+"""All uses of vLLM's internals, checked with vLLM 0.25 to 0.33.
 
-Everything else goes through `vllm.LLM`, `vllm.SamplingParams` and `register_model_loader`, which are public.
+Other modules use `vllm.LLM`, `vllm.SamplingParams` and `register_model_loader`, which are public.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from colocate.engines.vllm.environment import environment, free_port
 from colocate.memory.timeline import PooledBytes
 
 _kept_pools: list[Any] = []
-"""Those of engines that have ended, see `keep_pools`."""
+"""Memory pools of engines that have ended; see `keep_pools`."""
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -33,7 +33,7 @@ def max_model_len(llm: Any) -> int:
 
 
 def kv_cache_bytes(llm: Any) -> int:
-    """Memory of this process's KV cache; 0 if vLLM does not show it."""
+    """Bytes of this process's KV cache; 0 if vLLM does not show it."""
 
     def measure(worker: Any) -> int:
         storages: dict[int, int] = {}
@@ -47,11 +47,12 @@ def kv_cache_bytes(llm: Any) -> int:
 
 
 def counts_freed_weights() -> bool:
-    """Whether this vLLM takes weights freed while it loads for memory that it still has (0.25 does).
+    """Whether this vLLM counts weights that were freed while it loaded as memory that it still has.
 
-    It subtracts what PyTorch has reserved from what the device has in use. Behind PyTorch's back it gives
-    back the freed segments of its pools, so that the difference, which is what others have taken, comes out
-    too small by them, and the KV cache larger than `gpu_memory_utilization` allows.
+    vLLM 0.25 does. It takes the device's memory in use, less what PyTorch has reserved, for what others use.
+    But when a tensor of its pools is freed, vLLM unmaps the memory, which PyTorch still counts as reserved.
+    The difference is then too small by the freed weights, and vLLM makes its KV cache larger by them than
+    `gpu_memory_utilization` allows.
     """
     from vllm.utils.mem_utils import MemoryProfilingResult
 
@@ -59,13 +60,13 @@ def counts_freed_weights() -> bool:
 
 
 def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], tied_head: Tensor | None) -> None:
-    """Load weights into a model whose kernels read them in another form than the checkpoint's.
+    """Load weights into a model whose kernels read them in another form than a checkpoint has.
 
-    vLLM unpacks layer by layer, loads, and packs into the tensors that are in use.
+    vLLM unpacks each layer, loads it, and packs it into the tensors that kernels and graphs use.
 
     Args:
-        tied_head: the embedding's weight where the model's head is tied to it. On a CPU a head that is a
-            module of its own has packed it a second time, and needs it under its own name.
+        tied_head: the embedding's weight if the model's head is tied to it. On a CPU a head in a module of
+            its own has packed that weight a second time, so it must be sent a second time as the head's.
     """
 
     if tied_head is not None and llm.apply_model(has_packed_head)[0]:
@@ -74,16 +75,16 @@ def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]], tied_head: T
 
 
 def has_packed_head(model: Any) -> bool:
-    """Whether the head is a module apart from the embedding that has packed its weight."""
+    """Whether the head is another module than the embedding and has packed its weight."""
     head = getattr(model, "lm_head", None)
     is_embedding = any(head is module for name, module in model.named_modules() if name != "lm_head")
     return hasattr(head, "cpu_linear") and not is_embedding
 
 
 def start_reload(worker: Any) -> None:
-    """Unpack a worker's model, in the server's process, for weights that `load_weights` brings in pieces.
+    """Unpack the model of a server's worker, so that `load_weights` can load weights in pieces.
 
-    vLLM's own weight-transfer engines load like this, too. Until `end_reload` the model cannot run.
+    vLLM's own weight-transfer engines do so, too. The model cannot run until `end_reload`.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -93,7 +94,7 @@ def start_reload(worker: Any) -> None:
 
 
 def load_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-    """Load some of the weights in a checkpoint's names; the names in vLLM's model, if it tells them."""
+    """Load some weights, named as in a checkpoint. Returns their names in vLLM's model, None if unknown."""
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(worker.vllm_config):
@@ -102,7 +103,7 @@ def load_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str]
 
 @torch.no_grad()
 def end_reload(worker: Any) -> None:
-    """Pack what was loaded since `start_reload` into the tensors that are in use."""
+    """Pack the weights loaded since `start_reload` into the tensors that kernels and graphs use."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -114,8 +115,8 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
     """End an engine in this process, so that another can be started.
 
     Args:
-        owns_process_group: vLLM started `torch.distributed`'s default group, so it ends with it. Otherwise it
-            is the run's, and stays.
+        owns_process_group: vLLM has started `torch.distributed`'s default group, which therefore ends with
+            vLLM. False: the run has started it, and it stays.
     """
     from vllm.distributed import parallel_state
     from vllm.platforms import current_platform
@@ -127,33 +128,33 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
 
     with ExitStack() as stack:
         if not owns_process_group:
-            # As it shuts down, vLLM destroys the default group after its own, whoever has made it.
+            # vLLM's shutdown destroys its own groups and then the default group, whoever has made that.
             destroy = parallel_state.destroy_distributed_environment
             parallel_state.destroy_distributed_environment = leave_world
             stack.callback(setattr, parallel_state, "destroy_distributed_environment", destroy)
         llm.llm_engine.engine_core.shutdown()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
-    # The pool of all CUDA graphs dies with the last of them, and PyTorch refuses to capture into a dead one.
+    # PyTorch frees the pool of all CUDA graphs with the last graph, and captures into no freed pool.
     type(current_platform)._global_graph_pool = None
 
 
 def forget_workspaces() -> None:
-    """Let PyTorch allocate cuBLAS's workspace anew.
+    """Make PyTorch allocate cuBLAS's workspace again.
 
-    It does so at a thread's first product on a stream, and keeps it for all that follow, the trainer's too.
-    If the first was vLLM's as it loaded, or merged an adapter for it, the workspace lies in a pool that sleep
-    empties.
+    PyTorch allocates it at a thread's first product on a stream, and uses it for all later products, also the
+    trainer's. If the first product was computed while vLLM loaded, the workspace lies in a pool of vLLM's,
+    whose memory is gone when vLLM sleeps.
     """
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
 
 
 def pooled_bytes() -> PooledBytes:
-    """What PyTorch's allocator counts of the pools of vLLM's sleep, asleep or not; former engines' too."""
+    """The memory of vLLM's pools that PyTorch's allocator counts, also while vLLM sleeps and after it ended."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    # One pool and its allocator of each tag; later versions have a list of such pairs.
+    # For each tag a pair of pool and allocator; later versions of vLLM have a list of such pairs.
     tags = [*CuMemAllocator.get_instance().allocator_and_pools.values(), *_kept_pools]
     pairs = itertools.chain.from_iterable(pairs if isinstance(pairs, list) else [pairs] for pairs in tags)
     segments = [segment for pool, _ in pairs for segment in pool.snapshot()]
@@ -164,7 +165,7 @@ def pooled_bytes() -> PooledBytes:
 
 
 def unmapped_bytes() -> int:
-    """Device memory that vLLM's waking up maps again, all tags together."""
+    """Bytes of device memory that vLLM maps again when it wakes up, for weights and KV cache together."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocations = CuMemAllocator.get_instance().pointer_to_data.values()
@@ -172,27 +173,27 @@ def unmapped_bytes() -> int:
 
 
 def keep_pools() -> None:
-    """Keep the pools of vLLM's sleep from being dropped when it shuts down, for ever.
+    """Keep vLLM's memory pools for the rest of the process, also after vLLM shuts down.
 
-    PyTorch gives a dropped pool's segments back through an allocator that is gone by then where tensors
-    outlive the pool, and vLLM has already given back some of them itself. So the pools stay, empty: addresses
-    without memory, once `free_pools` was called.
+    When a pool is dropped, PyTorch frees its segments through the pool's allocator. That fails if tensors
+    outlive the pool, because the allocator is gone by then, and vLLM has already freed some segments itself.
+    So the pools stay. After `free_pools` they are addresses without memory.
     """
     from vllm.device_allocator.cumem import CuMemAllocator
 
     if (allocator := CuMemAllocator.instance) is not None:
         _kept_pools.extend(allocator.allocator_and_pools.values())
         allocator.allocator_and_pools.clear()
-        # Not even when the interpreter ends, and with it this module.
+        # One reference more keeps them also while the interpreter ends and takes this module apart.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_pools))
 
 
 def free_pools() -> None:
-    """Give the memory behind the pools of vLLM's sleep back. Nothing may use their tensors any more."""
+    """Give the memory behind vLLM's pools back to the device. Their tensors must not be used any more."""
     from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
-    _ROPE_DICT.clear()  # the next engine would take its rotary angles from there
+    _ROPE_DICT.clear()  # otherwise the next engine would use the rotary tables in it
     if (allocator := CuMemAllocator.instance) is not None:
         torch.cuda.synchronize()
         for data in allocator.pointer_to_data.values():
@@ -203,9 +204,10 @@ def free_pools() -> None:
 
 @contextmanager
 def reserve_kept() -> Iterator[None]:
-    """Keep vLLM from emptying PyTorch's reserve, and collecting garbage for it, as it sleeps and wakes up.
+    """Keep vLLM from emptying PyTorch's cache of memory, and from collecting garbage, for a block.
 
-    What it maps and unmaps is not in there. The trainer would have to allocate its own anew in every step.
+    vLLM does both when it sleeps and wakes up. But the memory that it maps and unmaps is not in that cache,
+    and the trainer would have to allocate its own again in every step.
     """
 
     def nothing(*_: Any, **__: Any) -> None: ...
@@ -224,10 +226,10 @@ def reserve_kept() -> Iterator[None]:
 
 @contextmanager
 def launched(device: torch.device) -> Iterator[None]:
-    """The environment that vLLM's external launcher reads, for as long as it starts.
+    """Set the environment variables that vLLM's external launcher reads, for the length of vLLM's start.
 
-    A launcher such as torchrun has set it. Of a single process without one nothing may stay behind: what is
-    started later would take it for a run of several processes.
+    A launcher such as torchrun has set them already. In a process without a launcher they are removed again:
+    whatever reads them later would take the process for a part of a run of several processes.
     """
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if "RANK" not in os.environ:
@@ -246,7 +248,7 @@ def launched(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def random_states_kept(device: torch.device) -> Iterator[None]:
-    """Leave the global random states as they were. vLLM seeds them all, and draws from some as it samples."""
+    """Put the global random states back after a block: vLLM seeds all of them and samples from some."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -261,10 +263,11 @@ def random_states_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def process_settings_kept() -> Iterator[None]:
-    """Put back what vLLM sets for the whole process while it starts: the trainer had chosen otherwise.
+    """Put back the settings of the process that vLLM changes when it starts.
 
-    Those are the precision of float32 products, the number of threads, on a CPU `torch.set_num_threads`
-    itself, and Triton's hooks: vLLM would warn of each kernel that the trainer compiles as of a fault.
+    They are the precision of float32 products, the number of threads, on a CPU the function
+    `torch.set_num_threads` itself, and Triton's hooks. With vLLM's hooks every kernel that the trainer
+    compiles later would cause a warning, as if it were an error.
     """
     precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     set_num_threads = torch.set_num_threads
@@ -286,11 +289,12 @@ def process_settings_kept() -> Iterator[None]:
 
 @contextmanager
 def plain_segments(device: torch.device) -> Iterator[None]:
-    """PyTorch's allocator without expandable segments, on CUDA, while vLLM fills its pools.
+    """Turn expandable segments of PyTorch's CUDA allocator off for a block, in which vLLM fills its pools.
 
-    vLLM's sleep maps and unmaps the segments of its pools, which must be allocations of their own. Some
-    versions see to that themselves, others refuse to start. All other settings stay: the allocator takes
-    what a new string leaves out for its default, so the whole string is written, and written back.
+    vLLM's sleep maps and unmaps the segments of its pools, so each segment must be one allocation. Some
+    versions of vLLM turn expandable segments off themselves, others refuse to start. All other settings must
+    stay. The allocator resets each setting that a new string leaves out, so the whole string is written, and
+    written again afterwards.
     """
     with ExitStack() as stack:
         if device.type == "cuda":
@@ -307,7 +311,7 @@ def plain_segments(device: torch.device) -> Iterator[None]:
 
 def expands_segments() -> bool:
     """Whether PyTorch's allocator on CUDA has expandable segments now."""
-    # The strings that it was given may not tell: there are several ways to set it.
+    # The allocator's state, not the strings that set it: there are several ways to set it.
     return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 

@@ -1,14 +1,14 @@
-"""Which of vLLM's log-probs are the policy's own, log softmax(logits / temperature).
+"""In which mode vLLM's log-probs are the policy's own, log softmax(logits / temperature).
 
-vLLM has one mode from its start to its end: "processed_logprobs" are taken after penalties, temperature and
-filters, "raw_logprobs" before all three. So
+vLLM keeps one mode from its start to its end: "processed_logprobs" are computed after penalties, temperature
+and filters, "raw_logprobs" before all three. They are the policy's own if
 
-    sampling                         processed   raw
-    temperature alone                yes         at temperature 1
-    filters or penalty               no          at temperature 1
-    greedy, which no filter changes  no penalty  yes
+    sampling                         processed_logprobs   raw_logprobs
+    temperature alone                always               temperature is 1
+    filters or penalty               never                temperature is 1
+    greedy, which no filter changes  there is no penalty  always
 
-and with a filter at another temperature neither will do.
+so that neither mode is right for a filter or penalty at a temperature other than 1.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ MODES = (PROCESSED, RAW)
 
 
 def tells_policys(mode: str, sampling: SamplingParams) -> bool:
-    """Whether the log-probs of a vLLM in this mode are those of the policy's own distribution."""
+    """Whether a vLLM in `mode` gives log-probs of the policy's own distribution."""
     if mode == RAW:
         return sampling.temperature in (0, 1.0)
     return sampling.is_plain or (sampling.temperature == 0 and sampling.repetition_penalty == 1.0)
 
 
 def mode_for(sampling: SamplingParams) -> str:
-    """The mode to start vLLM in for this sampling; where neither will do, the one that others expect."""
+    """The mode to start vLLM in for `sampling`; "processed_logprobs" if neither mode is right."""
     return RAW if tells_policys(RAW, sampling) and not tells_policys(PROCESSED, sampling) else PROCESSED
 
 
 class ReportedLogprobs:
-    """Lets through what log-probs of a vLLM are the policy's own, and says once where they are not.
+    """Drops vLLM's log-probs where they are not the policy's own, with one warning.
 
     Args:
-        mode: that vLLM was started in.
-        how_to_start: in another mode, with "{}" for it; None if the engine has chosen the mode itself.
-        is_main: of this run's processes, the one that says it.
+        mode: the mode that vLLM was started in.
+        how_to_start: advice how to start vLLM in another mode, with "{}" for the mode; None if the engine
+            starts vLLM itself.
+        is_main: this process of the run gives the warning.
     """
 
     def __init__(self, mode: str, *, how_to_start: str | None = None, is_main: bool = True) -> None:
@@ -53,7 +54,7 @@ class ReportedLogprobs:
         self._is_silent = is_main
 
     def of(self, completions: Iterable[Completion], sampling: SamplingParams) -> list[Completion]:
-        """The completions, without log-probs where vLLM's are those of another distribution."""
+        """The completions, without log-probs if vLLM's are those of another distribution."""
         if tells_policys(self.mode, sampling):
             return list(completions)
         if self._is_silent:

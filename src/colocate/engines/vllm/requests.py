@@ -1,4 +1,4 @@
-"""How a completion is asked of vLLM."""
+"""A request for a completion, in vLLM's terms."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from colocate.types import Completion, Prompt, SamplingParams
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """The distribution to draw from, what ends a completion, and the log-prob of each token drawn.
+    """Fields of vLLM's `SamplingParams`, which are also those of its server's `/v1/completions`.
 
-    vLLM's `SamplingParams` and its server's `/v1/completions` call these by the same names.
+    They give the distribution to draw from, the tokens that end a completion, and which log-probs to return.
     """
     return {
         "temperature": sampling.temperature,
@@ -21,13 +21,13 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # which tokens end a completion is said by stop_token_ids alone
-        "logprobs": 0,  # of the token drawn, and of no other
+        "ignore_eos": True,  # stop_token_ids alone say which tokens end a completion
+        "logprobs": 0,  # the log-prob of the token drawn, and of 0 others
     }
 
 
 class LLMRequest:
-    """One completion to make by `vllm.LLM` in this process. Travels between the processes of a group."""
+    """A request for one completion by `vllm.LLM`; it can be sent to other processes of a group."""
 
     def __init__(self, prompt: Prompt, sample: int, max_tokens: int, sampling: SamplingParams) -> None:
         self.prompt = prompt.token_ids
@@ -48,9 +48,9 @@ class LLMRequest:
         )
 
     def completion(self, output: Any, version: int) -> Completion:
-        """What vLLM made of it, by the policy of that version."""
+        """vLLM's output for this request as a completion of policy version `version`."""
         token_ids = tuple(output.token_ids)
-        # One entry per token: the sampled one's.
+        # One log-prob per position, that of the sampled token.
         logprobs = tuple(output.logprobs.logprobs)
         assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
         is_stopped = token_ids[-1] in self.sampling.stop_token_ids

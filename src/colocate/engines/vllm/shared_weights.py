@@ -1,12 +1,12 @@
 """vLLM's first weights: the trainer's own tensors where that is possible, else a copy of them.
 
-vLLM stores q, k, v (and gate, up) of a layer as one matrix, row below row, which is how
-`weights.shared_views` has laid out the trainer's. So vLLM's parameters can be views of the trainer's storage,
-and an optimizer step is published when it is done. They must be so before vLLM profiles its memory and
-captures graphs: it is done by the model loader, the public place where weights come from. vLLM allocates its
-own parameters first and frees them there, so that for this moment the weights exist twice.
+vLLM stores q, k and v of a layer (and gate and up) as one matrix, one below the other, and
+`weights.shared_views` lays out the trainer's weights in that way. So vLLM's parameters can be views of the
+trainer's storage, and an optimizer step is published as soon as it is done. They must become views before
+vLLM profiles its memory and captures graphs. Therefore the model loader does it, a public extension point of
+vLLM. vLLM allocates its own parameters before and frees them then, so for a moment the weights exist twice.
 
-The trainer's storage lies outside the pool of memory that vLLM's sleep discards.
+The trainer's storage is not in the memory pool that vLLM's sleep drops.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from colocate.weights.shared_views import fused_view
 LOAD_FORMAT = "colocate"
 
 SHARING_DEVICE = "cuda"
-"""The devices on which vLLM's kernels read weights as they are: on a CPU it packs them."""
+"""The type of device on which vLLM's kernels read weights as they are; on a CPU vLLM packs them."""
 
 VOCABULARY_BLOCK = 64
 """vLLM pads the rows of embedding and head to a multiple of this."""
@@ -42,15 +42,15 @@ _sources: dict[str, WeightSource] = {}
 
 @dataclass
 class WeightSource:
-    """Where an engine's weights come from, and how they got there.
+    """The trainer's model as the source of vLLM's weights, and whether vLLM shares or copies them.
 
     Attributes:
         model: the trainer's module.
-        wants_sharing: try to share; the caller has found nothing against it and has fused the parameters.
-        shared: name -> view of the trainer's storage, which is vLLM's parameter; empty: vLLM has a copy.
-        reason: why it has a copy, once it was tried.
-        is_plain: vLLM's kernels read the parameters as the checkpoint has them, so that new ones can be
-            loaded in place; otherwise vLLM has packed or replaced some.
+        wants_sharing: try to share; `why_not_shared` gave no reason and the parameters are fused.
+        shared: vLLM's parameters by name, each a view of the trainer's storage; empty: vLLM has a copy.
+        reason: why vLLM has a copy.
+        is_plain: vLLM's kernels read the parameters in a checkpoint's form, so that new weights can be loaded
+            in place. False: vLLM has packed or replaced some.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ class WeightSource:
 
 
 def why_not_shared(model: nn.Module, *, tensor_parallel_size: int, model_impl: str) -> str | None:
-    """What is known to be against sharing before vLLM has started; None if nothing is."""
+    """Why weights cannot be shared, as far as is known before vLLM starts; None if there is no reason."""
     base: Any = causal_lm(model)
     device = next(base.parameters()).device
     if device.type != SHARING_DEVICE:
@@ -106,7 +106,7 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
     views: dict[str, Tensor] = {
         "model.embed_tokens.weight": layout.embed_tokens.weight.detach(),
         "model.norm.weight": norm.weight.detach(),
-        # Tied, vLLM has one parameter under the first name.
+        # If the head is tied, vLLM has only the first of these and no parameter of this name.
         "lm_head.weight": layout.lm_head.weight.detach(),
     }
     for index, layer in enumerate(layout.layers):
@@ -131,12 +131,12 @@ def vllm_views(model: nn.Module) -> dict[str, Tensor]:
 
 
 def num_bytes(model: nn.Module) -> int:
-    """Memory of vLLM's parameters of a model with fused storage, each counted once."""
+    """Bytes of vLLM's parameters of a model with fused storage, each counted once."""
     return sum({view.data_ptr(): view.nbytes for view in vllm_views(model).values()}.values())
 
 
 def start_source(source: WeightSource) -> tuple[dict[str, Any], str]:
-    """vLLM's arguments that make it load from `source`, and the key to `forget` it by."""
+    """The arguments with which vLLM loads from `source`, and the key with which to `forget` it."""
     _register()
     key = str(id(source))
     _sources[key] = source
@@ -144,7 +144,7 @@ def start_source(source: WeightSource) -> tuple[dict[str, Any], str]:
 
 
 def forget(key: str) -> None:
-    """Let go of a source after the engine has started: vLLM keeps the key, not the model."""
+    """Drop the reference to a source after the engine has started: vLLM keeps the key, not the model."""
     _sources.pop(key, None)
 
 
@@ -165,7 +165,7 @@ def _mismatch(parameters: dict[str, nn.Parameter], views: dict[str, Tensor]) -> 
 
 @functools.cache
 def _register() -> None:
-    """Make the loader known to vLLM, once in a process."""
+    """Register the loader with vLLM, once in a process."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -190,7 +190,8 @@ def _register() -> None:
             internals.forget_workspaces()
             source = _sources[self.load_config.model_loader_extra_config["source"]]
             moved = sorted(self.loaded ^ _addresses(model))
-            # Tensors derived from parameters would go stale. Models with a layout have none.
+            # Loading in place does not update tensors that vLLM has computed from parameters. Models with a
+            # layout have none.
             source.is_plain = not moved and has_layout(source.model)
             if source.shared and moved:
                 source.reason = f"vLLM has replaced {moved[0][0]} after loading it"
@@ -203,7 +204,7 @@ def _addresses(model: nn.Module) -> frozenset[tuple[str, int]]:
 
 
 def _share(source: WeightSource, model: Any) -> bool:
-    """Point vLLM's parameters at the trainer's storage; False and a reason noted if they do not match."""
+    """Make vLLM's parameters views of the trainer's storage; False, with a reason noted, if they differ."""
     views = vllm_views(source.model)
     parameters = dict(model.named_parameters())
     if (reason := _mismatch(parameters, views)) is not None:
