@@ -29,7 +29,7 @@ if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12
     _GROUPED_QUERIES["enable_gqa"] = True
 
 HAS_GLUON_KERNELS = triton.__version__.startswith(fallbacks.GLUON_TRITON)
-"""Whether Triton's version suits the Gluon kernels. Otherwise cuBLAS multiplies, other kernels do the rest."""
+"""Whether Triton's version suits the Gluon kernels; otherwise cuBLAS and other kernels do their work."""
 
 
 class TritonBackend(TorchBackend):

@@ -135,7 +135,7 @@ def shut_down(llm: Any, *, owns_process_group: bool) -> None:
         llm.llm_engine.engine_core.shutdown()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
-    # PyTorch frees the pool of all CUDA graphs with the last graph, and captures into no freed pool.
+    # PyTorch frees the pool of all CUDA graphs with the last graph, and cannot capture into it then.
     type(current_platform)._global_graph_pool = None
 
 
