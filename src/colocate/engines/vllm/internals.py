@@ -151,7 +151,7 @@ def forget_workspaces() -> None:
 
 
 def pooled_bytes() -> PooledBytes:
-    """The memory of vLLM's pools that PyTorch's allocator counts, also while vLLM sleeps and after it ended."""
+    """The memory of vLLM's pools that PyTorch's allocator counts, also while it sleeps and after it ended."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     # For each tag a pair of pool and allocator; later versions of vLLM have a list of such pairs.
