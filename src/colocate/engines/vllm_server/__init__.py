@@ -1,1 +1,1 @@
-"""Rollouts by a vLLM server: the trainer's side, and what stands around vLLM in the server."""
+"""Rollouts by a vLLM server: the trainer's side, and the parts that run in the server around vLLM."""

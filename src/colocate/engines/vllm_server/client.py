@@ -1,7 +1,7 @@
-"""What a trainer asks of a server that may be slow, restarting or gone: JSON over HTTP, calls of its workers.
+"""A trainer's requests to a server that may be slow, restarting or gone: JSON over HTTP, calls of workers.
 
-On the standard library alone: what matters here is a deadline that cuts a blocked read whoever trickles, and
-that is a property of the socket, which the usual clients keep to themselves.
+It uses the standard library alone. Every request has a deadline, which must also end a read from a server
+that sends a byte now and then. That needs access to the socket, which the usual HTTP clients do not give.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_DELAY_S = 8.0
 
 
 class ServerUnreachable(RuntimeError):
-    """The server gave no usable answer: no connection, errors of its own, half an answer, or none in time."""
+    """The server gave no usable answer: no connection, an error 5xx, half an answer, or none in time."""
 
 
 class _AttemptFailed(Exception):
@@ -38,7 +38,7 @@ class _AttemptFailed(Exception):
 
 
 class RequestRefused(RuntimeError):
-    """The server understood and said no (4xx). Asking again would change nothing."""
+    """The server understood the request and refused it (4xx), so repeating it is of no use."""
 
 
 class KeyRefused(RequestRefused):
@@ -46,23 +46,23 @@ class KeyRefused(RequestRefused):
 
 
 class MalformedResponse(ValueError):
-    """What a `parse` function raises for an answer that should be asked for again."""
+    """Raised by a `parse` function for an answer after which the request should be repeated."""
 
 
 class HttpClient:
-    """A pool of connections to one server; every call has a deadline over all its attempts.
+    """A pool of connections to one server; every call has one deadline for all its attempts.
 
-    Only requests that may safely be repeated belong here: each is sent again after a lost connection, a 5xx,
-    or an answer that is cut short or that `parse` rejects, with exponential backoff and jitter.
+    It is only for requests that may safely be repeated. A request is sent again after a lost connection, a
+    status 5xx, or an answer that is cut short or that `parse` rejects, with exponential backoff and jitter.
+    Requests are signed once `read_key` was called; see `messages`.
 
     Args:
         base_url: such as "http://localhost:8000".
-        max_in_flight: requests of `submit` under way at once.
-        max_attempts: times that a request is sent at most.
-        first_delay_s: pause before the second attempt; doubles with each one up to 8 s, times 0.5 to 1.5.
+        max_in_flight: largest number of `submit`'s requests that are under way at once.
+        max_attempts: how often a request is sent at most.
+        first_delay_s: pause before the second attempt. It doubles with each further attempt up to 8 s, and
+            each pause is multiplied by a random number between 0.5 and 1.5.
         run_id: sent with every request.
-
-    Requests are signed once `read_key` was called; see `messages`.
 
     Raises:
         ValueError: `base_url` is not a plain http address, or has a password in it.
@@ -89,7 +89,7 @@ class HttpClient:
                 "goes into COLOCATE_SERVER_KEY."
             )
         self.base_url = redacted(base_url.rstrip("/"))  # for messages
-        # All addresses of this machine is where servers listen; a request goes to one.
+        # A server can listen on 0.0.0.0, all addresses of the machine, but a request goes to one address.
         self.host = "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname
         self.port = parts.port or 80
         self.run_id = run_id
@@ -97,7 +97,7 @@ class HttpClient:
         self._prefix = parts.path.rstrip("/")
         self._max_attempts = max_attempts
         self._first_delay_s = first_delay_s
-        self._jitter = random.Random()  # of its own: a run's global generators are left alone
+        self._jitter = random.Random()  # its own generator: the run's global ones must not advance
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vllm-http")
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
@@ -106,17 +106,17 @@ class HttpClient:
 
     @property
     def key(self) -> ServerKey:
-        """The server's, which signs what is asked.
+        """The server's key, with which requests are signed.
 
         Raises:
-            ValueError: there is none, or it is not fit to be trusted.
+            ValueError: there is no key, or others could have written or read its file.
         """
         if self._key is None:
             self._key = key_of_server_at(self.host, self.port)
         return self._key
 
     def read_key(self) -> ServerKey:
-        """Read the key anew: a server that was started again may have another one. Raises what `key` does."""
+        """Read the key again, because a restarted server may have a new one. Raises what `key` raises."""
         self._key = None
         return self.key
 
@@ -133,16 +133,16 @@ class HttpClient:
         """Send one request and return what `parse` makes of the JSON that comes back.
 
         Args:
-            body: becomes JSON; None sends none.
-            deadline_s: wall time for everything together: attempts, pauses, and reading the answer.
-            parse: gets the decoded JSON (None for an empty answer) and raises MalformedResponse to have it
-                asked for again.
-            max_attempts: instead of the client's.
+            body: sent as JSON; None: the request has no body.
+            deadline_s: seconds for all attempts, the pauses between them, and reading the answer.
+            parse: gets the decoded JSON (None for an empty answer). If it raises MalformedResponse, the
+                request is repeated.
+            max_attempts: how often the request is sent at most; None: as often as the client says.
 
         Raises:
             ServerUnreachable: no usable answer in `max_attempts` attempts or `deadline_s` seconds.
             RequestRefused: a 4xx answer; KeyRefused for 401.
-            CancelledError: `cancel_all` was called meanwhile.
+            CancelledError: `cancel_all` was called during the call.
         """
         started = time.monotonic()
         deadline = started + deadline_s
@@ -192,11 +192,11 @@ class HttpClient:
             raise _AttemptFailed(f"an answer that makes no sense: {error}") from error
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """`call` in the background."""
+        """Start `call` with these arguments in a thread of the pool."""
         return self._pool.submit(self.call, *args, **kwargs)
 
     def cancel_all(self) -> None:
-        """End all calls under way, and with them what the server does for them."""
+        """End all calls under way. Their connections close, so that the server stops working on them."""
         with self._lock:
             self._num_cancellations += 1
             busy = list(self._busy)
@@ -204,7 +204,7 @@ class HttpClient:
             connection.shut()
 
     def close(self) -> None:
-        """Cancel what is under way and close every connection."""
+        """Cancel all calls under way and close every connection."""
         self.cancel_all()
         self._pool.shutdown(cancel_futures=True)
         for connection in self._idle:
@@ -248,7 +248,7 @@ class HttpClient:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection on which no operation ends later than `deadline`, in time.monotonic()."""
+    """A connection on which every operation ends by `deadline`, a time of time.monotonic()."""
 
     deadline = math.inf
     sock: Any
@@ -260,11 +260,11 @@ class _Connection(http.client.HTTPConnection):
 
     def send(self, data: Any) -> None:
         if self.sock is not None:
-            self.sock.settimeout(self._remaining_s())  # sendall counts this for all its pieces together
+            self.sock.settimeout(self._remaining_s())  # a limit for all pieces of a sendall together
         super().send(data)
 
     def is_open(self) -> bool:
-        """Whether the idle connection is neither closed by the server nor holds what nobody asked for."""
+        """Whether an idle connection can be used again: it is not closed, and no bytes wait in it."""
         if self.sock is None:
             return False
         try:
@@ -277,12 +277,12 @@ class _Connection(http.client.HTTPConnection):
         return False
 
     def shut(self) -> None:
-        """Wake whoever reads from the connection, with an error."""
+        """End a read or write that is under way in another thread, with an error there."""
         try:
             if self.sock is not None:
                 self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # closed in the meantime: just as well
+            pass  # it was closed in the meantime
 
     def _remaining_s(self) -> float:
         remaining_s = self.deadline - time.monotonic()
@@ -292,7 +292,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class _DeadlineSocket(socket.socket):
-    """Looks at the clock before every read: one that trickles gets no new time for each byte."""
+    """A socket that limits every read to the time left, so that a byte now and then extends no deadline."""
 
     def __init__(self, connection: _Connection, plain: socket.socket) -> None:
         super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
@@ -304,7 +304,7 @@ class _DeadlineSocket(socket.socket):
 
 
 def _message(content: bytes) -> str:
-    """What an error answer says, in whichever of the usual places."""
+    """The message in an error answer, wherever in the JSON servers usually put it."""
     text = content.decode(errors="replace").strip()
     try:
         found: Any = json.loads(text)
@@ -328,28 +328,31 @@ HOW_TO_START = (
 
 
 class WorkerError(RuntimeError):
-    """A worker could not do what it was asked, and said why."""
+    """A worker answered that it could not do what a message asked; the text says why."""
 
 
 class Workers:
-    """All workers of a server. A message reaches every one of them; see `weight_receiver`."""
+    """All workers of a server; each message goes to every worker (see `weight_receiver`)."""
 
     def __init__(self, client: HttpClient, run: Run) -> None:
         self._client = client
         self.run = run
 
     def start(self, do: str, *, deadline_s: float, **arguments: Any) -> Future[list[dict[str, Any]]]:
-        """Send a message; the future has each worker's answer, by rank, or raises what `call` raises."""
+        """Send a message. The future yields the workers' answers by rank, or raises what `call` raises."""
         return self._client.submit(**self._request(do, deadline_s, arguments))
 
     def call(
         self, do: str, *, deadline_s: float, max_attempts: int | None = None, **arguments: Any
     ) -> list[dict[str, Any]]:
-        """Send a message and wait for each worker's answer, by rank.
+        """Send a message and return the workers' answers by rank.
+
+        Args:
+            do: the method of `weight_receiver` that the workers call, with `arguments`.
 
         Raises:
             ServerHeld: another run holds the server.
-            WorkerError: a worker answered that it failed, or without the server's key.
+            WorkerError: a worker answered that it failed, or its answer is not signed with the server's key.
             ServerUnreachable, RequestRefused: see `HttpClient.call`.
         """
         return self._client.call(**self._request(do, deadline_s, arguments), max_attempts=max_attempts)
@@ -365,7 +368,7 @@ class Workers:
         }
 
     def describe(self, *, deadline_s: float) -> list[dict[str, Any]]:
-        """What each worker says of itself.
+        """The workers' `weight_receiver.describe`, by rank.
 
         Raises:
             RuntimeError: the server runs without our worker extension or without `/collective_rpc`.

@@ -1,4 +1,4 @@
-"""Prompts to requests of vLLM's `/v1/completions`, and its answers to completions. Only token ids travel."""
+"""Turns prompts into requests of `/v1/completions`, and answers into completions. Only token ids are sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from colocate.types import Completion, Prompt, SamplingParams
 
 @dataclass(frozen=True)
 class Request:
-    """Consecutive members of one prompt's group that may all have equally many tokens: one HTTP request."""
+    """One HTTP request, for consecutive members of one prompt's group with equal limits of tokens."""
 
     body: dict[str, Any]
     num_completions: int
@@ -22,10 +22,10 @@ class Request:
 
 
 def requests_of(prompts: Sequence[Prompt], sampling: SamplingParams, model: str) -> Iterator[Request]:
-    """The requests for `prompts`, whose completions in this order are the rollout's.
+    """The requests for `prompts`. Their completions, in this order, are those of the rollout.
 
     Args:
-        model: the name under which the server offers it.
+        model: the name under which the server offers the model.
     """
     for prompt in prompts:
         for first, count, max_tokens in _runs(prompt, sampling):
@@ -35,9 +35,9 @@ def requests_of(prompts: Sequence[Prompt], sampling: SamplingParams, model: str)
                     "prompt": list(prompt.token_ids),
                     "n": count,
                     "max_tokens": max_tokens,
-                    # vLLM draws the i-th of n completions with seed + i: a bit is left for the sum.
+                    # vLLM draws the i-th of n completions with seed + i: a 63rd bit is left for the sum.
                     "seed": derived_seed(sampling.seed, prompt.key, num_bits=62) + first,
-                    # Everything is said: defaults may come from the model's generation_config.
+                    # Nothing is left to defaults, which may come from the model's generation_config.
                     **sampling_fields(sampling),
                     "presence_penalty": 0.0,
                     "frequency_penalty": 0.0,
@@ -50,7 +50,7 @@ def requests_of(prompts: Sequence[Prompt], sampling: SamplingParams, model: str)
 
 
 def _runs(prompt: Prompt, sampling: SamplingParams) -> Iterator[tuple[int, int, int]]:
-    """(first member, how many follow it with the same limit, that limit)."""
+    """Runs of consecutive members with equal limits, each (first member, number of members, limit)."""
     limits = prompt.limits(sampling.max_tokens)
     start = 0
     for end in range(1, len(limits) + 1):
@@ -58,7 +58,7 @@ def _runs(prompt: Prompt, sampling: SamplingParams) -> Iterator[tuple[int, int, 
             end < len(limits)
             and limits[end] == limits[start]
             and prompt.samples[end] == prompt.samples[end - 1] + 1
-            and sampling.temperature > 0  # vLLM allows n > 1 only where something is drawn
+            and sampling.temperature > 0  # vLLM allows n > 1 only with random sampling
         )
         if not follows:
             yield prompt.samples[start], end - start, limits[start]
@@ -68,7 +68,7 @@ def _runs(prompt: Prompt, sampling: SamplingParams) -> Iterator[tuple[int, int, 
 def parser_for(
     request: Request, sampling: SamplingParams, policy_version: int
 ) -> Callable[[Any], list[Completion]]:
-    """What turns the answer to `request` into completions, or says in a MalformedResponse what is wrong."""
+    """A function that turns the answer to `request` into completions, or raises MalformedResponse."""
 
     def parse(answer: Any) -> list[Completion]:
         choices = answer.get("choices") if isinstance(answer, dict) else None

@@ -1,8 +1,8 @@
-"""Rollouts by a vLLM server on other GPUs or another machine: token ids go there, token ids come back.
+"""Rollouts by a vLLM server on other GPUs or another machine: prompts and completions are sent as token ids.
 
-A completion is a function of the weights, the prompt and the seeds alone, and so any part of a rollout may be
-asked for again. What must not happen is a rollout from weights that are not the policy's: the server's
-workers name the weights they have (see `weight_receiver`), and that name is looked at before and after.
+A completion depends only on the weights, the prompt and the seeds, so any part of a rollout may be requested
+again. But a rollout must not use weights that are not the policy's. The server's workers know the name of
+their weights (see `weight_receiver`), and the engine compares it before and after each rollout.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CALL_S = 60.0
-"""Deadline of a question that takes no work to answer; a server silent for longer counts as lost."""
+"""Deadline of requests that take the server no work; if it is silent for longer, it counts as lost."""
 _RELEASE_S = 5.0
-"""Deadline for letting go of the server, which otherwise finds out by itself that the run is over."""
+"""Deadline for releasing the server. If it fails, the lease ends by itself."""
 _MAX_LOSSES = 5
-"""Losses survived within one rollout or one push; a server that falls more often has a reason to."""
+"""How often the server may be lost in one rollout or one push before the run gives up."""
 
 
 class ServerRestarted(RuntimeError):
-    """The server is there, but not with the weights that the rollout began with."""
+    """The server answers, but without the weights that the rollout began with."""
 
 
 class ServerPaused(RuntimeError):
-    """The server is there and generates nothing, because somebody paused it."""
+    """The server answers, but generates nothing, because somebody has paused it."""
 
 
-# A server that was started again may have another key.
+# KeyRefused is among them because a restarted server may have a new key.
 _LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted, KeyRefused)
 
 
@@ -71,27 +71,27 @@ class VLLMServerEngine(BaseEngine):
     Args:
         model: the policy, possibly inside a PEFT wrapper. Its weights are read when they are pushed.
         base_url: such as "http://localhost:8000".
-        is_main: this process pushes after an update; exactly one of a data-parallel run.
+        is_main: this process pushes the weights after an update; true in exactly one process of the run.
         barrier: waits for all processes of the run.
-        run_id: names the run and its weights on the server; equal in all its processes. Needed with more than
-            one.
-        output_dir: of the run, which another run is told that finds the server taken.
+        run_id: names the run and its weights on the server, equal in all processes of the run; None: a random
+            one, for a run of one process.
+        output_dir: the run's directory, named in the error of another run that finds the server taken.
         on_server_loss: "error", or "wait" until the server is back, push again, and repeat what was lost.
-        server_timeout_s: how long to wait for a server to start, to come back, or to go on after a pause.
-        request_timeout_s: for one prompt's completions, queueing in the server and retries included.
-        push_timeout_s: for sending all weights.
+        server_timeout_s: seconds to wait for a server to start, to come back, or to go on after a pause.
+        request_timeout_s: seconds for one prompt's completions, queueing in the server and retries included.
+        push_timeout_s: seconds for sending all weights.
         transport, group_host, group_port, bucket_bytes, directory: see `WeightPusher`.
-        max_in_flight: requests under way at once, a request being one prompt's completions as a rule.
+        max_in_flight: largest number of requests under way at once. A request is for all completions of a
+            prompt, unless their limits differ.
 
     Raises:
-        ServerUnreachable: there is no server within `server_timeout_s`.
-        ServerHeld: it belongs to another run.
-        ValueError: it serves another model, or with settings with which this cannot work; or its key is
-            unknown.
-        RuntimeError: its vLLM is too old, or it cannot take weights.
+        ServerUnreachable: no server answered within `server_timeout_s`.
+        ServerHeld: the server belongs to another run.
+        ValueError: the server has another model, settings that training cannot work with, or another key.
+        RuntimeError: the server's vLLM is too old, or the server cannot take weights.
     """
 
-    shares_weights = False  # and the server's memory is not on the trainer's device
+    shares_weights = False
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class VLLMServerEngine(BaseEngine):
         except BaseException:
             self._client.close()
             raise
-        # Also at the end of the process, where nobody calls `close`.
+        # `finalize` also releases the server at the end of a process that did not call `close`.
         self._let_go = weakref.finalize(self, _lease_keeper(self._workers).close) if is_main else lambda: None
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
@@ -155,16 +155,16 @@ class VLLMServerEngine(BaseEngine):
         return self._surviving("generate", lambda: self._generate(prompts, sampling))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send the model's present weights, with adapters merged, and forget what older ones computed.
+        """Send the model's present weights, with adapters merged, and drop prefixes computed with older ones.
 
-        All processes of the run call this; one sends.
+        All processes of the run must call this; the main one sends.
 
         Args:
-            named_tensors: parameters of the model that the engine was made with. It reads them there, as an
-                adapter's are of no use to the server alone.
+            named_tensors: parameters of the model that the engine was made with. They are only checked: the
+                engine reads the whole model, because the server cannot use an adapter's tensors alone.
 
         Raises:
-            ValueError: a tensor is not the model's.
+            ValueError: a tensor is not a parameter of the model.
             RuntimeError: see `generate`.
         """
         self._check_open()
@@ -183,7 +183,7 @@ class VLLMServerEngine(BaseEngine):
         self._barrier()
 
     def close(self) -> None:
-        """Let go of the server, which keeps running and is the next run's."""
+        """Release the server, which keeps running and is then free for another run."""
         super().close()
         self._model = None
         self._pusher.reset()
@@ -221,7 +221,7 @@ class VLLMServerEngine(BaseEngine):
         return self._reported.of(completions, sampling)
 
     def _await_all(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-        """Return when all are done; raise as soon as one fails, or the server is silent or stays paused."""
+        """Wait until all are done; raises as soon as one fails, or the server is silent or stays paused."""
         pending: set[concurrent.futures.Future[Any]] = set(futures)
         paused_since_s: float | None = None
         while pending:
@@ -237,10 +237,10 @@ class VLLMServerEngine(BaseEngine):
                 paused_since_s = self._check_pause(paused_since_s)
 
     def _check_pause(self, since_s: float | None) -> float | None:
-        """Since when the server is known to be paused, None if it is not.
+        """The time since when the server is known to be paused, given the earlier one; None if it is not.
 
         Raises:
-            ServerPaused: for longer than `server_timeout_s`.
+            ServerPaused: the server has been paused for longer than `server_timeout_s`.
         """
         if not self._ask("/is_paused", lambda answer: isinstance(answer, dict) and answer.get("is_paused")):
             return None
@@ -267,7 +267,7 @@ class VLLMServerEngine(BaseEngine):
         return f"{self._run_id}:{self._num_updates}"
 
     def _bring_up_to_date(self) -> str:
-        """Push unless the server has the present weights; returns its start's identity."""
+        """Push the weights unless the server has them. Returns the identity of the server's start."""
         assert self._model is not None
         start_id, token = self._state()
         if token == self._token:
@@ -281,7 +281,7 @@ class VLLMServerEngine(BaseEngine):
         return start_id
 
     def _push(self, start_id: str) -> int:
-        """Send the weights, again if the server gave up a push that was silent; returns bytes sent."""
+        """Send the weights, again if the server gave a silent push up. Returns bytes sent."""
         assert self._model is not None
         for _ in range(_MAX_LOSSES):
             try:
@@ -293,7 +293,7 @@ class VLLMServerEngine(BaseEngine):
         raise last
 
     def _state(self) -> tuple[str, str | None]:
-        """Identities of the server's start and of its weights, None where its workers do not agree."""
+        """Identities of the server's start and of its weights; the latter None if its workers disagree."""
         states = self._workers.call("state", deadline_s=_CALL_S)
         start_id, tokens = "+".join(state["start_id"] for state in states), {s["token"] for s in states}
         self.num_restarts += self._start_id not in (None, start_id)
@@ -303,7 +303,11 @@ class VLLMServerEngine(BaseEngine):
     # ── The server ───────────────────────────────────────────────────────────────────────────────────────
 
     def _surviving(self, what: str, action: Callable[[], T]) -> T:
-        """Do it; if the server is lost meanwhile, fail with a remedy or wait for it and do it again."""
+        """Run `action`; if the server is lost meanwhile, raise with advice, or wait for it and repeat.
+
+        Args:
+            what: the action, in words for the message.
+        """
         for _ in range(_MAX_LOSSES):
             try:
                 return action()
@@ -330,10 +334,10 @@ class VLLMServerEngine(BaseEngine):
         ) from last
 
     def _await_server(self) -> None:
-        """Return when the server is ready.
+        """Wait until the server is ready.
 
         Raises:
-            ServerUnreachable: it is not within `server_timeout_s`.
+            ServerUnreachable: it was not ready within `server_timeout_s`.
         """
         deadline, is_silent = time.monotonic() + self._server_timeout_s, True
         while True:
@@ -356,7 +360,7 @@ class VLLMServerEngine(BaseEngine):
             time.sleep(0.5)
 
     def _check_server(self) -> None:
-        """Note the served model's name and context length, once it is known to be the one that is trained."""
+        """Check that the server fits this run, take it, and note its model's name and context length."""
         assert self._model is not None
         url = self._client.base_url
         key = self._client.key
@@ -406,10 +410,10 @@ class VLLMServerEngine(BaseEngine):
         return ReportedLogprobs(mode, how_to_start=how_to_start, is_main=self._is_main)
 
     def _take_server(self) -> None:
-        """Hold the server from now on, also in the place of a run that has ended and could not let go.
+        """Take the server for this run, also from a run that has ended without releasing it.
 
         Raises:
-            ServerHeld: it belongs to another run.
+            ServerHeld: the server belongs to another run.
         """
         deadline, instead_of = time.monotonic() + 1.1 * LEASE_S, None
         while True:
@@ -424,7 +428,8 @@ class VLLMServerEngine(BaseEngine):
                 if is_mine_or_over and holder["id"] != instead_of:
                     instead_of = holder["id"]
                     continue
-                # This run on another machine: it may have ended there, which nobody can know here.
+                # The holder has this run's output_dir, on another machine: it may be this run before it was
+                # moved here, and whether that process has ended cannot be seen from here.
                 may_be_over = own.output_dir and holder["output_dir"] == own.output_dir
                 if not may_be_over or holder["host"] == own.host or time.monotonic() > deadline:
                     raise

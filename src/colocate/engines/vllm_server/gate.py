@@ -1,12 +1,12 @@
-"""The gate in front of vLLM's API server: it lets in who has the key, and to what training needs.
+"""The gate in front of vLLM's API server: it passes requests signed with the key, to the routes of training.
 
     vllm serve MODEL --middleware colocate.engines.vllm_server.gate.Gate ...
 
-`--middleware`, the ASGI interface and the routes are public. What is not, and holds for vLLM 0.25 to 0.33, is
-that `app.state.vllm_config.model_config.get_vocab_size()` is the model's vocabulary.
+`--middleware`, the ASGI interface and the routes are public. Internal to vLLM, and checked with 0.25 to 0.33,
+is that `app.state.vllm_config.model_config.get_vocab_size()` is the model's vocabulary.
 
-vLLM may answer from several processes, each with a gate of its own. What they must agree on, whose the server
-is, is therefore known to its workers, which a gate asks as a trainer does.
+vLLM may answer from several processes, each with its own gate. Which run holds the server must be known to
+all of them, so the workers keep it, and a gate asks them with a message as a trainer does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 2**26
-"""More than a trainer ever sends: a prompt of a million tokens is 8 MB."""
+"""Largest body of a request, more than a trainer ever sends: a prompt of a million tokens has 8 MB."""
 
 _OPEN = {("GET", "/health")}  # answers with an empty body
 _FREE = {("GET", path) for path in ("/version", "/v1/models", "/metrics", "/load", "/is_paused")}
@@ -41,7 +41,7 @@ _WORKERS = ("POST", "/collective_rpc")
 
 
 class Refused(Exception):
-    """A request that does not pass. `status` is HTTP's, the message goes to whoever asked."""
+    """A request that does not pass, with the HTTP status and the message to answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -49,11 +49,11 @@ class Refused(Exception):
 
 
 class Gate:
-    """ASGI middleware.
+    """ASGI middleware that checks every request before vLLM sees it.
 
     Args:
-        app: vLLM's.
-        key: None takes the environment's.
+        app: vLLM's application.
+        key: the server's key; None: the one in the environment.
 
     Raises:
         ValueError: there is no key.
@@ -86,10 +86,10 @@ class Gate:
     # ── Who comes in ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _admit(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The body of a request that may pass; None where nobody looks at it.
+        """The body of a request that may pass; None if it was not read.
 
         Raises:
-            Refused: it may not.
+            Refused: the request may not pass.
         """
         if scope["type"] != "http":
             raise Refused(403, f"There is no {scope['type']} here.")
@@ -116,18 +116,19 @@ class Gate:
         return body
 
     def _check_it_is_no_browser(self, scope: Scope, headers: dict[str, str]) -> None:
-        """A page of some web site may make its reader's browser send requests to this machine."""
+        """Refuse requests of a browser, which any web site can make send requests to this machine."""
         if "origin" in headers:
             raise Refused(403, "Requests of web pages (with an Origin) are not answered.")
         host = headers.get("host", "").lower()
         name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-        # On a loopback address only names of this machine make sense: any other was made to point here.
+        # At a loopback address only a name of this machine is plausible: with any other, somebody has made
+        # the name of a web site point to this machine.
         address = (scope.get("server") or ("",))[0] or ""
         if is_loopback(address) and not is_loopback(name) and name.partition(".")[0] != self._own_name:
             raise Refused(403, "The Host is not this machine.")
 
     def _check_key(self, scope: Scope, headers: dict[str, str]) -> str | None:
-        """SHA-256 of the body that was signed, None for a request that has the key itself."""
+        """SHA-256 of the body that was signed; None if the request carries the key itself."""
         header = headers.get("authorization", "")
         scheme, _, credentials = header.partition(" ")
         if scheme.lower() == "bearer" and self._key.is_text(credentials.strip()):
@@ -138,7 +139,7 @@ class Gate:
         return digest
 
     async def _check_holder(self, scope: Scope, headers: dict[str, str]) -> None:
-        """Whether the run that asks holds the server, or may have it because nobody does."""
+        """Refuse a request of a run that does not hold the server; if nobody holds it, the run takes it."""
         run_id = headers.get(RUN_HEADER.lower())
         if not run_id:
             raise Refused(403, f"Only a run that holds the server may do that, and says so in {RUN_HEADER}.")
@@ -151,7 +152,7 @@ class Gate:
     # ── A pause whose holder is gone ─────────────────────────────────────────────────────────────────────
 
     async def _end_abandoned_pause(self, scope: Scope) -> None:
-        """Resume when nobody holds the server any more, as nobody else would."""
+        """Resume a paused server when no run holds it any more, because no run will do it then."""
         while True:
             await asyncio.sleep(lease.LEASE_S / 4)
             try:
@@ -175,7 +176,7 @@ class Gate:
         return [message.opened(answer) for answer in json.loads(content)["results"]]
 
     async def _call_app(self, scope: Scope, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """vLLM's answer to a request of the gate's own."""
+        """vLLM's answer, (status, body), to a request that the gate makes itself."""
         inner = {
             **scope,
             "method": method,
@@ -201,20 +202,20 @@ class Gate:
 
 
 def check_token_ids(content: Any, vocab_size: int) -> None:
-    """Refuse token ids outside the vocabulary: without a tokenizer vLLM does not check them, and dies of one.
+    """Refuse token ids outside the vocabulary: without a tokenizer vLLM does not check them, and crashes.
 
     Raises:
-        Refused: there is one.
+        Refused: a token id is outside the vocabulary.
     """
     names = ["prompt", "allowed_token_ids", "logprob_token_ids"]
     if content.get("min_tokens"):
-        names.append("stop_token_ids")  # only then the engine looks them up
+        names.append("stop_token_ids")  # the engine uses them as indices only then
     for name in names:
         ids = content.get(name)
         if not isinstance(ids, list) or (name == "prompt" and all(isinstance(text, str) for text in ids)):
             continue  # absent, or text
         for numbers in [part for part in ids if isinstance(part, list)] or [ids]:
-            # Only whole numbers: vLLM would make one of "7" and of 7.0.
+            # Only whole numbers pass: vLLM would convert "7" and 7.0.
             wrong = [number for number in numbers if type(number) is not int or not 0 <= number < vocab_size]
             if wrong:
                 raise Refused(
@@ -225,7 +226,7 @@ def check_token_ids(content: Any, vocab_size: int) -> None:
 
 
 def _check_worker_call(content: dict[str, Any]) -> None:
-    """Refuse a call of any worker method but ours, with more than one message, or without a time limit."""
+    """Refuse a call of the workers unless it calls our method, has no other fields, and has a time limit."""
     timeout_s = content.get("timeout")
     if content.get("method") != WORKER_METHOD:
         raise Refused(403, f"Of the workers' methods only {WORKER_METHOD} may be called.")
@@ -260,7 +261,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def _once(body: bytes, then: Receive) -> Receive:
-    """Gives the body that was read already, and then what comes behind it."""
+    """A `receive` that gives `body`, which was read already, and then goes on with `then`."""
     is_given = False
 
     async def receive() -> MutableMapping[str, Any]:
@@ -287,7 +288,7 @@ async def _answer_refusal(scope: Scope, send: Send, refusal: Refused) -> None:
 
 
 def _say(text: str) -> None:
-    """A line in the server's log. What vLLM imports may have muted warnings in this process."""
+    """Print a line to the server's log; vLLM's imports may have silenced loggers in this process."""
     print(f"colocate serve: {time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -300,13 +301,13 @@ def _route(scope: Scope) -> tuple[str, str]:
 
 
 def _target(scope: Scope) -> str:
-    """Path and query, as they were signed."""
+    """Path and query of a request, in the form that a trainer signs."""
     query = scope.get("query_string", b"").decode("latin-1")
     return _route(scope)[1] + (f"?{query}" if query else "")
 
 
 def _described(scope: Scope) -> str:
-    """Who asked for what, in a line that whoever asked cannot break."""
+    """A request and its sender, escaped so that it stays one line of the log whatever was sent."""
     host, port = scope.get("client") or ("unknown", 0)
     what = f"{scope.get('method', scope['type'])} {_target(scope)}"
     return f"{what[:200]!a} from {host}:{port}"

@@ -1,9 +1,10 @@
-"""The key of a vLLM server: who has it may use the server, and nobody else.
+"""The key of a vLLM server, without which nobody can use the server.
 
-A trainer does not send it. It signs what it asks with HMAC-SHA256 (RFC 2104), and the server's workers sign
-what they answer: whoever listens on the port while the server is down learns nothing, nor can answer for it.
+A trainer does not send the key. It signs its requests with HMAC-SHA256 (RFC 2104), and the server's workers
+sign their answers. So another program that listens on the port while the server is down neither learns the
+key nor can answer in the server's place.
 
-On the standard library alone: trainer, vLLM's API servers and its workers import this.
+It uses the standard library alone, as trainer, vLLM's API servers and vLLM's workers import it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FORM_IN_WORDS = "16 to 512 printable ASCII characters without blanks"
 
 
 class ServerKey:
-    """A key, which shows itself nowhere.
+    """A key that appears neither in its `repr` nor in a pickle.
 
     Raises:
         ValueError: `text` is not 16 to 512 printable ASCII characters without blanks.
@@ -49,39 +50,40 @@ class ServerKey:
         raise TypeError("a server's key is not pickled")
 
     def reveal(self) -> str:
-        """The key itself, for the environment of a server's processes and nothing else."""
+        """The key as text, only for the environment of a server's processes."""
         return self._key.decode()
 
     def is_text(self, text: str) -> bool:
-        """Whether `text` is the key, in a time that does not tell how much of it is."""
+        """Whether `text` is the key, in a time that does not depend on how many characters agree."""
         return hmac.compare_digest(text.encode(errors="replace"), self._key)
 
     def sign(self, purpose: str, *parts: str) -> str:
-        """A signature of the texts, good for one purpose only; 64 hexadecimal digits."""
+        """A signature of the texts `parts`, valid for `purpose` only; 64 hexadecimal digits."""
         return hmac.new(self._key, json.dumps([purpose, *parts]).encode(), hashlib.sha256).hexdigest()
 
     def has_signed(self, signature: str, purpose: str, *parts: str) -> bool:
-        """Whether `signature` is what `sign` gives."""
+        """Whether `signature` is the result of `sign` for this purpose and these texts."""
         return hmac.compare_digest(signature.encode(errors="replace"), self.sign(purpose, *parts).encode())
 
 
 def key_from_environment() -> ServerKey | None:
-    """The key in COLOCATE_SERVER_KEY, None where that is not set.
+    """The key in COLOCATE_SERVER_KEY; None if the variable is not set.
 
     Raises:
-        ValueError: it is set to something that is no key.
+        ValueError: the variable's text cannot be a key.
     """
     text = os.environ.get(VARIABLE)
     return None if text is None else ServerKey(text, f"the environment variable {VARIABLE}")
 
 
 def key_of_new_server(port: int) -> ServerKey:
-    """The key for a server on this machine: the environment's, or the port's own, made where there is none.
+    """The key for a server on this machine: the one in the environment, or in the port's file.
 
-    The file stays, so that a server that is started again has the key that its trainer knows.
+    The file is made if it is missing and is kept, so that a server that is started again has the key that its
+    trainer knows.
 
     Raises:
-        ValueError: the key or its file is not fit to be trusted.
+        ValueError: the key is malformed, or others could have written or read its file.
     """
     key = key_from_environment()
     if key is not None:
@@ -107,7 +109,7 @@ def key_of_server_at(host: str, port: int) -> ServerKey:
     """The key that a trainer uses with the server at `host`:`port`.
 
     Raises:
-        ValueError: there is none, or its file is not fit to be trusted.
+        ValueError: there is no key, it is malformed, or others could have written or read its file.
     """
     key = key_from_environment()
     if key is not None:
@@ -123,14 +125,14 @@ def key_of_server_at(host: str, port: int) -> ServerKey:
 
 
 def key_file(host: str, port: int) -> Path:
-    """Where the key of the server of machine `host` at `port` is kept: homes are often shared by machines."""
+    """The file with the key of the server at `host`:`port`; machines that share a home need its host."""
     cache = os.environ.get("XDG_CACHE_HOME")
     root = Path(cache) if cache else Path.home() / ".cache"
     return root / "colocate" / "servers" / f"{re.sub('[^A-Za-z0-9.-]', '_', host)}-{port}.key"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches the address."""
+    """Whether only this machine can reach the address."""
     if host == "localhost":
         return True
     with suppress(ValueError):
@@ -139,13 +141,13 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether the address or name is certainly this machine's."""
+    """Whether the address or name certainly belongs to this machine."""
     own = socket.gethostname()
     return is_loopback(host) or host.lower() in {own.lower(), own.lower().partition(".")[0]}
 
 
 def _read(path: Path) -> ServerKey | None:
-    """The key in a file that only this user can have written and can read; None if there is no file."""
+    """The key in a file that only this user can write and read; None if there is no file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

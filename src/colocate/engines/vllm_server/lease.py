@@ -1,4 +1,4 @@
-"""Which run a vLLM server belongs to: one at a time, until it lets go or falls silent."""
+"""The lease by which a vLLM server belongs to one run, until the run releases it or falls silent."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 LEASE_S = 60.0
-"""A run that was silent for so long holds its server no more."""
+"""Seconds of silence after which a run loses its server."""
 _RENEWALS_PER_LEASE = 4
 _JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that uses a server.
+    """A run that uses a server, and its process that asks.
 
     Args:
-        id: its own, equal in all its processes.
-        output_dir: where it writes, for people.
-        host, pid: of the process that asks.
-        process: identifies that process on its machine; see `process_identity`.
+        id: the run's id, equal in all its processes.
+        output_dir: the run's directory, for messages.
+        host, pid: machine and number of the process.
+        process: the `process_identity` of the process.
     """
 
     id: str
@@ -40,7 +40,7 @@ class Run:
 
 
 def this_run(run_id: str, output_dir: str) -> Run:
-    """The run that this process belongs to."""
+    """This process's run, described with this process."""
     return Run(run_id, output_dir, socket.gethostname(), os.getpid(), process_identity(os.getpid()))
 
 
@@ -48,7 +48,7 @@ class ServerHeld(RuntimeError):
     """The server belongs to another run.
 
     Args:
-        holder: what `Lease.describe` says of it.
+        holder: the other run, as `Lease.describe` gives it.
     """
 
     def __init__(self, message: str, holder: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class ServerHeld(RuntimeError):
 
 
 class Lease:
-    """The server's side: who holds it. Every message of the holder renews it."""
+    """The server's side of the lease: it knows the holder, and each message of the holder renews it."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
@@ -78,10 +78,10 @@ class Lease:
         """Take or keep the server for `run`.
 
         Args:
-            instead_of: id of a run that has ended, whose place this one takes.
+            instead_of: id of a run that has ended; if it still holds the server, `run` replaces it.
 
         Raises:
-            ServerHeld: another run holds it.
+            ServerHeld: another run holds the server.
         """
         holder, now_s = self.holder, time.monotonic()
         if holder is not None and holder.id not in (run.id, instead_of):
@@ -89,16 +89,16 @@ class Lease:
         if holder is None or holder.id != run.id:
             self._since_s = now_s
         elif not run.process:
-            run = holder  # the gate asks for a run of which it knows nothing but the id
+            run = holder  # the gate asks for a run and knows only its id: keep the full description
         self._run = run
         self._heard_s = now_s
 
     def release(self) -> None:
-        """Nobody holds the server any more."""
+        """End the lease: nobody holds the server any more."""
         self._run = None
 
     def describe(self) -> dict[str, Any] | None:
-        """The holder, for how long it has been that, and since when it is silent; None if there is none."""
+        """The holder, and the seconds since it took the server and since its last message; None: nobody."""
         run, now_s = self.holder, time.monotonic()
         if run is None:
             return None
@@ -106,11 +106,12 @@ class Lease:
 
 
 class LeaseKeeper:
-    """The trainer's side: renews a lease in the background, for training may take longer than a lease.
+    """The trainer's side of the lease: renews it in a thread, as a training step may outlast a lease.
 
     Args:
-        renew: asks the server to renew; may raise anything. ServerHeld ends it: the next use says so.
-        release: lets go.
+        renew: asks the server to renew, and may raise. ServerHeld ends the renewals; the run learns of it when
+            it uses the server next.
+        release: tells the server that the run is over.
     """
 
     def __init__(self, renew: Callable[[], object], release: Callable[[], object]) -> None:
@@ -126,38 +127,38 @@ class LeaseKeeper:
                 self._renew()
             except ServerHeld:
                 return
-            except Exception as error:  # the server may be restarting: whoever needs it next says so
+            except Exception as error:  # the server may be restarting, which its next use will report
                 logger.debug("The lease was not renewed: %s", error)
 
     def close(self) -> None:
-        """Stop renewing and let go of the server, if it is there to be told."""
-        if self._is_over.is_set() or os.getpid() != self._pid:  # a forked child holds nothing
+        """Stop renewing and release the server; nothing happens if the server does not answer."""
+        if self._is_over.is_set() or os.getpid() != self._pid:  # a forked child has no lease
             return
         self._is_over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_S)  # a renewal behind the release would take the server back
+            self._thread.join(_JOIN_S)  # a renewal after the release would take the server back
         with suppress(Exception):
             self._release()
 
 
 def process_identity(pid: int) -> str:
-    """Names a process for as long as its machine runs: start of the machine, namespace, number, start.
+    """A name of a process that no other process gets: boot id / namespace / number / start time.
 
     Returns:
-        An empty text where there is no such process, or Linux does not tell.
+        The name; "" if there is no such process, or if /proc does not tell.
     """
     with suppress(OSError, IndexError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # What follows the name in parentheses, which may contain anything; see proc(5).
+        # The fields after the program's name, which is in parentheses and may contain anything; see proc(5).
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         state, started = fields[0], fields[19]
-        if state not in "ZX":  # ended, but its parent has not asked yet
+        if state not in "ZX":  # zombie or dead: ended, but its parent has not waited for it yet
             return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{pid}/{started}"
     return ""
 
 
 def has_ended(process: str) -> bool:
-    """Whether a process named by `process_identity` is certainly over: it was one of this machine's."""
+    """Whether a process named by `process_identity` has certainly ended; False for another machine's."""
     own, there = process_identity(os.getpid()).split("/"), process.split("/")
     if len(own) != 4 or len(there) != 4 or own[:2] != there[:2]:
         return False

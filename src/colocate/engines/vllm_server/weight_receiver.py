@@ -2,15 +2,15 @@
 
     vllm serve MODEL --worker-extension-cls colocate.engines.vllm_server.weight_receiver.WeightReceiver ...
 
-It listens to nobody without the server's key, and for most things only to the run that holds the server.
+It obeys only messages signed with the server's key, most of them only from the run that holds the server.
 
-`--worker-extension-cls` and `/collective_rpc` are vLLM's public interface. What is not, and holds for vLLM
-0.25 to 0.33: the worker's attributes `device`, `rank`, `vllm_config` and `get_model()`, and what stands in
-`internals`.
+`--worker-extension-cls` and `/collective_rpc` are vLLM's public interface. Internal to vLLM, and checked with
+0.25 to 0.33, are the worker's attributes `device`, `rank`, `vllm_config` and `get_model()`, and the contents
+of `internals`.
 
-A push is begun, sent in numbered chunks, and finished. Every message may come twice: what was done already is
-not done again. From the beginning to the end of a push the weights are a mixture, and the token that names
-them is None.
+A push has the messages `begin`, one `receive_chunk` for each numbered chunk, and `finish`. A message may
+arrive twice, and its work is done once. During a push the weights are a mixture of old and new ones, and the
+token that names them is None.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from colocate.engines.vllm_server.weight_wire import (
 logger = logging.getLogger(__name__)
 
 _PUSH_LEASE_S = 60.0
-"""A push that has been silent for this long may be taken over by another process of the same run."""
+"""Seconds of silence after which another process of the run may begin a push in place of the present one."""
 _CHUNK_FILE = re.compile(r"[0-9]{1,12}\.safetensors")
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker; `colocate_receive` is called through `/collective_rpc`."""
+    """Base class that vLLM adds to its worker; `/collective_rpc` calls `colocate_receive`."""
 
     def colocate_receive(self, message: str, signature: str) -> dict[str, Any]:
-        """Do what a signed message asks; never raises, as vLLM would answer that with a bare error 500.
+        """Do what a signed message asks. It never raises: vLLM would answer with an error 500 without a text.
 
         Args:
-            message: {"do": what, "run": who asks, ...arguments}; see `_Receiver.answer`.
-            signature: see `messages`.
+            message: {"do": method, "run": run, ...arguments} as JSON; see `_Receiver.answer`.
+            signature: the message's signature; see `messages`.
 
         Returns:
-            What the method returns, {"error": message}, or {"holder": ...} if another run holds the server;
-            signed. {"error": message} without a signature to whoever has not the key.
+            A signed answer: the method's result, {"error": text}, or {"holder": run} if another run holds the
+            server. If the message is not signed with the key, {"error": text} without a signature.
         """
         receiver = self.__dict__.get("_colocate_receiver")
         if receiver is None:
@@ -84,7 +84,7 @@ class WeightReceiver:
 
 
 class _Receiver:
-    """The state of one worker's weights."""
+    """The state of one worker's weights; its public methods are the messages of a trainer."""
 
     OF_ANYBODY = ("describe", "abandon")
     OF_THE_HOLDER = ("claim", "release", "state", "share", "join_group", "begin", "receive_chunk", "finish")
@@ -110,10 +110,12 @@ class _Receiver:
     def answer(
         self, do: str, run: dict[str, Any] | None = None, instead_of: str | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """Do what a message asks.
+        """Call the method `do` with `arguments`.
+
+        A method of `OF_THE_HOLDER` takes the server's lease for `run`, or renews it.
 
         Args:
-            run: who asks; see `lease.Run`. What is its holder's takes and renews the server's lease.
+            run: the fields of the `lease.Run` that asks.
             instead_of: see `Lease.claim`.
 
         Raises:
@@ -129,10 +131,10 @@ class _Receiver:
             raise ValueError(f"unknown message {do!r}: trainer and server have other versions of colocate")
         return getattr(self, do)(**arguments)
 
-    # ── What the trainer asks ────────────────────────────────────────────────────────────────────────────
+    # ── Messages of the trainer ──────────────────────────────────────────────────────────────────────────
 
     def describe(self) -> dict[str, Any]:
-        """What the trainer must know to check that this is its model, and to choose a way for the weights."""
+        """Facts with which the trainer checks that this is its model and chooses a transport."""
         config = self._worker.vllm_config
         model_config, parallel_config = config.model_config, config.parallel_config
         text_config = model_config.hf_text_config
@@ -151,26 +153,26 @@ class _Receiver:
         }
 
     def state(self) -> dict[str, Any]:
-        """Which weights are loaded: `token` is the last finished push's; None before one and within one.
+        """`token` names the weights of the last finished push, None before and during a push.
 
-        `start_id` differs after every start of the server.
+        `start_id` is different after every start of the server.
         """
         return {"start_id": self._start_id, "token": self._token}
 
     def claim(self) -> dict[str, Any]:
-        """Take or keep the server: whoever is answered so holds it."""
+        """Nothing more than `answer` has done: the run that gets this answer holds the server."""
         return {}
 
     def release(self) -> dict[str, Any]:
-        """Let go of the server."""
+        """End the run's lease of the server."""
         self._lease.release()
         return {}
 
     def abandon(self) -> dict[str, Any]:
-        """Give up a push whose run does not hold the server any more, so that the server may run again.
+        """End a push whose run does not hold the server any more, so that the model can run again.
 
         Returns:
-            {"is": "free"}, or "held" if a run holds the server: the push is its own affair then.
+            {"is": "free"}; {"is": "held"}, with nothing done, if a run holds the server.
         """
         if self._lease.holder is not None:
             return {"is": "held"}
@@ -179,11 +181,11 @@ class _Receiver:
         return {"is": "free"}
 
     def share(self, directory: str, mark: str) -> dict[str, Any]:
-        """Find out whether the server sees a directory of the trainer, from which weights may come then.
+        """Find out whether the server sees a directory of the trainer. If so, weights may come from it.
 
         Args:
-            mark: what the file `PROBE` in it contains; of no other file anything is read, and of this one
-                nothing is told but whether it agrees.
+            mark: the contents of the file `PROBE` in it. No other file is read, and the answer says only
+                whether these contents agree, so the method does not reveal files of the server.
         """
         self._directory = None
         with suppress(OSError), open(_open_plainly(directory, PROBE), "rb") as file:
@@ -192,7 +194,7 @@ class _Receiver:
         return {"is_shared": self._directory is not None}
 
     def join_group(self, host: str, port: int, size: int, timeout_s: float) -> dict[str, Any]:
-        """Meet the trainer in a new NCCL group, within `GROUP_TIMEOUT_S` at most."""
+        """Join a new NCCL group with the trainer, within at most `GROUP_TIMEOUT_S`."""
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -204,17 +206,17 @@ class _Receiver:
     def begin(
         self, push_id: str, unless: str | None, replaces: str | None, tied_head: str | None
     ) -> dict[str, Any]:
-        """Get ready for the first chunk.
+        """Begin a push: unpack the model for the first chunk.
 
         Args:
-            push_id: names the attempt.
-            unless: the name of weights with which nothing need be sent.
-            replaces: an earlier attempt of the same trainer process, which has failed.
-            tied_head: the weight that is the head's as well, where the two are tied.
+            push_id: id of the push.
+            unless: token of weights; if they are loaded, no push begins.
+            replaces: id of an earlier push of this trainer process, which has failed.
+            tied_head: name of the weight that is also the head's; None: they are not tied.
 
         Returns:
-            {"is": "ready", "start_id": as in `state`}, or "current" if these weights are loaded already, or
-            "busy" with another push.
+            {"is": "ready", "start_id": as in `state`}; {"is": "current"} if the weights `unless` are loaded;
+            {"is": "busy"} if another push is under way.
         """
         ready = {"is": "ready", "start_id": self._start_id}
         if self._push_id == push_id:
@@ -223,13 +225,13 @@ class _Receiver:
             return {"is": "current"}
         if self._push_id not in (None, replaces) and time.monotonic() - self._last_message_s < _PUSH_LEASE_S:
             return {"is": "busy"}
-        self._end_reload()  # of a push that was left off
+        self._end_reload()  # an earlier push may not have finished
         model = self._worker.get_model()
         self._token, self._push_id, self._num_chunks = None, push_id, 0
         self._parameter_names = {name for name, _ in model.named_parameters()}
         self._loaded_names = set()
         self._last_message_s = time.monotonic()
-        # Before the layers are unpacked: afterwards their heads look like any other.
+        # This must come before the layers are unpacked: an unpacked head looks like any other.
         self._copy_as_head = tied_head if has_packed_head(model) else None
         start_reload(self._worker)
         self._is_reloading = True
@@ -243,11 +245,13 @@ class _Receiver:
         size_bytes: int,
         offer: dict[str, Any],
     ) -> dict[str, Any]:
-        """Load chunk number `chunk`; once, however often it is asked for.
+        """Load chunk number `chunk`, unless that was done already.
 
         Args:
             places: see `weight_wire.layout_of`.
-            offer: where the bytes are: {"file"} in the shared directory, {"ipc"}, or {"nccl": True}.
+            size_bytes: size of the chunk.
+            offer: where its bytes are: {"file": name} in the shared directory, {"ipc": handle}, or
+                {"nccl": True} for a broadcast.
         """
         if push_id != self._push_id:
             return {"is": "unknown"}
@@ -263,10 +267,10 @@ class _Receiver:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except BaseException:
-            self._push_id = None  # half a chunk is loaded: only a new push can mend that
+            self._push_id = None  # a part of the chunk may be loaded, so a new push is needed
             raise
         if loaded is None or self._loaded_names is None:
-            self._loaded_names = None  # this model does not tell
+            self._loaded_names = None  # this model does not say which weights it has loaded
         else:
             self._loaded_names |= loaded
         self._num_chunks += 1
@@ -274,7 +278,7 @@ class _Receiver:
         return {"is": "loaded"}
 
     def finish(self, push_id: str, token: str, num_chunks: int) -> dict[str, Any]:
-        """Make the weights ready for use and give them their token."""
+        """Pack the weights for use, and set the token that names them."""
         if push_id == self._finished_push_id:
             return {"is": "finished"}
         if push_id != self._push_id:
@@ -293,7 +297,7 @@ class _Receiver:
         self._token, self._finished_push_id = token, push_id
         return {"is": "finished"}
 
-    # ── How ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── Loading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _end_reload(self) -> None:
         if self._is_reloading:
@@ -302,7 +306,7 @@ class _Receiver:
 
     def _missing_names(self) -> list[str]:
         model_config = self._worker.vllm_config.model_config
-        # Quantised weights have scales besides that no trainer sends.
+        # Quantised models have scales as further parameters, which no trainer sends.
         if self._loaded_names is None or model_config.quantization is not None:
             return []
         missing = self._parameter_names - self._loaded_names
@@ -311,7 +315,7 @@ class _Receiver:
         return sorted(missing)
 
     def _bytes_of(self, offer: dict[str, Any], size_bytes: int) -> Tensor:
-        """[size_bytes] uint8, nobody else's: vLLM keeps loaded tensors until their layer is complete."""
+        """A copy of the chunk, [size_bytes] uint8: vLLM keeps loaded tensors until a layer is complete."""
         if "file" in offer:
             return self._read_chunk(offer["file"])
         if "ipc" in offer:
@@ -335,7 +339,7 @@ class _Receiver:
             os.close(descriptor)
 
     def _map(self, handle: dict[str, Any]) -> Tensor:
-        """The trainer's buffer in this process; mapped once per buffer, as each mapping is counted there."""
+        """The trainer's buffer, mapped into this process once, because CUDA counts every mapping of it."""
         if self._mapped is None or self._mapped[0] != handle:
             self._mapped = None
             self._mapped = (handle, open_ipc_handle(handle, visible_gpus().index(handle["gpu"])))
@@ -343,10 +347,10 @@ class _Receiver:
 
 
 def _open_plainly(directory: str, name: str) -> int:
-    """A descriptor of a plain file that lies in `directory` itself; never waits for anybody.
+    """A descriptor of the plain file `name` in `directory` itself, without following links or blocking.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no such file.
     """
     inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

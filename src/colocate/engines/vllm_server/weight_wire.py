@@ -1,7 +1,7 @@
-"""What trainer and server must agree on to move weights: the layout of a chunk, and the NCCL group.
+"""The formats in which trainer and server move weights: the layout of a chunk, and the NCCL group.
 
-A chunk is one flat buffer of bytes with a list that says which tensor lies where. This file is imported by
-vLLM's workers, too, and so loads no other package than torch.
+A chunk is one flat buffer of bytes, with a list of the tensors' places in it. vLLM's workers import this
+file, too, so it imports no large package but torch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SHAPE = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-"""What of a text model's configuration must agree between trainer and server."""
+"""Options of a text model's configuration that must be equal in trainer and server."""
 
 PROBE = "probe"
-"""The file in a trainer's directory by which the server finds out whether it sees that directory."""
+"""Name of the file by which the server finds out whether it sees the trainer's directory."""
 GROUP_TIMEOUT_S = 120.0
-"""Longest wait for the meeting for NCCL and for each broadcast, during which a worker does nothing else."""
+"""Longest wait for the NCCL group to form, and for each broadcast; a worker does nothing else meanwhile."""
 
-_ALIGNMENT_BYTES = 16  # every type can be viewed there
+_ALIGNMENT_BYTES = 16  # a view of any type may begin at a multiple of 16 bytes
 
 
 def layout_of(bucket: Iterable[tuple[str, Tensor]]) -> tuple[list[dict[str, Any]], int]:
-    """Where each tensor of a bucket lies in a chunk, and the chunk's size in bytes."""
+    """Name, type, shape and offset of each tensor of a bucket in its chunk, and the chunk's size in bytes."""
     places, offset_bytes = [], 0
     for name, tensor in bucket:
         places.append(
@@ -73,11 +73,14 @@ def pack(bucket: Sequence[tuple[str, Tensor]], places: Sequence[dict[str, Any]],
 
 
 class NcclGroup:
-    """The trainer (rank 0) and every worker of the server, apart from all other process groups of either.
+    """An NCCL group of the trainer (rank 0) and all workers of the server, independent of their other groups.
 
     Args:
-        host, port: where rank 0 listens for the others.
-        timeout_s: for each broadcast, and for meeting.
+        host, port: the address at which rank 0 listens for the others.
+        timeout_s: longest wait for the group to form, and for each broadcast.
+
+    Raises:
+        RuntimeError: the group did not form in time.
     """
 
     def __init__(
@@ -89,20 +92,20 @@ class NcclGroup:
         )
         self._timeout_s = timeout_s
         self._device = device
-        # By default a watchdog kills the process when a broadcast takes too long. Here the other side may be
-        # gone and come back, so the group is given up and the process lives on (2: clean up only).
+        # By default a watchdog kills the process when a broadcast takes too long. Here the other side may
+        # restart, so only the group must end, not the process (2: clean up only).
         with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}), torch.cuda.device(device):
             options = torch.distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group: Any = torch.distributed.ProcessGroupNCCL(
                 torch.distributed.PrefixStore("colocate-weights", store), rank, size, options
             )
-        self._store = store  # rank 0 serves it: it must live as long as the group
+        self._store = store  # rank 0 serves the store, which must live as long as the group
         self._pending: Any = None
         self._connect()
 
     def _connect(self) -> None:
-        """Make NCCL's connections, which the first broadcast does while it blocks for as long as it takes."""
+        """Make NCCL's connections by a first broadcast; in a thread, because it blocks without a limit."""
         failures: list[BaseException] = []
 
         def broadcast() -> None:
@@ -121,17 +124,17 @@ class NcclGroup:
             raise RuntimeError(f"NCCL did not connect within {self._timeout_s:g} s.")
 
     def start_broadcast(self, flat: Tensor) -> None:
-        """Send `flat` from rank 0, or receive it there."""
+        """Start to send `flat` [bytes] uint8 if this is rank 0, or to receive into it on another rank."""
         options = torch.distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with torch.cuda.device(self._device):
             self._pending = self._group.broadcast([flat], options)
 
     def wait(self) -> None:
-        """Return when the broadcast is done on this side.
+        """Wait until the broadcast is done on this side.
 
         Raises:
-            RuntimeError: it failed, or took longer than the group's timeout. The group is of no use any more.
+            RuntimeError: it failed, or took longer than the group's timeout. The group cannot be used again.
         """
         deadline = time.monotonic() + self._timeout_s
         while not self._pending.is_completed():
@@ -139,22 +142,22 @@ class NcclGroup:
                 self.abort()
                 raise RuntimeError(f"NCCL: a broadcast of weights took longer than {self._timeout_s:g} s.")
             time.sleep(2e-4)
-        self._pending.wait()  # orders the present stream after it, and raises what went wrong
+        self._pending.wait()  # makes the current stream wait for it, and raises its error
 
     def abort(self) -> None:
-        """Give the group up, without waiting for the other side."""
+        """End the group without waiting for the other side."""
         self._group.abort()
 
 
 def visible_gpus() -> list[str]:
-    """Identities of this process's GPUs, by index."""
+    """UUIDs of the GPUs that this process sees, by index."""
     if not torch.cuda.is_available():
         return []
     return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
 
 def ipc_handle(flat: Tensor) -> dict[str, Any]:
-    """What another process on this host needs to read `flat` [bytes] uint8 on CUDA; JSON, not a pickle."""
+    """A handle, as JSON, with which another process of this host can read `flat` [bytes] uint8 on CUDA."""
     device, handle, size_bytes, offset_bytes, counter, counter_offset, event, needs_event = (
         flat.untyped_storage()._share_cuda_()
     )
@@ -172,7 +175,7 @@ def ipc_handle(flat: Tensor) -> dict[str, Any]:
 
 
 def open_ipc_handle(handle: dict[str, Any], device_index: int) -> Tensor:
-    """[bytes] uint8: the memory that `ipc_handle` described, mapped as memory of device `device_index`."""
+    """Map the memory that `ipc_handle` described as memory of device `device_index`: [bytes] uint8."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     return rebuild_cuda_tensor(
