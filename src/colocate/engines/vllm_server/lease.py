@@ -109,8 +109,8 @@ class LeaseKeeper:
     """The trainer's side of the lease: renews it in a thread, as a training step may outlast a lease.
 
     Args:
-        renew: asks the server to renew, and may raise. ServerHeld ends the renewals; the run learns of it when
-            it uses the server next.
+        renew: asks the server to renew, and may raise. ServerHeld ends the renewals; the next use of the
+            server reports it.
         release: tells the server that the run is over.
     """
 
