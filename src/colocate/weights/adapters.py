@@ -61,7 +61,7 @@ class AdapterStack:
 
     @classmethod
     def of(cls, adapters: Sequence[tuple[slice, Adapter]]) -> AdapterStack | None:
-        """A stack of these adapters; None if there are none or they do not fit into one.
+        """The stack of `adapters`; None if there are none or they do not fit into one.
 
         At most three adapters fit, of ranks up to 256, without bias, no two for the same columns.
         """
@@ -79,7 +79,7 @@ class AdapterStack:
 
     @property
     def padded_rank(self) -> int:
-        """A power of two; a matrix product has at least 16 of everything."""
+        """`padded_rank` of the largest rank: a power of two, and at least 16 as in every Triton product."""
         return max(padded_rank(len(adapter.a)) for adapter in self.adapters)
 
     @property
@@ -87,11 +87,11 @@ class AdapterStack:
         return len(self.adapters) * self.padded_rank
 
     def covers(self, num_columns: int) -> bool:
-        """Whether each of these columns of the output has an adapter."""
+        """Whether all of the output's `num_columns` columns have an adapter."""
         return sum(len(adapter.b) for adapter in self.adapters) == num_columns
 
     def rows(self, below: Tensor) -> list[Tensor]:
-        """Where each adapter's A goes in `below` [num_rows, in]."""
+        """The rows of `below` [num_rows, in] for each adapter's A."""
         starts = range(0, self.num_rows, self.padded_rank)
         return [
             below[start : start + len(adapter.a)]
@@ -104,7 +104,7 @@ class AdaptedLinear:
     """What a product with layers that read the same input needs."""
 
     weight: Tensor  # [out, in], and below it the rows of `stack`, if there is one
-    bias: Tensor | None  # as long
+    bias: Tensor | None  # [rows of `weight`]
     adapters: Sequence[tuple[slice, Adapter]]
     """Each adapter with the columns of the output that it adds to."""
     stack: AdapterStack | None
@@ -142,7 +142,7 @@ def active_adapters(module: nn.Module) -> list[Adapter]:
 
 
 def adapter_state(module: nn.Module) -> tuple[object, ...]:
-    """What `active_adapters` reads of PEFT's wrapper beside parameters: equal while nothing is switched."""
+    """The settings of PEFT's wrapper that `active_adapters` reads; switching an adapter changes them."""
     lora: Any = module
     dropouts = [getattr(dropout, "p", 0.0) for dropout in lora.lora_dropout.values()]
     names = list(lora.merged_adapters), list(lora.active_adapters)

@@ -1,8 +1,8 @@
-"""A policy's weights as an engine with its own copy wants them: whole, in the base model's names, bit by bit.
+"""A policy's weights for an engine with its own copy: merged, under the base model's names, in buckets.
 
 Adapters are merged, W + sum_i scaling_i * B_i A_i (Hu et al. 2021, https://arxiv.org/abs/2106.09685), and
-4-bit weights are dequantised, one matrix at a time as its bucket is filled: the model itself does not change,
-and what is computed never exceeds a bucket.
+4-bit weights are dequantised, one matrix at a time as its bucket is filled. So the model does not change, and
+the computed weights never take more memory than one bucket.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tu
     for name, size_bytes, make in _weights(causal_lm(model), "", set()):
         if bucket and num_bytes + size_bytes > max_bytes:
             yield bucket
-            # Not cleared: the list is the receiver's now.
+            # A new list: the old one belongs to the receiver now.
             bucket, num_bytes = [], 0
         bucket.append((name, make()))
         num_bytes += size_bytes
@@ -99,7 +99,7 @@ def _weights(module: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, in
             num_bytes = parameter.nbytes
         make = partial(_merged, module, name) if is_adapted or is_4bit(linear) else parameter.detach
         yield prefix + name, num_bytes, make
-    if not is_adapted:  # what is below an adapted layer is the adapter
+    if not is_adapted:  # the modules below an adapted layer are its adapters, which were merged
         for name, child in module.named_children():
             yield from _weights(child, f"{prefix}{name}.", seen)
 

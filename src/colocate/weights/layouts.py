@@ -1,9 +1,9 @@
 """Which architectures the native engine can run, and where it finds their weights.
 
-A `Layout` points at the modules of a Hugging Face model. Its weights are read from them when a rollout or a
-step starts, so a parameter that was moved in between is never read from an old place. Finding the layout
-walks every module with care (11 ms for 28 layers with LoRA), so each model's is kept and found again only
-once a module or a parameter was added, removed or replaced; to see that takes 0.5 ms.
+A `Layout` points at the modules of a Hugging Face model. Weights are read from the modules when a rollout or
+a step starts, so a parameter that was moved in between is never read from an old place. Finding a layout
+checks every module (11 ms for 28 layers with LoRA). Therefore each model's layout is kept until a module or
+a parameter is added, removed or replaced, which takes 0.5 ms to notice.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class LayerLayout:
     """
 
     qkv: tuple[nn.Module, ...]
-    """What makes queries, keys and values, in this order: three matrices, or one that holds them all."""
+    """The projections to queries, keys and values, in this order: three matrices, or one with all three."""
     o: nn.Module
     gate_up: tuple[nn.Module, ...]
-    """The MLP's first product, the gates' columns before the others: two matrices, or one."""
+    """The projections to gate and up: two matrices, or one with gate's columns first."""
     down: nn.Module
     input_norm: nn.Module
     post_attention_norm: nn.Module
@@ -94,7 +94,7 @@ class Layout:
     max_position_reason: str
     """Where `max_position` comes from, for messages."""
     base: weakref.ref[nn.Module]
-    """The causal language model itself, which outlives nothing by having a layout."""
+    """The causal language model itself; a weak reference, so that its layout does not keep it alive."""
     parts: tuple[object, ...] = field(repr=False)
     """Every module and parameter below `base`, and their types, when the layout was found."""
 
@@ -134,17 +134,17 @@ def causal_lm(model: nn.Module) -> Any:
 
 
 def body(model: nn.Module) -> Any:
-    """What is below the head: the module whose `last_hidden_state` the head reads."""
+    """The model without its head: the module whose `last_hidden_state` the head reads."""
     lm = causal_lm(model)
     if lm.base_model is not lm:
         return lm.base_model
-    # Mllama and Llama 4 name as their base what is above them. The latter with its vision tower has a causal
-    # language model inside.
+    # The `base_model_prefix` of Mllama and Llama 4 names a module that contains them, not one inside. Llama 4
+    # with a vision tower has a causal language model inside.
     return lm.model if hasattr(lm, "model") else body(lm.language_model)
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, Layout] = weakref.WeakKeyDictionary()
-"""The layout of each causal language model that one was asked for."""
+"""The layouts found so far, by causal language model."""
 
 
 def has_layout(model: nn.Module) -> bool:
@@ -197,7 +197,7 @@ def _parts(base: Any) -> list[object]:
 
 
 def _resolved(base: Any) -> Layout:
-    """The layout of a causal language model whose modules are known to be those of its architecture."""
+    """The layout of a causal language model whose modules were found to be those of its architecture."""
     config = base.config
     max_position, max_position_reason = _max_position(config)
     attention = base.model.layers[0].self_attn
@@ -259,7 +259,7 @@ def _max_position(config: Any) -> tuple[int, str]:
 
 
 def _unsupported_options(base: Any) -> str | None:
-    """Name what the native engine does not know of a model's class and options; None if it knows all."""
+    """Name an option or class of the model that the native engine does not support; None: it supports all."""
     if type(base) not in ARCHITECTURES:
         return f"{type(base).__name__} has no layout"
     config, name = base.config, type(base).__name__
@@ -279,12 +279,12 @@ def _unsupported_options(base: Any) -> str | None:
 
 
 def _unsupported_quantization(config: Any) -> str | None:
-    """Name the quantisation if it is another than bitsandbytes' to 4 bits; None if it is that, or none."""
+    """Name the model's quantisation; None if it is not quantised, or by bitsandbytes to 4 bits."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return None
     options = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    # Written as an enumeration's member or its value, by the version that saved it.
+    # Depending on its version, transformers writes the member of an enumeration or its value.
     method = getattr(options.get("quant_method"), "value", options.get("quant_method"))
     if method != "bitsandbytes":
         return str(method)

@@ -1,4 +1,4 @@
-"""What adapters add to a product, before anyone has added it."""
+"""The low-rank term that adapters add to a product, as factors that are not multiplied out yet."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 MAX_RANK = 64
-"""Adapters up to this rank are worth adding on the way. With a larger rank the additional arithmetic takes
-longer than the pass over memory that it saves."""
+"""Largest rank with which a kernel adds the factors' product while it reads the first term. With a larger
+rank the additional arithmetic takes longer than the pass over memory that it saves."""
 
 
 @dataclass(frozen=True)

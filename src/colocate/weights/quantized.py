@@ -1,7 +1,7 @@
 """Linear layers whose weight bitsandbytes keeps in 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
-The weight is a list of 4-bit codes (NF4 or FP4) with one scale for each block of, as a rule, 64; with double
-quantisation the scales are 8-bit codes themselves. Nobody updates it: adapters are trained beside it.
+The weight is a list of 4-bit codes (NF4 or FP4), with one scale for each block of usually 64 codes; with
+double quantisation the scales are 8-bit codes themselves. The weight is never updated: adapters are trained.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def is_4bit(linear: nn.Module) -> bool:
 
 def compute_dtype(linear: Any) -> torch.dtype:
     """The type that a 4-bit linear layer multiplies in."""
-    # A layer that was given none takes its input's type: that of the weight before it was quantised.
+    # A layer without a compute type multiplies in its input's type, which is that of the weight before it was
+    # quantised.
     return linear.compute_dtype or _state(linear).dtype
 
 
@@ -50,7 +51,8 @@ def dequantize(linear: Any, out: Tensor | None = None) -> Tensor:
     if state.nested:
         absmax = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
     dtype = compute_dtype(linear) if out is None else out.dtype
-    # Not the layer's own state: it would round to the type the weight had, and only then to this one.
+    # With the layer's own state the result would be rounded to the type that the weight had, and then again
+    # to this one.
     plain = functional.QuantState(
         absmax=absmax.float(),
         shape=state.shape,
@@ -61,9 +63,8 @@ def dequantize(linear: Any, out: Tensor | None = None) -> Tensor:
     codes = linear.weight.detach().view(-1, 1)
     if out is None or out.device.type == "cuda":
         return functional.dequantize_4bit(codes, plain, out=out)
-    return out.copy_(
-        functional.dequantize_4bit(codes, plain)
-    )  # elsewhere bitsandbytes writes to no given place
+    # Except on CUDA, bitsandbytes does not write into a given tensor.
+    return out.copy_(functional.dequantize_4bit(codes, plain))
 
 
 def _state(linear: Any) -> Any:

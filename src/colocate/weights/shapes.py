@@ -1,4 +1,4 @@
-"""The numbers of a model that memory and time depend on."""
+"""The sizes of a model on which memory and time depend."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.quantized import is_4bit
 
 _DEFAULT_LORA_TARGETS = ("q_proj", "v_proj")
-"""What PEFT adapts in Llama, Mistral and Qwen models when no target is named."""
+"""The matrices that PEFT adapts in Llama, Mistral and Qwen models when no target is named."""
 _BLOCK = 64
-"""Weights that share a scale in bitsandbytes' 4 bits, its default."""
+"""Number of 4-bit weights with one scale, bitsandbytes' default."""
 _NESTED_BLOCK = 256
-"""Scales that share a scale of their own, if they are quantised too."""
+"""Number of scales with one scale of their own, with double quantisation."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,16 @@ class Lora:
 
 @dataclass(frozen=True)
 class FourBit:
-    """That the projections are kept in bitsandbytes' 4 bits (QLoRA, arXiv:2305.14314)."""
+    """The storage of projections in bitsandbytes' 4 bits (QLoRA, arXiv:2305.14314)."""
 
     double_quantized: bool = False
 
     def weight_bytes(self, num_weights: int) -> int:
-        """Codes and scales of one matrix: half a byte a weight; a float32 per block of 64, or with double
-        quantisation a byte per block and a float32 per 256 of those."""
+        """Bytes of the codes and scales of one matrix.
+
+        A code has half a byte. A block of 64 codes has a float32 scale. With double quantisation it has a
+        scale of one byte, and 256 blocks have a float32 together.
+        """
         num_blocks = -(-num_weights // _BLOCK)
         codes_bytes = -(-num_weights // 2)
         if not self.double_quantized:
@@ -50,7 +53,7 @@ class FourBit:
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """A model with a layout (`colocate.weights.layouts`). All layers have the same shape."""
+    """The sizes of a model with a layout (`colocate.weights.layouts`), whose layers all have equal shapes."""
 
     num_layers: int
     num_heads: int
@@ -62,13 +65,13 @@ class ModelShapes:
     has_qk_norm: bool
     has_tied_head: bool
     num_parameters: int
-    """Of the base model, a tied head counted once and 4-bit weights as what they stand for."""
+    """Parameters of the base model; a tied head counts once, and a 4-bit weight counts as one parameter."""
     trained_sizes: tuple[int, ...] = field(repr=False)
     """Elements of each trained tensor."""
     adapter_sizes: tuple[int, ...] = field(repr=False)
-    """Elements of each adapter's tensors; none: no adapter."""
+    """Elements of each tensor of the adapters; empty without adapters."""
     num_stacked: int
-    """Elements of the adapters' A as the engine keeps them below the weights."""
+    """Elements of all adapters' A below the weights, where the engine pads their ranks."""
     four_bit: FourBit | None
     """How the projections are stored; None: in the model's type."""
 
@@ -76,10 +79,10 @@ class ModelShapes:
     def of(
         cls, model: nn.Module, *, lora: Lora | None = None, four_bit: FourBit | None = None
     ) -> ModelShapes:
-        """Read them off a model, loaded or on the meta device.
+        """The sizes of a model, which may be loaded or on the meta device.
 
         Args:
-            lora, four_bit: what it will get and has not yet.
+            lora, four_bit: adapters, and the quantisation, that the model will get and does not have yet.
 
         Raises:
             ValueError: the model has no layout, or LoRA's targets name no matrix of it.
@@ -96,7 +99,7 @@ class ModelShapes:
         num_stacked = sum(padded_rank(len(adapter.a)) * adapter.a.shape[1] for adapter in adapters)
         not_counted = {id(tensor) for tensor in (*adapter_tensors, *(p.weight for p in projections))}
         trained = (p for p in model.parameters() if p.requires_grad)
-        # `parameters` yields a tied head once, as memory does.
+        # `parameters` yields a tied head once, and it takes memory once.
         others = sum(p.numel() for p in model.parameters() if id(p) not in not_counted)
         shapes = cls(
             num_layers=len(layout.layers),
@@ -120,13 +123,13 @@ class ModelShapes:
     def of_config(
         cls, config: PretrainedConfig, *, lora: Lora | None = None, four_bit: FourBit | None = None
     ) -> ModelShapes:
-        """The numbers of a model that is not loaded."""
+        """The sizes of the model that `config` describes, without loading it."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         return cls.of(model, lora=lora, four_bit=four_bit)
 
     def with_lora(self, lora: Lora) -> ModelShapes:
-        """The model with new adapters, which are all that is trained.
+        """The sizes with new adapters, which are then the only trained tensors.
 
         Raises:
             ValueError: LoRA's targets name no matrix of the layers.
@@ -148,7 +151,7 @@ class ModelShapes:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each projection of a layer."""
+        """(inputs, outputs) of each projection of a layer."""
         h, i, q, kv = self.hidden_size, self.mlp_size, self.q_size, self.kv_size
         return {
             "q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h),
@@ -157,12 +160,12 @@ class ModelShapes:
 
     @property
     def q_size(self) -> int:
-        """H · D"""
+        """Columns of the queries, H · D."""
         return self.num_heads * self.head_size
 
     @property
     def kv_size(self) -> int:
-        """K · D"""
+        """Columns of the keys, and of the values, K · D."""
         return self.num_kv_heads * self.head_size
 
     @property
@@ -171,7 +174,7 @@ class ModelShapes:
 
     @property
     def group_sizes(self) -> tuple[int, int, int, int]:
-        """Weights of q/k/v, o, gate/up and down of one layer; those with the same input are one matrix."""
+        """Numbers of weights of q/k/v, o, gate/up and down in one layer."""
         h, i = self.hidden_size, self.mlp_size
         return h * self.qkv_size, self.q_size * h, 2 * h * i, h * i
 
@@ -192,7 +195,7 @@ class ModelShapes:
         return sum(self.trained_sizes)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Of the base model."""
+        """Bytes of the base model's weights, where those that are not quantised have type `dtype`."""
         if self.four_bit is None:
             return self.num_parameters * dtype.itemsize
         matrices = (num_in * num_out for num_in, num_out in self.matrices.values())
@@ -200,7 +203,7 @@ class ModelShapes:
         return projections_bytes + (self.num_parameters - self.num_projection_weights) * dtype.itemsize
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Keys and values in all layers: 2 · L · K · D · b."""
+        """Bytes of one token's keys and values in all layers, 2 · L · K · D · bytes of `dtype`."""
         return 2 * self.num_layers * self.kv_size * dtype.itemsize
 
 

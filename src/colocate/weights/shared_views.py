@@ -1,8 +1,8 @@
-"""One storage for the trainer and the engine.
+"""One storage of weights for both trainer and engine.
 
-q, k and v (and gate and up) read the same input, so one matrix product serves them if their weights lie one
-below the other. The module's parameters become row slices of that storage: an optimizer that updates them in
-place has updated what the engine reads, and nothing is ever copied from one to the other.
+The projections q, k and v (and gate and up) read one input, so a single matrix product computes them if their
+weights lie one below the other. The module's parameters become row slices of such a storage. An optimizer
+that updates them in place thereby updates the weights that the engine reads, without a copy.
 
 Below the weights there can be room for the A of the projection's adapters, for products that read both.
 """
@@ -23,15 +23,15 @@ from colocate.weights.quantized import is_4bit
 def fuse_parameters(layout: Layout, *, room_for_adapters: bool = False) -> None:
     """Make q/k/v and gate/up weights and biases contiguous row slices of one [sum of rows, hidden] storage.
 
-    With `room_for_adapters` that storage, and those of the other projections, have the rows of an
-    `AdapterStack` below, zeros at first (see `stacked_view`).
+    With `room_for_adapters` the storage of every projection has rows for an `AdapterStack` below the weights,
+    zeros at first (see `stacked_view`).
 
     The `nn.Parameter` objects stay the same, so optimizers, hooks and `.grad` keep working; only `.data`
-    moves. Done again, it finds the storage fused and does nothing; after `model.to(...)`, which undoes it, it
-    fuses anew. While it runs, one fused block exists twice. Weights in 4 bits stay as they are, and so do
-    those beside them: no product reads codes.
+    moves. A second call finds the storage fused and does nothing. `model.to(...)` undoes the fusion, and the
+    next call fuses again. During the call one fused block at a time exists twice. The weights of a projection
+    with 4-bit codes are not fused, because products read its dequantised weights elsewhere.
     """
-    # Outside inference mode, whose tensors could not be trained.
+    # Inference mode is left, because tensors made in it cannot be trained.
     with torch.inference_mode(False):
         for layer in layout.layers:
             for modules in layer.projection_groups():
@@ -45,10 +45,11 @@ def fuse_parameters(layout: Layout, *, room_for_adapters: bool = False) -> None:
 
 
 def fused_view(parts: Sequence[Tensor]) -> Tensor:
-    """The [sum of rows, ...] tensor of which `parts` are the consecutive row slices; of one part, itself.
+    """The tensor [sum of rows, ...] whose consecutive row slices are `parts`; a single part is the tensor.
 
     Raises:
-        RuntimeError: they are not (`fuse_parameters` was not called, or something re-assigned a parameter).
+        RuntimeError: `parts` are no such slices (`fuse_parameters` was not called, or something re-assigned a
+            parameter).
     """
     if len(parts) == 1:
         return parts[0].detach()
@@ -63,9 +64,9 @@ def fused_view(parts: Sequence[Tensor]) -> Tensor:
 
 
 def stacked_view(parts: Sequence[Tensor], num_rows: int) -> Tensor | None:
-    """`fused_view`, and the `num_rows` rows below it; None if `fuse_parameters` has made no such room."""
+    """`fused_view` with the `num_rows` rows below it; None if `fuse_parameters` has not made them."""
     first, rows = parts[0].data, sum(part.shape[0] for part in parts) + num_rows
-    # Of exactly this size, the storage was made there, and what is below belongs to nobody else.
+    # A storage of exactly this size was made by `fuse_parameters`, so the rows below hold nothing else.
     num_bytes = rows * math.prod(first.shape[1:]) * first.element_size()
     is_whole = first.storage_offset() == 0 and first.untyped_storage().nbytes() == num_bytes
     if not (is_whole and _is_fused(parts)):
