@@ -1,1 +1,1 @@
-"""What a run leaves behind: sealed checkpoints, the state in them, uploads; and how it stops in order."""
+"""Sealed checkpoints, the state in them and their uploads; and the signals and locks of an orderly end."""

@@ -1,7 +1,7 @@
-"""The best checkpoint of a run by a metric of its evaluations, as transformers' trainers keep it.
+"""The best checkpoint of a run by a metric of its evaluations, as in transformers' trainers.
 
-What is known of it is in `TrainerState` (`best_metric`, `best_global_step`, `best_model_checkpoint`), where
-callbacks such as `EarlyStoppingCallback` read it and checkpoints keep it.
+Its step, metric and path are fields of `TrainerState` (`best_global_step`, `best_metric`,
+`best_model_checkpoint`), which callbacks such as `EarlyStoppingCallback` read and checkpoints contain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class BestCheckpoint:
-    """Finds out at each evaluation whether the model is the best so far, and where that one is saved.
+    """Finds out at each evaluation whether the model is the best so far, and where the best one is saved.
 
     Args:
         args: read for `metric_for_best_model` (None compares nothing), `greater_is_better`,
@@ -35,9 +35,9 @@ class BestCheckpoint:
         self._last_saved: tuple[int, Path] | None = None
 
     def judge(self, state: TrainerState, metrics: Mapping[str, float]) -> bool:
-        """Whether the model just evaluated is better than all before; then it is noted in `state`.
+        """Whether the model just evaluated is better than all earlier ones. If so, it is noted in `state`.
 
-        A value that is not a number is never the best.
+        A NaN is never better.
 
         Raises:
             ValueError: the evaluation did not give the metric.
@@ -62,7 +62,7 @@ class BestCheckpoint:
         return True
 
     def note_saving(self, state: TrainerState, directory: Path) -> None:
-        """Take note that the model is about to be saved there."""
+        """Note in `state` that the model is about to be saved in a directory."""
         self._last_saved = (state.global_step, directory)
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(directory)
@@ -83,10 +83,10 @@ class BestCheckpoint:
         state.best_model_checkpoint = None if found is None else str(found)
 
     def load_at_end(self, state: TrainerState, model: nn.Module) -> bool:
-        """Copy the best weights into the model, if the run is to end with them; returns whether it did.
+        """Copy the best weights into the model if the run shall end with them. Returns whether it did.
 
         Raises:
-            CheckpointError: the best checkpoint is not there or corrupt.
+            CheckpointError: the best checkpoint is missing or corrupt.
         """
         if not self._args.load_best_model_at_end:
             return False
@@ -101,7 +101,7 @@ class BestCheckpoint:
         return True
 
     def delete_others(self, state: TrainerState, output_dir: Path) -> None:
-        """Keep the best checkpoint alone, if one may stay: at the end nobody resumes from the newest."""
+        """Delete all checkpoints but the best at the end of a run, if `save_total_limit` is 1."""
         if state.best_model_checkpoint is None or self._args.save_total_limit != 1:
             return
         for directory in sealed.list_checkpoints(output_dir):
@@ -111,12 +111,12 @@ class BestCheckpoint:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: Path) -> None:
-    """Copy the weights that a checkpoint holds into the model's parameters, in the storage that they have.
+    """Copy a checkpoint's weights into the model's parameters, whose storage stays where it is.
 
-    Of a PEFT model these are its adapters.
+    For a PEFT model a checkpoint has the adapters' weights alone.
 
     Raises:
-        CheckpointError: the checkpoint is not there, corrupt or of another model.
+        CheckpointError: the checkpoint is missing, corrupt or of another model.
     """
     sealed.verify(directory)
     if hasattr(model, "peft_config"):
@@ -128,11 +128,11 @@ def load_weights(model: nn.Module, directory: Path) -> None:
                 model, load_peft_weights(str(folder), device="cpu"), adapter_name=adapter
             )
         return
-    # The model's own way to read its files: names and shapes there need not be those of the parameters.
+    # The model reads its files itself, because names and shapes in them may differ from the parameters'.
     model_class: Any = type(model)
     saved, report = model_class.from_pretrained(directory, dtype="auto", output_loading_info=True)
     parameters, weights = dict(model.named_parameters()), dict(saved.named_parameters())
-    # transformers makes up what its report has as missing.
+    # transformers initialises the weights that it reports as missing, so they must be an error here.
     if missing := sorted((parameters.keys() - weights.keys()) | set(report["missing_keys"])):
         raise sealed.CheckpointError(
             f"{directory} has no weights for {len(missing)} of the model's parameters, {missing[0]} for one."

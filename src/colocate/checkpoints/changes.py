@@ -1,13 +1,13 @@
-"""What run a checkpoint is of, and what has changed in the run that resumes it.
+"""The description of the run that wrote a checkpoint, and its differences from the run that resumes it.
 
-`run.json` in a checkpoint holds what would make another run of it (`colocate.run_identity` says what). On
-resuming, what differs is told in one table: what cannot change is refused by name, the rest is applied from
-the next step on.
+`run.json` in a checkpoint holds everything that defines the run (see `colocate.run_identity`). A run that
+resumes shows the differences in one table. Differences that must not be are refused by name, the others apply
+from the next step on.
 
-    run_id      the same for a run and those that resume it
-    fixed       what must not change
-    checksums   of the weights as the run began with them
-    others      what may change
+    run_id      an id that a run shares with the runs that resume it
+    fixed       values that must not change
+    checksums   checksums of the weights with which the run began
+    others      values that may change
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IN_COMPLETIONS = frozenset(
         "multi_objective_aggregation",
     )
 ) | {"reward functions"}
-"""What completions that wait to be trained on were generated, scored and weighed with."""
+"""Options with which waiting completions were generated, scored and weighted."""
 
 
 def save(directory: Path, description: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ def save(directory: Path, description: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not what it was."""
+    """A value of the run's description that has changed."""
 
     name: str
     was: Any
@@ -53,14 +53,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """What differs between the run that wrote a checkpoint and the one that resumes it."""
+    """The differences between the run that wrote a checkpoint and the run that resumes it."""
 
     directory: Path
     run_id: str
     changes: tuple[Change, ...]
 
     def refuse(self) -> None:
-        """Raises CheckpointError if anything differs that must not."""
+        """Raises CheckpointError if a value differs that must not change."""
         refused = [change for change in self.changes if change.refused]
         if not refused:
             return
@@ -76,10 +76,10 @@ class Changes:
         )
 
     def told(self, num_dropped: int) -> str:
-        """The table with a heading.
+        """The table of changes with a heading, as text.
 
         Args:
-            num_dropped: completions that waited to be trained on and do not any more.
+            num_dropped: completions of the checkpoint that waited to be trained on and are dropped.
         """
         heading = f"Resuming {self.directory}, where some things were not what they are now:"
         dropped = (
@@ -106,15 +106,15 @@ class Changes:
 
     @property
     def concern_waiting_completions(self) -> bool:
-        """Whether completions of a rollout not used up were made under what has changed."""
+        """Whether a changed value has shaped the completions that wait to be trained on."""
         return any(change.name in _IN_COMPLETIONS for change in self.changes)
 
 
 def compare(directory: Path, current: Mapping[str, Any]) -> Changes:
-    """What differs between the run that wrote `directory` and `current`, the description of this one.
+    """Compare the run that wrote `directory` with `current`, the description of this run.
 
     Raises:
-        CheckpointError: `run.json` is missing or no description.
+        CheckpointError: `run.json` is missing, or is not such a description.
     """
     try:
         saved = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
@@ -143,7 +143,7 @@ def _differences(
 def _frozen_differences(
     saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """A KL penalty may come and go, but the reference is what the run began with."""
+    """Differences of the frozen weights: a KL penalty may come and go, but its reference must not change."""
     was, now = saved["checksums"], current["checksums"]
     if was["base"] != now["base"]:
         yield (f"{_FROZEN} base", was["base"], now["base"])

@@ -1,4 +1,4 @@
-"""Weights that are not finite: never saved over good ones, never evaluated as if nothing was wrong."""
+"""A check that weights are finite, before they are saved or evaluated."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from colocate.checkpoints.sealed import list_checkpoints
 
 _SUSPECTS = ("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm")
-"""Options that make weights not finite although loss and gradient are."""
+"""Options that can make weights infinite or NaN although loss and gradient are finite."""
 
 
 def check_finite_weights(policy: Any, args: Any, doing: str) -> None:
-    """Look before it is too late; reads every weight once and waits for the device.
+    """Raise if a weight is not finite. This reads every weight once and waits for the device.
 
     Args:
-        policy: asked for `find_nonfinite_weight()`.
-        doing: what will not be done, as a noun.
+        policy: has `find_nonfinite_weight()`.
+        doing: the action that the check comes before, as a noun for the message.
 
     Raises:
         FloatingPointError: a weight is NaN or infinite.

@@ -25,8 +25,8 @@ MODEL_FILES = (
     *("modeling_*.py", "configuration_*.py", "tokenization_*.py"),  # of a model that brings its code
     *("training_args.bin", "README.md"),
 )
-"""What is uploaded: what `from_pretrained` reads, how it was trained, and the card. All else stays at home:
-options, metrics, and above all prompts and completions, which may be private."""
+"""Files that are uploaded: those that `from_pretrained` reads, the training arguments, and the card. Options,
+metrics, and above all prompts and completions, which may be private, are not."""
 
 LAST_CHECKPOINT = "last-checkpoint"
 """Folder of the repository that holds the newest checkpoint with hub_strategy="checkpoint"."""
@@ -51,10 +51,10 @@ def write_model_card(
     dataset_name: str | None = None,
     tags: str | Sequence[str] | None = None,
 ) -> None:
-    """Write `README.md`.
+    """Write the model card, `README.md`.
 
     Args:
-        base_model: id of the model that training started from; a directory is not named.
+        base_model: id of the model that training started from; the path of a directory is left out.
     """
     base_model = base_model if base_model and not Path(base_model).is_dir() else None
     own_tags = [tags] if isinstance(tags, str) else list(tags or ())
@@ -82,8 +82,8 @@ def model_files(directory: Path, model: Any, tokenizer: Any) -> list[str]:
     """The files in a run's directory that make up its model, relative to it, in alphabetical order.
 
     Args:
-        model: its adapters beside the default one have folders of their own.
-        tokenizer: names its vocabulary's files.
+        model: names its adapters; each one but the default one has a folder of its own.
+        tokenizer: names the files of its vocabulary.
     """
     adapters = getattr(model, "peft_config", {})
     patterns = (
@@ -97,13 +97,13 @@ def model_files(directory: Path, model: Any, tokenizer: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository on the Hub, made when something is first uploaded.
+    """A repository on the Hub, made by its first upload if it does not exist.
 
     Args:
-        name: its id, or the part behind the user's name.
-        token: of a user who may write; None takes that of the machine's login.
-        revision: branch to commit to; None is the main one.
-        private: for a repository that is made; None is the user's or organization's default.
+        name: id of the repository, or the part of it behind the user's name.
+        token: token of a user who may write; None: the token of this machine's login.
+        revision: branch to commit to; None: the main branch.
+        private: whether a new repository is private; None: the default of the user or organization.
     """
 
     name: str
@@ -114,15 +114,15 @@ class Repository:
     def upload_model(
         self, directory: Path, files: Collection[str], *, commit_message: str | None, blocking: bool = True
     ) -> Any:
-        """Upload these files of a run's directory, and nothing else there; a future if not `blocking`."""
+        """Upload these files of a run's directory. Returns a future if not `blocking`."""
         return self._upload(
             directory, commit_message=commit_message, run_as_future=not blocking, allow_patterns=list(files)
         )
 
     def upload_checkpoint(self, directory: Path, *, folder: str, commit_message: str) -> None:
-        """Upload a whole checkpoint into `folder`, with all that resuming from it needs.
+        """Upload a whole checkpoint into `folder`, so that a run can resume from it.
 
-        That is the optimizer's state, and the prompts and completions that were not yet trained on.
+        It contains the optimizer's state, and prompts and completions that were not yet trained on.
         """
         self._upload(directory, commit_message=commit_message, run_as_future=False, path_in_repo=folder)
 
@@ -139,7 +139,7 @@ def repository_of(
     revision: str | None = None,
     private: bool | None = None,
 ) -> Repository:
-    """The repository that a run's options name, unless given otherwise."""
+    """The repository that a run's options name, with the arguments given here in their place."""
     return Repository(
         name=args.hub_model_id or Path(str(args.output_dir)).name,
         token=token or args.hub_token,
@@ -149,7 +149,7 @@ def repository_of(
 
 
 def checkpoint_folder(hub_strategy: HubStrategy | str, directory: Path) -> str | None:
-    """Where in the repository a checkpoint goes; None: it is not uploaded."""
+    """The folder of the repository for a checkpoint; None: checkpoints are not uploaded."""
     if hub_strategy == HubStrategy.CHECKPOINT:
         return LAST_CHECKPOINT
     return directory.name if hub_strategy == HubStrategy.ALL_CHECKPOINTS else None

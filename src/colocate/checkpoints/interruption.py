@@ -1,4 +1,4 @@
-"""A polite request to stop: SIGTERM, as schedulers send it some time before they kill, or Ctrl-C."""
+"""Requests to stop after the present step: SIGTERM, which schedulers send before they kill, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from accelerate.utils import gather_object
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 SAME_INTERRUPT_S = 0.5
-"""A second SIGINT so soon after the first is the same Ctrl-C, which a launcher has passed on, too."""
+"""Seconds after a SIGINT within which a second one is the same Ctrl-C, passed on by a launcher."""
 
 
 class StopRequest:
-    """Remembers a SIGTERM or the first Ctrl-C while the block runs, so that the step in hand can end and be
-    saved. The second Ctrl-C stops at once.
+    """Notes a SIGTERM or the first Ctrl-C during a block, so that the present step can end and be saved.
 
-    The handler only takes notes: a step that stops half-way would leave parameters and moments of different
-    ages. Outside the main thread Python cannot handle signals, and both keep their usual meaning; so does
-    SIGINT where it is ignored, as in a shell's background jobs.
+    A second Ctrl-C stops at once. The handler only notes the signal, because a step that stops half-way would
+    leave parameters and moments of different steps. Outside the main thread Python cannot handle signals, and
+    both signals keep their usual meaning. A SIGINT that the process ignores, as in a shell's background job,
+    stays ignored.
 
-    SIGTERM keeps its meaning in forked children: who ends a child that executes a completion, as
-    `multiprocessing` does with SIGTERM, must not wait for it for ever. Ctrl-C, which terminals send to
-    children as well, they ignore: without them the step in hand could not end as it would have.
+    In forked children SIGTERM keeps its usual meaning: `multiprocessing` ends a child with it, such as one
+    that executes a completion, and would otherwise wait for the child for ever. Terminals send Ctrl-C to the
+    children, too, which ignore it, because the present step still needs them.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -56,7 +56,7 @@ class StopRequest:
             self.restore_handlers()
 
     def restore_handlers(self) -> None:
-        """Let the signals mean what they meant before."""
+        """Restore the handlers that the signals had before the block."""
         for number, previous in self._previous.items():
             # None: the handler was not installed from Python, which cannot install it again.
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
@@ -74,32 +74,32 @@ class StopRequest:
     def _say_what_follows(self) -> None:
         if self._accelerator.is_main_process:
             text = "Ctrl-C: the step in hand is finished and saved. Press it again to stop at once."
-            # By another thread: the interrupted one may be printing, and hold what this would wait for.
+            # Another thread prints it, as the interrupted thread may be printing and hold the stream's lock.
             threading.Thread(target=print, args=(text,), kwargs={"file": sys.stderr, "flush": True}).start()
 
     def request(self) -> None:
-        """As if SIGTERM had come: for a reason to stop that this rank alone has found."""
+        """Act as if SIGTERM had come, for a reason to stop that only this rank has found."""
         self._received = signal.SIGTERM
 
     def received(self) -> bool:
-        """Whether any rank was asked to stop; all ranks get the same answer, so all stop at the same step."""
+        """Whether any rank was asked to stop. All ranks get one answer, so that all stop after one step."""
         if self._accelerator.num_processes == 1:
             return self._received is not None
         first = next(filter(None, gather_object([self._received])), None)
-        # Noted here alone in the meantime, a signal waits for the next step.
+        # A signal that only this rank notes after the exchange waits for the next step.
         self._received = first or self._received
         return first is not None
 
     @property
     def name(self) -> str:
-        """Who asked, in words."""
+        """The signal's name for messages."""
         return _NAMES[self._received or signal.SIGTERM]
 
     def exception(self) -> BaseException:
-        """What ends the run, now that it is saved: what its caller expects of such a signal."""
+        """The exception to end the saved run with, which is the usual one for the signal."""
         if self._received == signal.SIGINT:
             return KeyboardInterrupt("The run was stopped by Ctrl-C after a step that is saved.")
-        return SystemExit(128 + signal.SIGTERM)  # what a shell expects of a process that obeyed it
+        return SystemExit(128 + signal.SIGTERM)  # the exit code that a shell gives for this signal
 
 
 _active: StopRequest | None = None

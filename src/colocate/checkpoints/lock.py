@@ -1,4 +1,4 @@
-"""One run at a time in an output_dir: a lock that ends with the process that holds it, however it ends."""
+"""A lock that allows one run at a time in an output_dir; it ends with its process, even if that is killed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class OutputDirInUse(RuntimeError):
 
 
 class RunLock:
-    """Held while a run writes into `output_dir`, by an advisory lock (flock) on a file in it.
+    """A lock that a run holds while it writes into `output_dir`: an advisory lock (flock) on a file in it.
 
-    The kernel lets go of the lock when the process ends, also by a kill; the file says who holds it. A file
-    system without locks gets one warning and no lock.
+    The kernel releases the lock when the process ends, also when it is killed. The file names the holder. On
+    a file system without locks there is one warning and no lock.
 
     Args:
-        is_main: this process takes the lock; the others learn whether it could.
+        is_main: this process takes the lock; the other processes learn whether it succeeded.
         gather: concatenates the lists of all ranks.
     """
 
@@ -76,7 +76,7 @@ class RunLock:
     ) -> None:
         if self._descriptor is None or self._descriptor not in _descriptors:
             return  # not taken, or this is a forked child
-        # Deleted while it is locked: whoever waits at the old file finds out that it is no longer there.
+        # The file is deleted while it is locked: a process that waits for it then sees that it is gone.
         with contextlib.suppress(OSError):
             if _is_file_at(self._descriptor, self._path):
                 self._path.unlink()
@@ -85,7 +85,7 @@ class RunLock:
         self._descriptor = None
 
     def _take(self) -> str | None:
-        """Take the lock; returns who holds it if that is another."""
+        """Take the lock. Returns a description of the holder if another run has it."""
         if fcntl is None:
             return None
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class RunLock:
 
 
 def holding_run_lock(train: Train) -> Train:
-    """The method of a trainer, its `args.run_dir` locked while it runs."""
+    """Decorate a method of a trainer so that it holds the lock of `args.run_dir` while it runs."""
 
     @functools.wraps(train)
     def locked(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def _is_file_at(descriptor: int, path: Path) -> bool:
 
 
 def _let_go_in_child() -> None:
-    """A forked child, such as a reward function's worker, may outlive the run and must not hold its lock."""
+    """Close the lock files in a forked child, such as a reward function's worker: it may outlive the run."""
     for descriptor in _descriptors:
         os.close(descriptor)
     _descriptors.clear()

@@ -1,10 +1,10 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either whole or do not exist.
 
-A checkpoint is a plain Hugging Face model directory with the trainer's state beside it. It is written under
-a temporary name, listed in a manifest with sizes and checksums, flushed to disk and only then renamed: a
-rename is atomic, and a directory half written by a killed process is not a checkpoint.
+A checkpoint is a Hugging Face model directory that also holds the trainer's state. It is written under a
+temporary name, listed in a manifest with sizes and checksums, flushed to disk and only then renamed. The
+rename is atomic, so a directory that a killed process has half written never has a checkpoint's name.
 
-Deleting is housekeeping: what cannot be deleted is told once and left, and the run goes on.
+A failure to delete an old checkpoint does not end a run: it is reported once, and the files stay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""What the files of a checkpoint hold. 1 had Python objects, which only a full unpickler reads."""
+"""Version of the files in a checkpoint. Version 1 had Python objects, which only a full unpickler reads."""
 AUTO = "auto"
 """`resume_from_checkpoint` for "go on from the newest checkpoint if there is one, else begin"."""
 
@@ -38,7 +38,7 @@ _SMALLEST_INTERVAL_S = 0.001  # between two seals, whatever the clock says
 
 logger = logging.getLogger(__name__)
 _told: set[Path] = set()
-"""What could not be deleted and was said so, once."""
+"""Paths that could not be deleted and were reported."""
 
 
 class CheckpointError(RuntimeError):
@@ -46,7 +46,7 @@ class CheckpointError(RuntimeError):
 
 
 def check_writable(output_dir: Path) -> None:
-    """Find out before the first step, not at the first checkpoint hours later, that nothing can be saved.
+    """Raise before the first step, not at the first checkpoint hours later, if nothing can be saved.
 
     Raises:
         ValueError: `output_dir` cannot be made, or no file can be written there.
@@ -66,22 +66,22 @@ def check_writable(output_dir: Path) -> None:
 def writing(
     final_dir: Path, *, is_main: bool = True, gather: Callable[[list], list] = lambda values: values
 ) -> Iterator[Path]:
-    """Directory to write a checkpoint into; becomes `final_dir` when the block ends without error.
+    """A directory to write a checkpoint into; it is renamed to `final_dir` if the block ends without error.
 
-    Every rank may write files of its own; the main one seals the whole.
+    Every rank may write files of its own; the main rank seals the checkpoint.
 
     Args:
-        gather: concatenates the lists of all ranks, and so holds each until the last has come.
+        gather: concatenates the lists of all ranks, and so waits for all of them.
 
     Raises:
-        CheckpointError: on all ranks, if the disk of one is full or cannot be written; nothing is left
-            behind, and earlier checkpoints are untouched.
+        CheckpointError: on all ranks, if the disk of one rank is full or cannot be written. The partial
+            checkpoint is deleted, and earlier checkpoints stay as they are.
     """
     partial_dir = final_dir.with_name(f"partial-{final_dir.name}")
     with _failing_together(final_dir, partial_dir, is_main, gather):
         if is_main:
             _remove_leftovers(final_dir.parent)
-            partial_dir = _free(partial_dir)  # a leftover may be there to stay
+            partial_dir = _free(partial_dir)  # an old partial directory may be impossible to delete
             partial_dir.mkdir(parents=True)
     (name,) = (name for name in gather([partial_dir.name if is_main else None]) if name is not None)
     partial_dir = final_dir.with_name(name)
@@ -96,11 +96,11 @@ def writing(
 def _failing_together(
     final_dir: Path, partial_dir: Path, is_main: bool, gather: Callable[[list], list]
 ) -> Iterator[None]:
-    """A rank that failed alone would leave the others waiting for it."""
+    """Raise a rank's error on all ranks, which would otherwise wait for that rank for ever."""
     failure = None
     try:
         yield
-    # torch and safetensors report a full disk as errors of their own.
+    # torch and safetensors raise their own types of errors for a full disk.
     except (OSError, RuntimeError, SafetensorError) as error:
         failure = error
     messages = gather([None if failure is None else str(failure) or repr(failure)])
@@ -109,7 +109,7 @@ def _failing_together(
         return
     free_bytes = shutil.disk_usage(_existing_parent(final_dir)).free
     written_bytes = _num_bytes(partial_dir)
-    gather([None])  # nobody measures what another removes already
+    gather([None])  # no rank deletes files before every rank has measured them
     if is_main:
         shutil.rmtree(partial_dir, ignore_errors=True)
     raise CheckpointError(
@@ -123,7 +123,7 @@ def verify(directory: Path) -> None:
     """Check every file of a checkpoint against its manifest.
 
     Raises:
-        CheckpointError: a file is missing, was cut short or does not have the content that was written.
+        CheckpointError: a file is missing, cut short, or different from what was written.
     """
     if not directory.is_dir():
         raise CheckpointError(f"There is no checkpoint {directory}. {_other_checkpoints(directory)}")
@@ -156,7 +156,7 @@ def verify(directory: Path) -> None:
 
 @contextmanager
 def saving_model(directory: Path) -> Iterator[None]:
-    """Say which file could not be written, and what takes up the room, where a model is saved by itself.
+    """Turn a failure to save a model into an error that names the file and what fills the disk.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -165,7 +165,7 @@ def saving_model(directory: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         name = getattr(error, "filename", None) or _last_written(directory)
-        if isinstance(error, SafetensorError):  # nothing is left of a file that it could not finish
+        if isinstance(error, SafetensorError):  # safetensors deletes a file that it could not finish
             name = "the weights, *.safetensors"
         free_bytes = shutil.disk_usage(_existing_parent(directory)).free
         sizes = {c: _num_bytes(c) for c in list_checkpoints(directory)}
@@ -185,9 +185,9 @@ def saving_model(directory: Path) -> Iterator[None]:
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """Sealed checkpoints in `output_dir` in the order in which they were written.
 
-    That is not always the order of their steps: a new run in an old run's directory, or one that went back
-    to an older checkpoint, writes small numbers beside larger ones that it has nothing to do with. Nor is it
-    the clock's: a seal is later than those that it finds, whatever time it is (`_seal`).
+    The order of their steps may be another: a new run in an old run's directory, or a run that went back to
+    an older checkpoint, writes smaller numbers than are there. The order does not depend on the clock either,
+    because every seal gets a later time than the seals that it finds (`_seal`).
     """
     if not output_dir.is_dir():
         return []
@@ -196,13 +196,14 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def find(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | None:
-    """The checkpoint that the option asks for: a path, the newest for True, none for None or False.
+    """The checkpoint that `resume_from_checkpoint` asks for.
 
-    "auto" is the newest, too, but none where there is none: the same command begins a run and goes on with
-    it, as a job needs that is put back into a queue.
+    A path names the checkpoint, True and "auto" mean the newest, None and False mean none. If there is no
+    checkpoint, True is an error and "auto" means none, so that one command both begins a run and continues
+    it, as a job needs that goes back into a queue.
 
     Raises:
-        CheckpointError: True, but there is none.
+        CheckpointError: the option is True, and there is no checkpoint.
     """
     if not resume_from_checkpoint:
         return None
@@ -220,11 +221,11 @@ def find(resume_from_checkpoint: str | bool | None, output_dir: Path) -> Path | 
 
 
 def rotate(output_dir: Path, limit: int | None, keep: str | None, written: Path | None = None) -> None:
-    """Delete the oldest checkpoints beyond `limit`; what cannot be deleted is left with a warning.
+    """Delete the oldest checkpoints beyond `limit`; one that cannot be deleted stays, with a warning.
 
     Args:
-        keep: never deleted: the best so far.
-        written: never deleted: the one just written.
+        keep: the best checkpoint so far, which is never deleted.
+        written: the checkpoint just written, which is never deleted.
     """
     if limit is None or limit <= 0:
         return
@@ -237,12 +238,12 @@ def rotate(output_dir: Path, limit: int | None, keep: str | None, written: Path 
 
 
 def delete_checkpoint(directory: Path) -> None:
-    """Delete a checkpoint; what cannot be deleted, or is a link, is left with a warning."""
+    """Delete a checkpoint; if it is a link or cannot be deleted, it stays, with a warning."""
     if directory.is_symlink():
         _tell(directory, f"it is a link to {directory.resolve()}, which is yours to delete")
         return
     try:
-        # Under this name it is no checkpoint any more, should the process be killed half-way.
+        # Renamed first, so that it is no checkpoint any more if the process is killed half-way.
         doomed = directory.rename(_free(directory.with_name(f"partial-{directory.name}")))
     except OSError as error:
         _tell(directory, str(error))
@@ -251,7 +252,7 @@ def delete_checkpoint(directory: Path) -> None:
 
 
 def _remove_leftovers(output_dir: Path) -> None:
-    """What killed processes had not finished writing, or not finished deleting."""
+    """Delete directories that killed processes had not finished writing or deleting."""
     if not output_dir.is_dir():
         return
     for path in output_dir.iterdir():
@@ -286,7 +287,7 @@ def _free(path: Path) -> Path:
 
 def _seal(partial_dir: Path, final_dir: Path) -> None:
     files = sorted(f for f in partial_dir.rglob("*") if f.is_file())
-    # A clock may go back, or another node's be ahead; the order of writing must come out all the same.
+    # The times must give the order of writing, even if a clock goes back or another node's is ahead.
     newest = max(map(_written_at, list_checkpoints(final_dir.parent)), default=0.0)
     manifest = {
         "format": FORMAT,
@@ -304,7 +305,7 @@ def _seal(partial_dir: Path, final_dir: Path) -> None:
 
 
 def _make_way(final_dir: Path) -> Path | None:
-    """Rename what has the checkpoint's name; returns what to delete once the checkpoint is there."""
+    """Rename a directory that has the checkpoint's name; returns the path to delete after the seal."""
     if not os.path.lexists(final_dir):
         return None
     if _is_sealed(final_dir) and not final_dir.is_symlink():
@@ -351,12 +352,12 @@ def _written_at(directory: Path) -> float:
         pass
     except OSError:
         return -math.inf
-    # Corrupt, which `verify` reports; when it was written decides whether anybody asks.
+    # The manifest is corrupt, which `verify` reports; the time of the file still gives the order.
     return (directory / MANIFEST).stat().st_mtime
 
 
 def _fingerprint(file: Path) -> dict[str, int]:
-    # CRC-32 finds what disks and kills do to files, at memory speed; nobody forges a checkpoint.
+    # CRC-32 finds faults of disks and cut-off writes at memory speed; forgeries are not the concern here.
     checksum = 0
     with file.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):

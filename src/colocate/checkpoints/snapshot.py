@@ -1,7 +1,7 @@
-"""The state of a run between two optimizer steps: all that makes a resumed run equal an uninterrupted one.
+"""The state of a run between two optimizer steps, with which a resumed run equals an uninterrupted one.
 
-Beside the policy (weights, masters, moments, schedule) these are the position in the data, the completions
-already generated and paid for but not yet trained on, the metrics not yet logged, and the random generators.
+It has the policy (weights, masters, moments, schedule), the position in the data, the completions that were
+generated but not yet trained on, the metrics that were not yet logged, and the random generators.
 
     checkpoint-120/
         config.json, model.safetensors, tokenizer...   a plain Hugging Face directory (an adapter's with PEFT)
@@ -11,8 +11,8 @@ already generated and paid for but not yet trained on, the metrics not yet logge
         rank0.pt, rank1.pt, ...                         each rank's share of the rest
         manifest.json                                   sizes and checksums (`sealed.py`)
 
-All of them are data: tensors, numbers, text and containers of these. Reading them runs no code, so that a
-stranger's checkpoint can do no more than train badly.
+All files hold data only: tensors, numbers, text and containers of these. Reading them runs no code, so a
+checkpoint from a stranger can do no harm but train badly.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def checksum(weights: Iterable[Tensor]) -> str:
     total = 0
     for position, weight in enumerate(weights, start=1):
         bits = weight.detach().view(integers[weight.element_size()])
-        total += position * int(bits.sum(dtype=torch.int64))  # tells apart two weights that changed places
+        total += position * int(bits.sum(dtype=torch.int64))  # so that swapping two weights changes the sum
     return f"{total % 2**64:016x}"
 
 
@@ -54,7 +54,7 @@ def save_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
     """Write this rank's share of the state.
 
     Args:
-        parts: by name; what each one's `state_dict` returns is saved.
+        parts: the parts of the run by name; the result of each one's `state_dict` is saved.
     """
     state = {name: part.state_dict() for name, part in parts.items()}
     torch.save(_plain({"parts": state, "random": _random_state()}), directory / f"rank{rank}.pt")
@@ -64,7 +64,7 @@ def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
     """Restore every part, and the random generators.
 
     Raises:
-        CheckpointError: the checkpoint holds more than data.
+        CheckpointError: the checkpoint holds other objects than data.
     """
     state = read_data(directory / f"rank{rank}.pt")
     for name, part in parts.items():
@@ -73,15 +73,15 @@ def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
 
 
 def save_policy(directory: Path, state: dict[str, Any]) -> None:
-    """Write `Policy.state_dict()`."""
+    """Write the policy's `state_dict()`."""
     torch.save(_plain(state), directory / "optimizer.pt")
 
 
 def load_policy(directory: Path) -> dict[str, Any]:
-    """Read what `save_policy` wrote, on the CPU.
+    """Read the policy's state, which `save_policy` wrote, on the CPU.
 
     Raises:
-        CheckpointError: there is no such state, or it holds more than data.
+        CheckpointError: there is no such state, or it holds other objects than data.
     """
     file = directory / "optimizer.pt"
     if not file.is_file():
@@ -93,10 +93,10 @@ def load_policy(directory: Path) -> dict[str, Any]:
 
 
 def read_data(file: Path) -> Any:
-    """What `torch.save` wrote, if it is tensors, numbers, text and containers of these.
+    """Read a file of `torch.save` that holds tensors, numbers, text and containers of these.
 
     Raises:
-        CheckpointError: it is anything else. Nothing of it was run.
+        CheckpointError: the file holds other objects. None of their code was run.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -110,7 +110,7 @@ def read_data(file: Path) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with NumPy's numbers and arrays, which need the full unpickler, as Python's and tensors."""
+    """`value` with NumPy's numbers and arrays, which need the full unpickler, made Python's and tensors."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -123,7 +123,7 @@ def _plain(value: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    # Sampling has its own counters; these are for dropout and for reward functions that draw.
+    # Sampling does not use these generators, but dropout does, and reward functions may.
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
