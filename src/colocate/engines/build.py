@@ -49,7 +49,7 @@ class EngineOptions(Protocol):
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What a run has ready when its engine is made.
+    """The parts of a run from which its engine is made.
 
     Attributes:
         model: the policy, possibly inside a PEFT wrapper, on the device to use.

@@ -101,7 +101,7 @@ class AdapterStack:
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """What a product with layers that read the same input needs."""
+    """The weights, biases and adapters of layers that read the same input, for one product."""
 
     weight: Tensor  # [out, in], and below it the rows of `stack`, if there is one
     bias: Tensor | None  # [rows of `weight`]

@@ -92,7 +92,7 @@ class Layout:
     max_position: int
     """Longest context whose rotary frequencies do not depend on the length of the sequence, in tokens."""
     max_position_reason: str
-    """Where `max_position` comes from, for messages."""
+    """The option of the model that gives `max_position`, for messages."""
     base: weakref.ref[nn.Module]
     """The causal language model itself; a weak reference, so that its layout does not keep it alive."""
     parts: tuple[object, ...] = field(repr=False)
