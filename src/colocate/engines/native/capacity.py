@@ -83,8 +83,8 @@ def take_weights(
     dtype, device = layout.dtype, layout.device
     usable_bytes = _usable_bytes(cache.num_bytes + weights.num_bytes, device)
     num_pages = _pages_within(usable_bytes - copy_bytes, cache, dtype, device)
-    pays = num_pages * cache.page_bytes(dtype) >= COPY_BREAK_EVEN * copy_bytes
-    is_copy = num_pages >= wanted_pages or (num_pages >= needed_pages and pays)
+    is_copy_faster = num_pages * cache.page_bytes(dtype) >= COPY_BREAK_EVEN * copy_bytes
+    is_copy = num_pages >= wanted_pages or (num_pages >= needed_pages and is_copy_faster)
     was_copy = weights.is_copy
     if weights.needed_bytes(layout, is_copy=is_copy) > weights.num_bytes:
         cache.free()

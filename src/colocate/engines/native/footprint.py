@@ -142,8 +142,9 @@ def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: 
         per_token = shapes.kv_bytes_per_token(workload.parameter_dtype)
         wanted = workload.kv_cache_tokens or useful_kv_tokens(workload)
         copy, left = count * b, usable_bytes - count * b
-        pays = left >= COPY_BREAK_EVEN * copy and left >= least_kv_tokens(workload) * per_token
-        if left < wanted * per_token and not pays:
+        is_copy_faster = left >= COPY_BREAK_EVEN * copy
+        fits_one = left >= least_kv_tokens(workload) * per_token
+        if left < wanted * per_token and not (is_copy_faster and fits_one):
             count = max(shapes.group_sizes)
             how = f"one at a time: {count:,} × {b} B"
     return Row("dequantised weights", "rollout", count * b, how)

@@ -7,8 +7,8 @@ Sequences start in the order of their prompts. A group's prompt is prefilled onc
 pages that it fills. If the prompt ends inside a page, this tail page is copied for each member except the
 last, which takes the original, because each member writes its first own token there. When pages run out, the
 youngest running sequence is preempted: it gives its pages back and waits at the head of the queue with the
-tokens that it has, to be recomputed by one prefill. The youngest has the fewest tokens to recompute, and the
-oldest always advances, so that every rollout ends.
+tokens that it has, to be recomputed by one prefill. The youngest usually has the fewest tokens to recompute,
+and the oldest always advances, so that every rollout ends.
 """
 
 from __future__ import annotations
