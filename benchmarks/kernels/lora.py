@@ -74,7 +74,7 @@ def step(
                 if not adapted:
                     output, low_rank = F.linear(inputs[name], weights[0][: -weights[1].num_rows]), None
                 elif name == "gate_up":
-                    output, low_rank = call(backend.linear_apart, inputs[name], weights)
+                    output, low_rank = call(backend.linear_in_two_terms, inputs[name], weights)
                 else:
                     output = call(backend.linear, inputs[name], weights)
                 if name == "gate_up":

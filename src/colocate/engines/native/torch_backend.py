@@ -78,7 +78,7 @@ class TorchBackend:
             adapter.add_to(output[:, columns], x)
         return output
 
-    def linear_apart(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
+    def linear_in_two_terms(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
         """`linear` as a sum of two terms, the second of low rank and not multiplied out, or whole, and None.
 
         A kernel that reads the first term next can add the second as it does so, which saves a pass over
@@ -133,7 +133,7 @@ class TorchBackend:
         self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
     ) -> Tensor:
         """`gate` of `linear` of x [T, in] with weights [2 I, in]; [T, I]."""
-        return self.gate(activation, *self.linear_apart(x, adapted))
+        return self.gate(activation, *self.linear_in_two_terms(x, adapted))
 
     def prefill_attention(
         self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, context: PrefillContext,

@@ -89,7 +89,7 @@ class TritonBackend(TorchBackend):
         lora.expand(output, reduced, stack)
         return output
 
-    def linear_apart(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
+    def linear_in_two_terms(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
         stack = adapted.stack
         if stack is None or len(x) > lora.MAX_ROWS or stack.padded_rank > MAX_RANK:
             return self.linear(x, adapted), None
