@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,13 +13,10 @@ from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    AutoConfig,
+    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
 )
 
@@ -28,6 +25,7 @@ from colocate.config import GRPOConfig
 from colocate.engines.base import BaseEngine
 from colocate.trainer import GRPOTrainer
 from colocate.types import Completion, Prompt
+from colocate.weights.shapes import ModelShapes
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"]
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=?.,\n"
@@ -50,38 +48,42 @@ _SIZES: dict[str, Any] = dict(
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, with a ChatML template."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    extra = {"unk_token": "<unk>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+    tokenizer = character_tokenizer(SPECIAL_TOKENS, CHARACTERS, **extra)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def character_tokenizer(
+    special_tokens: Sequence[str], characters: str, unk_token: str = "<pad>", **options: Any
+) -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([*special_tokens, *characters])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=unk_token))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    tokenizer.decoder = decoders.Fuse()  # no spaces between the characters
+    options |= {"pad_token": "<pad>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=unk_token, **options)
 
 
 VOCAB_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)
 PAD, EOS = 0, 1
 
 
+# "gpt2" has no layout for the native engine, has dropout, and runs padded.
+_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": dict(head_dim=8, tie_word_embeddings=False),
+    "qwen2": dict(tie_word_embeddings=True),
+    "llama": {},
+    "gpt2": {},
+}
+
+
 def make_model(architecture: str = "qwen3", *, seed: int = 0, **overrides: Any) -> Any:
-    """A random causal language model in float32: "qwen3" (head apart), "qwen2" (tied), or "gpt2"."""
+    """A random causal language model in float32, by the name of an architecture above."""
     torch.manual_seed(seed)
     ends: dict[str, Any] = dict(vocab_size=VOCAB_SIZE, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)
-    if architecture == "gpt2":  # no layout for the native engine, dropout, and runs padded
-        return GPT2LMHeadModel(
-            GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=MAX_POSITION, **ends, **overrides)
-        )
-    if architecture == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**{**_SIZES, "tie_word_embeddings": True, **ends, **overrides}))
-    return Qwen3ForCausalLM(
-        Qwen3Config(**{**_SIZES, "head_dim": 8, "tie_word_embeddings": False, **ends, **overrides})
-    )
+    options = {**_SIZES, **_ARCHITECTURES[architecture], **ends, **overrides}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **options))
 
 
 def make_reward_model(seed: int = 7) -> Qwen3ForSequenceClassification:
@@ -155,6 +157,12 @@ def make_trainer(output_dir: Any, *, stub: StubEngine | None = None, **arguments
     )
 
 
+def shapes_of(config: Any, **options: Any) -> ModelShapes:
+    """The shapes of a model that is not loaded."""
+    with torch.device("meta"):
+        return ModelShapes.of(AutoModelForCausalLM.from_config(config), **options)
+
+
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -164,6 +172,18 @@ def changed_weights(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> 
     now = dict(model.named_parameters())
     assert all(parameter.isfinite().all() for parameter in now.values())
     return {name for name, parameter in now.items() if not torch.equal(parameter, before[name])}
+
+
+def train(trainer: GRPOTrainer) -> set[str]:
+    """Train, and return the names of the parameters that changed."""
+    before = weights_of(trainer.model)
+    trainer.train()
+    return changed_weights(trainer.model, before)
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    """The values of one name in the log history of a trainer, ours or TRL's."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 class StubEngine(BaseEngine):

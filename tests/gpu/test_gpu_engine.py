@@ -11,12 +11,17 @@ import torch
 import torch.nn.functional as F
 from engine_models import (
     CONFIGS,
-    greedy_reference,
+    addresses_of,
+    greedy_references,
     make_model,
     make_prompts,
+    owners_of,
     plain_logits,
-    token_logprobs,
+    policy_logprobs,
+    rollout_samples,
+    train_steps,
 )
+from engine_models import greedy_completions as greedy
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import BLOCK_SIZE, gumbel_noise
@@ -24,7 +29,7 @@ from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import output_head
 from colocate.policy.logprobs import token_logprobs as trainer_token_logprobs
 from colocate.policy.stack import DecoderStack
-from colocate.types import Completion, Prompt, Sample, SamplingParams
+from colocate.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -194,15 +199,7 @@ def test_bfloat16_log_probs_are_as_exact_as_the_trainers(start_engine, num_sampl
     model = make_model("qwen2", **size).bfloat16().cuda()
     prompts = make_prompts([64, 200, 130], num_samples)
     completions = start_engine(model).generate(prompts, SamplingParams(max_tokens=100))
-    samples = [
-        Sample(
-            prompt_ids=torch.tensor(prompt.token_ids, device="cuda"),
-            completion_ids=torch.tensor(completion.token_ids, device="cuda"),
-            completion_mask=torch.ones(len(completion.token_ids), device="cuda"),
-            advantage=0.0,
-        )
-        for (prompt, _), completion in zip(owners(prompts), completions, strict=True)
-    ]
+    samples = rollout_samples(prompts, completions, device="cuda")
     with torch.no_grad():
         targets = torch.cat([sample.completion_ids for sample in samples])
         stack = DecoderStack(model, HostActivations())
@@ -211,12 +208,8 @@ def test_bfloat16_log_probs_are_as_exact_as_the_trainers(start_engine, num_sampl
     exact_model = make_model("qwen2", **size)
     exact_model.load_state_dict({name: value.float().cpu() for name, value in model.state_dict().items()})
     exact_model.cuda()
-    exact = torch.cat(
-        [
-            token_logprobs(plain_logits(exact_model, p.token_ids, c.token_ids), c.token_ids)
-            for (p, _), c in zip(owners(prompts), completions, strict=True)
-        ]
-    )
+    pairs = zip(owners_of(prompts), completions, strict=True)
+    exact = torch.cat([policy_logprobs(exact_model, *pair) for pair in pairs])
     engine = torch.cat([torch.tensor(completion.logprobs) for completion in completions])
     engine_error = (engine - exact).abs().mean().item()
     trainer_error = (trainer.cpu() - exact).abs().mean().item()
@@ -228,41 +221,23 @@ def test_bfloat16_log_probs_are_as_exact_as_the_trainers(start_engine, num_sampl
 # ── Weights that change ──────────────────────────────────────────────────────────────────────────────────
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> None:
-    token_ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1)).to(model.device)
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        model(token_ids, labels=token_ids).loss.backward()
-        optimizer.step()
-
-
-def greedy(engine: NativeEngine, prompts: Sequence[Prompt], num_tokens: int = 20) -> list[list[int]]:
-    completions = engine.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0))
-    return [list(completion.token_ids) for completion in completions]
-
-
-def expected_greedy(model: Any, prompts: Sequence[Prompt], num_tokens: int = 20) -> list[list[int]]:
-    by_prompt = {prompt.key: greedy_reference(model, prompt.token_ids, num_tokens) for prompt in prompts}
-    return [by_prompt[prompt.key] for prompt, _ in owners(prompts)]
-
-
 def test_after_optimizer_steps_the_captured_graphs_use_the_new_weights(start_engine):
     model = make_model("qwen2").cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     engine = start_engine(model)
     before = greedy(engine, RAGGED)
-    assert before == expected_greedy(model, RAGGED)
-    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert before == greedy_references(model, RAGGED)
+    addresses = addresses_of(model)
     for version in range(1, 4):
         engine.sleep()
-        train(model, optimizer)
+        train_steps(model, optimizer)
         engine.wake_up()
         engine.update_weights([], version=version)
         after = greedy(engine, RAGGED)
-        assert after == expected_greedy(model, RAGGED)
+        assert after == greedy_references(model, RAGGED)
         assert after != before
         before = after
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+    assert addresses_of(model) == addresses
     assert before == greedy(start_engine(model), RAGGED), "an engine without a past differs"
 
 
@@ -278,7 +253,7 @@ def test_reassigned_parameters_are_noticed(start_engine, which):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.data = parameter.data + 0.3 * noise.to(parameter.device)
     after = greedy(engine, RAGGED)
-    assert after == expected_greedy(model, RAGGED)
+    assert after == greedy_references(model, RAGGED)
     assert after != before
     del old
 
@@ -289,11 +264,9 @@ def test_a_model_moved_to_another_precision(start_engine):
     greedy(engine, RAGGED)
     model.bfloat16()
     (completion, *_) = engine.generate(RAGGED[2:], SamplingParams(max_tokens=12))
-    exact = plain_logits(model, RAGGED[2].token_ids, completion.token_ids)
     # 8 bits of mantissa: logits of about 8 are rounded to 1/32.
-    torch.testing.assert_close(
-        torch.tensor(completion.logprobs), token_logprobs(exact, completion.token_ids), atol=0.25, rtol=0
-    )
+    exact = policy_logprobs(model, RAGGED[2], completion)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), exact, atol=0.25, rtol=0)
 
 
 # ── Taking turns ─────────────────────────────────────────────────────────────────────────────────────────
@@ -320,10 +293,10 @@ def test_200_turns_of_rollout_and_training(start_engine):
         assert engine.kv_cache_bytes > 0
         completions = greedy(engine, prompts, 12)
         if cycle % 25 == 0:
-            assert completions == expected_greedy(model, prompts, 12), f"cycle {cycle}"
+            assert completions == greedy_references(model, prompts, 12), f"cycle {cycle}"
         engine.sleep()
         assert engine.kv_cache_bytes == 0
-        train(model, optimizer, num_steps=1)
+        train_steps(model, optimizer, num_steps=1)
         engine.update_weights([], version=cycle + 1)
         if cycle == 4:  # graphs are captured, and libraries have their workspaces
             optimizer.zero_grad()
@@ -332,7 +305,7 @@ def test_200_turns_of_rollout_and_training(start_engine):
     assert memory_in_use() == asleep_before
     engine.wake_up()
     after = greedy(engine, prompts, 12)
-    assert after == expected_greedy(model, prompts, 12)
+    assert after == greedy_references(model, prompts, 12)
     assert after == greedy(start_engine(model), prompts, 12), "an engine without a past differs"
 
 
@@ -364,7 +337,7 @@ def test_what_cannot_fit_is_refused_and_the_engine_lives_on(start_engine):
     with pytest.raises(ValueError, match=r"kv_cache_tokens"):
         greedy(engine, make_prompts([60]), 20)
     prompts = make_prompts([20, 28], 2)
-    assert greedy(engine, prompts, 20) == expected_greedy(engine._model, prompts, 20)
+    assert greedy(engine, prompts, 20) == greedy_references(engine._model, prompts, 20)
 
 
 def test_lengths_do_not_drift(start_engine):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_models import greedy_reference, make_prompts, plain_logits, token_logprobs
+from engine_models import (
+    assert_logprobs_are_the_models,
+    greedy_references,
+    make_prompts,
+    randomise_adapters,
+)
 from quantized_models import PROJECTIONS, linear_4bit, make_4bit_model
 
 from colocate.engines.native import capacity
@@ -58,7 +63,7 @@ def test_dequantising_in_a_graph_is_dequantising(quant_type, is_nested, dtype):
 
 def test_greedy_is_model_generate(start_engine, is_copy):
     model = four_bit()
-    expected = [greedy_reference(model, p.token_ids, 20) for p in PROMPTS for _ in p.samples]
+    expected = greedy_references(model, PROMPTS, 20)
     completions = start_engine(model).generate(PROMPTS, GREEDY)
     assert [list(completion.token_ids) for completion in completions] == expected
 
@@ -66,11 +71,8 @@ def test_greedy_is_model_generate(start_engine, is_copy):
 def test_logprobs_in_bfloat16_are_the_models(start_engine, is_copy):
     model = four_bit(torch.bfloat16)
     for prompt in make_prompts([6, 30]):
-        (completion,) = start_engine(model).generate([prompt], SAMPLED)
-        expected = token_logprobs(
-            plain_logits(model, prompt.token_ids, completion.token_ids), completion.token_ids
-        )
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=0.2, rtol=0)
+        completions = start_engine(model).generate([prompt], SAMPLED)
+        assert_logprobs_are_the_models(model, [prompt], completions, atol=0.2)
 
 
 def test_graphs_captured_before_sleep_read_the_weights_made_after_it(start_engine, is_copy):
@@ -132,17 +134,14 @@ def test_adapters_on_4_bit_weights(start_engine, is_copy):
 
     model = get_peft_model(four_bit(), LoraConfig(r=4, lora_alpha=8, target_modules=list(PROJECTIONS)))
     torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.15)
+    randomise_adapters(model)
     engine = start_engine(model)
-    expected = [greedy_reference(model, p.token_ids, 20) for p in PROMPTS for _ in p.samples]
+    expected = greedy_references(model, PROMPTS, 20)
     assert [list(c.token_ids) for c in engine.generate(PROMPTS, GREEDY)] == expected
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.mul_(-1)
-    changed = [greedy_reference(model, p.token_ids, 20) for p in PROMPTS for _ in p.samples]
+    changed = greedy_references(model, PROMPTS, 20)
     assert changed != expected
     assert [list(c.token_ids) for c in engine.generate(PROMPTS, GREEDY)] == changed

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import pytest
 import torch
-from engine_models import greedy_reference, make_model, make_prompts
-from peft import LoraConfig, get_peft_model
-from test_native_engine_lora import ALL_LINEAR, randomise_adapters
+from engine_models import greedy_completions, greedy_references, make_prompts, train_steps
+from test_native_engine_lora import check_that_the_adapters_state_is_that_of_the_moment
+from test_native_engine_lora import lora as make_lora
 
 from colocate.kernels import lora as kernels
 from colocate.types import SamplingParams
@@ -19,20 +20,11 @@ PROMPTS = make_prompts([5, 40, 17], 3)
 
 
 def lora(**options):
-    torch.manual_seed(1)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ALL_LINEAR, **options})
-    model = get_peft_model(make_model("qwen2"), config).eval()
-    randomise_adapters(model)
-    return model.cuda()
+    return make_lora(lora_dropout=0.0, **options).cuda()
 
 
-def greedy(engine):
-    completions = engine.generate(PROMPTS, SamplingParams(max_tokens=15, temperature=0))
-    return [list(completion.token_ids) for completion in completions]
-
-
-def expected(model):
-    return [greedy_reference(model, prompt.token_ids, 15) for prompt in PROMPTS for _ in prompt.samples]
+greedy = partial(greedy_completions, prompts=PROMPTS, max_tokens=15)
+expected = partial(greedy_references, prompts=PROMPTS, max_tokens=15)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +42,7 @@ def test_after_optimizer_steps_the_captured_graphs_use_the_new_adapter(start_eng
     before = greedy(engine)
     assert before == expected(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    token_ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1)).cuda()
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(token_ids, labels=token_ids).loss.backward()
-        optimizer.step()
+    train_steps(model, optimizer)
     engine.update_weights([], version=1)
     after = greedy(engine)
     assert after == expected(model)
@@ -64,22 +52,7 @@ def test_after_optimizer_steps_the_captured_graphs_use_the_new_adapter(start_eng
 
 def test_the_adapters_state_is_that_of_the_moment(start_engine):
     model = lora()
-    engine = start_engine(model)
-    adapted = greedy(engine)
-    assert adapted == expected(model)
-    with model.disable_adapter():
-        base = greedy(engine)
-        assert base == expected(model)
-    assert base != adapted
-    assert greedy(engine) == adapted
-    model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
-    model.cuda()
-    torch.manual_seed(9)
-    randomise_adapters(model)
-    model.set_adapter("other")
-    other = greedy(engine)
-    assert other == expected(model)
-    assert other not in (adapted, base)
+    check_that_the_adapters_state_is_that_of_the_moment(model, start_engine(model))
 
 
 @pytest.mark.parametrize("options", [{}, {"r": 32}, {"rank_pattern": {"v_proj": 64, "down_proj": 3}}])

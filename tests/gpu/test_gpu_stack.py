@@ -7,17 +7,11 @@ from statistics import median
 
 import pytest
 import torch
+from engine_models import FAMILIES, config_of
 from peft import LoraConfig, get_peft_model
 from test_stack import GROUPS, by_stack, exact_norms, one_at_a_time, samples_of
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM
 
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.policy import stack as stack_module
@@ -29,14 +23,11 @@ SHAPE = dict(
     vocab_size=61, hidden_size=256, intermediate_size=416, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, max_position_embeddings=1024,
 )  # fmt: skip
-CONFIGS = {
-    "llama-64": LlamaConfig(**SHAPE),
-    "llama-80": LlamaConfig(**SHAPE, head_dim=80),
-    "llama-256": LlamaConfig(**SHAPE, head_dim=256),
-    "mistral-window": MistralConfig(**SHAPE, sliding_window=64),
-    "phi3": Phi3Config(**SHAPE, pad_token_id=0),
-    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3-128": Qwen3Config(**SHAPE, head_dim=128),
+CONFIGS = {name: config_of(name, **SHAPE) for name in FAMILIES} | {
+    "llama-80": config_of("llama", **SHAPE, head_dim=80),
+    "llama-256": config_of("llama", **SHAPE, head_dim=256),
+    "mistral-window": config_of("mistral", **SHAPE, sliding_window=64),
+    "qwen3-128": config_of("qwen3", **SHAPE, head_dim=128),
 }
 LONG_GROUPS = [(200, [70, 1, 130]), (33, [5]), (64, [64, 64]), (1, [300, 2])]
 
@@ -124,7 +115,7 @@ def test_activation_policies_agree(name, dtype, monkeypatch):
 
 def test_offloaded_activations_survive_many_microbatches():
     """Copies on another stream, buffers used again: the wrong order would show as other gradients."""
-    model = make_model("llama-64").cuda().bfloat16()
+    model = make_model("llama").cuda().bfloat16()
     samples = on_gpu(samples_of(GROUPS * 60))
     want = by_stack(model, samples, "full")
     for _ in range(10):

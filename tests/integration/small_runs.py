@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+import tiny
 from colocate import GRPOConfig, GRPOTrainer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -23,28 +22,12 @@ TIMINGS = ("time", "step_time", "wall_s", "phases", "memory", "train_runtime", "
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per letter."""
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *ALPHABET))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()  # no spaces between the letters
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    return tiny.character_tokenizer(SPECIAL_TOKENS, ALPHABET)
 
 
-def make_model(
-    name: str = "llama", *, seed: int = 0, vocab_size: int = VOCAB_SIZE, hidden_size: int = 32
-) -> Any:
+def make_model(name: str = "llama", **options: Any) -> Any:
     """A random model: "llama" runs packed on the native engine, "gpt2" padded with dropout."""
-    torch.manual_seed(seed)
-    tokens = dict(vocab_size=vocab_size, eos_token_id=1, bos_token_id=None, pad_token_id=0)
-    if name == "gpt2":
-        return GPT2LMHeadModel(
-            GPT2Config(**tokens, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)
-        )
-    config = LlamaConfig(
-        **tokens, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return tiny.make_model(name, **{"vocab_size": VOCAB_SIZE, "max_position_embeddings": 64, **options})
 
 
 def make_dataset(num_rows: int = 10) -> datasets.Dataset:
@@ -58,32 +41,25 @@ def share_of_early_letters(completion_ids: Sequence[list[int]], **_: Any) -> lis
     return [sum(token < 12 for token in ids) / len(ids) for ids in completion_ids]
 
 
+_OPTIONS: dict[str, Any] = dict(
+    gradient_checkpointing=False, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    max_completion_length=8, max_steps=8, lr_scheduler_type="cosine", seed=3,
+)  # fmt: skip
+
+
 def make_config(output_dir: Path | str, **options: Any) -> GRPOConfig:
-    defaults: dict[str, Any] = dict(
-        use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, report_to="none",
-        per_device_train_batch_size=2, num_generations=4, gradient_accumulation_steps=2,
-        max_completion_length=8, max_steps=8, learning_rate=1e-2, logging_steps=1, save_strategy="no",
-        lr_scheduler_type="cosine", seed=3,
-    )  # fmt: skip
-    return GRPOConfig(output_dir=str(output_dir), **{**defaults, **options})
+    return tiny.make_config(output_dir, **{**_OPTIONS, **options})
 
 
 def make_trainer(output_dir: Path | str, *, model: Any = "llama", **options: Any) -> GRPOTrainer:
     """`options` are `GRPOConfig`'s, or arguments of the trainer by their own names."""
     arguments = {
+        "model": make_model(model) if isinstance(model, str) else model,
         "reward_funcs": share_of_early_letters,
         "train_dataset": make_dataset(),
         "processing_class": make_tokenizer(),
-        **{name: options.pop(name) for name in _TRAINER_ARGUMENTS if name in options},
     }
-    model = make_model(model) if isinstance(model, str) else model
-    return GRPOTrainer(model, args=make_config(output_dir, **options), **arguments)
-
-
-_TRAINER_ARGUMENTS = (
-    *("reward_funcs", "train_dataset", "eval_dataset", "processing_class", "callbacks", "peft_config"),
-    *("optimizers", "tools", "rollout_func", "environment_factory"),
-)
+    return tiny.make_trainer(output_dir, **{**_OPTIONS, **arguments, **options})
 
 
 def read_metrics(output_dir: Path | str) -> list[dict[str, Any]]:

@@ -26,8 +26,7 @@ from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.memory.workload import Workload
 from colocate.policy.footprint import kept_bytes_per_token, train_flops_per_token
 from colocate.run_config import parse_run
-from colocate.weights.shapes import ModelShapes
-from tiny import make_model, make_tokenizer
+from tiny import make_model, make_tokenizer, shapes_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -288,7 +287,7 @@ def _qwen(directory: Path, size: str) -> Path:
 def test_activation_policies_keep_what_the_table_says(tmp_path):
     page = (ROOT / "docs/training.md").read_text()
     sizes = [_qwen(tmp_path, size) for size in ("1.5B", "7B")]
-    shapes = [ModelShapes.of_config(AutoConfig.from_pretrained(directory)) for directory in sizes]
+    shapes = [shapes_of(AutoConfig.from_pretrained(directory)) for directory in sizes]
     workload = Workload(torch.bfloat16, prompt_tokens=256, completion_tokens=512)
     least = train_flops_per_token(shapes[0], workload, "keep")
     for policy in ACTIVATION_POLICIES:

@@ -23,23 +23,15 @@ from tiny import (
     StubEngine,
     changed_weights,
     count_digits,
+    logged,
     make_config,
     make_reward_model,
     make_tokenizer,
     make_trainer,
     sums,
+    train,
     weights_of,
 )
-
-
-def train(trainer: GRPOTrainer) -> set[str]:
-    before = weights_of(trainer.model)
-    trainer.train()
-    return changed_weights(trainer.model, before)
-
-
-def logged(trainer: GRPOTrainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def fixed_length(prompt, member):

@@ -23,7 +23,13 @@ from peft import LoraConfig, get_peft_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
-from engine_models import greedy_reference, make_model, make_prompts, plain_logits, token_logprobs
+from engine_models import (
+    assert_logprobs_are_the_models,
+    greedy_completions,
+    greedy_references,
+    make_model,
+    make_prompts,
+)
 from hostile_client import ask, attack_as_nobody, attacks
 from vllm_server_case import (
     ServerProcess,
@@ -95,9 +101,7 @@ def perturb(model: Any, seed: int) -> None:
 
 def assert_greedy_is_the_trainers(engine: VLLMServerEngine, model: Any) -> None:
     prompts = make_prompts([1, 7, 3, 12], 2)
-    completions = engine.generate(prompts, GREEDY)
-    expected = [greedy_reference(model, p.token_ids, 9) for p in prompts for _ in p.samples]
-    assert [list(c.token_ids) for c in completions] == expected
+    assert greedy_completions(engine, prompts, 9) == greedy_references(model, prompts, 9)
 
 
 def test_greedy_after_each_of_two_publishes(engine, model):
@@ -112,15 +116,7 @@ def test_greedy_after_each_of_two_publishes(engine, model):
 def test_logprobs_are_the_trainers(engine, model):
     prompts = make_prompts([1, 6, 11], 4)
     completions = engine.generate(prompts, SamplingParams(max_tokens=20, seed=1))
-    owners = [prompt for prompt in prompts for _ in prompt.samples]
-    for prompt, completion in zip(owners, completions, strict=True):
-        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs),
-            token_logprobs(logits, completion.token_ids),
-            atol=1e-4,
-            rtol=1e-4,
-        )
+    assert_logprobs_are_the_models(model, prompts, completions, atol=1e-4, rtol=1e-4)
 
 
 def test_an_adapter_is_published_merged(model):
@@ -254,8 +250,7 @@ def test_killed_within_a_rollout_and_within_a_publish_and_ended_by_ctrl_c(tied_m
     sampling = SamplingParams(max_tokens=100, temperature=0)
     starting = []
     try:
-        references = [greedy_reference(model, p.token_ids, 100) for p in prompts]
-        expected = [tokens for tokens, p in zip(references, prompts, strict=True) for _ in p.samples]
+        expected = greedy_references(model, prompts, 100)
         engine.generate(prompts[:1], GREEDY)
 
         killer = threading.Timer(0.3, lambda: starting.append(kill_and_start_again(mortal)))

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import greedy_reference, make_model, make_prompts, plain_logits, token_logprobs
+from engine_models import (
+    assert_logprobs_are_the_models,
+    greedy_completions,
+    greedy_references,
+    make_model,
+    make_prompts,
+    randomise_adapters,
+)
 from peft import LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
 
@@ -37,10 +44,7 @@ def adapted(base, **ranks: int):
     torch.manual_seed(1)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=list(ranks), rank_pattern=ranks)
     model = get_peft_model(base, config)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_" in parameter_name:
-                parameter.normal_(std=0.15)
+    randomise_adapters(model)
     return model
 
 
@@ -128,23 +132,12 @@ def test_adapters_below_the_weights_are_those_of_the_moment(kind, device, monkey
     for _ in range(2):
         completions = engine.generate(PROMPTS, GREEDY)
         assert all(stack is not None for stack in stacks(engine))
-        for number, completion in enumerate(completions):
-            prompt = PROMPTS[number // 2]
-            logits = plain_logits(model, prompt.token_ids, completion.token_ids)
-            expected = token_logprobs(logits, completion.token_ids)
-            got = torch.tensor(completion.logprobs)
-            torch.testing.assert_close(got, expected.cpu(), atol=2e-4, rtol=1e-4)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(std=0.15)
+        assert_logprobs_are_the_models(model, PROMPTS, completions, atol=2e-4, rtol=1e-4)
+        randomise_adapters(model)
     assert [p.data_ptr() for p in model.parameters()] == addresses, "rollouts move nothing"
     before = logprobs_of(engine.generate(PROMPTS, GREEDY))
     with model.disable_adapter():
-        completions = engine.generate(PROMPTS, GREEDY)
+        assert greedy_completions(engine, PROMPTS, 2) == greedy_references(model, PROMPTS, 2)
         assert all(stack is None for stack in stacks(engine))
-        assert [list(c.token_ids) for c in completions] == [
-            greedy_reference(model, prompt.token_ids, 2) for prompt in PROMPTS for _ in prompt.samples
-        ]
     torch.testing.assert_close(logprobs_of(engine.generate(PROMPTS, GREEDY)), before)
     engine.close()

@@ -7,6 +7,7 @@ function that a stub engine gives to ours. All the rest of TRL is TRL's.
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ import trl
 import trl.trainer.grpo_trainer
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, TrainerCallback
 
-from colocate import GRPOConfig, GRPOTrainer
+import colocate
 from tiny import EOS, PAD, VOCAB_SIZE, StubEngine, count_digits, make_tokenizer, sums, weights_of
 
 MAX_COMPLETION_LENGTH = 10
@@ -57,7 +58,8 @@ def completion(prompt_ids, member: int, call: int) -> list[int]:
     return ids if len(ids) == MAX_COMPLETION_LENGTH else [*ids, EOS]
 
 
-def their_trainer(
+def make_either(
+    package,
     output_dir,
     model_dir,
     *,
@@ -67,10 +69,10 @@ def their_trainer(
     eval_dataset=None,
     **options,
 ):
-    return trl.GRPOTrainer(
+    return package.GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(model_dir),
         reward_funcs=[reward_func],
-        args=trl.GRPOConfig(output_dir=str(output_dir), **{**SHARED, **options}),
+        args=package.GRPOConfig(output_dir=str(output_dir), **{**SHARED, **options}),
         train_dataset=sums() if train_dataset is None else train_dataset,
         eval_dataset=eval_dataset,
         processing_class=make_tokenizer(),
@@ -78,25 +80,7 @@ def their_trainer(
     )
 
 
-def our_trainer(
-    output_dir,
-    model_dir,
-    *,
-    reward_func=count_digits,
-    callbacks=(),
-    train_dataset=None,
-    eval_dataset=None,
-    **options,
-):
-    return GRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(model_dir),
-        reward_funcs=[reward_func],
-        args=GRPOConfig(output_dir=str(output_dir), **{**SHARED, **options}),
-        train_dataset=sums() if train_dataset is None else train_dataset,
-        eval_dataset=eval_dataset,
-        processing_class=make_tokenizer(),
-        callbacks=list(callbacks),
-    )
+their_trainer, our_trainer = partial(make_either, trl), partial(make_either, colocate)
 
 
 def with_scripted_completions(theirs, ours) -> None:
@@ -409,7 +393,7 @@ def test_events_come_in_trls_order(tmp_path, model_dir, schedule):
     for make in (their_trainer, our_trainer):
         recorder = EventRecorder()
         trainer = make(
-            tmp_path / make.__name__,
+            tmp_path / str(len(recorded)),
             model_dir,
             callbacks=[recorder],
             train_dataset=sums(3),

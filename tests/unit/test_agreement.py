@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
-from engine_models import make_gpt2, make_lora, make_model, make_prompts
+from engine_models import make_gpt2, make_lora, make_model, make_prompts, rollout_samples
 from transformers import TrainingArguments
 
 from colocate.engines.native.engine import NativeEngine
@@ -27,18 +28,8 @@ def make_policy(model, temperature: float) -> Policy:
 def rollout(engine, sampling: SamplingParams, *, tells: bool = True) -> list[Sample]:
     prompts = make_prompts([3, 9, 5, 7], num_generations=4)
     engine.wake_up()
-    completions = engine.generate(prompts, sampling)
-    owners = [prompt for prompt in prompts for _ in prompt.samples]
-    return [
-        Sample(
-            torch.tensor(prompt.token_ids),
-            torch.tensor(completion.token_ids),
-            torch.ones(len(completion.token_ids)),
-            advantage=0.0,
-            rollout_logprobs=torch.tensor(completion.logprobs) if tells else None,
-        )
-        for prompt, completion in zip(owners, completions, strict=True)
-    ]
+    samples = rollout_samples(prompts, engine.generate(prompts, sampling))
+    return samples if tells else [replace(sample, rollout_logprobs=None) for sample in samples]
 
 
 def with_other_weights(model, alpha: float):

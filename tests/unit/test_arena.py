@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_models import greedy_reference, make_model, make_prompts
+from engine_models import greedy_references, make_model, make_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -447,7 +447,7 @@ def test_an_engine_generates_the_same_from_an_arena(monkeypatch, kv_cache_tokens
 
     model, prompts = make_model("qwen3"), make_prompts([1, 9, 6], 3)
     sampling = SamplingParams(max_tokens=8, temperature=0)
-    expected = [greedy_reference(model, p.token_ids, 8) for p in prompts for _ in p.samples]
+    expected = greedy_references(model, prompts, 8)
     monkeypatch.setattr("colocate.engines.native.engine.KVCache", ZeroedCache)
     engine = NativeEngine(model, max_num_seqs=4, page_size=4, kv_cache_tokens=kv_cache_tokens)
     for keep_bytes in (0, CACHE_HANDLE, 2**30, 0):

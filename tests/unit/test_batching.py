@@ -7,11 +7,10 @@ import torch
 from engine_models import (
     MAX_POSITION,
     VOCAB_SIZE,
+    assert_logprobs_are_the_models,
     make_gpt2,
     make_model,
     make_prompts,
-    plain_logits,
-    token_logprobs,
 )
 from transformers import MiniMaxConfig, MiniMaxForCausalLM, RwkvConfig, RwkvForCausalLM
 
@@ -68,11 +67,7 @@ def test_completions_are_the_models_own(caplog, make, batching):
     engine.wake_up()
     prompts = make_prompts([3, 12, 7, 1, 7], 2)
     completions = engine.generate(prompts, SamplingParams(max_tokens=6, seed=1, temperature=0.8))
-    owners = [prompt for prompt in prompts for _ in prompt.samples]
-    for prompt, completion in zip(owners, completions, strict=True):
-        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
-        expected = token_logprobs(logits / 0.8, completion.token_ids)
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=1e-5)
+    assert_logprobs_are_the_models(model, prompts, completions, atol=1e-5, rtol=1e-5, temperature=0.8)
     said = [message for message in caplog.messages if "generates in" in message]
     assert [f"generates in {batching}," in message for message in said] == [True] * (batching is not None)
     engine.generate(prompts, SamplingParams(max_tokens=2))

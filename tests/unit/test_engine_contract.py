@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 from engine_models import (
     MAX_POSITION,
+    greedy_completions,
     greedy_reference,
+    greedy_references,
     make_gpt2,
     make_lora,
     make_model,
     make_prompts,
+    owners_of,
     plain_logits,
     token_logprobs,
 )
@@ -272,9 +275,7 @@ def test_nothing_asked_nothing_made(engine):
 
 def test_greedy_is_model_generate(engine, model):
     prompts = make_prompts([1, 7, 3, 12, 4, 4, 9], 2)
-    completions = engine.generate(prompts, GREEDY)
-    expected = [greedy_reference(model, p.token_ids, 9) for p in prompts for _ in p.samples]
-    assert [list(c.token_ids) for c in completions] == expected
+    assert greedy_completions(engine, prompts, 9) == greedy_references(model, prompts, 9)
 
 
 def test_greedy_with_repetition_penalty_is_model_generate(engine, model):
@@ -302,8 +303,7 @@ def test_logprobs_are_the_policys_whatever_filters_the_draw(engine, model, case,
     prompts = make_prompts([1, 6, 11], 2)
     sampling = SamplingParams(max_tokens=10, seed=3, **options)
     completions = engine.generate(prompts, sampling)
-    owners = [prompt for prompt in prompts for _ in prompt.samples]
-    for prompt, completion in zip(owners, completions, strict=True):
+    for prompt, completion in zip(owners_of(prompts), completions, strict=True):
         logits = plain_logits(model, prompt.token_ids, completion.token_ids)
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for i in range(len(logits)):

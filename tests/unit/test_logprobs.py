@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from test_policy import LargestTensor
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -130,17 +129,6 @@ def test_backward_again_gives_the_same():
     logprobs = token_logprobs(hidden, targets, OutputHead(weight), entropy_gradient=False)[0]
     first, second = (torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)[0] for _ in range(2))
     assert first.equal(second)
-
-
-class LargestTensor(TorchDispatchMode):
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.largest = max(
-            [self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))]
-        )
-        return out
 
 
 def test_no_tensor_of_tokens_times_vocabulary_forward_or_backward():

@@ -9,13 +9,17 @@ import torch
 from engine_models import (
     CONFIGS,
     MAX_POSITION,
+    addresses_of,
+    assert_logprobs_are_the_models,
+    assert_refused,
     greedy_reference,
+    greedy_references,
     make_gpt2,
     make_model,
     make_prompts,
-    plain_logits,
-    token_logprobs,
+    train_steps,
 )
+from engine_models import greedy_completions as greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +29,7 @@ from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import PagePool, pages_for
 from colocate.engines.native.scheduler import Scheduler
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.types import Prompt, SamplingParams
+from colocate.types import SamplingParams
 from colocate.weights.layouts import has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -36,11 +40,6 @@ def awake(model, **options) -> NativeEngine:
     return engine
 
 
-def greedy(engine: NativeEngine, prompts: list[Prompt], max_tokens: int) -> list[list[int]]:
-    completions = engine.generate(prompts, SamplingParams(max_tokens=max_tokens, temperature=0))
-    return [list(completion.token_ids) for completion in completions]
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_is_model_generate_on_every_architecture(name):
     # Up to 60 tokens: within the original context of the long-context scalings, past every sliding window.
@@ -48,14 +47,9 @@ def test_greedy_is_model_generate_on_every_architecture(name):
     prompts = make_prompts([1, 29, 4, 8, 17], 2)
     engine = awake(model, max_num_seqs=4, page_size=4)
     completions = engine.generate(prompts, SamplingParams(max_tokens=31, temperature=0))
-    expected = {prompt.key: greedy_reference(model, prompt.token_ids, 31) for prompt in prompts}
-    owners = [prompt for prompt in prompts for _ in prompt.samples]
-    for prompt, completion in zip(owners, completions, strict=True):
-        assert list(completion.token_ids) == expected[prompt.key]
-        logprobs = token_logprobs(
-            plain_logits(model, prompt.token_ids, completion.token_ids), completion.token_ids
-        )
-        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-5, rtol=1e-5)
+    expected = greedy_references(model, prompts, 31)
+    assert [list(completion.token_ids) for completion in completions] == expected
+    assert_logprobs_are_the_models(model, prompts, completions, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama-yarn", "llama-linear", "llama-dynamic"])
@@ -73,13 +67,8 @@ def test_bfloat16_follows_the_model():
     model = make_model("qwen3").bfloat16()
     prompts = make_prompts([6, 11], 3)
     completions = awake(model, page_size=4).generate(prompts, SamplingParams(max_tokens=12))
-    owners = [prompt for prompt in prompts for _ in prompt.samples]
-    for prompt, completion in zip(owners, completions, strict=True):
-        expected = token_logprobs(
-            plain_logits(model, prompt.token_ids, completion.token_ids), completion.token_ids
-        )
-        # 8 bits of mantissa: logits of about 8 are rounded to 1/32.
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=0.25, rtol=0)
+    # 8 bits of mantissa: logits of about 8 are rounded to 1/32.
+    assert_logprobs_are_the_models(model, prompts, completions, atol=0.25)
 
 
 class Pressure:
@@ -128,7 +117,7 @@ def test_tiny_pools_preempt_and_change_nothing(pressure, spare_pages, page_size)
     engine = awake(
         model, max_num_seqs=5, page_size=page_size, kv_cache_tokens=(needed + spare_pages) * page_size
     )
-    expected = [greedy_reference(model, prompt.token_ids, 20) for prompt in prompts for _ in prompt.samples]
+    expected = greedy_references(model, prompts, 20)
     assert greedy(engine, prompts, 20) == expected
     assert pressure.num_preempted > 0
     sampling = SamplingParams(max_tokens=20, seed=2)
@@ -153,7 +142,7 @@ def test_prompts_are_prefilled_once_per_group_however_few_slots(pressure):
     model = make_model("llama3")
     completions = greedy(awake(model, max_num_seqs=4, page_size=4), prompts, 9)
     assert pressure.num_prefilled_tokens == 5 + 12 + 8
-    assert completions == [greedy_reference(model, p.token_ids, 9) for p in prompts for _ in p.samples]
+    assert completions == greedy_references(model, prompts, 9)
 
 
 @pytest.mark.parametrize(
@@ -220,15 +209,11 @@ def test_after_an_optimizer_step_the_next_rollout_uses_the_new_weights(optimizer
     engine = awake(model, page_size=4)
     prompts = make_prompts([5, 9])
     before = greedy(engine, prompts, 15)
-    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    for _ in range(3):
-        optimizer.zero_grad()
-        token_ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(1))
-        model(token_ids, labels=token_ids).loss.backward()
-        optimizer.step()
+    addresses = addresses_of(model)
+    train_steps(model, optimizer)
     after = greedy(engine, prompts, 15)
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
-    assert after == [greedy_reference(model, prompt.token_ids, 15) for prompt in prompts]
+    assert addresses_of(model) == addresses
+    assert after == greedy_references(model, prompts, 15)
     assert after != before
 
 
@@ -237,7 +222,7 @@ def test_moved_parameters_are_fused_anew():
     engine = awake(model, page_size=4, kv_cache_tokens=200)
     model.double()
     prompts = make_prompts([5, 9])
-    assert greedy(engine, prompts, 15) == [greedy_reference(model, p.token_ids, 15) for p in prompts]
+    assert greedy(engine, prompts, 15) == greedy_references(model, prompts, 15)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama-biases", "qwen3"])
@@ -246,9 +231,9 @@ def test_fused_parameters_are_the_same_parameters_in_one_storage(name):
     parameters = dict(model.named_parameters())
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     fuse_parameters(layout_for(model))
-    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    addresses = addresses_of(model)
     fuse_parameters(layout_for(model))
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+    assert addresses_of(model) == addresses
     for parameter_name, parameter in model.named_parameters():
         assert parameter is parameters[parameter_name]
         assert parameter.is_leaf and parameter.requires_grad
@@ -335,9 +320,7 @@ def test_what_has_no_layout_is_refused_by_name():
 def test_what_cannot_be_exact_is_refused_by_name(change, message):
     model = make_model("qwen2")
     change(model)
-    assert not has_layout(model)
-    with pytest.raises(ValueError, match=f"{message}.*Use the 'transformers' engine"):
-        layout_for(model)
+    assert_refused(model, message)
 
 
 class Windowed(TorchBackend):

@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from engine_models import greedy_reference, make_model, make_prompts, plain_logits, token_logprobs
+from engine_models import (
+    assert_logprobs_are_the_models,
+    assert_refused,
+    greedy_references,
+    make_model,
+    make_prompts,
+    randomise_adapters,
+)
 from peft import LoraConfig, get_peft_model
 from quantized_models import PROJECTIONS, make_4bit_model, quantized
 
@@ -29,10 +36,7 @@ def qlora(name: str = "qwen2", *, dtype: torch.dtype = torch.float32, **options)
     torch.manual_seed(1)
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": list(PROJECTIONS), **options})
     model = get_peft_model(model, config)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_" in parameter_name:
-                parameter.normal_(std=0.15)
+    randomise_adapters(model)
     return model
 
 
@@ -61,51 +65,45 @@ def tokens(completions) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama-biases"])
 def test_greedy_is_model_generate(make_engine, name):
     model = make_4bit_model(name)
-    expected = [greedy_reference(model, p.token_ids, 15) for p in PROMPTS for _ in p.samples]
+    expected = greedy_references(model, PROMPTS, 15)
     assert tokens(make_engine(model).generate(PROMPTS, GREEDY)) == expected
     unquantised = make_model(name, hidden_size=64, intermediate_size=128)
-    assert [greedy_reference(unquantised, p.token_ids, 15) for p in PROMPTS for _ in p.samples] != expected
+    assert greedy_references(unquantised, PROMPTS, 15) != expected
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 2e-5), (torch.bfloat16, 0.15)])
 def test_logprobs_are_those_of_the_adapted_model(make_engine, dtype, atol):
     model = qlora(dtype=dtype)
     for prompt in make_prompts([6, 3]):
-        (completion,) = make_engine(model).generate([prompt], LONG)
-        logits = plain_logits(model, prompt.token_ids, completion.token_ids)
-        torch.testing.assert_close(
-            torch.tensor(completion.logprobs),
-            token_logprobs(logits, completion.token_ids),
-            atol=atol,
-            rtol=1e-5,
-        )
+        completions = make_engine(model).generate([prompt], LONG)
+        assert_logprobs_are_the_models(model, [prompt], completions, atol=atol, rtol=1e-5)
 
 
 def test_adapters_are_read_in_place(make_engine):
     model = qlora()
     engine = make_engine(model)
-    expected = [greedy_reference(model, p.token_ids, 15) for p in PROMPTS for _ in p.samples]
+    expected = greedy_references(model, PROMPTS, 15)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.mul_(-1)
-    changed = [greedy_reference(model, p.token_ids, 15) for p in PROMPTS for _ in p.samples]
+    changed = greedy_references(model, PROMPTS, 15)
     assert changed != expected
     assert tokens(engine.generate(PROMPTS, GREEDY)) == changed
     with model.disable_adapter():
-        base = [greedy_reference(model, p.token_ids, 15) for p in PROMPTS for _ in p.samples]
+        base = greedy_references(model, PROMPTS, 15)
         assert tokens(engine.generate(PROMPTS, GREEDY)) == base
 
 
 def test_a_model_with_some_projections_in_4_bits(make_engine):
     model = make_4bit_model("qwen2", projections=("q_proj", "up_proj", "down_proj"))
     engine = make_engine(model)
-    expected = [greedy_reference(model, p.token_ids, 15) for p in PROMPTS for _ in p.samples]
+    expected = greedy_references(model, PROMPTS, 15)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
     with torch.no_grad():  # what is trained beside a 4-bit weight is seen, too
         model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
-    expected = [greedy_reference(model, p.token_ids, 15) for p in PROMPTS for _ in p.samples]
+    expected = greedy_references(model, PROMPTS, 15)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
 
 
@@ -115,7 +113,7 @@ def test_a_weight_that_is_replaced_is_seen_in_the_next_rollout(make_engine):
     before = tokens(engine.generate(PROMPTS, GREEDY))
     layer = model.model.layers[0].mlp
     layer.up_proj = quantized(torch.nn.Linear(64, 128, bias=False))
-    expected = [greedy_reference(model, p.token_ids, 15) for p in PROMPTS for _ in p.samples]
+    expected = greedy_references(model, PROMPTS, 15)
     assert before != expected
     assert tokens(engine.generate(PROMPTS, GREEDY)) == expected
 
@@ -208,6 +206,4 @@ def test_other_quantisations_are_refused_by_name(change, message):
     model = make_4bit_model("qwen2", tie_word_embeddings=False)
     assert has_layout(model)
     change(model)
-    assert not has_layout(model)
-    with pytest.raises(ValueError, match=f"{message}.*Use the 'transformers' engine"):
-        layout_for(model)
+    assert_refused(model, message)

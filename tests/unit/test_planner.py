@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from engine_models import FAMILIES, config_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quantized_models import linear_4bit, make_4bit_model
@@ -14,9 +15,7 @@ from test_stack import samples_of
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    MistralConfig,
     Qwen2Config,
-    Qwen3Config,
     TrainingArguments,
 )
 
@@ -48,6 +47,7 @@ from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.stack import DecoderStack
 from colocate.types import Prompt
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
+from tiny import shapes_of
 
 SHAPE = dict(
     vocab_size=96,
@@ -58,19 +58,14 @@ SHAPE = dict(
     num_key_value_heads=2,
     head_dim=8,
 )
-CONFIGS = [
-    pytest.param(Qwen2Config(**SHAPE, tie_word_embeddings=True), id="qwen2-tied"),
-    pytest.param(LlamaConfig(**SHAPE, tie_word_embeddings=False), id="llama-untied"),
-    pytest.param(Qwen3Config(**SHAPE, tie_word_embeddings=True), id="qwen3-tied"),
-    pytest.param(MistralConfig(**SHAPE), id="mistral"),
-]
+CONFIGS = [pytest.param(config_of(name, **SHAPE), id=name) for name in [*FAMILIES, "qwen3-tied"]]
 DTYPES = [torch.bfloat16, torch.float32]
 LARGE = Qwen2Config(
     vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
     num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True,
 )  # fmt: skip
-LARGE_SHAPES = ModelShapes.of_config(LARGE)
-LORA_SHAPES = ModelShapes.of_config(LARGE, lora=Lora(32, "all-linear"))
+LARGE_SHAPES = shapes_of(LARGE)
+LORA_SHAPES = shapes_of(LARGE, lora=Lora(32, "all-linear"))
 GIB = 2**30
 
 
@@ -99,7 +94,7 @@ def on_gpu(**changes):
 
 
 def planned(model_config, load=None, **shape_options):
-    return plan(ModelShapes.of_config(model_config, **shape_options), load or workload())
+    return plan(shapes_of(model_config, **shape_options), load or workload())
 
 
 def size_of(result, name, moment=None):
@@ -210,7 +205,7 @@ def test_a_4bit_models_shapes_are_read_off_it():
     others = [p for p in model.parameters() if not hasattr(p, "quant_state")]
     assert shapes.four_bit == FourBit(double_quantized=quantized[0].quant_state.nested)
     assert shapes.weight_bytes(torch.float32) == sum(map(quantized_bytes, quantized)) + allocated(others)
-    planned_shapes = ModelShapes.of_config(model.config, four_bit=shapes.four_bit)
+    planned_shapes = shapes_of(model.config, four_bit=shapes.four_bit)
     assert planned_shapes.num_parameters == shapes.num_parameters
 
 
@@ -228,7 +223,7 @@ def test_lora_adapters_are_pefts(targets):
         ),
     )
     trained = [p for p in model.parameters() if p.requires_grad]
-    planned_shapes = ModelShapes.of_config(model_config, lora=Lora(4, targets))
+    planned_shapes = shapes_of(model_config, lora=Lora(4, targets))
     result = plan(planned_shapes, workload(has_reference=True, optim="sgd"))
     assert size_of(result, "LoRA adapters") == allocated(trained)
     assert size_of(result, "gradients", "step") == 4 * sum(p.numel() for p in trained)
@@ -244,7 +239,7 @@ def test_lora_adapters_are_pefts(targets):
 
 def test_unknown_lora_targets_list_the_models_own():
     with pytest.raises(ValueError, match=r"'qkv'.*'down_proj'"):
-        ModelShapes.of_config(Qwen2Config(**SHAPE), lora=Lora(4, ("qkv",)))
+        shapes_of(Qwen2Config(**SHAPE), lora=Lora(4, ("qkv",)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,29 +4,22 @@ import copy
 import math
 import tempfile
 from dataclasses import replace
+from typing import Any
 
+import engine_models
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from engine_models import FAMILIES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    TrainingArguments,
-)
+from transformers import TrainingArguments
 
 from colocate.memory.train_plan import TrainPlan
 from colocate.policy.host_activations import HostActivations
@@ -40,39 +33,16 @@ from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
 
 VOCAB = 61
-# Weights large enough for attention and logits to be far from uniform, or errors would not show.
-SHAPE = dict(
-    vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3,
-)  # fmt: skip
-PACKED = {
-    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
-    "mistral": MistralConfig(**SHAPE, sliding_window=4),
-    "phi3": Phi3Config(**SHAPE, pad_token_id=0),
-    "qwen2": Qwen2Config(
-        **SHAPE, use_sliding_window=True, sliding_window=3, max_window_layers=1, tie_word_embeddings=True
-    ),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
-}
-PADDED = {
-    "gpt2": GPT2Config(
-        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    ),
-    "gemma2": Gemma2Config(
-        **SHAPE, head_dim=8, sliding_window=4, final_logit_softcapping=5.0, attn_implementation="eager"
-    ),
-}  # fmt: skip
+PACKED = [*FAMILIES, "mistral-window", "qwen2-window", "qwen3-tied"]
+PADDED = ["gpt2", "gemma2"]
 TEMPERATURE = 0.8
 
 
 def make_model(name: str = "llama", seed: int = 0):
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config((PACKED | PADDED)[name])
-    for parameter in model.parameters():
-        if parameter.ndim == 1:  # norms and biases start at 1 and 0, where mistakes with them hide
-            nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.2)
-    return model
+    sizes: dict[str, Any] = dict(vocab_size=VOCAB)
+    if name == "gpt2":
+        sizes.update(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return engine_models.make_model(name, seed=seed, **sizes).train()
 
 
 def make_samples(lengths: list[tuple[int, int]], seed: int = 0) -> list[Sample]:
@@ -226,7 +196,7 @@ class TestForward:
         assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert metrics["learning_rate"] == 1.0 and not result.skipped and policy.version == 1
 
-    @pytest.mark.parametrize("name", ["mistral", "gpt2"])
+    @pytest.mark.parametrize("name", ["mistral-window", "gpt2"])
     def test_logprobs_without_gradient(self, name):
         policy = make_policy(make_model(name))
         got = policy.logprobs(SAMPLES)
@@ -236,13 +206,13 @@ class TestForward:
         assert not got[0][0].requires_grad
 
     def test_no_mask_over_the_pack(self):
-        samples = make_samples([(2, 3)] * 100)
-        model = make_model("mistral")
+        samples = make_samples([(2, 3)] * 200)
+        model = make_model("mistral-window")
         with LargestTensor() as seen:
             stack = DecoderStack(model, HostActivations())
             stack.hidden_states(stack.pack(samples), "keep").sum().backward()
-        tokens = 400
-        assert seen.largest <= tokens * VOCAB < tokens**2 / 6
+        tokens, width = 800, 2 * model.config.intermediate_size
+        assert seen.largest <= tokens * width < tokens**2 / 6
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
     def test_gradient_checkpointing_changes_nothing(self, use_reentrant):
@@ -262,7 +232,7 @@ class TestForward:
 
 
 class TestUpdate:
-    @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+    @pytest.mark.parametrize("name", ["qwen3-tied", "gpt2"])
     def test_token_budget_does_not_change_the_gradient(self, name):
         whole, _ = step_gradients(make_policy(make_model(name), budget=10_000))
         for budget in (1, 20, 45):

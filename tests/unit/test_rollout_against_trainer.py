@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_models import CONFIGS, make_model, make_prompts
+from engine_models import CONFIGS, make_model, make_prompts, rollout_samples
 from transformers import TrainingArguments
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.memory.train_plan import TrainPlan
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
-from colocate.types import Sample, SamplingParams
+from colocate.types import SamplingParams
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -30,15 +30,6 @@ def test_log_probs_of_a_rollout_are_those_of_the_packed_forward(name):
     prompts = make_prompts([3, 17, 9, 1], num_generations=3)
     engine.wake_up()
     completions = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=temperature))
-    owners = [prompt for prompt in prompts for _ in prompt.samples]
-    samples = [
-        Sample(
-            prompt_ids=torch.tensor(prompt.token_ids),
-            completion_ids=torch.tensor(completion.token_ids),
-            completion_mask=torch.ones(len(completion.token_ids)),
-            advantage=0.0,
-        )
-        for prompt, completion in zip(owners, completions, strict=True)
-    ]
+    samples = rollout_samples(prompts, completions)
     for completion, (logprobs, _) in zip(completions, policy.logprobs(samples), strict=True):
         torch.testing.assert_close(logprobs, torch.tensor(completion.logprobs), atol=1e-5, rtol=1e-5)

@@ -144,8 +144,8 @@ def test_a_shared_prompt_changes_no_gradient(groups):
 
 def test_a_window_inside_a_sequence_keeps_prompts_apart():
     samples = samples_of([(3, [4, 4])])
-    assert by_stack(double_model("mistral"), samples)[2].to_prompts is None
-    model = double_model("mistral")
+    assert by_stack(double_model("mistral-window"), samples)[2].to_prompts is None
+    model = double_model("mistral-window")
     for layer in causal_lm(model).model.layers:
         layer.self_attn.config.sliding_window = 7
     got = by_stack(model, samples)

@@ -3,6 +3,7 @@ engine."""
 
 import pytest
 import torch
+from engine_models import rollout_samples
 from peft import LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
 from test_stack import GROUPS, assert_equal, by_modules, by_stack, one_at_a_time, samples_of
@@ -46,19 +47,8 @@ def logprobs_of_both(model, device: str) -> tuple[list[Sample], torch.Tensor, to
         engine.wake_up()
         completions = engine.generate(prompts, SamplingParams(max_tokens=20, seed=3))
         engine.sleep()
-        owners = [prompt for prompt in prompts for _ in prompt.samples]
-        return [
-            Sample(
-                prompt_ids=torch.tensor(prompt.token_ids, device=device),
-                completion_ids=torch.tensor(completion.token_ids, device=device),
-                completion_mask=torch.ones(len(completion.token_ids), device=device),
-                advantage=1.0,
-                rollout_logprobs=torch.tensor(completion.logprobs, device=device),
-                loss_weight=0.1,
-                prompt_key=prompt.key,
-            )
-            for prompt, completion in zip(owners, completions, strict=True)
-        ]
+        fields = dict(advantage=1.0, loss_weight=0.1)
+        return rollout_samples(prompts, completions, device=device, share_prompts=True, **fields)
 
     def objective(logprobs, entropies, batch):
         return -(logprobs * batch.mask).sum() * 0.01, Metrics()

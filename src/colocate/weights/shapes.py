@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from colocate.weights.adapters import active_adapters, base_linear, padded_rank
 from colocate.weights.layouts import Layout, layout_for
@@ -118,15 +117,6 @@ class ModelShapes:
             four_bit=four_bit,
         )
         return shapes if lora is None else shapes.with_lora(lora)
-
-    @classmethod
-    def of_config(
-        cls, config: PretrainedConfig, *, lora: Lora | None = None, four_bit: FourBit | None = None
-    ) -> ModelShapes:
-        """The sizes of the model that `config` describes, without loading it."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        return cls.of(model, lora=lora, four_bit=four_bit)
 
     def with_lora(self, lora: Lora) -> ModelShapes:
         """The sizes with new adapters, which are then the only trained tensors.
