@@ -6,13 +6,18 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
+
+def examples(number: int) -> settings:
+    return settings(
+        max_examples=number,
+        phases=[Phase.explicit, Phase.generate],
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )
+
+
 # The interpreter takes a second for what a GPU does in a moment.
-few = settings(
-    max_examples=40 if torch.cuda.is_available() else 12,
-    phases=[Phase.explicit, Phase.generate],
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+few = examples(40 if torch.cuda.is_available() else 12)
 # Triton's interpreter cuts bfloat16 off instead of rounding it; there float16 shows where values are rounded.
 dtypes = st.sampled_from(
     [torch.float16, torch.float32, *([torch.bfloat16] if torch.cuda.is_available() else [])]
@@ -62,5 +67,10 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, scale: torch.
     """`exact` (float64) rounded once to the type, after float32 arithmetic on terms as large as `scale`."""
     smallest = 2.0**-24 if actual.dtype == torch.float16 else 0.0  # the spacing of subnormal numbers
     allowed = 0.5001 * ULP[actual.dtype] * exact.abs() + 16 * ULP[torch.float32] * scale + smallest
+    assert_within(actual, exact, allowed)
+
+
+def assert_within(actual: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor) -> None:
+    assert not actual.isnan().any()
     excess = (actual.double() - exact).abs() - allowed
     assert bool((excess <= 0).all()), f"off by {float(excess.max()):.3g} more than rounding explains"

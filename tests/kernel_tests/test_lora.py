@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rounding import assert_within, examples
 
 from colocate.kernels.lora import expand
 from colocate.weights.adapters import Adapter, AdapterStack
@@ -49,17 +50,10 @@ def assert_close_to_exact(output, x, y, adapters) -> None:
         update_error = t_error @ b.abs().t() + 4 * EPS[torch.float32] * (t.abs() @ b.abs().t())
         bound[:, columns] += abs(adapter.scaling) * update_error
     bound += (exact.abs() + bound) * EPS[dtype] * 1.01 + 1e-7
-    assert not output.isnan().any()
-    excess = (output.double() - exact).abs() - bound
-    assert excess.max() <= 0, f"{excess.max()} more than rounding explains"
+    assert_within(output, exact, bound)
 
 
-@settings(
-    max_examples=25,
-    phases=[Phase.explicit, Phase.generate],
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@examples(25)
 @given(
     num_rows=st.integers(1, 70),
     num_in=st.sampled_from([5, 64, 300, 1100]),

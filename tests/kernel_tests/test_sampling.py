@@ -8,8 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rounding import examples
 
 from colocate.engines.native.sampler import BLOCK_SIZE, Sampler, gumbel_noise, philox
 from colocate.kernels import sampling
@@ -17,12 +18,7 @@ from colocate.kernels.sampling import sample
 from colocate.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-few = settings(
-    max_examples=25,
-    phases=[Phase.explicit, Phase.generate],
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+few = examples(25)
 WORD = 0xFFFFFFFF
 
 
@@ -224,10 +220,14 @@ def draw_counts(
 def test_distribution_is_softmax(device, temperature):
     """Three blocks, the last one cut off. The test would notice a temperature that is half of what it was."""
     logits = 2.5 * torch.randn(600, generator=torch.Generator().manual_seed(5))
-    counts = draw_counts(logits, 300, temperature, device)
+    assert_softmax(draw_counts(logits, 300, temperature, device), logits, temperature, 2 * temperature)
+
+
+def assert_softmax(counts: torch.Tensor, logits: torch.Tensor, temperature: float, other: float) -> None:
+    """The counts fit the temperature, and not the other one."""
     statistic, critical = chi_square(counts, (logits.double() / temperature).softmax(0))
     assert statistic < critical
-    statistic, critical = chi_square(counts, (logits.double() / (2 * temperature)).softmax(0))
+    statistic, critical = chi_square(counts, (logits.double() / other).softmax(0))
     assert statistic > critical
 
 
@@ -236,10 +236,7 @@ def test_distribution_is_softmax(device, temperature):
 def test_distribution_is_softmax_in_a_million_draws(temperature):
     logits = 1.5 * torch.randn(20000, generator=torch.Generator().manual_seed(5)).bfloat16()
     counts = draw_counts(logits, 2**20, temperature, torch.device("cuda"))
-    statistic, critical = chi_square(counts, (logits.double() / temperature).softmax(0))
-    assert statistic < critical
-    statistic, critical = chi_square(counts, (logits.double() / (1.15 * temperature)).softmax(0))
-    assert statistic > critical
+    assert_softmax(counts, logits, temperature, 1.15 * temperature)
 
 
 @pytest.mark.gpu

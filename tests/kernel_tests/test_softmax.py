@@ -6,8 +6,9 @@ import gc
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rounding import examples, strided
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,23 +18,11 @@ from colocate.policy import logprobs as module
 from colocate.policy.logprobs import OutputHead, logprob_bytes, token_logprobs
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-few = settings(
-    max_examples=25,
-    phases=[Phase.explicit, Phase.generate],
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+few = examples(25)
 # Triton's interpreter cuts bfloat16 off instead of rounding it; there float16 shows where values are rounded.
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 CAPS = st.sampled_from([(1.0, None), (0.37, None), (0.05, 12.0)])
 """inner, outer"""
-
-
-def strided(x: torch.Tensor) -> torch.Tensor:
-    """The same values, in rows of a wider tensor whose rest is NaN."""
-    wide = torch.full((x.shape[0], x.shape[1] + 3), torch.nan, dtype=x.dtype, device=x.device)
-    wide[:, : x.shape[1]] = x
-    return wide[:, : x.shape[1]]
 
 
 def statistics(products, targets, bias=None, inner=1.0, outer=None):
@@ -272,16 +261,8 @@ def test_bytes_are_those_of_all_tensors(
         )
     gc.unfreeze()
     outputs = hidden.nbytes + trains_head * weight.nbytes
-    expected = logprob_bytes(
-        n,
-        d,
-        v,
-        torch.float32,
-        chunk_size=chunk_size,
-        trains_head=trains_head,
-        entropy_gradient=entropy_gradient,
-        keep_softmax=keep_softmax,
-    )
+    told = dict(trains_head=trains_head, entropy_gradient=entropy_gradient, keep_softmax=keep_softmax)
+    expected = logprob_bytes(n, d, v, torch.float32, chunk_size=chunk_size, **told)
     assert abs(seen.peak - outputs - expected) <= n * 4 * 16
 
 
@@ -300,16 +281,8 @@ def test_bytes_are_those_of_the_allocator(trains_head, entropy_gradient, keep_so
     run_both_passes(hidden, weight, targets, entropy_gradient, **options)
     peak = torch.cuda.max_memory_allocated() - before
     outputs = hidden.nbytes + trains_head * weight.nbytes
-    expected = logprob_bytes(
-        n,
-        d,
-        v,
-        torch.bfloat16,
-        chunk_size=chunk_size,
-        trains_head=trains_head,
-        entropy_gradient=entropy_gradient,
-        keep_softmax=keep_softmax,
-    )
+    told = dict(options, trains_head=trains_head, entropy_gradient=entropy_gradient)
+    expected = logprob_bytes(n, d, v, torch.bfloat16, **told)
     assert abs(peak - outputs - expected) <= n * 4 * 16 + 6 * 2**20  # the allocator leaves up to 1 MiB unused
 
 

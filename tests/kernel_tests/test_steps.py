@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from rounding import examples
 
 from colocate.kernels.steps import begin_step, end_step
 
-few = settings(
-    max_examples=40,
-    phases=[Phase.explicit, Phase.generate],
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+few = examples(40)
 UNTOUCHED = -77
 
 
