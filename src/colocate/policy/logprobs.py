@@ -312,16 +312,7 @@ class _Logits:
         if _runs_kernels(self.products):
             from colocate.kernels.softmax import softmax_statistics
 
-            softmax_statistics(
-                self.products,
-                self.targets,
-                self.bias,
-                self.inner,
-                self.outer,
-                log_z=self.log_z,
-                logprobs=logprobs,
-                entropies=entropies,
-            )
+            softmax_statistics(*self._inputs(), log_z=self.log_z, logprobs=logprobs, entropies=entropies)
             return
         z = self.values()
         self.log_z[:] = z.logsumexp(-1)
@@ -346,11 +337,7 @@ class _Logits:
             from colocate.kernels.softmax import softmax_gradient
 
             softmax_gradient(
-                self.products,
-                self.targets,
-                self.bias,
-                self.inner,
-                self.outer,
+                *self._inputs(),
                 log_z=self.log_z,
                 entropies=entropies,
                 grad_logprobs=grad_logprobs,
@@ -372,6 +359,9 @@ class _Logits:
         if self.outer is not None:
             grad *= self.outer * (1 - (z / self.outer).square_())
         out.copy_(grad.mul_(self.inner))
+
+    def _inputs(self) -> tuple[Tensor, Tensor, Tensor | None, float, float | None]:
+        return self.products, self.targets, self.bias, self.inner, self.outer
 
     def values(self) -> Tensor:
         """z, [n, columns]."""
