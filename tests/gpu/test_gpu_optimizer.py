@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from test_optimizer import assert_equal, bits
+from torch import nn
 from transformers import TrainingArguments
 from transformers.utils import is_bitsandbytes_available
 
@@ -60,18 +61,6 @@ def backward(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(64, SIZE, generator=generator).to("cuda", torch.bfloat16)
     model(inputs).float().pow(2).mean().backward()
-
-
-def bits(optimizer: PolicyOptimizer) -> list[Tensor]:
-    """Parameters, masters, moments and step counters, on the host."""
-    state = [optimizer.optimizer.state.get(leaf, {}) for leaf in optimizer.leaves]
-    values = [torch.as_tensor(x) for entry in state for _, x in sorted(entry.items())]
-    return [x.detach().cpu().clone() for x in (*optimizer._parameters.values(), *optimizer.leaves, *values)]
-
-
-def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(actual) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def used_bytes() -> int:

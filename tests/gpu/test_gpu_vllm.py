@@ -31,19 +31,16 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
 SIZES = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
-def sized(name: str, **overrides: Any) -> Any:
+def sized(name: str, make: Callable[..., Any] = make_model, **overrides: Any) -> Any:
     sizes = {**SIZES, **overrides}
     if name in ("qwen2", "llama3"):  # their heads divide the hidden size
         del sizes["head_dim"]
-    return make_model(name, **sizes).cuda()
+    return make(name, **sizes).cuda()
 
 
-def adapted(name: str, **overrides: Any) -> Any:
+def adapted(name: str) -> Any:
     """LoRA on all projections: adapters in float32 beside a base in bfloat16, as PEFT makes them."""
-    sizes = {**SIZES, **overrides}
-    if name in ("qwen2", "llama3"):
-        del sizes["head_dim"]
-    model = make_lora(name, **sizes).cuda().bfloat16()
+    model = sized(name, make=make_lora).bfloat16()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -91,6 +88,12 @@ def check_greedy(engine: Any, model: Any) -> None:
         assert difference.mean() < 0.05 and difference.max() < 0.4
 
 
+def check_greedy_awake(engine: Any, model: Any) -> None:
+    engine.wake_up()
+    check_greedy(engine, model)
+    engine.sleep()
+
+
 @pytest.mark.parametrize(
     ("name", "engine_kwargs"),
     [("qwen3", EAGER), ("llama3", GRAPHS), ("qwen2", COMPILED)],
@@ -106,9 +109,7 @@ def test_shared_weights_publish_nothing_over_many_updates(start, name, engine_kw
     for version in range(1, 8):
         renew(model, version)
         engine.update_weights((), version)
-        engine.wake_up()
-        check_greedy(engine, model)
-        engine.sleep()
+        check_greedy_awake(engine, model)
         assert engine.published_bytes == 0
 
 
@@ -151,9 +152,7 @@ def test_every_one_of_50_steps_generates_with_its_own_weights(start, weights, le
         engine.sleep()
         # A second phase without a new version: what was dropped comes back.
         if version % 25 == 0:
-            engine.wake_up()
-            check_greedy(engine, model)
-            engine.sleep()
+            check_greedy_awake(engine, model)
         assert (engine.published_bytes > 0) == (weights != "shared")
     assert set(levels) == {level} and len(levels) == 52
 
@@ -216,9 +215,7 @@ def test_expandable_segments_stay_on_for_the_trainer(start):
         engine = start(model, engine_kwargs=EAGER)
         assert internals.expands_segments()
         for _ in range(3):
-            engine.wake_up()
-            check_greedy(engine, model)
-            engine.sleep()
+            check_greedy_awake(engine, model)
             assert torch.ones(2**30, dtype=torch.uint8, device="cuda").all()  # segments still come and go
     finally:
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{before}")
@@ -244,9 +241,7 @@ def test_without_sleep_mode_everything_stays(start):
     for version in (1, 2):
         renew(model, version)
         engine.update_weights((), version)
-        engine.wake_up()
-        check_greedy(engine, model)
-        engine.sleep()
+        check_greedy_awake(engine, model)
 
 
 def test_a_fault_of_the_reserve_is_told_with_its_arithmetic(start):
@@ -258,9 +253,7 @@ def test_a_model_without_a_layout_gets_its_share_by_itself(start):
     model = make_gpt2(n_embd=128, n_head=2).cuda().bfloat16()
     engine = start(model, gpu_memory_utilization=None, engine_kwargs=EAGER)
     for version in (1, 2):
-        engine.wake_up()
-        check_greedy(engine, model)
-        engine.sleep()
+        check_greedy_awake(engine, model)
         with torch.no_grad():
             model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
         engine.update_weights((), version)

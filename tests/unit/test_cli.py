@@ -174,6 +174,8 @@ def test_coerce_prefers_the_narrowest_type():
     assert coerce("x", 0.5, float | None) == 0.5
 
 
+COMPLETE = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
+
 # ── train ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -275,16 +277,15 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
 )
 def test_user_errors_are_one_message(arguments, message, calls, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     # What a case is about overrides what makes the command line complete otherwise.
     about_missing = any(text in message for text in ("is not set", "no run file")) and "" not in arguments
-    assert main(["train", *([] if about_missing else complete), *arguments]) == 1
+    assert main(["train", *([] if about_missing else COMPLETE), *arguments]) == 1
     printed = capsys.readouterr().err
     assert message in printed
     assert "Traceback" not in printed
     assert calls.trained == []
 
-    assert main(["train", *([] if about_missing else complete), *arguments, "--debug"]) == 1
+    assert main(["train", *([] if about_missing else COMPLETE), *arguments, "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -294,14 +295,13 @@ def test_errors_of_this_package_are_one_message_and_those_of_others_are_not(
     from colocate.checkpoints import sealed
 
     monkeypatch.chdir(tmp_path)
-    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     trainer = sys.modules["colocate.trainer"].GRPOTrainer
     trainer.train = lambda self, resume_from_checkpoint: sealed.find(True, tmp_path)
-    assert main(["train", *complete, "--resume_from_checkpoint"]) == 1
+    assert main(["train", *COMPLETE, "--resume_from_checkpoint"]) == 1
     assert "leave resume_from_checkpoint out" in capsys.readouterr().err
     trainer.train = lambda self, resume_from_checkpoint: torch.ones(2) @ torch.ones(3)
     with pytest.raises(RuntimeError):
-        main(["train", *complete])
+        main(["train", *COMPLETE])
 
 
 def test_a_run_that_is_refused_overwrites_no_run_file(calls, capsys, tmp_path, monkeypatch):
@@ -310,9 +310,8 @@ def test_a_run_that_is_refused_overwrites_no_run_file(calls, capsys, tmp_path, m
 
     file = tmp_path / "config.yaml"
     file.write_text("of the run that is there")
-    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     monkeypatch.setattr(sys.modules["colocate.trainer"].GRPOTrainer, "train", refused)
-    assert main(["train", *complete, "--output_dir", str(tmp_path)]) == 1
+    assert main(["train", *COMPLETE, "--output_dir", str(tmp_path)]) == 1
     assert "Another run" in capsys.readouterr().err
     assert file.read_text() == "of the run that is there"
 
@@ -322,9 +321,8 @@ def test_an_interruption_says_how_to_go_on(calls, capsys, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     monkeypatch.setattr(sys.modules["colocate.trainer"].GRPOTrainer, "train", interrupted)
-    assert main(["train", *complete]) == 130
+    assert main(["train", *COMPLETE]) == 130
     printed = capsys.readouterr().err
     assert "--resume_from_checkpoint" in printed and "Traceback" not in printed
 
@@ -333,16 +331,15 @@ def test_an_interruption_says_how_to_go_on(calls, capsys, tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["colocate.trainer"].GRPOTrainer, "train", stopped)
-        assert main(["train", *complete]) == 130
+        assert main(["train", *COMPLETE]) == 130
         assert capsys.readouterr().err == ""
     with pytest.raises(KeyboardInterrupt):
-        main(["train", *complete, "--debug"])
+        main(["train", *COMPLETE, "--debug"])
 
 
 def test_a_missing_peft_is_named(calls, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    complete = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
-    assert main(["train", *complete, "--use_peft"]) == 1
+    assert main(["train", *COMPLETE, "--use_peft"]) == 1
     assert "pip install 'peft>=0.18'" in capsys.readouterr().err
 
 

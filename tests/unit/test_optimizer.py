@@ -153,11 +153,11 @@ def large_model(seed: int = 0) -> nn.Sequential:
 
 
 def bits(optimizer: PolicyOptimizer) -> list[torch.Tensor]:
-    """Everything that a step changes, copied: parameters, masters, moments, step counters."""
-    state = [optimizer.optimizer.state[leaf] for leaf in optimizer.leaves]
+    """Everything that a step changes, copied to the host: parameters, masters, moments, step counters."""
+    state = [optimizer.optimizer.state.get(leaf, {}) for leaf in optimizer.leaves]
     values = [torch.as_tensor(x) for entry in state for _, x in sorted(entry.items())]
     tensors = [*optimizer._parameters.values(), *optimizer.leaves, *values]
-    return [x.detach().clone() for x in tensors]
+    return [x.detach().cpu().clone() for x in tensors]
 
 
 def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -8,14 +8,12 @@ import threading
 import time
 
 import pytest
+from test_rewards import COMPLETIONS, IDS, PROMPTS
 
 from colocate.rewards import time_limit
 from colocate.rewards.base import RewardFunctions
 from colocate.rewards.errors import RewardError
 
-PROMPTS = ["what is two", "what is two", "what is four"]
-COMPLETIONS = ["two and no more", "it is four", "four it is"]
-IDS = [[1, 2], [3], [4, 5, 6]]
 LIMIT_S = 0.2
 
 

@@ -85,12 +85,17 @@ def test_a_whole_kv_cache_holds_every_sequence_and_little_more(num_seqs, num_tok
     assert num_tokens <= blocks // num_seqs * arguments.BLOCK_TOKENS < num_tokens + 2 * arguments.BLOCK_TOKENS
 
 
+def unstarted(**attributes):
+    """An engine without a vLLM, with these attributes."""
+    engine = object.__new__(engine_module.VLLMEngine)
+    vars(engine).update({"_device": torch.device("cuda"), "_frees_memory": True, **attributes})
+    return engine
+
+
 @pytest.mark.parametrize(("usable", "is_given"), [(19, True), (21, False), (None, False)])
 def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
     gib = 2**30
-    engine = object.__new__(engine_module.VLLMEngine)
-    engine._device, engine._frees_memory = torch.device("cuda"), True
-    engine._model, engine._group = object(), SimpleNamespace(size=2)
+    engine = unstarted(_model=object(), _group=SimpleNamespace(size=2))
     engine._source = SimpleNamespace(wants_sharing=True)
     monkeypatch.setattr(engine_module, "all_bytes", lambda model: 10 * gib)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
@@ -117,9 +122,7 @@ def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
 @pytest.mark.parametrize("make", [make_gpt2, lambda: make_model("qwen3")], ids=["no layout", "not fused"])
 def test_a_copy_of_any_model_has_a_share(make, monkeypatch):
     gib = 2**30
-    engine = object.__new__(engine_module.VLLMEngine)
-    engine._device, engine._frees_memory = torch.device("cuda"), True
-    engine._model, engine._group = make(), SimpleNamespace(size=1)
+    engine = unstarted(_model=make(), _group=SimpleNamespace(size=1))
     engine._source = SimpleNamespace(wants_sharing=False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
     assert engine._memory_kwargs(None, 0, None, {}) == {"gpu_memory_utilization": pytest.approx(90 / 140)}
@@ -129,9 +132,7 @@ def test_a_copy_of_any_model_has_a_share(make, monkeypatch):
 @pytest.mark.parametrize(("free_gib", "is_emptied"), [(10.5, True), (11.5, False)])
 def test_pytorch_gives_back_only_what_waking_up_needs(free_gib, is_emptied, monkeypatch):
     gib, calls = 2**30, []
-    engine = object.__new__(engine_module.VLLMEngine)
-    engine._device, engine._frees_memory = torch.device("cuda"), True
-    engine._is_awake = engine._is_stale = engine.shares_weights = False
+    engine = unstarted(_is_awake=False, _is_stale=False, shares_weights=False)
     monkeypatch.setattr(internals, "unmapped_bytes", lambda: 10 * gib)
 
     def wake_up(tags):
@@ -322,8 +323,7 @@ def test_vllms_first_copy_has_the_size_of_the_model(name):
 
 
 def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monkeypatch):
-    engine = object.__new__(engine_module.VLLMEngine)
-    engine._model, engine._device, engine._frees_memory = make_model("qwen3"), torch.device("cpu"), True
+    engine = unstarted(_model=make_model("qwen3"), _device=torch.device("cpu"))
     engine._source = shared_weights.WeightSource(engine._model, wants_sharing=True)
     fuse_parameters(layout_for(engine._model))
     size = shared_weights.num_bytes(engine._model)
