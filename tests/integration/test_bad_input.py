@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import resource
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,14 @@ from colocate.run_config import parse_run
 from colocate.run_file import read_file
 
 
+@contextmanager
+def refused(*parts: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """What happens within fails with an error that names these parts."""
+    with pytest.raises(kind) as error:
+        yield
+    assert_names(error, *parts)
+
+
 def assert_names(error: pytest.ExceptionInfo, *parts: str) -> None:
     missing = [part for part in parts if part not in str(error.value)]
     assert not missing, f"{error.value} lacks {missing}"
@@ -41,23 +50,18 @@ def assert_names(error: pytest.ExceptionInfo, *parts: str) -> None:
 
 
 def test_batch_that_holds_no_whole_groups(tmp_path):
-    with pytest.raises(ValueError) as error:
+    with refused("3 × 1 × 2", "= 6 completions", "num_generations=4", "per_device_train_batch_size to 2"):
         make_config(tmp_path, per_device_train_batch_size=3, num_generations=4)
-    assert_names(
-        error, "3 × 1 × 2", "= 6 completions", "num_generations=4", "per_device_train_batch_size to 2"
-    )
 
 
 def test_group_of_one(tmp_path):
-    with pytest.raises(ValueError) as error:
+    with refused("num_generations=1", "Set num_generations to 2 or more"):
         make_config(tmp_path, num_generations=1)
-    assert_names(error, "num_generations=1", "Set num_generations to 2 or more")
 
 
 def test_dataset_smaller_than_a_batch(tmp_path):
-    with pytest.raises(ValueError) as error:
+    with refused("2 prompts", "needs 3", "generation_batch_size / num_generations"):
         make_trainer(tmp_path, train_dataset=make_dataset(2), generation_batch_size=12)
-    assert_names(error, "2 prompts", "needs 3", "generation_batch_size / num_generations")
 
 
 def test_unknown_option(tmp_path):
@@ -70,9 +74,8 @@ def test_unknown_option(tmp_path):
 
 
 def test_unknown_loss_type(tmp_path):
-    with pytest.raises(ValueError) as error:
+    with refused("loss_type='dapoo'", "dr_grpo", "vespo", "Did you mean 'dapo'?"):
         make_config(tmp_path, loss_type="dapoo")
-    assert_names(error, "loss_type='dapoo'", "dr_grpo", "vespo", "Did you mean 'dapo'?")
 
 
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
@@ -85,7 +88,9 @@ def test_moving_reference_under_an_adapter(tmp_path):
     import peft
 
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    with pytest.raises(ValueError, match=r"sync_ref_model=True, but with an adapter .* without an adapter"):
+    with pytest.raises(
+        ValueError, match=r"sync_ref_model=True, but with an adapter .*cannot move.* without an adapter"
+    ):
         make_trainer(tmp_path, peft_config=config, beta=0.1, sync_ref_model=True)
 
 
@@ -144,9 +149,8 @@ def test_empty_dataset(tmp_path, where):
 
 def test_no_column_prompt(tmp_path):
     rows = datasets.Dataset.from_dict({"question": ["a"], "answer": ["b"]})
-    with pytest.raises(ValueError) as error:
+    with refused("no column 'prompt'", "'question', 'answer'", "dataset.rename_column"):
         make_trainer(tmp_path, train_dataset=rows)
-    assert_names(error, "no column 'prompt'", "'question', 'answer'", "dataset.rename_column")
 
 
 def test_tokenizer_without_pad_token_takes_eos(tmp_path):
@@ -217,9 +221,8 @@ def test_a_reward_function_that_fails_costs_no_finished_work(tmp_path, name):
         gradient_accumulation_steps=1, per_device_train_batch_size=4, save_strategy="steps", save_steps=2,
         max_steps=6,
     )  # fmt: skip
-    with pytest.raises(RewardError) as error:
+    with refused("The reward function 'shaky'", *parts, kind=RewardError):
         make_trainer(tmp_path, reward_funcs=FailsInStepFour(fault), **options).train()
-    assert_names(error, "The reward function 'shaky'", *parts)
     assert [c.name for c in list_checkpoints(tmp_path)] == ["checkpoint-2"]
     verify(tmp_path / "checkpoint-2")
 
@@ -262,9 +265,8 @@ def test_output_dir_that_cannot_be_written_is_found_before_anything_else(tmp_pat
             built.append(name)
             raise AttributeError(name)
 
-    with pytest.raises(ValueError) as error:
+    with refused(f"output_dir='{output_dir}' cannot be written to", "Set output_dir to"):
         make_trainer(output_dir, model=Model())
-    assert_names(error, f"output_dir='{output_dir}' cannot be written to", "Set output_dir to")
     assert not built
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colocate.engines.native.engine import NativeEngine
+from colocate.options import check_support
 from tiny import make_model, make_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_grpo_colocate.py"
@@ -115,6 +116,21 @@ def test_script_of_the_announcement(tmp_path, no_hub):
         assert [s["rewards"]["reward_len"] for s in samples if s["step"] == step] == rewards
         assert logs[step - 1]["reward"] == pytest.approx(sum(rewards) / 4)
     assert (run / "checkpoint-2" / "model.safetensors").is_file()  # transformers' save_strategy="steps"
+
+
+def test_its_options_are_read_with_one_line(no_hub, caplog):
+    namespace: dict = {}
+    with caplog.at_level("WARNING", "colocate"):
+        exec(SCRIPT.partition("# Create and run")[0], namespace)
+    config = namespace["training_args"]
+    assert config.report_to == []
+    assert (config.generation_batch_size, config.steps_per_generation) == (4, 1)
+    assert len(caplog.messages) == 1
+    assert "colocated rollout is what the native engine does" in caplog.text
+    # Whether vLLM's options are needed is for the model to say.
+    assert check_support(config, "vllm") == []
+    (notice,) = check_support(config, "native")
+    assert "vllm_gpu_memory_utilization=0.3 is not needed" in notice
 
 
 def check_ran(trainer: Any) -> None:

@@ -124,34 +124,6 @@ def test_an_option_of_a_newer_transformers_is_refused(tmp_path):
 # ── Old and vLLM names ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_published_colocation_script_runs_unchanged(make, caplog):
-    """The options of the published TRL example of colocated GRPO."""
-    with caplog.at_level(logging.WARNING, "colocate"):
-        config = make(
-            logging_steps=1,
-            use_vllm=True,
-            vllm_mode="colocate",
-            vllm_tensor_parallel_size=1,
-            vllm_gpu_memory_utilization=0.3,
-            max_prompt_length=512,
-            max_completion_length=1024,
-            max_steps=2,
-            num_generations=4,
-            num_train_epochs=1,
-            per_device_train_batch_size=4,
-            push_to_hub=False,
-            report_to=None,
-        )
-    assert config.report_to == []
-    assert (config.generation_batch_size, config.steps_per_generation) == (4, 1)
-    assert len(caplog.messages) == 1
-    assert "colocated rollout is what the native engine does" in caplog.text
-    # Whether vLLM's options are needed is for the model to say.
-    assert check_support(config, "vllm") == []
-    (notice,) = check_support(config, "native")
-    assert "vllm_gpu_memory_utilization=0.3 is not needed" in notice
-
-
 VLLM_OPTIONS = {
     "use_vllm": True,
     "vllm_tensor_parallel_size": 2,
