@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head, split_tensor_dict
 
 from colocate.algorithms.advantages import AdvantageOptions, compute_advantages
@@ -29,7 +28,6 @@ from colocate.algorithms.masks import entropy_threshold, is_truncated
 from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.algorithms.objective import LossBatch, Objective, ObjectiveParams
 from colocate.reporting.metrics import Metrics
-from tiny import make_model
 
 PAD, EOS, VOCAB = 0, 1, 24
 NUM_GENERATIONS = 4
@@ -39,8 +37,21 @@ LENGTHS = [3, 9, 1, 5, 7, 2, 4, 10, 6, 8, 3, 5]
 TRUNCATED = 7
 
 
-def tiny_model(seed: int) -> Any:
-    return make_model("qwen2", seed=seed, vocab_size=VOCAB).train()
+def tiny_model(seed: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.3,  # far from uniform: log-probs, entropies and gradients are of order one
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+    )
+    return Qwen2ForCausalLM(config).train()
 
 
 class TRLReference:
