@@ -68,14 +68,14 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("llama", _rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)),
     "llama-longrope": ("llama", _rope(**_LONGROPE)),
     "llama3": ("llama", _rope(**_LLAMA3)),
-    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-window": ("mistral", {"sliding_window": 4}),
     "mistral-head-dim": ("mistral", {"head_dim": 12}),
     "phi3-window": ("phi3", {"sliding_window": 7}),
     "qwen2-window": (
         "qwen2",
         {
             "use_sliding_window": True,
-            "sliding_window": 5,
+            "sliding_window": 3,
             "max_window_layers": 1,
             "tie_word_embeddings": False,
         },
