@@ -21,13 +21,13 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = dict(
     vocab_size=61, hidden_size=256, intermediate_size=416, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=1024,
+    num_key_value_heads=2, max_position_embeddings=1024, head_dim=64,
 )  # fmt: skip
 CONFIGS = {name: config_of(name, **SHAPE) for name in FAMILIES} | {
-    "llama-80": config_of("llama", **SHAPE, head_dim=80),
-    "llama-256": config_of("llama", **SHAPE, head_dim=256),
+    "llama-80": config_of("llama", **SHAPE | {"head_dim": 80}),
+    "llama-256": config_of("llama", **SHAPE | {"head_dim": 256}),
     "mistral-window": config_of("mistral", **SHAPE, sliding_window=64),
-    "qwen3-128": config_of("qwen3", **SHAPE, head_dim=128),
+    "qwen3-128": config_of("qwen3", **SHAPE | {"head_dim": 128}),
 }
 LONG_GROUPS = [(200, [70, 1, 130]), (33, [5]), (64, [64, 64]), (1, [300, 2])]
 
