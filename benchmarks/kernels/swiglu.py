@@ -22,7 +22,7 @@ from benchmarks.common.results import committed, write_result
 from benchmarks.common.timing import captured, median_s
 from benchmarks.rollout.cases import SHAPES
 from colocate.kernels.gate import silu_mul
-from colocate.kernels.swiglu import pays, swiglu
+from colocate.kernels.swiglu import is_faster, swiglu
 
 NUM_ROWS = (64, 128, 256, 384, 512, 1024, 2048)
 NUM_LAYERS = {"0.5b": 24, "1.5b": 14, "7b": 4}
@@ -44,7 +44,7 @@ def measure(model: str, num_rows: int) -> dict[str, Any] | None:
     options: dict[str, Any] = dict(device="cuda", dtype=torch.bfloat16)
     weights = [torch.randn(2 * intermediate, hidden, **options) * 0.02 for _ in range(NUM_LAYERS[model])]
     x = torch.randn(num_rows, hidden, **options)
-    if not pays(x, weights[0]):
+    if not is_faster(x, weights[0]):
         return None
     one, two = (way(x, weights[0]) for way in WAYS.values())
 

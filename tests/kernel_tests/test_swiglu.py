@@ -97,7 +97,7 @@ def test_a_captured_graph_follows_its_inputs(num_rows, width, depth):
     """As two kernels do; a graph holds descriptors of its tensors, not of their values."""
     generator = torch.Generator("cuda").manual_seed(num_rows)
     x, weight = make(generator, num_rows, width, depth, torch.bfloat16)
-    assert swiglu.pays(x, weight)
+    assert swiglu.is_faster(x, weight)
     swiglu.swiglu(x, weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -155,7 +155,7 @@ def test_the_kernel_for_many_rows_compiles_without_a_gpu(tmp_path):
 def test_rows_of_tiles_that_would_be_mostly_empty_take_two_kernels():
     numbers = (1, 32, 64, 65, 128, 192, 256, 320, 384, 448, 512, 1000, 8192)
     tilings = {num_rows: many.Tiling.of(num_rows, 18944, H200_MULTIPROCESSORS) for num_rows in numbers}
-    taken = [num_rows for num_rows, tiling in tilings.items() if swiglu.takes(num_rows, tiling)]
+    taken = [num_rows for num_rows, tiling in tilings.items() if swiglu.has_kernel_for(num_rows, tiling)]
     assert taken == [64, 128, 256, 384, 448, 512, 1000, 8192]
 
 
@@ -174,7 +174,7 @@ def test_less_than_two_waves_take_two_kernels():
 
 def test_only_a_plain_silu_takes_one_kernel(device, monkeypatch):
     """Adapters, biases and other activations need gate and up."""
-    monkeypatch.setattr(swiglu, "pays", lambda x, weight: True)
+    monkeypatch.setattr(swiglu, "is_faster", lambda x, weight: True)
     fused: list[tuple[int, ...]] = []
 
     def record(x, weight):

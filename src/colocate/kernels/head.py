@@ -35,7 +35,7 @@ from colocate.kernels.sampling import LOG2_E, PART_SIZE, Parts
 assert PART_SIZE == COLUMN_TILE, "a tile leaves one maximum and one sum for each of its rows"
 
 
-def pays(hidden: Tensor, weight: Tensor) -> bool:
+def is_faster(hidden: Tensor, weight: Tensor) -> bool:
     """Whether `logits_and_parts` takes these, and was measured faster than a product and a pass (H200)."""
     return can_multiply(hidden, weight) and fills_tiles(len(hidden))
 

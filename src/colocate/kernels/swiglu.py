@@ -32,7 +32,7 @@ MAX_X_BYTES = 25 * 2**20
 """x is read once for every 64 columns, which is cheap as long as it stays in the L2 cache beside weights."""
 
 
-def pays(x: Tensor, weight: Tensor) -> bool:
+def is_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether `swiglu` takes these tensors, and was measured faster than two kernels (H200, 0.5 to 7 B).
 
     Args:
@@ -43,7 +43,7 @@ def pays(x: Tensor, weight: Tensor) -> bool:
         can_multiply(x, weight)
         and len(weight) % 16 == 0  # the output's rows begin at whole 16 bytes
         and x.nbytes <= MAX_X_BYTES
-        and takes(len(x), _tiling(x, weight))
+        and has_kernel_for(len(x), _tiling(x, weight))
     )
 
 
@@ -71,7 +71,7 @@ def _tiling(x: Tensor, weight: Tensor) -> Tiling:
     return Tiling.of(len(x), len(weight) // 2, num_multiprocessors(x.device.index))
 
 
-def takes(num_rows: int, tiling: Tiling) -> bool:
+def has_kernel_for(num_rows: int, tiling: Tiling) -> bool:
     """Whether either kernel is for so many rows."""
     return num_rows in (FEW_ROWS, 2 * FEW_ROWS) or is_for_many_rows(num_rows, tiling)
 

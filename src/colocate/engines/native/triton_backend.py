@@ -151,7 +151,7 @@ class TritonBackend(TorchBackend):
         if is_plain and HAS_GLUON_KERNELS:
             from colocate.kernels import swiglu
 
-            if swiglu.pays(x, adapted.weight):
+            if swiglu.is_faster(x, adapted.weight):
                 return swiglu.swiglu(x, adapted.weight)
         return super().gated_linear(activation, x, adapted)
 
@@ -251,9 +251,9 @@ class TritonBackend(TorchBackend):
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if out is not None and sampler.is_plain and HAS_GLUON_KERNELS:
-            from colocate.kernels.head import logits_and_parts, pays
+            from colocate.kernels.head import is_faster, logits_and_parts
 
-            if pays(hidden, head):
+            if is_faster(hidden, head):
                 parts = logits_and_parts(hidden, head, sampler.sampling.temperature, out)
                 return self.sample(out, sampler, batch, rows, parts)
         return super().draw(hidden, head, sampler, batch, rows, out)
