@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 2048
-"""Values of a program; with 4 warps 16 a thread: two 16-byte loads of bfloat16 from either output."""
+"""Output values that one program merges. With 4 warps a thread has 16 of them: two 16-byte loads of bfloat16
+from either output."""
 _NUM_WARPS = 4
 
 

@@ -5,8 +5,8 @@ and leaves normalised partial outputs with their log-sum-exp; the *suffix* kerne
 of its own and continues the running softmax from there (online softmax, arXiv 1805.02867; split keys as in
 FlashDecoding). Both turn queries by their positions (rotary embedding, arXiv 2104.09864) as they load them,
 and the suffix kernel turns and stores the new key: a kernel of its own would cost each layer a launch and
-memory traffic. A step is bound by memory: every key and value is used for R = H / K query heads only, so what
-counts is that loads are wide, many at a time, and never for nothing.
+memory traffic. A step is bound by memory: every key and value that is read serves only R = H / K query heads,
+so the kernels are built for loads that are wide, many at a time, and never wasted.
 
 Grids depend on shapes alone and every count that varies is read from device memory, so that a captured graph
 stays valid as sequences grow, finish and are replaced. Exponentials are taken to base 2, which the hardware
@@ -38,7 +38,7 @@ from colocate.kernels.prefixes import (
 
 MAX_SPLITS = 16
 MIN_QUERIES = 16
-"""Rows of the smallest tensor-core product: fewer query heads per key-value head are padded to it."""
+"""The smallest tensor-core product has 16 rows: fewer query heads per key-value head are padded to 16."""
 
 
 class Launch(NamedTuple):
@@ -96,9 +96,11 @@ class DecodeScratch:
 
 
 def num_splits_for(num_rows: int, num_kv_heads: int) -> int:
-    """Parts to cut each row's keys into, a power of two, so that a small batch occupies the whole device.
+    """The number of parts to cut each row's keys into: a power of two that lets a small batch occupy the
+    whole device.
 
-    The batch and not the contexts decide, because a captured graph has to serve contexts of any length.
+    It depends on the batch and not on the contexts, because a captured graph has to serve contexts of any
+    length.
     """
     num_splits = 1
     while num_splits < MAX_SPLITS and 2 * num_splits * num_rows * num_kv_heads <= TARGET_PROGRAMS:
@@ -122,7 +124,8 @@ def decode_attention(
     num_splits: int,
     out: Tensor,
 ) -> Tensor:
-    """Attention of one new token per sequence; norms and rotates its heads, and stores its key and value.
+    """Attention of one new token per sequence, whose heads are normed and rotated and whose key and value are
+    stored on the way.
 
     Nothing is allocated and nothing is read on the host, so a CUDA graph can capture it.
 
@@ -219,7 +222,7 @@ def _check(
     num_splits: int,
     out: Tensor,
 ) -> None:
-    """What the pointer arithmetic of the kernels takes for granted."""
+    """Assert the layouts that the pointer arithmetic of the kernels takes for granted."""
     num_rows, num_heads, head_dim = out.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads over {num_kv_heads} key-value heads"
@@ -268,7 +271,7 @@ def _fit(
 
 
 def _can_overlap(tensor: Tensor) -> bool:
-    """Whether a kernel may be in place before the one before it has ended.
+    """Whether a kernel may start before the kernel launched ahead of it has ended.
 
     From compute capability 9.0 on: CUDA C++ Programming Guide, "Programmatic Dependent Launch and
     Synchronization".
@@ -278,5 +281,6 @@ def _can_overlap(tensor: Tensor) -> bool:
 
 @functools.cache
 def _shared_memory_bytes(device_index: int) -> int:
-    """What one program may have: 227 KiB on an H200, 99 KiB on cards of compute capability 8.6 and 8.9."""
+    """Shared memory that one program may have: 227 KiB on an H200, 99 KiB on cards of compute capability 8.6
+    and 8.9."""
     return triton.runtime.driver.active.utils.get_device_properties(device_index)["max_shared_mem"]

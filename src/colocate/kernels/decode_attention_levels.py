@@ -1,7 +1,22 @@
-"""The kernels of decode attention; `attention.py` launches them and says what their arguments are.
+"""The kernels of decode attention, which `decode_attention.py` launches.
 
-Strides are in elements. "maximum", "total" and "acc" are the state of the running softmax of each query: the
-largest score so far (base 2), the sum of the weights relative to it and the weighted sum of the values.
+B rows (one new token each), H query heads over K key-value heads of D values, R = H / K. The state of a
+query's running softmax (arXiv 1805.02867) is `maximum`, the largest score so far in base 2; `total`, the sum
+of the weights 2^(score - maximum); and `acc` [D], the sum of the values with these weights. The output is
+acc / total, and the log-sum-exp, in base 2, maximum + log2(total). Arguments of several kernels:
+
+    data        qkv [B, H + 2K, D] as the product left it; cos, sin [positions, D]; q_norm, k_norm [D] or
+                None; k_cache, v_cache [pages, K, PAGE_SIZE, D]; block_tables [B, pages], page numbers;
+                context_lens [B], the new token included, 0 where a row is finished; out [B, H, D]
+    partial     partial_outputs [slots, H, D] and partial_lses [slots, H] float32: normalised outputs over
+                some of a row's keys. The slots of shared prefixes come first; from num_prefix_slots on each
+                row has NUM_SPLITS of its own. Row r's prefix has num_partials[r] slots from first_slots[r] on
+    *_stride    from one row, page or table to the next, in elements
+    scale_log2  the scores' scale times log2(e); eps and OFFSET belong to the heads' norms
+    shapes      NUM_KV_HEADS = K, RATIO = R, HEAD_DIM = D, PADDED_DIM: D rounded up to a power of two,
+                NUM_QUERIES: query vectors of a program, padding included, TILE: keys that are read at a time,
+                WINDOW: keys that a query sees, or 0 for all
+    OVERLAPS    the next kernel may start before this one ends, and waits (`gdc_wait`) for its results
 """
 
 from __future__ import annotations
@@ -19,7 +34,8 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
-    """The tables' rows `positions`, in the shape of `mask` [queries, D]; the sine of the first half negated.
+    """Cosines and sines at `positions`, in the shape of `mask` [queries, D]; sines of the first half are
+    negated.
 
     They are read once per query: in the layout of the heads they need no exchange between threads, and all
     but the first read hit the L1 cache.
@@ -34,7 +50,8 @@ def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
 def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr):
     """The heads [queries, D] that begin at `heads`, normed (if there is a norm) and rotated.
 
-    Rounded where `rotary.rotate_and_store` rounds, so that a prompt's and a completion's keys are the same.
+    Values are rounded where `rotary.rotate_and_store` rounds, so that a prompt's and a completion's keys are
+    the same.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
@@ -60,9 +77,14 @@ def _attend(
 ):  # fmt: skip
     """Continue the running softmax of `q` [queries, D] with the tiles `first_tile` .. `end_tile` - 1.
 
-    A tile is `TILE` tokens of one page; that of the first tile is `page`. Visible are positions from
-    `first_visible` [queries, 1] (with a window) to before `end_visible`. Returns the running maximum, the sum
-    and the unnormalised output.
+    A tile is TILE tokens of one page, and tile t holds the positions from t * TILE on. `table` is the row's
+    block table, from which the caller has already read `page`, the page of the first tile. A query sees
+    the positions before `end_visible` and, with a window, from `first_visible` [queries, 1] on. `k_head` and
+    `v_head` point to the key-value head in page 0.
+
+    When a tile raises the maximum from m to m', `total` and `acc` are multiplied by 2^(m - m'), so that all
+    weights are relative to one maximum again. Returns `maximum` [queries], `total` [queries] and `acc`
+    [queries, D], unnormalised.
     """
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     tokens = tl.arange(0, TILE)
@@ -113,7 +135,15 @@ def prefix_kernel(
     PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr,
     TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr, NUM_FIELDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One work item and key-value head after the other: some pages for the queries of several rows."""
+    """Attention over shared pages, for several rows at once: one work item and head after the other.
+
+    A query vector of this kernel is one head of one row: query i is head i % RATIO of the item's row
+    i // RATIO, so that a page that is read once is multiplied with the queries of all rows of the tile.
+    `items` [items, NUM_FIELDS + ROWS_PER_TILE] says which pages and rows (`prefixes.NUM_ITEM_FIELDS`), and
+    `num_items` how many are valid. As the number of programs is fixed in a captured graph, a program takes
+    every `num_programs`-th pair of item and head. All rows of an item have the same pages there, so the
+    block table of its first row serves for all. A finished row's slots are left as they are.
+    """
     if OVERLAPS:
         gdc_launch_dependents()
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
@@ -164,13 +194,21 @@ def suffix_kernel(
     PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr,
     TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_PREFIXES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One row, key-value head and part of the row's own keys, the last part with the new one.
+    """Attention of one row and key-value head over one part of the row's own keys, which follow its prefix.
 
-    The new key and value go to the cache, but into the softmax straight from registers: only older positions
-    are read back, so nothing has to wait for the write.
+    The program (head, part, row) turns the row's queries and, in the last part, the new key, and goes through
+    four stages:
 
-    With prefixes it runs beside the prefix kernel, which leaves much of the memory's bandwidth unused, and
-    waits for its results only when it has read the row's own keys. What it stores is in no shared page.
+    1. Store: the new key and value go to the cache at `slots` [B], but into the softmax straight from
+       registers: only older positions are read back, so nothing has to wait for the write.
+    2. Own keys: positions from `prefix_lens` [B] (or the window's begin) to before the new one, in NUM_SPLITS
+       parts of whole tiles.
+    3. Prefix: with one part, the partial results of the prefix kernel are merged here; with more, the merge
+       kernel does it. A partial output is a mean over its keys with the weight 2^lse behind it.
+    4. Result: with one part to `out`, with more to the row's slots of the partial results.
+
+    With prefixes the kernel runs beside the prefix kernel, which leaves much of the memory's bandwidth
+    unused, and waits for its results only between stages 2 and 3. What stage 1 stores is in no shared page.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * RATIO
     kv_head = tl.program_id(0)
@@ -254,7 +292,7 @@ def suffix_kernel(
 
 @triton.jit
 def _weigh(partial_outputs, partial_lses, slots, is_used, NUM_HEADS, HEAD_DIM, PADDED_DIM: tl.constexpr):
-    """One head's partial results [slots, D] and their lse [slots], minus infinity where not used."""
+    """One head's partial outputs [slots, D] and their log-sum-exps [slots], minus infinity where not used."""
     dims = tl.arange(0, PADDED_DIM)
     results = slots.to(tl.int64) * NUM_HEADS + tl.program_id(0)
     lses = tl.load(partial_lses + results, mask=is_used, other=-float("inf"))
@@ -269,7 +307,7 @@ def merge_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
     MAX_PREFIX_PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """One row and head: the mean of all partial outputs, weighted with the sums behind them."""
+    """The output of one row and head: the mean of all its partial outputs, weighted with 2^lse of each."""
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     outputs, lses = _weigh(

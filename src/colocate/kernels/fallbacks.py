@@ -18,8 +18,8 @@ from colocate.kernels.definitions import is_silu
 logger = logging.getLogger(__name__)
 
 GLUON_TRITON = "3.6."
-"""How versions of Triton begin that run the kernels in Gluon, the language below it: Gluon is experimental,
-and kernels run with versions they were tested with."""
+"""Prefixes of the Triton versions that may run the kernels written in Gluon, Triton's lower-level language:
+Gluon is experimental, so its kernels run only with versions that they were tested with."""
 
 
 class Fallback(NamedTuple):
@@ -27,7 +27,7 @@ class Fallback(NamedTuple):
 
     line: str
     is_costly: bool = False
-    """Whether a run gets much slower by it, not a few per cent."""
+    """Whether the slower way makes a run much slower, and not just by a few per cent."""
 
 
 def tell(fallbacks: Iterable[Fallback]) -> None:
@@ -48,7 +48,7 @@ def of_rollout(
     triton_version: str,
     capability: tuple[int, int],
 ) -> list[Fallback]:
-    """Slower ways of the native engine on a GPU of this compute capability."""
+    """The slower ways that the native engine takes on a GPU of this compute capability."""
     no_gate = why_not_gate(activation)
     no_gluon = None if no_gate else why_not_gluon(triton_version, capability, dtype)
     no_flash = why_not_flash(dtype, head_size)
@@ -67,12 +67,13 @@ def of_training(
     has_windows: bool,
     why_not_cudnn: str | None,
 ) -> list[Fallback]:
-    """Slower ways of the trainer's packed stack on a GPU.
+    """The slower ways that the trainer's packed stack takes on a GPU.
 
     Args:
-        norm_dtype: of the norms' weights.
+        norm_dtype: type of the norms' weights.
         has_windows: whether a layer has a sliding window.
-        why_not_cudnn: what `policy.cudnn_attention` says of layers without one.
+        why_not_cudnn: why layers without a sliding window cannot use cuDNN's attention, as
+            `policy.cudnn_attention` gives it; None: they can.
     """
     no_flash = why_not_flash(dtype, head_size)
     no_cudnn = why_not_cudnn or ("cuDNN's has no sliding windows" if has_windows else None)
@@ -86,12 +87,12 @@ def of_training(
 
 
 def _found(*ways: tuple[str, str | None, bool]) -> list[Fallback]:
-    """Those of the ways (what happens, why, whether it is costly) for which there is a reason."""
+    """Fallbacks for those of the ways (what happens, why, whether it is costly) that have a reason."""
     return [Fallback(f"{way}: {why}.", is_costly) for way, why, is_costly in ways if why is not None]
 
 
 def why_not_flash(dtype: torch.dtype, head_size: int) -> str | None:
-    """Why PyTorch's flash attention takes no such heads on a GPU."""
+    """Why PyTorch's flash attention cannot run heads of this type and size on a GPU; None: it can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"flash attention takes bfloat16 and float16, and the model is in {dtype}"
     if head_size % 8 or head_size > 256:
@@ -100,13 +101,13 @@ def why_not_flash(dtype: torch.dtype, head_size: int) -> str | None:
 
 
 def why_not_gate(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Why the gate's kernels do not compute this activation."""
+    """Why the gate's kernels do not compute this activation; None: they do."""
     name = getattr(activation, "__name__", type(activation).__name__)
     return None if is_silu(activation) else f"its kernel computes SiLU, and the model has {name}"
 
 
 def why_not_gluon(triton_version: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Why the kernels in Gluon do not run."""
+    """Why the kernels written in Gluon do not run here; None: they do."""
     if capability[0] != 9:
         have = ".".join(map(str, capability))
         return f"one kernel needs compute capability 9.0 (H100, H200), and this GPU has {have}"

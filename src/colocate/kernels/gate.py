@@ -1,7 +1,8 @@
 """silu(gate) * up (Shazeer 2020, arXiv:2002.05202) and its gradient, as Triton kernels.
 
-Both also of sums with what adapters add to gate, up and the gradient given: as products of their own those
-would be one more pass over the widest tensor of a layer; here they are arithmetic beside its traffic.
+Two more kernels also add what LoRA adapters contribute to gate, to up and to the incoming gradient. Added by
+a product of its own, that contribution would cost one more pass over the widest tensor of a layer; here it is
+arithmetic on values that are in registers anyway.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ from colocate.weights.low_rank import LowRank
 _L2_BYTES = 50 * 2**20
 BLOCK = 1024
 NUM_WARPS = 4
-"""8 values a thread: one 16-byte load of bfloat16 from each of the tensors read."""
+"""Warps of a program: a thread then has 8 values, one 16-byte load of bfloat16 from each tensor that is
+read."""
 
 
 @triton.jit
 def silu(gates, DTYPE: tl.constexpr):
-    """silu of float32 gates, rounded to the type; float32."""
+    """silu of float32 gates, rounded to the model's type and returned as float32."""
     return (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def gated(gates, up, DTYPE: tl.constexpr):
-    """silu(gates) * up of float32 gates and up, in the type."""
+    """silu(gates) * up of float32 gates and up, returned in the model's type."""
     return (silu(gates, DTYPE) * up).to(DTYPE)
 
 
 @triton.jit
 def gradients(grad, gates, up, DTYPE: tl.constexpr):
-    """Gradients of gates and up, and silu(gates) * up once more, in the type; given all in float32."""
+    """Gradients of gates and up, and silu(gates) * up once more, all in the model's type, from float32
+    operands."""
     sigmoid = 1.0 / (1.0 + tl.exp(-gates))
     activated = silu(gates, DTYPE)
     grad_gates = grad * up * sigmoid * (1.0 + gates * (1.0 - sigmoid))
@@ -112,9 +115,10 @@ def _silu_mul_kernel(
 
 
 ROWS, COLUMNS, MAX_TILES = 16, 128, 16
-"""A program goes down up to 16 tiles of tokens, its columns' part of the adapters in registers, and fetches
-the next tiles while it computes one. With one tile per program it would wait for memory first, then for the
-products. A decode step's rows are fewer: then it is parallelism that is short."""
+"""A program keeps its columns' part of the adapters in registers, goes down up to 16 tiles of tokens and
+fetches the next tiles while it computes one. With one tile per program it would wait for memory first, then
+for the products. A decode step has fewer rows; there programs get fewer tiles each, so that all
+multiprocessors have work."""
 _ROWS_PER_TILE = 64
 
 
@@ -172,7 +176,8 @@ def _silu_mul_low_rank(
 
 
 def one_block(reduced: Tensor, factor: Tensor, scaling: float) -> tuple:
-    """A block of a `LowRank` as the kernel takes it."""
+    """One block of a `LowRank` as the kernel's arguments: reduced and its stride, factor and its strides,
+    rank, scaling."""
     assert reduced.stride(1) == 1, "a token's part must be contiguous"
     return reduced, reduced.stride(0), factor, *factor.stride(), factor.shape[1], scaling
 
@@ -181,7 +186,8 @@ def one_block(reduced: Tensor, factor: Tensor, scaling: float) -> tuple:
 def factor_tile(
     DTYPE: tl.constexpr, factor, column_stride, rank_stride, rank, columns, width, PADDED_RANK: tl.constexpr
 ):
-    """[PADDED_RANK, C]: an adapter's factor [width, rank], transposed, at these columns, in the type."""
+    """An adapter's factor [width, rank], transposed, at these C columns: [PADDED_RANK, C] in the model's
+    type."""
     ranks = tl.arange(0, PADDED_RANK)[:, None]
     tile = tl.load(
         factor + ranks * rank_stride + columns[None, :] * column_stride,
@@ -193,7 +199,8 @@ def factor_tile(
 
 @triton.jit
 def with_low_rank(product, reduced, stride, rank, scaling, factor, rows, num_rows, PADDED_RANK: tl.constexpr):
-    """product [R, C] + scaling * reduced [R, rank] factor [PADDED_RANK, C], rounded to its type; float32."""
+    """product [R, C] + scaling * reduced [R, rank] @ factor [PADDED_RANK, C], rounded to the type of
+    `product` and returned as float32."""
     ranks = tl.arange(0, PADDED_RANK)[None, :]
     left = tl.load(reduced + rows * stride + ranks, mask=(rows < num_rows) & (ranks < rank), other=0.0)
     total = product.to(tl.float32) + scaling * tl.dot(left, factor, input_precision="ieee")
@@ -213,7 +220,19 @@ def _silu_mul_low_rank_kernel(
     PADDED_RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUM_TILES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Where there is a gradient, gate_up and grad_gate_up are contiguous, of one stride."""
+    """silu(gate) * up with the adapters' terms added; with `grad`, its gradient as well.
+
+    A program computes COLUMNS columns of NUM_TILES tiles of ROWS tokens. In the order of the arguments:
+
+    `gate_up` [T, 2i] with its row stride; with a gradient, `grad_gate_up` has this stride too.
+
+    `gate_*`, `up_*` and `grad_*`: the adapter's term of each tensor, scaling * reduced [T, rank] @ factor^T,
+    where factor is [i, rank] with any strides (`one_block`).
+
+    `grad` [T, i], contiguous; None: forward only, and neither `grad_*` nor `grad_gate_up` is read.
+
+    `grad_gate_up` [T, 2i] and `output` [T, i], both written.
+    """
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     dtype = output.dtype.element_ty
     if grad is not None:

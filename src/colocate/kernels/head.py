@@ -1,8 +1,9 @@
-"""Logits, and what the sampler wants to know of them while they are in registers.
+"""The logits of a decode step, reduced for the sampler while they are still in registers.
 
 A sampler's pass over 512 rows of 151,936 float32 logits reads 311 MB, a fiftieth of a 1.5B model's decode
-step, for two numbers per 128 tokens. Here the product leaves them beside the logits. On compute capability
-9.0, for 16-bit types; `ping_pong.py` says how tiles are multiplied.
+step, for two numbers per 128 tokens. Here the matrix product itself writes these two numbers beside the
+logits. The kernel is for compute capability 9.0 and 16-bit types; `ping_pong.py` says how tiles are
+multiplied.
 """
 
 from __future__ import annotations
@@ -36,17 +37,19 @@ assert PART_SIZE == COLUMN_TILE, "a tile leaves one maximum and one sum for each
 
 
 def is_faster(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether `logits_and_parts` takes these, and was measured faster than a product and a pass (H200)."""
+    """Whether `logits_and_parts` can run these tensors, and was faster on an H200 than a matrix product and
+    the sampler's own pass over its logits."""
     return can_multiply(hidden, weight) and fills_tiles(len(hidden))
 
 
 def logits_and_parts(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Parts:
-    """Write hidden times weight transposed to `out`; returns what `sampling.sample` makes of it in its pass.
+    """Write hidden @ weight^T to `out`, and return the reductions that `sampling.sample` would make of it in
+    a pass of its own.
 
     Args:
         hidden: [B, in] bfloat16 or float16, contiguous, `in` a multiple of 8.
         weight: [V, in] of the same type, contiguous.
-        temperature: as `sampling.sample` will be given.
+        temperature: the temperature that `sampling.sample` will be given.
         out: [B, V] float32, contiguous.
     """
     assert hidden.is_contiguous() and weight.is_contiguous() and out.is_contiguous(), "a tensor has gaps"
@@ -98,7 +101,7 @@ def _load(ring, hidden, weight, work):
 
 @gluon.jit
 def _multiply(ring, outputs, work, shape, scale, GROUP: gl.constexpr, IS_WHOLE: gl.constexpr):
-    """Every second tile of the program."""
+    """Multiply and store every second tile of the program: those of warp group `GROUP`, 0 or 1."""
     row_tiles, num_tiles, depth = work
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         number = tile // gl.num_programs(0)
@@ -109,7 +112,8 @@ def _multiply(ring, outputs, work, shape, scale, GROUP: gl.constexpr, IS_WHOLE: 
 
 @gluon.jit
 def _store_and_reduce(outputs, shape, values, row_tile, part, scale, IS_WHOLE: gl.constexpr):
-    """The logits, and of each row's maximum m and sum of exp2(scale * (logit - m))."""
+    """Store a tile of logits and, for each of its rows, the maximum m and the sum of exp2(scale * (logit -
+    m))."""
     logits, maxima, sums = outputs
     num_rows, vocab_size, num_parts = shape
     layout: gl.constexpr = values.type.layout

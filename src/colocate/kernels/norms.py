@@ -14,7 +14,8 @@ from torch import Tensor
 from colocate.kernels.programs import num_programs
 
 _READ_AHEAD_BYTES = 48 * 2**10
-"""Shared memory of a program for what it reads ahead; half of what the smallest of the GPUs has."""
+"""Shared memory in which a program may hold what it reads ahead: half of what the smallest supported GPU
+has."""
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def inverse_rms(squares, size, eps):
 
 @triton.jit
 def rms_normed(x, inverse, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
-    """The norm of float32 x in the type, given 1 / root mean square and float32 weights."""
+    """The norm of float32 `x`, in the model's type, given 1 / root mean square and float32 weights."""
     if OFFSET is not None:
         weight += OFFSET
     return (weight * multiplied(x * inverse, DTYPE, OFFSET)).to(DTYPE)
@@ -33,7 +34,8 @@ def rms_normed(x, inverse, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def multiplied(normed, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
-    """What a norm multiplies with its weights: x / rms, rounded to the type unless there is an offset."""
+    """The factor that a norm multiplies with its weights: x / rms, rounded to the model's type unless there
+    is an offset."""
     if OFFSET is None:
         normed = normed.to(DTYPE).to(tl.float32)
     return normed
@@ -42,7 +44,7 @@ def multiplied(normed, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Residual sum and its root-mean-square norm, in the tiles of a decode step: one row a program.
+    """The residual sum and its root-mean-square norm, in the tiles of a decode step: one row a program.
 
     Args:
         x: [T, hidden], rows contiguous; output of the attention or the MLP, or the embeddings.
@@ -188,7 +190,8 @@ def _rms_norm_backward_kernel(
 
 
 def _tile(hidden_size: int) -> tuple[int, int, int]:
-    """Rows of a tile, its columns, and warps: 16 values a thread, two 16-byte loads of bfloat16."""
+    """The rows and columns of a tile and its warps, so that a thread has 16 values: two 16-byte loads of
+    bfloat16."""
     block = triton.next_power_of_2(hidden_size)
     rows = max(1024 // block, 1)
     return rows, block, min(max(rows * block // 512, 1), 32)

@@ -1,10 +1,11 @@
 """Tiles of matrix products on the tensor cores of compute capability 9.0, in Gluon.
 
-Programs stay, one on each multiprocessor, and take one tile after the other. Of a program's warps one *loads*
-(the copy engine fills a ring of stages, tiles ahead of their use), and two groups of four *multiply*, in
-turns: while one group works on its result and stores it, the tensor cores are the other's ("ping-pong",
-CUTLASS's term). What limits this is shared memory: a stage of 128 rows and 128 columns takes 512 cycles of
-the tensor cores, 384 of reading their operands and 256 of being written.
+One program runs on each multiprocessor to the end and computes one tile after the other. One of its warps
+*loads*: it has the copy engine fill a ring of stages, tiles ahead of their use. Two groups of four warps
+*multiply*, in turns: while one group works on its result and stores it, the tensor cores belong to the other
+group ("ping-pong", CUTLASS's term). Shared memory sets the limit: a stage of 128 rows and 128 columns keeps
+the tensor cores busy for 512 cycles, and shared memory for 384 cycles of reading its operands and 256 of
+being filled by the copies.
 """
 
 from __future__ import annotations
@@ -26,22 +27,24 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 ROW_TILE = 128
 COLUMN_TILE = 128
 DEPTH = 64
-"""Of a stage along the sum: 128 bytes, as wide as the copy engine's swizzle."""
+"""Length of a stage along the summed dimension: 64 values are 128 bytes, as wide as the copy engine's
+swizzle."""
 MAX_PADDING = 1.15
-"""Rows of tiles over those there are. Copies of tiles that hang over the end take longer than others."""
+"""The rows that whole tiles cover may exceed the matrix's rows by 15 %. Copies of tiles that hang over the
+end take longer than copies of full ones."""
 
 ROWS = gl.constexpr(ROW_TILE)
 COLUMNS = gl.constexpr(COLUMN_TILE)
 STEP = gl.constexpr(DEPTH)
 STAGES = gl.constexpr(6)
-"""Of 32 KiB, six of the seven that fit into a program's 227."""
+"""The ring has six stages of 32 KiB each; seven would fit into a program's 227 KiB."""
 REGISTERS = gl.constexpr(232)
-"""Of a thread that multiplies: 128 of them are sums."""
+"""A thread that multiplies gets 232 registers, of which 128 hold sums."""
 LOADER_REGISTERS = gl.constexpr(24)
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Whether kernels of such tiles take x [T, in] and weights [out, in]."""
+    """Whether kernels built on these tiles can multiply `x` [T, in] by `weight` [out, in] transposed."""
     return (
         x.is_cuda
         and x.dtype == weight.dtype
@@ -56,7 +59,7 @@ def can_multiply(x: Tensor, weight: Tensor) -> bool:
 
 
 def fills_tiles(num_rows: int) -> bool:
-    """Whether so many rows leave little of a row of tiles empty."""
+    """Whether whole tiles cover `num_rows` rows with little padding (`MAX_PADDING`)."""
     return -(-num_rows // ROW_TILE) * ROW_TILE <= MAX_PADDING * num_rows
 
 
@@ -66,7 +69,7 @@ def num_multiprocessors(device_index: int) -> int:
 
 
 def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    """How the copy engine moves such blocks of the tensor."""
+    """The copy engine's description of `tensor`, cut into blocks of shape `block`."""
     dtype = getattr(gl, str(tensor.dtype).removeprefix("torch."))
     return TensorDescriptor.from_tensor(
         tensor, list(block), gl.NVMMASharedLayout.get_default_for(list(block), dtype)
@@ -75,10 +78,11 @@ def descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 @gluon.jit
 def make_ring(x, weight, WIDTH: gl.constexpr):
-    """Stages, and barriers.
+    """Allocate the ring: its stages in shared memory, and the barriers that hand them over.
 
-    A stage is `full` when the copies into it have arrived, `empty` when its product is done. A group of warps
-    has its `turn` when the other one has started its last product.
+    Returns `rows` [STAGES, ROWS, STEP] and `columns` [STAGES, WIDTH, STEP], and the barriers: a stage is
+    `full` when the copies into it have arrived and `empty` when its product is done; a group of warps has its
+    turn (`turns`) when the other group has started the last product of its tile.
     """
     rows = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, STEP], x.layout)
     columns = gl.allocate_shared_memory(x.dtype, [STAGES, WIDTH, STEP], weight.layout)
@@ -96,9 +100,9 @@ def make_ring(x, weight, WIDTH: gl.constexpr):
 
 @gluon.jit
 def next_stage(ring, step, WIDTH: gl.constexpr):
-    """Wait until stage `step`, counted from the program's start, is empty.
+    """Wait until the stage that step number `step` of the program fills is empty.
 
-    Returns its rows, its columns and the barrier that the copies into them arrive at.
+    Returns the stage's rows, its columns and the barrier at which the copies into them arrive.
     """
     rows, columns, full, empty, _ = ring
     stage = step % STAGES
@@ -109,13 +113,18 @@ def next_stage(ring, step, WIDTH: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(ring, number, depth, GROUP: gl.constexpr, WIDTH: gl.constexpr):
-    """The program's tile `number`, [128, WIDTH] float32."""
+    """Multiply the program's tile `number`, whose stages the loading warp fills: [ROWS, WIDTH] float32.
+
+    Every product is started before the one before it is waited for, so that the tensor cores never idle
+    within a tile; a stage goes back to the loader only once the product that reads it is done. `depth` is the
+    length of the sum, `GROUP` the group of warps, 0 or 1, which takes the tiles with number % 2 == GROUP.
+    """
     rows, columns, full, empty, turns = ring
     step = number * gl.cdiv(depth, STEP)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     total = gl.zeros([ROWS, WIDTH], gl.float32, layout)
-    # A barrier tells only this round of the ring from the next one: waiting for a stage two rounds ahead
-    # would end at once. The first tile of all has nobody to wait for.
+    # A barrier holds one bit, which tells this round of the ring from the next but not from the one after: a
+    # wait for a stage two rounds ahead would end at once. The program's first tile has no turn to wait for.
     mbarrier.wait(turns.index(GROUP), (number // 2 & 1) ^ (1 - GROUP))
     for k in range(0, depth, STEP):
         stage = step % STAGES

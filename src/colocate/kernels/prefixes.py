@@ -24,16 +24,19 @@ MAX_PARTIALS = 16
 """Most pieces that the prefix of one row is cut into; its merge is a loop of that length."""
 
 MIN_PIECE_TOKENS = 256
-"""Shortest piece worth a partial result of its own: a row's piece of T tokens in a group of G costs 4·T·D/G
-bytes of reads per key-value head and 8·D·R of partial result (bf16, R query heads per key-value head)."""
+"""The shortest piece that is worth a partial result of its own: a row's piece of T tokens in a group of G
+costs 4·T·D/G bytes of reads per key-value head and 8·D·R of partial result (bf16, R query heads per key-value
+head)."""
 
 MIN_SHARED_TOKENS = 256
-"""Shorter prefixes stay with the rows: the group's rows run next to each other and the second one to read a
-page finds it in the L2 cache. What the prefix kernel saves then is traffic between that cache and the
-multiprocessors, which a batch too small to fill them has to spare: there the shortest is four times this."""
+"""Shorter prefixes are read by each row for itself: the rows of a group run next to each other, and the
+second row to read a page finds it in the L2 cache. For them the prefix kernel would save only traffic between
+that cache and the multiprocessors, which a batch too small to fill the multiprocessors has to spare: for such
+a batch the shortest shared prefix is four times as long."""
 
 NUM_ITEM_FIELDS = 4
-"""Integers of a work item before its rows: first page, end page, first slot, slots from row to row."""
+"""The integers of a work item that precede its rows: first page, end page, first slot, slots from row to
+row."""
 
 
 class SharedPrefixes:
@@ -75,7 +78,8 @@ class SharedPrefixes:
         ) = self._views(self._data)
 
     def _views(self, data: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """[1] items; [max_num_seqs] tokens, first slot, partial results of each row; [items, fields]."""
+        """The parts of `data`: number of items [1]; prefix tokens, first slot and number of partial results
+        of each row, each [max_num_seqs]; the items [items, fields]."""
         rows = data[4 : 4 + 3 * _padded(self._max_num_seqs)].view(3, -1)[:, : self._max_num_seqs]
         items = data[-self._items_shape[0] * self._items_shape[1] :].view(self._items_shape)
         return data[:1], rows[0], rows[1], rows[2], items
@@ -118,7 +122,8 @@ class SharedPrefixes:
         return item
 
     def _tiles(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> list[tuple[np.ndarray, int]]:
-        """Rows and shared pages of each tile. Tiles of one group are neighbours, so that they meet in L2."""
+        """The rows and the number of shared pages of each tile. Tiles of one group are neighbours, so that
+        the second to read a page finds it in the L2 cache."""
         tiles: list[tuple[np.ndarray, int]] = []
         if self.rows_per_tile < 2:
             return tiles
@@ -132,21 +137,24 @@ class SharedPrefixes:
         return tiles
 
     def _num_pieces(self, num_pages: np.ndarray) -> np.ndarray:
-        """Pieces that each tile's pages are cut into, so that all together are about `_target_items`.
+        """The number of pieces that each tile's pages are cut into, so that there are about `_target_items`
+        items in all.
 
-        Rounded down: one item more than there are programs would cost a whole second round.
+        Numbers are rounded down: one item more than there are programs would cost a whole second round.
         """
         pages_per_piece = max(num_pages.sum() / self._target_items, MIN_PIECE_TOKENS / self.page_size, 1)
         return np.clip(num_pages / pages_per_piece, 1, MAX_PARTIALS).astype(np.int64)
 
 
 def num_prefix_slots(max_num_seqs: int, num_heads: int, num_kv_heads: int) -> int:
-    """Most partial results that `SharedPrefixes` asks for: one per row and those of the pieces aimed at."""
+    """The most partial results that `SharedPrefixes` needs room for: one per row, and those of the pieces
+    that it aims at."""
     return max_num_seqs + PREFIX_QUERIES // (num_heads // num_kv_heads) * _target_items(num_kv_heads)
 
 
 def num_partial_results(max_num_seqs: int, num_heads: int, num_kv_heads: int) -> int:
-    """Most partial results of a decode step, each [H, D] and [H] float32: of prefixes and of split rows."""
+    """The most partial results of a decode step, from prefixes and from split rows together; each is [H, D]
+    and [H] float32."""
     # A row is split only while rows * splits stays within the programs aimed at.
     return num_prefix_slots(max_num_seqs, num_heads, num_kv_heads) + TARGET_PROGRAMS // num_kv_heads
 
@@ -154,7 +162,7 @@ def num_partial_results(max_num_seqs: int, num_heads: int, num_kv_heads: int) ->
 def decode_scratch_bytes(
     max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """Memory of a decode step's partial results: their log-sum-exps, and the results."""
+    """Bytes of a decode step's partial results and of their log-sum-exps."""
     num_partials = num_partial_results(max_num_seqs, num_heads, num_kv_heads)
     # The results behind the log-sum-exps begin at whole 16 bytes.
     return 4 * _padded(num_partials * num_heads), 4 * num_partials * num_heads * head_dim
@@ -165,5 +173,5 @@ def _target_items(num_kv_heads: int) -> int:
 
 
 def _padded(count: int) -> int:
-    """To whole 16 bytes of int32, the alignment that the kernels are compiled for."""
+    """`size` int32 values, rounded up to whole 16 bytes, the alignment that the kernels are compiled for."""
     return -(-count // 4) * 4

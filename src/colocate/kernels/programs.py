@@ -9,9 +9,10 @@ import torch
 
 @cache
 def num_programs(device: torch.device, num_warps: int) -> int:
-    """Programs that a device runs at a time: 16 warps a multiprocessor, whose threads get 128 registers each.
+    """The number of programs that a device runs at a time: 16 warps a multiprocessor, whose threads get 128
+    registers each.
 
-    In Triton's interpreter, where programs run one after the other, two: each then sees several tiles.
+    It is two in Triton's interpreter, where programs run one after the other: each then sees several tiles.
     """
     if device.type != "cuda":
         return 2

@@ -1,9 +1,10 @@
 """Norms of the heads (Qwen3's) and rotary embedding (Su et al. 2021, arXiv:2104.09864), as Triton kernels.
 
 Three forward kernels round where `definitions.norm_and_rotate` does: the engine's, which also writes pages,
-the trainer's, and decode attention (`decode_attention_levels`), which turns heads as it loads them. In others
-both halves of a head lie with the same threads, so that turning a pair needs no exchange between them. Angles
-and norm weights are read once per head: all but the first read of each hit the L1 cache.
+the trainer's, and decode attention (`decode_attention_levels`), which turns heads as it loads them. In the
+engine's and the trainer's both halves of a head lie with the same threads, so that turning a pair needs no
+exchange between threads. Angles and norm weights are read once per head: all but the first read of each hit
+the L1 cache.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from colocate.kernels.norms import inverse_rms, multiplied, rms_normed
 from colocate.kernels.programs import num_programs
 
 _TILE = 1024
-"""Pairs a program turns at a time; with 4 warps 8 a thread: 16-byte loads of bfloat16."""
+"""Pairs that a program turns at a time. With 4 warps a thread has 8 of them: 16-byte loads of bfloat16."""
 _NUM_WARPS = 4
 
 
 @triton.jit
 def load_halves(pointers, mask, HALF: tl.constexpr):
-    """First and second halves of heads in float32, given pointers to the first halves."""
+    """The first and second halves of heads in float32, given pointers to the first halves."""
     first = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(pointers + HALF, mask=mask, other=0.0).to(tl.float32)
     return first, second
@@ -31,7 +32,8 @@ def load_halves(pointers, mask, HALF: tl.constexpr):
 
 @triton.jit
 def turned(x, partner, cosine, sine, SIGN: tl.constexpr, DTYPE: tl.constexpr, FUSES: tl.constexpr):
-    """x * cosine + SIGN * partner * sine in the type; products are rounded before the sum, as PyTorch does.
+    """x * cosine + SIGN * partner * sine in the model's type; products are rounded before the sum, as in
+    PyTorch.
 
     Where the kernel is compiled with fusion of products and sums (FUSES), the compiler would narrow plain
     products to the type and fuse one with the sum, which loses a rounding; sums with a zero it leaves alone.
@@ -46,7 +48,7 @@ def turned(x, partner, cosine, sine, SIGN: tl.constexpr, DTYPE: tl.constexpr, FU
 
 @triton.jit
 def heads_inverse_rms(first, second, eps, HEAD_DIM: tl.constexpr):
-    """1 / root mean square of heads in two halves, [R, D / 2] each; [R, 1]."""
+    """1 / root mean square, [R, 1], of heads that are given as two halves, [R, D / 2] each."""
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     return inverse_rms(squares, HEAD_DIM, eps)[:, None]
 
@@ -56,10 +58,10 @@ def norm_and_turn(
     first, second, cos, sin, is_query, q_norm, k_norm, columns, mask, eps, DTYPE: tl.constexpr,
     HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Heads in two float32 halves, normed (if there are norms) and turned, in the type.
+    """Heads given as two float32 halves, normed (if there are norms) and turned, in the model's type.
 
-    `cos` and `sin` point to the angles of the first halves, of the shape of `first`. For kernels that are
-    compiled without fusion of products and sums.
+    `cos` and `sin` point to the angles of the first halves, of the shape of `first`. It is for kernels that
+    are compiled without fusion of products and sums.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     if q_norm is not None:
@@ -89,7 +91,7 @@ def rotate_and_store(
     num_kv_heads: int,
     offset: float | None = None,
 ) -> None:
-    """Norms and rotation of queries and keys in place, and the page write of keys and values.
+    """Norm and rotate queries and keys in place, and write keys and values to their pages.
 
     Args:
         qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Queries and keys are
@@ -176,7 +178,8 @@ def rotate(
     eps: float,
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, normed where there are norms, and turned; each operation rounded to the type.
+    """Queries and keys, normed where there are norms, and turned; each operation is rounded to the model's
+    type.
 
     Args:
         qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Not changed.

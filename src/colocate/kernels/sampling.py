@@ -3,8 +3,8 @@
 The two-level Gumbel-max needs only each block's log-sum-exp to pick the block and 256 logits to pick the
 token. So the pass over the logits (B * V * itemsize bytes: nearly all of the time) reduces halves of blocks
 to maximum and sum of exponentials and does nothing else, and a second, tiny kernel draws: V / 256 + 256
-noises a row, where one noise per token would cost several times what reading the logits does. Of many rows
-the product that makes the logits has done the pass's work (`head.py`).
+noises a row, where one noise per token would cost several times what reading the logits does. For many rows
+the product that makes the logits has done this pass's work already (`head.py`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from torch import Tensor
 from colocate.kernels.definitions import BLOCK_SIZE
 
 PART_SIZE = BLOCK_SIZE // 2
-"""Tokens that are reduced together: those of a tile of `head.py`'s product. A block is two parts."""
+"""Tokens whose logits are reduced together: the columns of one tile of `head.py`'s product. A block is two
+parts."""
 LOG2_E = 1.4426950408889634
 _TILE_PARTS = 32
-"""Parts per program of the pass over the logits. A part is what one warp loads at once (128 values of 4
-bytes), so its sums need no exchange between warps."""
+"""Parts that one program of the pass over the logits reduces. A part is what one warp loads at once (128
+values of 4 bytes), so its sums need no exchange between warps."""
 
 
 class Parts(NamedTuple):
-    """Of every 128 tokens: the largest logit m, and the sum of exp((logit - m) / temperature)."""
+    """For every 128 tokens (a *part* of a row): the largest logit m, and the sum of exp((logit - m) /
+    temperature)."""
 
     maxima: Tensor  # [B, ceil(V / 128)] float32
-    sums: Tensor  # likewise
+    sums: Tensor  # [B, ceil(V / 128)] float32
 
     @classmethod
     def empty(cls, num_rows: int, vocab_size: int, device: torch.device) -> Parts:
@@ -121,7 +123,8 @@ def _draw_kernel(
     vocab_size, num_blocks, num_parts, temperature,
     GREEDY: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Pick the block by the blocks' log-sum-exps, then the token by the block's logits."""
+    """Draw the token of one row: pick the block by the blocks' log-sum-exps, then the token by the block's
+    logits."""
     row = tl.program_id(0).to(tl.int64)
     if finished is not None:  # noqa: SIM102, this one is decided at compile time
         if tl.load(finished + row) != 0:
@@ -172,7 +175,7 @@ def _draw_kernel(
 def gumbel_noise(
     key, member, position, seed_low, seed_high, FIRST_QUAD: tl.constexpr, NUM_QUADS: tl.constexpr
 ):
-    """`sampler.gumbel_noise` of one row: the noises of columns 4 * FIRST_QUAD on, [4 * NUM_QUADS] float32."""
+    """What `sampler.gumbel_noise` gives one row from column 4 * FIRST_QUAD on: [4 * NUM_QUADS] float32."""
     quads = (FIRST_QUAD + tl.arange(0, NUM_QUADS)).to(tl.uint32) + (member.to(tl.uint32) << 16)
     word0, word1, word2, word3 = tl.philox_impl(
         key.to(tl.uint32),

@@ -16,20 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 _LANES = 512
-"""Columns that one row of a tile spans: four a thread, one load of 16 bytes."""
+"""Columns that one row of a tile spans: each thread has four, one load of 16 bytes."""
 _UNROLL = 8
-"""Rows of a tile: what a thread loads before it waits, and what one correction of its sums serves."""
+"""Rows of a tile. A thread loads them all before it waits, and rescales its sums once for all of them."""
 _TILES_PER_SPLIT = 8
-"""A row of 152k columns is five programs': 1024 rows keep 132 multiprocessors evenly busy to the end, where
-one program per row would leave the last wave of them half empty."""
+"""Tiles that one program reduces. A row of 152k columns is then cut into five programs: 1024 rows keep 132
+multiprocessors evenly busy to the end, where one program per row would leave the last wave half empty."""
 _GRADIENT_BLOCK = 4096
 
 _LOWEST = tl.constexpr(-1e30)
-"""In place of -inf, of which differences are NaN."""
+"""Stands in for -inf, whose difference from itself is NaN."""
 
 
 def num_splits(vocab_size: int) -> int:
-    """Programs that share a row in `softmax_statistics`, each of which leaves three float32 in memory."""
+    """The number of programs that share a row in `softmax_statistics`; each leaves three float32 in
+    memory."""
     return triton.cdiv(vocab_size, _TILES_PER_SPLIT * _UNROLL * _LANES)
 
 
@@ -44,10 +45,16 @@ def softmax_statistics(
     logprobs: Tensor,
     entropies: Tensor,
 ) -> None:
-    """log sum exp, log-probability of the target and entropy of every row, in nats.
+    """Log-sum-exp, log-probability of the target and entropy of every row, in nats, in one pass over the
+    products.
 
-    With m = max z, s = Σ exp(z - m) and t = Σ exp(z - m) (z - m) the entropy is log s - t / s. No term of t
-    is positive and log s is not negative: nothing cancels, however sure the model is.
+    With m = max z, s = Σ exp(z - m) and t = Σ exp(z - m) (z - m): log_z = m + log s, the log-probability is
+    z_target - m - log s, and the entropy is log s - t / s. No term of t is positive and log s is not
+    negative, so nothing cancels in the entropy, however sure the model is. (The textbook's log_z - Σ p z
+    subtracts two numbers of the logits' size from each other.)
+
+    Each row is cut into parts (`num_splits`); one kernel leaves m, s and t of every part, and a second
+    combines them.
 
     Args:
         products: [n, V] float32, rows contiguous.
@@ -88,10 +95,11 @@ def softmax_gradient(
     first_column: int,
     out: Tensor,
 ) -> None:
-    """Gradient with respect to the products, of some columns of the vocabulary.
+    """Write the gradient with respect to the products of some columns of the vocabulary.
 
-    d(logp_t)/dz_v = 1[v = t] - p_v  and  dH/dz_v = -p_v (log p_v + H), each times its row's incoming
-    gradient, and times dz/dx.
+    d(logp_t)/dz_v = 1[v = t] - p_v and dH/dz_v = -p_v (log p_v + H), each times its row's incoming gradient,
+    summed, and times dz/dx, which is `inner` or, with a soft cap, inner * outer * (1 - (z / outer)^2). As p_v
+    = exp(z_v - log_z) needs only the row's `log_z`, any columns can be done by themselves.
 
     Args:
         products: [n, columns] float32, rows contiguous: columns `first_column` on of the vocabulary.
@@ -120,7 +128,7 @@ def softmax_gradient(
 
 @triton.jit
 def _tanh(x):
-    """Off by at most 2e-7, as exact as a logit in float32 needs it."""
+    """tanh(x), off by at most 2e-7, which is as exact as a float32 logit needs it."""
     small = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -size, size)
@@ -141,10 +149,11 @@ def _reduce_split_kernel(
     products, bias, partials, stride, vocab_size, inner, outer,
     HAS_CAP: tl.constexpr, NUM_TILES: tl.constexpr, UNROLL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """m, s and t of one part of one row.
+    """Reduce one part of one row to its m, s and t (see `softmax_statistics`).
 
-    Each lane keeps its own three numbers to the end, so that no thread waits for another within the loop.
-    When m rises by d, s becomes s exp(-d) and t becomes (t - d s) exp(-d).
+    Each of the LANES columns of a tile keeps three numbers of its own to the end (`lane_max`, `lane_sum` and
+    `lane_weighted` are its m, s and t), so that no thread waits for another within the loop. When m rises by
+    d, every z - m falls by d: s becomes s exp(-d), and t becomes (t - d s) exp(-d).
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)

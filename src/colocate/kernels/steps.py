@@ -22,7 +22,7 @@ def begin_step(
     context_lens: Tensor,
     step: Tensor,
 ) -> None:
-    """Where each row's last token goes in the cache, and how much of the cache its attention reads.
+    """Write where each row's last token goes in the cache, and how much of the cache its attention reads.
 
     Args:
         positions: [B] int32, position of the token that this step runs.
@@ -76,7 +76,7 @@ def end_step(
 
     Args:
         tokens: [B] integers, just drawn.
-        logprobs: [B] float32, theirs.
+        logprobs: [B] float32, the tokens' log-probs.
         stop_token_ids: [S] int32; S may be 0.
         limits: [B] int32, tokens that the row may generate.
         last_tokens: [B] int32, becomes the token.

@@ -1,9 +1,9 @@
 """silu(x Wg^T) * (x Wu^T) in one kernel (SwiGLU, Shazeer 2020, arXiv:2002.05202).
 
 Gate and up, the widest tensors of a layer, stay in registers; after a product of their own they would be
-written, read back and multiplied by one more kernel. On compute capability 9.0, for 16-bit types. Of few rows
-the weights' way from memory is what takes time; with many rows it is the tensor cores, see
-`swiglu_many_rows.py`.
+written, read back and multiplied by one more kernel. The kernels are for compute capability 9.0 and 16-bit
+types. With few rows the time goes into loading the weights from memory (the kernel below); with many rows it
+goes into the tensor cores' products (`swiglu_many_rows.py`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from colocate.kernels.ping_pong import (
 from colocate.kernels.swiglu_many_rows import Tiling, many_rows
 
 FEW_ROWS = 64
-"""Rows of the smallest warp-group product."""
+"""The smallest warp-group product has 64 rows."""
 MIN_WAVES = 2.2
-"""Of tiles for many rows. With fewer, cuBLAS's other shapes of tiles are as good, and the kernel takes three
-seconds to compile when it is first needed."""
+"""The kernel for many rows is used from 2.2 waves of its tiles on. With fewer waves, cuBLAS is as fast with
+tiles of other shapes, and the kernel takes three seconds to compile when it is first needed."""
 MAX_X_BYTES = 25 * 2**20
-"""x is read once for every 64 columns, which is cheap as long as it stays in the L2 cache beside weights."""
+"""Most bytes of x: x is read once for every 64 columns of the output, which is cheap as long as x stays in
+the L2 cache beside the weights."""
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether `swiglu` takes these tensors, and was measured faster than two kernels (H200, 0.5 to 7 B).
+    """Whether `swiglu` can run these tensors, and was faster on an H200 (models of 0.5 to 7 B) than a matrix
+    product and a kernel for the gate.
 
     Args:
         x: [T, in].
@@ -48,7 +50,7 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
 
 
 def swiglu(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) * up, with gate, up and silu(gate) rounded to the type.
+    """silu(gate) * up, with gate, up and silu(gate) each rounded to the model's type.
 
     Args:
         x: [T, in] bfloat16 or float16, contiguous, `in` a multiple of 8.
@@ -72,7 +74,7 @@ def _tiling(x: Tensor, weight: Tensor) -> Tiling:
 
 
 def has_kernel_for(num_rows: int, tiling: Tiling) -> bool:
-    """Whether either kernel is for so many rows."""
+    """Whether one of the two kernels is made for `num_rows` rows."""
     return num_rows in (FEW_ROWS, 2 * FEW_ROWS) or is_for_many_rows(num_rows, tiling)
 
 
@@ -81,9 +83,9 @@ def is_for_many_rows(num_rows: int, tiling: Tiling) -> bool:
 
 
 def few_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
-    """`swiglu`, every program some columns of up to 64 rows; for up to 128 rows."""
+    """Write `swiglu` of up to 128 rows to `output`; a program computes some columns of up to 64 rows."""
     num_rows, width = output.shape
-    # More columns a program read x less often, fewer a program put more of them beside each other.
+    # With more columns a program, x is read less often; with fewer, more programs run beside each other.
     columns, num_stages = (32, 4) if num_rows <= FEW_ROWS else (64, 3)
     swiglu_few_rows_kernel[(triton.cdiv(num_rows, FEW_ROWS) * triton.cdiv(width, columns),)](
         TensorDescriptor.from_tensor(x, [FEW_ROWS, DEPTH]),
@@ -97,7 +99,9 @@ def few_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
 def swiglu_few_rows_kernel(
     x, weight, output, num_rows, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """Row tiles first: programs that run at the same time read the same weights."""
+    """Compute one tile [ROWS, COLUMNS] of silu(gate) * up, with gate and up as one product of 2 * COLUMNS
+    columns. Program numbers count row tiles first, so that programs that run at the same time read the same
+    weights."""
     row_tiles = tl.cdiv(num_rows, ROWS)
     first_row = tl.program_id(0) % row_tiles * ROWS
     first_column = tl.program_id(0) // row_tiles * COLUMNS

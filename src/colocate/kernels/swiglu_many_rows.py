@@ -1,8 +1,8 @@
 """SwiGLU's product for many rows; `ping_pong.py` says how its tiles are multiplied.
 
-512 rows of a Qwen2.5 1.5B have 560 tiles, on 132 multiprocessors 4.2 waves, the last one mostly idle. So
-whole waves are computed in large tiles, and the columns that are left in *narrow* ones, cut such that each
-program has one.
+For 512 rows of a Qwen2.5 1.5B there are 560 tiles: on 132 multiprocessors that is 4.2 waves, of which the
+last would leave most multiprocessors idle. So the whole waves are computed in large tiles, and the columns
+that remain in *narrow* tiles, so narrow that each program gets one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from colocate.kernels.ping_pong import (
 )
 
 COLUMN_TILE = 64
-"""Of gate, and as many of up."""
+"""Columns of the gate in a large tile, which has as many columns of up."""
 NARROW_TILES = (16, 32, 64)
 
 
@@ -39,14 +39,14 @@ class Tiling:
     """How the output's columns are divided."""
 
     num_tiles: int
-    """Large tiles."""
+    """The number of large tiles."""
     first_narrow: int
-    """Columns from here on are in narrow tiles."""
+    """The first column that is in narrow tiles; all columns after it are too."""
     narrow_columns: int
     num_narrow: int
     num_programs: int
     num_waves: float
-    """Of large tiles, if all of them were."""
+    """The number of waves if all tiles were large."""
 
     @classmethod
     def of(cls, num_rows: int, width: int, num_multiprocessors: int) -> Tiling:
@@ -129,7 +129,7 @@ def _load_tile(ring, x, weight, row, gate_row, up_row, depth, step, COLUMNS: gl.
 
 @gluon.jit
 def _multiply(ring, outputs, work, GROUP: gl.constexpr, COLUMNS: gl.constexpr, NARROW: gl.constexpr):
-    """Every second tile of the program."""
+    """Multiply and store every second tile of the program: those of warp group `GROUP`, 0 or 1."""
     output, narrow_output, results = outputs
     row_tiles, depth, num_tiles, first_narrow, num_narrow = work
     number = 0
