@@ -157,7 +157,7 @@ def build_policy(
         reference=reference,
         router_loss_coef=router_loss_coef(model, args.router_aux_loss_coef),
         remedies=[handover.take_back],
-        mark=timeline.mark,
+        mark_memory=timeline.mark,
     )
 
 

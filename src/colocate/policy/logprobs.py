@@ -150,7 +150,7 @@ def logprob_bytes(
         return max(logits * (product_bytes + dtype.itemsize), hidden_bytes)
     num_columns = _num_columns(num_tokens, vocab_size, chunk_size)
     backward_bytes = num_tokens * num_columns * (product_bytes + dtype.itemsize)
-    if _sums_apart(num_columns, vocab_size, dtype):
+    if _sums_in_float32(num_columns, vocab_size, dtype):
         backward_bytes += num_tokens * hidden_size * product_bytes
     return max(logits * product_bytes, backward_bytes)
 
@@ -167,7 +167,7 @@ def _num_columns(num_tokens: int, vocab_size: int, chunk_size: int) -> int:
     return max(columns - columns % tile, 1)
 
 
-def _sums_apart(num_columns: int, vocab_size: int, dtype: torch.dtype) -> bool:
+def _sums_in_float32(num_columns: int, vocab_size: int, dtype: torch.dtype) -> bool:
     """Whether the hidden states' gradient is a sum over chunks that its own type would round each time."""
     return num_columns < vocab_size and dtype.itemsize < 4
 
@@ -253,8 +253,8 @@ def _gradients_by_columns(
     grad_buffer = torch.empty_like(buffer, dtype=grad_dtype)
     grad_hidden = grad_weight = grad_bias = None
     if ctx.needs_input_grad[0]:
-        apart = _sums_apart(num_columns, vocab_size, hidden.dtype)
-        grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype if apart else hidden.dtype)
+        is_wide = _sums_in_float32(num_columns, vocab_size, hidden.dtype)
+        grad_hidden = torch.empty_like(hidden, dtype=log_z.dtype if is_wide else hidden.dtype)
     if ctx.needs_input_grad[1]:
         grad_weight = torch.empty_like(weight)
     if ctx.needs_input_grad[2]:

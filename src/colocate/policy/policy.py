@@ -89,7 +89,7 @@ class Policy:
         router_loss_coef: weight of a mixture of experts' load-balancing loss; 0 leaves it out.
         remedies: what makes memory free when work has run out of it; tried before the plan is made smaller
             and the work repeated.
-        mark: told what has just been launched, and what takes memory only while it runs.
+        mark_memory: told what has just been launched, and what takes memory only while it runs.
 
     Raises:
         ValueError: temperature 0, or a model that `check_trainable` refuses.
@@ -108,7 +108,7 @@ class Policy:
         reference: Reference | None = None,
         router_loss_coef: float = 0.0,
         remedies: Sequence[Remedy] = (),
-        mark: Callable[[str, str], None] = lambda name, transient: None,
+        mark_memory: Callable[[str, str], None] = lambda name, transient: None,
     ) -> None:
         if temperature <= 0:
             raise ValueError(
@@ -130,7 +130,7 @@ class Policy:
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
         self._retry = Recovery([*remedies, self._shrink_plan], OUT_OF_MEMORY_ADVICE).run
-        self._mark = mark
+        self._mark_memory = mark_memory
         self._host_activations = HostActivations()
         self._stacks: dict[str, DecoderStack] = {}
         """The last one for each use; they differ in dropout and adapters."""
@@ -165,7 +165,7 @@ class Policy:
             if self._max_grad_norm is not None and self._max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
             self._retry(self.optimizer.step)
-            self._mark("optimizer step", "workspace")
+            self._mark_memory("optimizer step", "workspace")
             self.version += 1
             self.num_skipped_updates = 0
         return UpdateResult(metrics, loss, logprobs, skipped, self._largest_microbatch)
@@ -333,7 +333,7 @@ class Policy:
         if router_loss is not None:
             loss = loss + self._weighted(router_loss, share, metrics)
         loss.backward()
-        self._mark("backward", "workspace")
+        self._mark_memory("backward", "workspace")
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
     def _weighted(self, router_loss: Tensor, share: float, metrics: Metrics) -> Tensor:
@@ -374,7 +374,7 @@ class Policy:
         self, model: nn.Module, hidden: Tensor, samples: list[Sample], *, entropy_gradient: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities and entropies of every completion, each [C], from its hidden states."""
-        self._mark("layers", "workspace")
+        self._mark_memory("layers", "workspace")
         logprobs, entropies = token_logprobs(
             hidden,
             torch.cat([sample.completion_ids for sample in samples]),
@@ -384,7 +384,7 @@ class Policy:
             entropy_gradient=entropy_gradient,
             keep_softmax=self._plan.keep_softmax,
         )
-        self._mark("log-probs", "logits")
+        self._mark_memory("log-probs", "logits")
         lengths = [len(sample.completion_ids) for sample in samples]
         return list(logprobs.split(lengths)), list(entropies.split(lengths))
 

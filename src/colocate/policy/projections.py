@@ -134,7 +134,7 @@ class Projection:
                     y[:, rows].add_(adapter.bias, alpha=adapter.scaling)
         return y
 
-    def apart(self, x: Tensor, seed: int) -> tuple[Tensor, LowRank | None]:
+    def in_two_terms(self, x: Tensor, seed: int) -> tuple[Tensor, LowRank | None]:
         """The output of `__call__` in two terms: the base product [T, out], and what adapters add, in
         factors.
 
@@ -146,7 +146,8 @@ class Projection:
         return self._base_product(x), self.low_rank(x)
 
     def low_rank(self, x: Tensor) -> LowRank | None:
-        """What the adapters add to the output for x [T, in], in factors: the second term of `apart`."""
+        """What the adapters add to the output for x [T, in], in factors: the second term of
+        `in_two_terms`."""
         if not self._is_low_rank:
             return None
         (group,) = self._groups
@@ -177,11 +178,11 @@ class Projection:
                 grad_x.addmm_(grad_reduced, group.a(grad.dtype))
         return grad_x
 
-    def input_gradient_apart(
+    def input_gradient_in_two_terms(
         self, grad: Tensor, reduced: list[Tensor], seed: int
     ) -> tuple[Tensor, LowRank | None]:
-        """The gradient of x in two terms, as `apart` gives y: dy W, and what comes through adapters, in
-        factors.
+        """The gradient of x in two terms, as `in_two_terms` gives y: dy W, and what comes through adapters,
+        in factors.
 
         Where the adapters do not allow factors, the first term is the whole gradient and the second is None.
         """

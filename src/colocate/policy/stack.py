@@ -203,7 +203,7 @@ class DecoderLayer:
         y = torch.empty_like(x)
         for tile, slot in context.mlp_tiles():
             normed = operations.rms_norm(x_mid[tile], self._mlp_norm, self._eps)
-            gate_up, low_rank = self._gate_up.apart(normed, context.seed_of(slot))
+            gate_up, low_rank = self._gate_up.in_two_terms(normed, context.seed_of(slot))
             if context.policy == "keep":
                 kept += (gate_up,)  # without what adapters add to it
             activated = operations.gate(self._activation, gate_up, low_rank)
@@ -276,9 +276,9 @@ class DecoderLayer:
             if kept:
                 gate_up, low_rank = kept[0], self._gate_up.low_rank(normed)
             else:
-                gate_up, low_rank = self._gate_up.apart(normed, context.seed_of(slot))
+                gate_up, low_rank = self._gate_up.in_two_terms(normed, context.seed_of(slot))
             reduced = self._down.reduced_gradients(grad[tile])
-            grad_activated, grad_low_rank = self._down.input_gradient_apart(
+            grad_activated, grad_low_rank = self._down.input_gradient_in_two_terms(
                 grad[tile], reduced, context.seed_of(slot + 1)
             )
             grad_gate_up, activated = operations.gate_backward(
