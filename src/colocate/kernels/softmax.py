@@ -98,8 +98,8 @@ def softmax_gradient(
     """Write the gradient with respect to the products of some columns of the vocabulary.
 
     d(logp_t)/dz_v = 1[v = t] - p_v and dH/dz_v = -p_v (log p_v + H), each times its row's incoming gradient,
-    summed, and times dz/dx, which is `inner` or, with a soft cap, inner * outer * (1 - (z / outer)^2). As p_v
-    = exp(z_v - log_z) needs only the row's `log_z`, any columns can be done by themselves.
+    summed, and times dz/dx, which is `inner` or, with a soft cap, inner * outer * (1 - (z / outer)^2). As
+    p_v = exp(z_v - log_z) needs only the row's `log_z`, any columns can be done by themselves.
 
     Args:
         products: [n, columns] float32, rows contiguous: columns `first_column` on of the vocabulary.

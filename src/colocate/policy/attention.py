@@ -5,8 +5,8 @@ log-sum-exps. The backward pass needs no merging: with P = exp(S - lse) and the 
 log-sum-exp, each part's gradients are those of its own keys (FlashAttention-2, arXiv:2307.08691, algorithm 2,
 in which keys are visited block by block: a part is a block).
 
-On CUDA in half precision the parts run through cuDNN where it can be called (`cudnn_attention`), else
-through the FlashAttention kernels that PyTorch brings; both take runs of different lengths as they are.
+On CUDA in half precision the parts run through cuDNN where it can be called (`cudnn_attention`), else through
+the FlashAttention kernels that PyTorch brings; both accept runs of different lengths without padding.
 Elsewhere they run through matrix products on padded batches of runs.
 """
 
@@ -23,7 +23,7 @@ from colocate.policy.operations import merge_attention
 from colocate.policy.pack import Pack, Runs
 
 _MAX_SCORES = 2**25
-"""Entries of one padded batch of scores; 128 MiB in float32."""
+"""The most scores that one padded batch may have: 128 MiB of them in float32."""
 
 
 def attention(
@@ -66,7 +66,7 @@ def attention_backward(
     """Gradients with respect to q, k and v of `attention`, whose results are `out` and `lse`.
 
     Args:
-        grad: [T, H, D], of the output.
+        grad: [T, H, D], the gradient of the output `out`.
     """
     grad_q, grad_k, grad_v = _backward(grad, q, k, v, out, lse, pack.own, scale, window)
     if pack.to_prompts is not None:
@@ -163,7 +163,8 @@ def _plain_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K, dK = scale dS^T Q."""
+    """Gradients with P = exp(scale Q K^T - lse): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)),
+    dQ = scale dS K, dK = scale dS^T Q."""
     num_heads, num_kv_heads = q.shape[1], k.shape[1]
     wide = lse.dtype
     grad_q = torch.zeros_like(q, dtype=wide)
@@ -188,8 +189,8 @@ def _plain_backward(
 def _padded_batches(
     runs: Runs, num_heads: int, window: int | None, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Batches of runs of like length: token indices [n, Lq] and [n, Lk], -1 for padding, and which keys a
-    query sees, [n, 1, Lq, Lk]."""
+    """Batches of n runs of similar lengths: the token indices of their queries [n, Lq] and keys [n, Lk], -1
+    for padding, and the mask [n, 1, Lq, Lk] of the keys that each query sees."""
     queries, keys = _starts(runs.query_lengths), _starts(runs.key_lengths)
     order = sorted(range(len(queries)), key=lambda n: (runs.query_lengths[n], runs.key_lengths[n]))
     while order:

@@ -29,17 +29,18 @@ _TILE_TOKENS = 128
 
 
 def has_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether `forward` and `backward` take tensors like these."""
+    """Whether `forward` and `backward` can run tensors of this type and head size on this device."""
     return device.type == "cuda" and why_not_cudnn(device, dtype, head_size) is None
 
 
 def hopper_has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether a Hopper GPU's `forward` and `backward` take tensors like these; asked also where none is."""
+    """Whether a Hopper GPU could run `forward` and `backward` on such tensors; may be asked where there is
+    none."""
     return _why_not_on_hopper(dtype, head_size) is None
 
 
 def why_not_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-    """Why `forward` and `backward` do not take tensors like these on a GPU; None: they do."""
+    """Why `forward` and `backward` cannot run such tensors on this GPU; None: they can."""
     return _why_not_on_hopper(dtype, head_size) if _is_hopper(device) else "cuDNN's is for H100 and H200"
 
 
@@ -68,10 +69,11 @@ def _is_installed() -> bool:
 def workspace_bytes(
     num_heads: int, num_kv_heads: int, head_size: int, num_queries: int, num_keys: int
 ) -> int:
-    """Bytes that `backward` takes beside its results, for `num_queries` and `num_keys` tokens over all runs.
+    """Bytes of workspace that `backward` needs beside its results, for `num_queries` and `num_keys` tokens
+    over all runs.
 
-    They hold the gradient of q in float32, one number per query and head and, with grouped queries, the
-    gradients of k and v for each query head.
+    The workspace holds the gradient of q in float32, one number per query and head and, with grouped queries,
+    the gradients of k and v for each query head.
     """
     values = _bound(num_queries) + (2 * _bound(num_keys) if num_kv_heads < num_heads else 0)
     return 4 * num_heads * (head_size * values + _bound(num_queries))
@@ -98,10 +100,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> tuple[
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, runs: Runs, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v.
+    """Gradients of q, k and v in `forward`.
 
-    `out` and `lse` may come from attention over more keys than k has: then the gradients are what the keys in
-    k contribute.
+    `out` and `lse` may come from attention over more keys than `k` holds: then the gradients are what the
+    keys in `k` contribute.
 
     Args:
         grad, q, out: [T, H, D]; k, v: [S, K, D]; lse: [H, T] float32.
@@ -127,7 +129,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 class _Uid(IntEnum):
-    """Tensors of a graph."""
+    """The numbers by which a graph names its tensors."""
 
     Q = 1
     K = 2
@@ -141,15 +143,15 @@ class _Uid(IntEnum):
     QUERY_LENGTHS = 10
     KEY_LENGTHS = 11
     QUERY_STARTS = 12
-    """Where each run begins in q, out and their gradients, counted in values. `KEY_STARTS` says it for k and
-    v, `LSE_STARTS` for the log-sum-exps."""
+    """Where each run begins in q, out and their gradients, counted in values. `KEY_STARTS` says where it
+    begins in k and v, `LSE_STARTS` in the log-sum-exps."""
     KEY_STARTS = 13
     LSE_STARTS = 14
 
 
 @dataclass(frozen=True)
 class _Case:
-    """What a graph is compiled for."""
+    """The tensors and the bounds on their sizes that a graph is compiled for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -177,8 +179,8 @@ class _Case:
 
 
 def _bound(num_tokens: int) -> int:
-    """The number of tokens, rounded up, that a graph is made for. Steps are fine, as workspaces have this
-    size."""
+    """The number of tokens, rounded up, that a graph is made for. It is rounded in fine steps because
+    workspaces have this size."""
     return _rounded_up(num_tokens, 16, _TILE_TOKENS)
 
 
@@ -195,7 +197,7 @@ class _Graph:
 
 
 class _Nodes:
-    """The tensors of a graph in the making."""
+    """A graph in the making, with its input and output tensors."""
 
     def __init__(self, case: _Case) -> None:
         import cudnn
@@ -223,7 +225,7 @@ class _Nodes:
         }
 
     def options(self) -> dict[str, Any]:
-        """What forward and backward have in common."""
+        """The options that the forward and the backward operation have in common."""
         bounds = {}
         if self._case.is_causal:
             alignment = self._cudnn.diagonal_alignment.TOP_LEFT
@@ -256,7 +258,8 @@ class _Nodes:
         return _Graph(self.graph, self.graph.get_workspace_size())
 
     def _layout(self, uid: _Uid) -> tuple[list[int], list[int], Any, Any]:
-        """Sizes and strides as [runs, heads, tokens, values]: packed, token by token."""
+        """A tensor's sizes and strides as [runs, heads, tokens, values], packed token by token, where its
+        runs begin, and its type."""
         case = self._case
         tokens, heads, width, starts = case.max_queries, case.num_heads, case.head_size, _Uid.QUERY_STARTS
         dtype = self._dtype
@@ -315,11 +318,12 @@ def _handle(device: torch.device) -> Any:
 
 
 _integers_of: WeakKeyDictionary[Runs, dict[_Case, dict[_Uid, Tensor]]] = WeakKeyDictionary()
-"""All layers of a pack ask for the same ones."""
+"""The begins and lengths of a pack's runs, made once: every layer asks for the same ones."""
 
 
 def _integers(runs: Runs, case: _Case) -> dict[_Uid, Tensor]:
-    """Where runs begin and how long they are. Those that `max_runs` has and the pack has not are empty."""
+    """Where the runs begin and how long they are. A graph is made for `max_runs`; runs beyond the pack's own
+    are empty."""
     of_case = _integers_of.setdefault(runs, {})
     if case not in of_case:
         num_empty = case.max_runs - len(runs.query_lengths)

@@ -31,22 +31,26 @@ from colocate.policy.stack import MLP_TILE_TOKENS
 from colocate.weights.shapes import ModelShapes
 
 OFFLOAD_SLOWDOWN = 1.02
-"""Time of "offload" over that of "full": copies run beside other work and take some memory bandwidth."""
+"""The time of a step with "offload" over its time with "full": copies run beside other work and take some of
+its memory bandwidth."""
 
 _INPUTS_IN_FLIGHT = 2
-"""Layers whose inputs are on the device under "offload": one in use and one on its way."""
+"""The number of layers whose inputs are on the device under "offload": one in use and one on its way."""
 _SAMPLE_BYTES = 32
-"""A token of a step's samples: its id, mask, and log-probs of rollout, old policy, reference and new."""
+"""Bytes of one token of a step's samples: its id, its mask, and its log-probs under rollout engine, old
+policy, reference and new policy."""
 _PACK_BYTES = 32
-"""A token of a micro-batch: id and position, the index of what it predicts, and the loss's numbers."""
+"""Bytes of one token of a micro-batch: its id and position, the index of what it predicts, and the loss's
+numbers."""
 
 
 # ── The optimizer ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _moments(count: int, *, is_8bit: bool = False) -> Callable[[int], int]:
-    """Bytes of so many moments for a tensor of n elements: float32, or a byte per element and for each block
-    of 256 its largest value in float32 (arXiv:2110.02861, section 2).
+    """A function that gives the bytes of `count` moments for a tensor of n elements: float32, or with
+    `is_8bit` a byte per element and, for each block of 256, its largest value in float32 (arXiv:2110.02861,
+    section 2).
 
     bitsandbytes leaves tensors of fewer than 4,096 elements in float32.
     """
@@ -62,11 +66,13 @@ MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
     "ademamix": _moments(3),
     "ademamix_8bit": _moments(3, is_8bit=True),
 }
-"""Optimizer state of one trained tensor, by its number of elements."""
+"""For each value of `optim`, a function from a trained tensor's number of elements to the bytes of its
+optimizer state."""
 
 
 def optimizer_rows(shapes: ModelShapes, workload: Workload, phase: Phase) -> list[Row]:
-    """Masters and moments: resident, or there in training only if they are on the host in rollout."""
+    """Rows for masters and moments, in `phase`: "resident", or "train" if they are on the host during
+    rollouts."""
     trained, rows = shapes.num_trained, []
     if workload.parameter_dtype.itemsize < 4 and not shapes.has_adapters:
         rows.append(Row("float32 masters", phase, trained * 4, f"{trained:,} trained × 4 B"))
@@ -80,16 +86,17 @@ def optimizer_rows(shapes: ModelShapes, workload: Workload, phase: Phase) -> lis
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What a micro-batch of some budget holds."""
+    """The numbers of tokens in a micro-batch."""
 
     num_tokens: int  # T
     num_predicted: int  # N
     num_shared: int
-    """Tokens of prompts that several completions share."""
+    """The number of tokens in prompts that several completions share."""
 
     @classmethod
     def of(cls, workload: Workload, budget: int) -> Microbatch:
-        """The fullest that the budget allows, of the workload's longest sequences."""
+        """The fullest micro-batch that a budget of `budget` tokens allows, made of the workload's longest
+        sequences."""
         prompt, completion = workload.prompt_tokens, workload.completion_tokens
         num_tokens = min(max(budget, workload.max_sequence_length), workload.step_tokens)
         members = 1
@@ -105,7 +112,7 @@ class Microbatch:
 
 
 def kept_bytes_per_token(shapes: ModelShapes, dtype: torch.dtype, policy: ActivationPolicy) -> int:
-    """What one layer keeps for its backward pass on the device (`colocate.policy.stack`)."""
+    """Bytes per token that one layer keeps on the device for its backward pass (`colocate.policy.stack`)."""
     b, h = dtype.itemsize, shapes.hidden_size
     if policy == "offload":
         return 0
@@ -119,9 +126,9 @@ def kept_bytes_per_token(shapes: ModelShapes, dtype: torch.dtype, policy: Activa
 def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy) -> float:
     """Operations of a training step per token, recomputation included.
 
-    In a sequence of c tokens, forward: 2 per weight and 2 · L · H · D · c for causal attention; backward:
-    twice that for the weights (once, if they are frozen) and 2.5 times for attention (FlashAttention-2,
-    arXiv:2307.08691, section 4.1).
+    In a sequence of c tokens, the forward pass has 2 operations per weight and 2 · L · H · D · c for causal
+    attention; the backward pass has twice as many as the forward pass for the weights (once as many, if they
+    are frozen) and 2.5 times as many for attention (FlashAttention-2, arXiv:2307.08691, section 4.1).
     """
     weights = shapes.num_projection_weights + shapes.num_head_weights
     attention = 2 * shapes.num_layers * shapes.q_size * workload.max_sequence_length
@@ -135,7 +142,7 @@ def train_flops_per_token(shapes: ModelShapes, workload: Workload, policy: Activ
 
 
 def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list[Row]:
-    """All of training: rows of the whole phase, and those of each moment."""
+    """Every row of training: rows that last for the whole phase, and the rows of each moment."""
     microbatch = Microbatch.of(workload, plan.budget(workload.max_sequence_length))
     num_packed, b = microbatch.num_tokens, workload.parameter_dtype.itemsize
     tokens = workload.num_step_sequences * workload.max_sequence_length
@@ -203,8 +210,13 @@ def _head_gradient_row(moment: Moment, shapes: ModelShapes, b: int) -> Row:
 def _layer_rows(
     shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch
 ) -> list[Row]:
-    """One layer's backward pass. With one micro-batch gradients appear as kept activations go, so that the
-    peak is at one of the two ends; later micro-batches find all gradients there."""
+    """Rows of the moment "layer": one layer's backward pass, beside the gradients made so far and the
+    activations that layers still keep.
+
+    In a step of one micro-batch gradients appear as kept activations go, so that the sum of the two is
+    largest at one of the two ends: at the last layer, whose backward pass comes first, or at the first layer.
+    From the second micro-batch on all gradients are there from the beginning.
+    """
     tokens, trained = microbatch.num_tokens, shapes.num_trained
     head = shapes.num_head_weights if head_is_trained(shapes) else 0
     ends = [(trained, shapes.num_layers)]
@@ -228,8 +240,12 @@ def _layer_rows(
 def _layer_backward_bytes(
     shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, microbatch: Microbatch
 ) -> int:
-    """A bound of what `DecoderLayer.backward` takes beside what the layer keeps, at its widest: in the MLP's
-    activation function or the products beside it, in attention, or in the products of q, k and v."""
+    """An upper bound of the bytes that `DecoderLayer.backward` allocates beside what the layer keeps.
+
+    It is `base`, which is there throughout, and the widest of three places that the backward pass goes
+    through one after the other: the MLP (its activation function or the products beside it), attention, and
+    the products of q, k and v. The terms of the sums below are tensors of `DecoderLayer.backward`.
+    """
     b, h, i, q, kv = (
         workload.parameter_dtype.itemsize, shapes.hidden_size, shapes.mlp_size, shapes.q_size, shapes.kv_size
     )  # fmt: skip
@@ -240,7 +256,8 @@ def _layer_backward_bytes(
     if policy in ("full", "offload"):
         # q/k/v, attention's output, its log-sum-exps and the MLP's input are made again.
         base += tokens * (b * (shapes.qkv_size + q + h) + 4 * shapes.num_heads)
-    # Recomputed, the MLP's are made a tile at a time: the first is the fullest, the second finds gradients.
+    # A recomputed MLP runs tile by tile: the first tile is the fullest, the second finds the first one's
+    # gradients.
     tile = tokens if policy == "keep" else min(tokens, MLP_TILE_TOKENS)
     later = min(tokens - tile, tile)
     gradients = earlier = in_products = unpacked = 0
@@ -258,7 +275,7 @@ def _layer_backward_bytes(
         for t, found in ((tile, 0), (later, earlier))
     )
     workspace = _attention_workspace_bytes(shapes, workload, tokens, tokens)
-    if shared:  # prompts apart, what they have in the gradients of q, k and v, and log-sum-exps
+    if shared:  # attention to shared prompts: its output and log-sum-exps, and its gradients of k and v
         apart = (tokens - shared) * (b * q + 4 * shapes.num_heads) + shared * b * 2 * kv
         apart += _attention_workspace_bytes(shapes, workload, tokens - shared, shared)
         workspace = max(workspace, apart)
@@ -273,12 +290,12 @@ def _layer_backward_bytes(
 def _attention_workspace_bytes(
     shapes: ModelShapes, workload: Workload, num_queries: int, num_keys: int
 ) -> int:
-    """What attention's backward pass takes for itself."""
+    """Bytes of workspace that attention's backward pass allocates beside its results."""
     b, heads, kv_heads, size = (
         workload.parameter_dtype.itemsize, shapes.num_heads, shapes.num_kv_heads, shapes.head_size
     )  # fmt: skip
     if workload.has_cudnn:
-        # It wants v apart from q and k, beside which it lies.
+        # cuDNN wants v contiguous: a copy, since v lies beside q and k.
         return num_keys * b * shapes.kv_size + workspace_bytes(heads, kv_heads, size, num_queries, num_keys)
     # FlashAttention: the gradient of q in float32, a float32 per head and token, and with grouped queries the
     # gradients of k and v per query head.

@@ -14,7 +14,8 @@ from colocate.weights.layouts import body, causal_lm
 
 
 def padded_hidden_states(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:
-    """Last hidden states at the positions that predict completion tokens, by a right-padded batch.
+    """The last hidden states at the positions that predict completion tokens, computed in a right-padded
+    batch.
 
     Returns:
         [N, hidden] with N completion tokens, sample after sample.
@@ -57,11 +58,12 @@ def _predicting(states: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 @torch.no_grad()
 def check_causal(model: torch.nn.Module) -> None:
-    """Change what follows four tokens and see that their hidden states stay.
+    """Refuse a model that is not causal: change what follows four tokens, and see whether their hidden states
+    change.
 
     Raises:
-        ValueError: they change: a token's log-probability would depend on the tokens that come after it, and
-            by a forward pass of the whole sequence the model would see what it is asked to predict.
+        ValueError: they change, so a token's log-probability would depend on the tokens that come after it:
+            in a forward pass of the whole sequence the model would see what it is asked to predict.
     """
     lm = causal_lm(model)
     num_rows = len(lm.get_input_embeddings().weight)

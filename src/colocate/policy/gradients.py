@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 BUCKET_BYTES = 64 * 2**20
-"""Large enough that bandwidth counts and not latency, small enough to be no second set of gradients."""
+"""Bytes that are reduced at a time: large enough that bandwidth counts and not latency, small enough that the
+copy is no second set of gradients."""
 
 
 def is_distributed() -> bool:

@@ -1,8 +1,8 @@
-"""Activations in pinned host memory between a layer's forward and its backward.
+"""Activations kept in pinned host memory between a layer's forward and its backward pass.
 
-A layer's input is h values a token and the layer's work 24 h^2 and more operations a token: for h = 4,096 a
-GPU computes for longer than PCI Express needs for the copy, by a factor of 5 and more, so copies on a stream
-of their own cost no time as long as they are asked for one layer ahead.
+A layer's input has h values a token, and the layer does at least 24 h^2 operations a token: for h = 4,096 a
+GPU computes at least five times as long as PCI Express needs for the copy. So copies on a stream of their own
+cost no time, as long as they are asked for one layer ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class HostActivations:
         self._stream: torch.cuda.Stream | None = None
 
     def clear(self) -> None:
-        """Forget what is stored: a backward pass that would have taken it has failed."""
+        """Forget all stored tensors, for when the backward pass that would have taken them has failed."""
         self._stored.clear()
         self._coming.clear()
 
@@ -42,7 +42,7 @@ class HostActivations:
         self._stored[number] = stored
 
     def take(self, number: int) -> Tensor:
-        """The tensor back on its device; the one before it begins to come."""
+        """Return tensor `number` on its device, and start to copy back the tensor before it."""
         if self._stream is None:
             return self._stored.pop(number)
         self._fetch(number)

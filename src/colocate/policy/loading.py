@@ -1,4 +1,4 @@
-"""A model and a tokenizer that are ready to be trained."""
+"""Loading a model and a tokenizer, and making them ready to be trained."""
 
 from __future__ import annotations
 
@@ -86,9 +86,10 @@ def load_model(
 ) -> PreTrainedModel | PeftModel:
     """A causal language model by Hub id or path, or the object given.
 
-    With `bf16` a model loads in its checkpoint's own precision, since `cast_to_bf16` keeps what is finer;
-    without, in `model_init_kwargs["dtype"]` or, as TRL does, float32. A checkpoint that holds more than a
-    language model is loaded whole, so that it can be saved whole.
+    With `bf16` a model loads in its checkpoint's own precision, since `cast_to_bf16` keeps weights that are
+    finer than bf16 for the masters; without `bf16` it loads in `model_init_kwargs["dtype"]` or, as in TRL,
+    float32. A checkpoint that holds more than a language model is loaded whole, so that it can be saved
+    whole.
 
     Raises:
         ValueError: an unknown dtype, `model_init_kwargs` together with a model object, or a checkpoint of
@@ -125,16 +126,16 @@ _CONFIG_OPTIONS = (
     *("trust_remote_code", "revision", "code_revision", "subfolder", "token"),
     *("cache_dir", "force_download", "local_files_only"),
 )
-"""What of `from_pretrained`'s arguments says where a checkpoint's configuration is."""
+"""The arguments of `from_pretrained` that say where a checkpoint's configuration is found."""
 
 
 def _class_for(
     name: str, kwargs: Mapping[str, Any]
 ) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The class that loads all of a checkpoint.
+    """The class that loads the whole checkpoint.
 
-    Of a vision-language model `AutoModelForCausalLM` may load the text part only (Qwen3.5, Llama 4): what is
-    saved after training would be another, smaller model.
+    For a vision-language model `AutoModelForCausalLM` may load the text part only (Qwen3.5, Llama 4); then
+    another, smaller model would be saved after training.
     """
     config = kwargs.get("config")
     if config is None:
@@ -169,8 +170,8 @@ def _why_no_causal_lm(name: str, config: PretrainedConfig) -> str:
 
 
 def freeze_what_text_does_not_reach(model: PreTrainedModel | PeftModel) -> None:
-    """Freeze the vision tower and the like: without images they have no gradient, so moments and masters of
-    theirs would be memory for nothing, and weight decay would shrink them."""
+    """Freeze the vision tower and other parts that text does not reach: without images they have no gradient,
+    so their moments and masters would be memory for nothing, and weight decay would shrink them."""
     if hasattr(model, "peft_config") or model.config.get_text_config() is model.config:
         return
     text_modules = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
@@ -189,8 +190,9 @@ def freeze_what_text_does_not_reach(model: PreTrainedModel | PeftModel) -> None:
 def cast_to_bf16(model: nn.Module) -> dict[str, Tensor]:
     """Make the parameters bf16, in place, and return the trainable ones in fp32 for the optimizer's masters.
 
-    The adapters of PEFT stay as they are: PEFT keeps them in fp32 over a bf16 model. So do quantized weights,
-    and buffers such as the rotary frequencies, which lose positions in bf16.
+    Three kinds of tensors stay as they are: PEFT's adapters, which PEFT keeps in fp32 over a bf16 model;
+    quantized weights; and buffers such as the rotary frequencies, which in bf16 could not tell positions
+    apart.
     """
     adapters = {id(p) for p in _adapter_parameters(model)}
     originals = {}
@@ -243,7 +245,7 @@ def add_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig) -> 
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """No dropout anywhere, attention's included, so that policy and rollout log-probabilities agree."""
+    """Turn off all dropout, attention's included, so that policy and rollout log-probabilities agree."""
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
@@ -256,9 +258,10 @@ def disable_dropout(model: nn.Module) -> None:
 def enable_gradient_checkpointing(
     model: PreTrainedModel | PeftModel, kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """Recompute activations in backward. Without re-entrant autograd, unless `kwargs` asks for it.
+    """Have the model recompute activations in its backward pass, without re-entrant autograd unless `kwargs`
+    asks for it.
 
-    An architecture that cannot keeps them all, and a line says so.
+    An architecture that does not support this keeps all its activations, and a log line says so.
     """
     if not causal_lm(model).supports_gradient_checkpointing:
         logger.warning(
@@ -301,9 +304,9 @@ def load_tokenizer(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> None:
-    """Raises ValueError if the tokenizer can produce an id that the embedding has no row for.
+    """Raise ValueError if the tokenizer can produce an id that the embedding has no row for.
 
-    An embedding that is larger is fine: it is often rounded up for the hardware.
+    An embedding with more rows than the tokenizer has ids is fine: it is often rounded up for the hardware.
     """
     largest = max(tokenizer.get_vocab().values())
     rows = len(causal_lm(model).get_input_embeddings().weight)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Log-probabilities and entropies of tokens from hidden states, without ever holding [N, V] logits.
 
-With V = 152k the logits of 16k tokens are 10 GB in fp32, more than the model. They are made in chunks and
-made again in backward; the extra matrix product is a few per cent of a step.
+With V = 152k the logits of 16k tokens are 10 GB in fp32, more than the model. So they are made in chunks, of
+which only a few numbers per token are kept, and made again in the backward pass; the extra matrix product is
+a few per cent of a step.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from colocate.policy.products import multiply, wide_product
 from colocate.weights.layouts import body, causal_lm
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names of the soft cap in Gemma's, RecurrentGemma's and xLSTM's configurations."""
+"""The names that the soft cap has in Gemma's, RecurrentGemma's and xLSTM's configurations."""
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """logits = cap(scale * (weight @ h + bias)), with cap(x) = softcap * tanh(x / softcap)."""
+    """What makes logits of a hidden state h: cap(scale * (weight @ h + bias)), with
+    cap(x) = softcap * tanh(x / softcap)."""
 
     weight: Tensor  # [V, hidden]
     bias: Tensor | None = None  # [V]
@@ -33,7 +35,7 @@ class OutputHead:
 
 
 def output_head(model: torch.nn.Module) -> OutputHead:
-    """The head as it is now: with PEFT, which weights are active depends on the adapter.
+    """The model's head as it is now; with PEFT, the adapter decides which of its weights are active.
 
     Raises:
         ValueError: the head carries an adapter of its own, or there is none.
@@ -70,9 +72,10 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution softmax(logits / temperature).
 
-    Differentiable with respect to `hidden`, `head.weight` and `head.bias`. The softmax is in fp32 whatever
-    the inputs are; the logits of `chunk_size` tokens, or as many numbers, exist at a time. Matrix products of
-    hidden states with the head, one of them being 2 · N · hidden · V operations, forward and backward:
+    The results are differentiable with respect to `hidden`, `head.weight` and `head.bias`. The softmax is in
+    fp32 whatever the inputs are, and no more logits than those of `chunk_size` tokens exist at a time. The
+    cost is counted in matrix products of the size hidden states times head, 2 · N · hidden · V operations
+    each, forward + backward:
 
         trained head                              1 + 3   logits; logits again, gradients of both factors
         trained head, `keep_softmax`              2 + 1   2 · N · V bytes (of bf16) from forward to backward
@@ -81,10 +84,11 @@ def token_logprobs(
 
     Args:
         hidden: [N, hidden]; targets: [N] int64.
-        chunk_size: see `logprob_bytes`. Changes time and memory, and the result by rounding at most.
+        chunk_size: tokens whose logits exist at a time (see `logprob_bytes`). It changes time and memory, and
+            the result by rounding at most.
         entropy_gradient: whether the entropies are differentiable, which makes the backward pass longer.
-        keep_softmax: keep what the gradient needs of the softmax, in the inputs' dtype, for a trained head.
-            Without effect where the head is frozen or the entropies are differentiable.
+        keep_softmax: for a trained head, keep the logits' gradient [N, V], in the inputs' dtype, from forward
+            to backward. It has no effect where the head is frozen or the entropies are differentiable.
 
     Returns:
         log-probabilities [N] and entropies [N] in nats, float32 (float64 for float64 inputs).
@@ -100,8 +104,9 @@ def token_logprobs(
 
 
 Mode = Literal["later", "at_once", "kept"]
-"""When the gradient of the logits is made: in backward; in forward, for the hidden states only; in forward,
-and kept for the head's gradient."""
+"""When the gradient of the logits is made. "later": in the backward pass. "at_once": in the forward pass, for
+the hidden states' gradient only (a frozen head). "kept": in the forward pass, and kept for the head's
+gradient."""
 
 
 def _mode(trains_head: bool, entropy_gradient: bool, keep_softmax: bool) -> Mode:
@@ -121,10 +126,11 @@ def logprob_bytes(
     entropy_gradient: bool = False,
     keep_softmax: bool = False,
 ) -> int:
-    """What `token_logprobs` takes at its peak on a GPU, forward or backward, in bytes.
+    """Bytes that `token_logprobs` allocates at its peak on a GPU, forward or backward.
 
-    Beside inputs, outputs and their gradients (hidden states [N, hidden], the head's if it is trained), a few
-    numbers per token, and what the allocator rounds up. With b bytes of `dtype` and C = min(chunk, N):
+    Not counted are its inputs, its outputs and their gradients (those of the hidden states [N, hidden], and
+    of the head if it is trained), a few numbers per token, and what the allocator rounds up. With b bytes of
+    `dtype` and C = min(chunk, N):
 
         forward     4 · C · V of logits, + b · C · V of their gradient if it is made at once
         backward    (4 + b) · C · V, + 4 · N · hidden to sum the hidden states' gradient in fp32;
@@ -133,8 +139,8 @@ def logprob_bytes(
 
     Args:
         num_tokens: N; hidden_size, vocab_size: the head's shape.
-        dtype: of hidden states and head.
-        trains_head: whether head's weight or bias is trained.
+        dtype: type of hidden states and head.
+        trains_head: whether the head's weight or bias is trained.
         chunk_size, entropy_gradient, keep_softmax: as passed to `token_logprobs`.
     """
     mode = _mode(trains_head, entropy_gradient, keep_softmax)
@@ -156,9 +162,11 @@ def logprob_bytes(
 
 
 def _num_columns(num_tokens: int, vocab_size: int, chunk_size: int) -> int:
-    """Columns of the vocabulary whose logits, for all tokens, are as many numbers as a chunk's.
+    """The number of vocabulary columns whose logits for all tokens are as many numbers as the logits of
+    `chunk_size` tokens for all columns.
 
-    In whole tiles of the matrix products where there are any, else at least in whole vectors of 16 bytes.
+    It is rounded down to whole tiles of the matrix products (128 columns), or, if there is not one tile, to
+    whole vectors of 16 bytes.
     """
     columns = chunk_size * vocab_size // max(num_tokens, 1)
     if columns >= vocab_size:
@@ -168,7 +176,8 @@ def _num_columns(num_tokens: int, vocab_size: int, chunk_size: int) -> int:
 
 
 def _sums_in_float32(num_columns: int, vocab_size: int, dtype: torch.dtype) -> bool:
-    """Whether the hidden states' gradient is a sum over chunks that its own type would round each time."""
+    """Whether the hidden states' gradient must be summed in float32: it is a sum over chunks, which a type of
+    less than four bytes would round at every chunk."""
     return num_columns < vocab_size and dtype.itemsize < 4
 
 
@@ -180,7 +189,8 @@ class _TokenLogprobs(torch.autograd.Function):
         num_tokens, num_rows = len(hidden), min(chunk_size, len(hidden))
         logprobs = torch.empty(num_tokens, dtype=dtype, device=hidden.device)
         log_z, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        # One buffer for all: while a chunk's logits are made, the name would hold the last chunk's still.
+        # One buffer for all chunks: a new tensor per chunk would be made while its name still held the
+        # previous chunk's logits, so that two would exist at a time.
         buffer = torch.empty(num_rows, len(weight), dtype=dtype, device=hidden.device)
         unscaled = torch.empty_like(hidden) if mode != "later" else None
         softmax = None
@@ -238,12 +248,15 @@ class _TokenLogprobs(torch.autograd.Function):
 def _gradients_by_columns(
     ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden states, weight and bias, with the logits made again.
+    """Gradients of hidden states [N, hidden], weight [V, hidden] and bias [V], with the logits made again.
 
-    Chunks are columns of the vocabulary here, for which log_z of the whole rows is known: the head's gradient
-    comes out one finished piece after the other, and what is summed over chunks is the hidden states'
-    gradient. By rows it would be the other way round, and to read and write [V, hidden] in float32 for every
-    chunk takes as long as a third of its matrix products (V = 152k, 1024 rows).
+    The forward pass cuts the logits [N, V] into chunks of rows, since a softmax needs whole rows. The
+    backward pass cuts them into chunks of columns: `log_z` of every row is known by then, so p_v = exp(z_v -
+    log_z) needs no other column. With x = hidden @ weight^T and d_x its gradient, d_hidden = d_x @ weight
+    sums over the columns and d_weight = d_x^T @ hidden over the rows. Cut by columns, the head's gradient
+    therefore comes out one finished piece after the other, and only the hidden states' gradient is summed
+    over chunks. Cut by rows, the head's gradient would be the sum: reading and writing [V, hidden] in float32
+    for every chunk takes as long as a third of the chunk's matrix products (V = 152k, 1,024 rows).
     """
     hidden, weight, targets, log_z, entropies, _, _ = ctx.saved_tensors
     head, (num_tokens, vocab_size) = ctx.head, (len(hidden), len(weight))
@@ -278,7 +291,8 @@ def _gradients_by_columns(
 
 @dataclass(frozen=True)
 class _Logits:
-    """Logits z of some tokens and columns, as products x of hidden states and head from which they follow.
+    """The logits z of some tokens and columns, held as the products x = hidden @ weight^T from which they
+    follow.
 
     z = inner * (x + bias), or with a soft cap z = outer * tanh(inner * (x + bias)).
     """
@@ -308,7 +322,7 @@ class _Logits:
         return cls(products, targets, bias, inner, outer, log_z, columns.start)
 
     def statistics(self, logprobs: Tensor, entropies: Tensor) -> None:
-        """Write log_z, log-probability and entropy, [n] each, of whole rows."""
+        """Write log_z, log-probability and entropy, [n] each; the logits must be whole rows."""
         if _runs_kernels(self.products):
             from colocate.kernels.softmax import softmax_statistics
 
@@ -328,7 +342,7 @@ class _Logits:
         entropies: Tensor | None,
         out: Tensor,
     ) -> None:
-        """Write the gradient with respect to the products, [n, columns].
+        """Write the gradient with respect to the products x, [n, columns], to `out`.
 
         d(logp_t)/dz_v = 1[v = t] - p_v;  dH/dz_v = -p_v (log p_v + H);  dz/dx = inner, or with a soft cap
         inner * outer * (1 - (z / outer)^2).
@@ -364,13 +378,14 @@ class _Logits:
         return self.products, self.targets, self.bias, self.inner, self.outer
 
     def values(self) -> Tensor:
-        """z, [n, columns]."""
+        """The logits z, [n, columns]."""
         x = self.products if self.bias is None else self.products + self.bias
         return x * self.inner if self.outer is None else (x * self.inner).tanh_() * self.outer
 
 
 def _runs_kernels(products: Tensor) -> bool:
-    """Triton writes bfloat16 from compute capability 8.0 on."""
+    """Whether the softmax kernels run on this device: Triton writes bfloat16 from compute capability 8.0
+    on."""
     return (
         products.is_cuda
         and products.dtype == torch.float32
@@ -379,7 +394,7 @@ def _runs_kernels(products: Tensor) -> bool:
 
 
 def _logits(hidden: Tensor, head: OutputHead) -> Tensor:
-    """[n, V]"""
+    """The logits [n, V] of hidden states [n, hidden]."""
     products = wide_product(hidden, head.weight.T)
     nothing = torch.empty(0, device=hidden.device)
     return _Logits.of(products, nothing, head, 1.0, nothing).values()
@@ -387,7 +402,8 @@ def _logits(hidden: Tensor, head: OutputHead) -> Tensor:
 
 @torch.no_grad()
 def check_output_head(model: torch.nn.Module) -> None:
-    """Compare the head with the model's own logits on a short input, before hours are spent on a wrong one.
+    """Compare `OutputHead`'s logits with the model's own on a short input, before hours are spent with a
+    wrong head.
 
     The hidden states are enlarged on their way into the head so that a soft cap shows, which the small logits
     of an untrained or short input would hide.
