@@ -201,7 +201,7 @@ def suffix_kernel(
 
     1. Store: the new key and value go to the cache at `slots` [B], but into the softmax straight from
        registers: only older positions are read back, so nothing has to wait for the write.
-    2. Own keys: positions from `prefix_lens` [B] (or the window's begin) to before the new one, in NUM_SPLITS
+    2. Own keys: positions from `prefix_lens` [B] (or the window's start) to before the new one, in NUM_SPLITS
        parts of whole tiles.
     3. Prefix: with one part, the partial results of the prefix kernel are merged here; with more, the merge
        kernel does it. A partial output is a mean over its keys with the weight 2^lse behind it.

@@ -318,7 +318,7 @@ def _handle(device: torch.device) -> Any:
 
 
 _integers_of: WeakKeyDictionary[Runs, dict[_Case, dict[_Uid, Tensor]]] = WeakKeyDictionary()
-"""The begins and lengths of a pack's runs, made once: every layer asks for the same ones."""
+"""The starts and lengths of a pack's runs, made once: every layer asks for the same ones."""
 
 
 def _integers(runs: Runs, case: _Case) -> dict[_Uid, Tensor]:

@@ -1,10 +1,11 @@
 """What a decoder layer does between its matrix products, with the backward passes written out.
 
-Everything here is bound by memory: on a GPU each function is one Triton kernel that reads and writes every
-byte once, elsewhere PyTorch operations, which are also its definition: forward those that the native engine
-runs, too (`kernels.definitions`), backward those below. Values are rounded to the model's type where the
-operations of transformers would store them, so that log-probs agree with the engine's; gradients are computed
-in float32 and rounded once. Forward and backward are called by hand: autograd does not see through kernels.
+Everything here is bound by memory. On a GPU each function is one Triton kernel, which reads and writes every
+byte once; elsewhere it is a few PyTorch operations, which are also its definition: the forward functions are
+those that the native engine runs, too (`kernels.definitions`), the backward functions are below. Values are
+rounded to the model's type where the operations of transformers would store them, so that log-probs agree
+with the engine's; gradients are computed in float32 and rounded once. Forward and backward are called by
+hand: autograd does not see through kernels.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ def rms_norm_backward(
     With r = 1 / rms(x), y = x r and g = grad * weight: dx = r (g - y mean(g y)), dweight = sum_T grad y.
 
     Args:
-        grad: of the norm's output, like `x`.
-        grad_residual: like `x`: a gradient that reaches `x` past the norm, added to the result.
+        grad: gradient of the norm's output, shaped like `x`.
+        grad_residual: a gradient that reaches `x` past the norm, shaped like `x` and added to the result.
 
     Returns:
-        like `x`, in its dtype; [hidden] in float32 (float64 for float64).
+        the gradient of `x`, with its shape and dtype, and that of the weight, [hidden] in float32 (float64
+        for float64).
     """
     if x.dim() == 2 and _have_kernels(x, weight):
         from colocate.kernels import norms
@@ -86,7 +88,7 @@ def rotate(
         cos, sin: [T, D] in the model's type.
         num_heads: H.
         q_norm, k_norm: [D], weights of the heads' norms; None: the architecture has none.
-        eps, offset: of those norms; see `rms_norm`.
+        eps, offset: constants of those norms; see `rms_norm`.
 
     Returns:
         queries [T, H, D] and keys [T, K, D], contiguous.
@@ -112,10 +114,12 @@ def rotate_backward(
     eps: float,
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `rotate` and of the values beside it.
+    """Gradients of `rotate` with respect to `qkv`, with the gradient of the values put beside those of
+    queries and keys.
 
-    A rotation's inverse is its transpose, so gradients are turned back by the negative angle. Written as the
-    transpose it holds for any tables: some are scaled (YaRN's), and the two halves need not be equal.
+    A rotation's inverse is its transpose, so gradients are turned back by the negative angle. The code
+    computes the transpose itself, which is the gradient for any tables: some are scaled (YaRN's), and the two
+    halves of a table need not be equal.
 
     Args:
         grad_q: [T, H, D]; grad_k, grad_v: [T, K, D].
@@ -166,12 +170,12 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradient of `gate` with respect to its input, and `gate`'s output once more.
 
-    The output is not kept for backward, where the next matrix needs it for its own gradient: making it again
-    while gate and up are at hand costs nothing.
+    The down projection needs `gate`'s output for its weight's gradient. The output is not kept from the
+    forward pass: making it again here, where gate and up are read anyway, costs nothing.
 
     Args:
         grad: [T, i]; gate_up: [T, 2i].
-        low_rank, grad_low_rank: what is to be added to `gate_up` and to `grad`; or None.
+        low_rank, grad_low_rank: terms to be added to `gate_up` and to `grad` first; None adds nothing.
 
     Returns:
         [T, 2i] and [T, i].
@@ -196,7 +200,7 @@ def gate_backward(
 
 
 def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys from the attention over each.
+    """Attention over the union of two disjoint sets of keys, from the attention over each set.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i) (FlashAttention-2, arXiv:2307.08691,
     section 2.3). A set without keys has lse = -inf; where both have none, out is 0 and lse -inf.
@@ -205,7 +209,7 @@ def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
         out, other_out: [T, H, D]; lse, other_lse: [H, T] float32 (float64 for float64).
 
     Returns:
-        Like `out` and `lse`, which may be overwritten.
+        the merged output and log-sum-exp, shaped like `out` and `lse`, which may be overwritten.
     """
     if _have_kernels(out, other_out):
         from colocate.kernels.attention_merge import merge_attention as merge

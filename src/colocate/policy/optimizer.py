@@ -26,20 +26,22 @@ from colocate.option_values import shown
 from colocate.policy.optimizer_names import shortcomings
 
 SMALLEST_OFFLOADED_BYTES = 2048
-"""Smaller state stays on the device: step counters, and tables that an optimizer also refers to elsewhere."""
+"""State of fewer bytes stays on the device: step counters, and tables that an optimizer also refers to
+elsewhere."""
 
 logger = logging.getLogger(__name__)
 
 
 class PolicyOptimizer:
-    """Any optimizer of transformers' `optim=` names, its schedule, and the fp32 state beside bf16 parameters.
+    """Any optimizer that transformers' `optim` names, its schedule, and the fp32 state beside bf16
+    parameters.
 
     Gradients of a bf16 parameter are moved into the master's fp32 `.grad` as soon as backward has made them,
     so they add up over micro-batches in fp32 and no second set in bf16 outlives a layer's backward. An fp32
     parameter is its own master.
 
-    While nobody steps, masters and moments can be on the host (`offload`); the parameters, which the engine
-    reads, and the gradients always stay.
+    Between steps, masters and moments can be on the host (`offload`); the parameters, which the engine reads,
+    and the gradients always stay on the device.
 
     Args:
         model: its trainable parameters are optimized, with transformers' weight-decay groups.
@@ -100,7 +102,8 @@ class PolicyOptimizer:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """What the optimizer steps on: masters, and the parameters that are their own."""
+        """The tensors that the optimizer steps on: the masters, and the parameters that are their own
+        masters."""
         return list(self._leaves_by_name().values())
 
     def _leaves_by_name(self) -> dict[str, nn.Parameter]:
@@ -108,12 +111,13 @@ class PolicyOptimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of masters and moments now; parameters that are their own masters are not counted."""
+        """Bytes of masters and moments on the device now; parameters that are their own masters are not
+        counted."""
         storages = (tensor.untyped_storage() for tensor in self._own_tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def _own_tensors(self) -> Iterator[Tensor]:
-        """Masters and the optimizer's state, on the device or meant for it."""
+        """The masters and the optimizer's state: the tensors that `num_bytes` counts and `offload` moves."""
         state = (x for values in self.optimizer.state.values() for x in values.values())
         for x in (*self._masters.values(), *state):
             if isinstance(x, Tensor) and x.device == self._device:
@@ -121,7 +125,7 @@ class PolicyOptimizer:
 
     @property
     def gradient_bytes(self) -> int:
-        """Memory of the gradients accumulated so far."""
+        """Bytes of the gradients accumulated so far."""
         return sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
 
     def gradients(self) -> list[Tensor]:
@@ -136,10 +140,11 @@ class PolicyOptimizer:
         return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
 
     def offload(self) -> None:
-        """Move masters and moments to the host, until `prefetch` or the next step; done when it returns.
+        """Move masters and moments to the host, until `prefetch` or the next step. The move is complete on
+        return.
 
-        What is not a plain tensor with memory of PyTorch's own stays: paged state, which the driver moves
-        already, and on a CPU weights mapped from their file.
+        Only plain tensors whose memory is PyTorch's own move. Paged state, which the driver moves by itself,
+        stays, and so do, on a CPU, weights mapped from their file.
 
         Raises:
             MemoryError: the host has not enough memory; nothing was moved.
@@ -157,14 +162,15 @@ class PolicyOptimizer:
         )
 
     def prefetch(self) -> None:
-        """Begin to bring back what `offload` moved, if there is room beside what is on the device now; `step`
-        waits for it, or fetches it when the activations are gone."""
+        """Start to bring back what `offload` moved, if the device has room for it now. `step` waits for it,
+        or, if there was no room, brings it back itself, when the activations are gone."""
         with contextlib.suppress(torch.OutOfMemoryError):
             self._host.prefetch()
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of optimizer and schedule; the parameters change in place, in the storage that they have.
+        """Take one step of optimizer and schedule; the parameters change in place, in the storage that they
+        have.
 
         Raises:
             torch.OutOfMemoryError: raised before anything has changed; the same step can be done again.
@@ -187,7 +193,8 @@ class PolicyOptimizer:
         self.zero_grad()
 
     def _make_state(self) -> None:
-        """Make all the state that the step would make, so that memory can run out only before it.
+        """Make all the state that the step would make, so that memory can run out only before anything has
+        changed.
 
         Left to themselves optimizers make the state of one parameter, or one group, after the weights before
         it have moved, and take a half-made state for a whole one.
@@ -205,15 +212,16 @@ class PolicyOptimizer:
             raise
 
     def zero_grad(self) -> None:
-        """Free the gradients: their memory is the KV cache's during rollout."""
+        """Free the gradients: the KV cache uses their memory during rollouts."""
         for leaf in self.leaves:
             leaf.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue bit for bit: moments, schedule and weights by parameter name.
 
-        The weights are the masters, or the parameters that are their own: the checkpoint's Hugging Face files
-        hold only what is left of a master after rounding. What was on the host is on the device afterwards.
+        The weights are the masters, or the parameters that are their own masters: a checkpoint's Hugging Face
+        files hold masters only as rounded to bf16. Tensors that were on the host are on the device
+        afterwards.
         """
         self._host.fetch()
         return {
@@ -265,7 +273,8 @@ class PolicyOptimizer:
             master.copy_(self._parameters[name])
 
     def _changed_hyperparameters(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """By parameter group, this optimizer's values that are not the saved one's."""
+        """For each parameter group, the hyperparameters of this optimizer that differ from the saved
+        one's."""
         changed = [
             {name: value for name, value in now.items() if name in was and was[name] != value}
             for was, now in zip(saved, self._hyperparameters, strict=True)
@@ -280,7 +289,8 @@ class PolicyOptimizer:
         return changed
 
     def _restore_schedule(self, saved: dict[str, Any]) -> None:
-        """Take over the position; rates follow from it and from this run's own base and schedule."""
+        """Take over the saved schedule's position; learning rates follow from it and from this run's own base
+        rate and schedule."""
         if not isinstance(self.scheduler, LambdaLR):
             self.scheduler.load_state_dict(saved)
             return
@@ -312,7 +322,8 @@ class PolicyOptimizer:
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """By parameter group, what it was made with and can be compared: numbers, switches, betas."""
+    """For each parameter group, the hyperparameters it was made with that can be compared: numbers, switches,
+    betas."""
 
     def comparable(value: Any) -> Any:
         return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -400,7 +411,7 @@ def _build_optimizer(
 
 
 def _class_and_kwargs(name: str, model: nn.Module, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
-    """transformers' choice for `optim`.
+    """The optimizer class that transformers chooses for `optim`, and its keyword arguments.
 
     Raises:
         ImportError: the library is not installed.
@@ -429,7 +440,7 @@ def _number(text: str) -> float | bool | str:
 def _over_leaves(
     groups: list[dict[str, Any]], model: nn.Module, leaves: Mapping[str, nn.Parameter]
 ) -> list[dict[str, Any]]:
-    """The groups with what the optimizer steps on in place of the model's parameters, without frozen ones."""
+    """The parameter groups with masters in place of the bf16 parameters, and without frozen parameters."""
     of_parameter = {id(parameter): leaves.get(name) for name, parameter in model.named_parameters()}
     groups = [group | {"params": [of_parameter[id(p)] for p in group["params"]]} for group in groups]
     groups = [group | {"params": [leaf for leaf in group["params"] if leaf is not None]} for group in groups]
@@ -437,7 +448,8 @@ def _over_leaves(
 
 
 def _initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None:
-    """Make the state of parameters that have a gradient and no state; of unknown optimizers, nothing."""
+    """Make the state of parameters that have a gradient but no state yet; does nothing for unknown
+    optimizers."""
     if hasattr(optimizer, "init_state"):  # bitsandbytes'
         optimizer.check_overrides()  # its own first step reads them before it makes state
         for position, parameter in enumerate(group["params"]):

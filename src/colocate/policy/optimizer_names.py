@@ -24,7 +24,7 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
     **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), _OTHER_WEIGHTS),
     **dict.fromkeys(("adamw_torch_xla", "adamw_torch_npu_fused"), _OTHER_HARDWARE),
 }
-"""With the reason."""
+"""The names in `optim` that are refused, each with the reason."""
 
 LOW_RANK = ("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "apollo_adamw")
 """Optimizers that project the gradients of `optim_target_modules` to a low rank."""
@@ -64,14 +64,14 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(LOW_RANK, _GALORE_ARGUMENTS),
     "apollo_adamw": (*_GALORE_ARGUMENTS, "proj", "scale_type"),
 }
-"""What `optim_args` may hold, where it may hold anything."""
+"""For each name in `optim`, the arguments that `optim_args` may hold; a name that is missing reads none."""
 
 
 def check_optimizer(name: str, optim_args: str | None, target_modules: object) -> None:
-    """Refuse what transformers would pass over, or fail on in the middle of a run.
+    """Refuse optimizer options that transformers would ignore, or fail on in the middle of a run.
 
     Args:
-        optim_args: like "momentum=0.9,nesterov=true".
+        optim_args: arguments of the optimizer, like "momentum=0.9,nesterov=true".
         target_modules: `optim_target_modules`.
 
     Raises:
@@ -105,7 +105,8 @@ def check_optimizer(name: str, optim_args: str | None, target_modules: object) -
 
 
 def shortcomings(name: str) -> str | None:
-    """What of memory and checkpoints does not hold for this optimizer, in a line; None if all does."""
+    """One line on what this optimizer cannot do as others do, in memory or in checkpoints; None if there is
+    nothing."""
     found = []
     if name in _NEEDS_MEMORY:
         found.append("needs memory to step, so that running out of it there ends the run")

@@ -1,9 +1,10 @@
 """The tokens of a micro-batch end to end, without padding, and the prompt of a group only once.
 
 A group of G completions of one prompt lies in the pack as G + 1 *runs*: the prompt, then the completions,
-whose positions go on where the prompt's end. Every run attends causally to itself; a completion's tokens
-attend to the whole prompt besides. That is what G copies of the prompt would compute, at 1/G of the cost, and
-its gradients are exact: the prompt's keys and values collect those of all its completions.
+whose positions go on where the prompt's end. Every run attends causally to itself; a completion's tokens also
+attend to the whole prompt. This computes exactly what G sequences with a copy of the prompt each would
+compute, at 1/G of the prompt's cost, and its gradients are exact, too: the prompt's keys and values collect
+the gradients of all its completions.
 
     prompts              completions of these prompts                sequences that share no prompt
     p p p p  q q q       a a a  b b  c c c c  d d   e e e            s s s s s s  t t t t t
@@ -23,15 +24,17 @@ from colocate.types import Sample
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Run n of the queries attends to run n of the keys."""
+    """N runs of queries and N runs of keys in a pack; run n of the queries attends to run n of the keys."""
 
     queries: slice
-    """The tokens of the pack that the runs of queries fill, one after the other."""
+    """The tokens of the pack that the runs of queries fill, one run after the other; `keys` says it for the
+    keys."""
     keys: slice
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     is_causal: bool
-    """Then the two are the same tokens, and token i of a run sees tokens 0 to i."""
+    """Whether queries and keys are the same tokens, of which token i of a run sees tokens 0 to i. If not, a
+    query sees all keys of its run."""
     cu_queries: Tensor = field(repr=False)  # [N + 1] int32, where the runs begin, from 0
     cu_keys: Tensor = field(repr=False)  # [N + 1] int32
 
@@ -44,8 +47,8 @@ class Runs:
         *,
         queries_start: int = 0,
     ) -> Runs:
-        """Runs from `queries_start` on, of their own tokens causally (`key_lengths` None) or of the keys that
-        the pack begins with."""
+        """Runs of queries that begin at token `queries_start` of the pack. With `key_lengths` None they
+        attend causally to themselves; else to runs of these lengths at the beginning of the pack."""
         keys = query_lengths if key_lengths is None else key_lengths
         stop = queries_start + sum(query_lengths)
         return cls(
@@ -61,19 +64,30 @@ class Runs:
 
 @dataclass(frozen=True)
 class Pack:
-    """A micro-batch of N completion tokens in T tokens."""
+    """A micro-batch of T tokens that are read, which predict N completion tokens."""
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64
     own: Runs
-    """Every run with itself."""
+    """Every run, attending causally to itself."""
     to_prompts: Runs | None
-    """The completions of each shared prompt, as one run, with the prompt. None: nothing is shared."""
+    """For each shared prompt a run of queries, all its completions together, and a run of keys, the prompt.
+    None: no prompt is shared."""
     predicting: Tensor  # [N] int64: the tokens whose hidden states predict completion tokens, by sample
 
     @classmethod
     def of(cls, samples: Sequence[Sample], *, share_prompts: bool = True) -> Pack:
-        """Lay out `samples`; those with an equal `prompt_key` share the prompt if `share_prompts`."""
+        """Lay out `samples`; if `share_prompts`, samples with an equal `prompt_key` share their prompt.
+
+        The pack has three parts: the shared prompts, one after the other; their completions, group by group,
+        so that all completions of a prompt are one run of queries in `to_prompts`; and whole sequences that
+        share no prompt.
+
+        A token's hidden state predicts the token after it. So the states that predict a completion are those
+        of the prompt's last token and of all completion tokens but the last, which need not be read. For a
+        shared prompt the first of these lies in the first part of the pack and serves every completion of the
+        group; `predicting` collects them sample by sample, in the order of `samples`.
+        """
         device = samples[0].prompt_ids.device
         groups = groups_of(samples, share_prompts=share_prompts)
         shared = [group for group in groups if len(group) > 1]
@@ -125,22 +139,23 @@ class Pack:
 
     @property
     def longest_sequence(self) -> int:
-        """In tokens; for a shared prompt an upper bound."""
+        """The number of tokens of the longest sequence; with shared prompts an upper bound of it."""
         longest = max(self.own.query_lengths)
         return longest + (max(self.to_prompts.key_lengths) if self.to_prompts is not None else 0)
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Host tensor `x` on the device, without waiting for what the device is still computing.
+    """Copy host tensor `x` to the device, without waiting for what the device is still computing.
 
-    From pageable memory a copy is waited for: the device would have nothing to do while the host prepares
-    the next micro-batch.
+    The host would wait for a copy from pageable memory, and the device would then have nothing to do while
+    the host prepares the next micro-batch. So `x` is pinned first.
     """
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def groups_of(samples: Sequence[Sample], *, share_prompts: bool) -> list[list[int]]:
-    """Indices of the samples that share a prompt, by first occurrence; of each alone, if none may share."""
+    """The samples' indices in groups that share a prompt, ordered by first occurrence; unless
+    `share_prompts`, every sample is a group of its own."""
     groups: dict[object, list[int]] = {}
     for number, sample in enumerate(samples):
         is_alone = sample.prompt_key is None or not share_prompts

@@ -30,8 +30,8 @@ from colocate.types import Sample
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
 
-Entropies carry a gradient, unless the function's attribute `has_entropy_bonus` is False: without one, that of
-the log-probabilities costs less.
+The entropies carry a gradient, unless the function's attribute `has_entropy_bonus` is False: without the
+entropies' gradient, the log-probabilities' gradient costs less.
 """
 
 OUT_OF_MEMORY_ADVICE = (
@@ -43,16 +43,17 @@ OUT_OF_MEMORY_ADVICE = (
 @dataclass(frozen=True)
 class UpdateResult:
     metrics: Metrics
-    """The objective's, and `loss`, `grad_norm` (before clipping), `learning_rate`, `skipped_updates`; of this
-    rank's samples, except for the gradient's."""
+    """The objective's metrics and `loss` of this rank's samples, `grad_norm` (of all ranks' mean gradient,
+    before clipping), `learning_rate` and `skipped_updates`."""
     loss: Tensor
-    """Scalar, of this rank's samples."""
+    """The loss of this rank's samples, a scalar."""
     logprobs: list[Tensor]
-    """[C] per sample, before the step: the old log-probabilities of later passes over the same samples."""
+    """Each sample's log-probabilities [C] before the step: the old log-probabilities for later passes over
+    the sample."""
     skipped: bool
-    """The loss or the gradient of some rank was not finite, so nothing was changed."""
+    """Whether nothing was changed, because the loss or the gradient of some rank was not finite."""
     largest_microbatch: int
-    """Its tokens; 0 where the model runs padded."""
+    """The tokens of the step's largest micro-batch; 0 where the model runs padded."""
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -79,7 +80,8 @@ class Policy:
     Args:
         model: on its device, in its precision, with its adapter.
         temperature: divides the logits, as it did when the completions were sampled.
-        plan: how the first step is cut and what it keeps. Bounds the memory, does not change the gradient.
+        plan: how the first step is cut into micro-batches and what it keeps. A plan bounds the memory and
+            does not change the gradient.
         planner: chooses the plan anew where a prompt is longer than assumed, and from what steps were
             measured to take; None: the plan stays, unless memory runs out.
         share_prompts: compute the prompt of samples with an equal `prompt_key` once.
@@ -87,9 +89,10 @@ class Policy:
             transformers.
         reference: needed for `reference_logprobs` only.
         router_loss_coef: weight of a mixture of experts' load-balancing loss; 0 leaves it out.
-        remedies: what makes memory free when work has run out of it; tried before the plan is made smaller
-            and the work repeated.
-        mark_memory: told what has just been launched, and what takes memory only while it runs.
+        remedies: ways to free memory when work has run out of it. They are tried, and the work is repeated,
+            before the plan is made smaller.
+        mark_memory: called with the name of the work that has just been launched and the kind of memory that
+            is used only while it runs (`Timeline.mark`).
 
     Raises:
         ValueError: temperature 0, or a model that `check_trainable` refuses.
@@ -120,9 +123,9 @@ class Policy:
         self.optimizer = optimizer
         self.reference = reference
         self.version = 0
-        """Grows by one with every step that changed the weights."""
+        """The version of the weights, which grows by one with every change of them."""
         self.num_skipped_updates = 0
-        """In a row, up to now."""
+        """The number of updates skipped in a row, up to now."""
         self.planner = planner
         self._plan = plan or TrainPlan()
         self.router_loss_coef = router_loss_coef
@@ -133,7 +136,8 @@ class Policy:
         self._mark_memory = mark_memory
         self._host_activations = HostActivations()
         self._stacks: dict[str, DecoderStack] = {}
-        """The last one for each use; they differ in dropout and adapters."""
+        """The last stack made for each use ("update", "evaluation", …); the uses differ in dropout and
+        adapters."""
         self._longest = 1
         self._largest_microbatch = 0
 
@@ -143,10 +147,10 @@ class Policy:
         return self._plan
 
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
-        """One optimizer step on `samples`, the micro-batches' losses added up.
+        """Take one optimizer step on `samples`, whose loss is the sum of the micro-batches' losses.
 
-        All ranks must call it together; their gradients are averaged. If the loss or the gradient of any is
-        not finite, all skip the step: parameters, masters, moments and schedule stay as they are.
+        All ranks must call it together; their gradients are averaged. If the loss or the gradient of any rank
+        is not finite, all ranks skip the step: parameters, masters, moments and schedule stay as they are.
         """
         if self.planner is not None:
             longest = max(len(sample.prompt_ids) for sample in samples)
@@ -204,7 +208,7 @@ class Policy:
         """Log-probabilities [C] float32 of every completion under the reference.
 
         Raises:
-            RuntimeError: the policy was made without one.
+            RuntimeError: the policy was made without a reference.
         """
         if self.reference is None:
             raise RuntimeError("Policy has no reference; give it one, which beta > 0 needs.")
@@ -213,7 +217,7 @@ class Policy:
             return [logprobs for logprobs, _ in results]
 
     def learn(self, memory: dict[str, Any], update: UpdateResult) -> None:
-        """Refine the plan by what a step was measured to take.
+        """Refine the plan with the memory that a step was measured to need.
 
         Args:
             memory: the entry "memory" of the step's `Timeline.drain`.
@@ -223,7 +227,8 @@ class Policy:
             self._plan = self.planner.refined(self._plan, memory, update.largest_microbatch)
 
     def _shrink_plan(self) -> str | None:
-        """Take the next smaller plan for the samples last seen; says which, or None if there is none."""
+        """Take the next smaller plan for the samples last seen, and return a line that describes it; None if
+        there is no smaller one."""
         smaller = self._plan.smaller(self._longest, has_layers=self._runs_packed)
         if smaller is None:
             return None
@@ -261,11 +266,12 @@ class Policy:
             self.reference.load_state_dict(state["reference"])
 
     def starting_weights(self, *, has_new_adapter: bool) -> dict[str, list[Tensor] | None]:
-        """What the run starts with and a resumed one must, too, as `state_dict` leaves it out.
+        """The weights that `state_dict` leaves out, with which a resumed run must start as this run did.
 
         Returns:
-            "base": frozen weights under an adapter; "reference": its own weights, None where there is none;
-            "origin": what a reference made now is or would be a copy of (`make_reference`).
+            "base": frozen weights under an adapter; "reference": the reference's own weights, None without a
+            reference; "origin": the weights that a reference made now is, or would be, a copy of
+            (`make_reference`).
         """
         own = {name: p for name, p in self.model.named_parameters() if not is_of_reference(name)}
         inside = [p for name, p in self.model.named_parameters() if is_of_reference(name)]
@@ -280,9 +286,10 @@ class Policy:
 
     @torch.no_grad()
     def find_nonfinite_weight(self) -> str | None:
-        """Name of a parameter with a NaN or an infinity, or None; all ranks have the same weights.
+        """The name of a parameter with a NaN or an infinity, or None. All ranks have the same weights, so one
+        may look for all.
 
-        Reads every parameter once and waits for the device.
+        It reads every parameter once and waits for the device.
         """
         named = [(n, p) for n, p in self.model.named_parameters() if p.is_floating_point() and p.numel()]
         # The largest magnitude is NaN or infinite if any is, and needs no second tensor of the weight's size.
@@ -295,7 +302,7 @@ class Policy:
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
         """Forward and backward of all micro-batches: loss, metrics, log-probabilities by sample."""
         self.model.train()
-        # An attempt that ran out of memory leaves some of both behind.
+        # An attempt that ran out of memory leaves gradients and activations behind.
         self.optimizer.zero_grad()
         self._host_activations.clear()
         self._largest_microbatch = 0
@@ -337,7 +344,8 @@ class Policy:
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
     def _weighted(self, router_loss: Tensor, share: float, metrics: Metrics) -> Tensor:
-        """What a micro-batch's router loss adds to the loss of the step."""
+        """The term that a micro-batch's router loss adds to the loss of the step; `share` is its part of the
+        step's sequences."""
         metrics.add_mean("aux_loss", router_loss.detach() * share, share)
         return self.router_loss_coef * share * router_loss
 
@@ -353,7 +361,8 @@ class Policy:
         return [results[i] for i in range(len(samples))]
 
     def _stack(self, model: nn.Module, use: str) -> DecoderStack | None:
-        """None: the model runs padded, through transformers' modules."""
+        """The stack of `model` for this use, made anew if the last one is out of date; None: the model runs
+        padded, through transformers' modules."""
         if not self._runs_packed:
             return None
         stack = self._stacks.get(use)
@@ -363,7 +372,7 @@ class Policy:
         return stack
 
     def _hidden_states(self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]) -> Tensor:
-        """Those that predict completion tokens, [N, hidden]."""
+        """The last hidden states that predict completion tokens, [N, hidden], sample after sample."""
         if stack is None:
             return padded_hidden_states(model, samples)
         packed = stack.pack(samples)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def multiply(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> None:
-    """out (+)= a @ b, rounded to `out` and no further: bf16 logits around 20 would be off by 0.06."""
+    """Write or add a @ b to `out`, rounded to the type of `out` only: logits around 20 that were rounded to
+    bf16 on the way would be off by 0.06."""
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     if not (a.is_cuda and a.dtype == b.dtype):  # a CPU's products of bf16 round to bf16
         a, b = a.to(wide), b.to(wide)
@@ -22,7 +23,7 @@ def multiply(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool = False) -> 
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 at least."""
+    """The product a @ b in float32 at least."""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     out = torch.empty(len(a), b.shape[1], dtype=dtype, device=a.device)
     multiply(a, b, out=out)

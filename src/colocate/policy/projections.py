@@ -2,9 +2,9 @@
 
     y = x W^T + b + sum_i s_i (d_i(x) A_i^T) B_i^T          (Hu et al. 2021, arXiv:2106.09685, eq. 3)
 
-with dropout d_i. W may be frozen and may be stored in 4 bits; then it exists in full only during its product.
-Adapters are float32 whatever the model's type is; their products take them in the model's type, with float32
-sums, as the engine does.
+with dropout d_i. W may be frozen, and it may be stored in 4 bits; then it exists in full only during its
+product. Adapters are float32 whatever the model's type is; their products take them in the model's type, with
+float32 sums, as the engine does.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from colocate.weights.shared_views import fused_view
 
 
 class Gradients:
-    """Sums of gradients by parameter, over the tiles of a micro-batch."""
+    """The sum of each parameter's gradients over the tiles of a micro-batch."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
     def add(self, parameter: Tensor, value: Tensor) -> None:
-        """Add `value` to a parameter's sum. The first value is kept as it is; sums of two and more are
+        """Add `value` to a parameter's sum. A first value is kept as it is; sums of two or more values are
         float32."""
         key = id(parameter)
         if key not in self._sums:
@@ -40,7 +40,7 @@ class Gradients:
             self._sums[key] = total.to(torch.promote_types(total.dtype, torch.float32)).add_(value)
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The sums in the parameters' own types; None where there is none."""
+        """The sums in the parameters' own types; None for a parameter that has none."""
         sums = [self._sums.get(id(parameter)) for parameter in parameters]
         return [
             None if s is None else s.to(p.dtype).view_as(p) for s, p in zip(sums, parameters, strict=True)
@@ -63,16 +63,18 @@ class AdapterGroup:
         return [len(adapter.a) for adapter in self.adapters]
 
     def a(self, dtype: torch.dtype) -> Tensor:
-        """[sum of ranks, in]."""
+        """The adapters' factors A, one below the other: [sum of ranks, in]."""
         parts = [adapter.a.to(dtype) for adapter in self.adapters]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def parts(self, reduced: Tensor) -> Iterator[tuple[slice, Adapter, Tensor]]:
-        """Rows of the output, adapter and its columns of `reduced` [T, sum of ranks]."""
+        """For each adapter: the rows of the output, the adapter, and its columns of `reduced` [T, sum of
+        ranks]."""
         return zip(self.rows, self.adapters, reduced.split(self.ranks, dim=1), strict=True)
 
     def dropped(self, x: Tensor, seed: int) -> Tensor:
-        """Dropout whose mask is made again from its seed in backward, which is cheaper than keeping it."""
+        """`x` after dropout. The mask follows from `seed`: the backward pass makes it again, which is cheaper
+        than keeping it."""
         if not self.dropout:
             return x
         generator = torch.Generator(x.device).manual_seed(seed)
@@ -110,21 +112,22 @@ class Projection:
             and not self._groups[0].dropout
             and all(adapter.bias is None and len(adapter.a) <= MAX_RANK for _, adapter in adapters)
         )
-        """Every layer, of one width, has one small adapter, and nothing else is added."""
+        """Whether adapters can be added as factors: all layers have one width, each has one adapter of small
+        rank, and nothing else (dropout, an adapter's bias) is in the way."""
 
     @property
     def has_dropout(self) -> bool:
         return any(group.dropout for group in self._groups)
 
     def parameters(self) -> list[Tensor]:
-        """All that a gradient may be asked for."""
+        """All trained tensors: those of base layers and of adapters that a gradient is asked for."""
         base = [x for linear in self._linears for x in (linear.weight, linear.bias)]
         adapters = [adapter for group in self._groups for adapter in group.adapters]
         low_rank = [x for adapter in adapters for x in (adapter.a, adapter.b, adapter.bias)]
         return [x for x in (*base, *low_rank) if x is not None and x.requires_grad]
 
     def __call__(self, x: Tensor, seed: int) -> Tensor:
-        """y [T, out] for x [T, in]. `seed` determines the dropout."""
+        """The layers' output y [T, out] for x [T, in]; `seed` determines the dropout masks."""
         y = self._base_product(x)
         for number, group in enumerate(self._groups):
             reduced = group.dropped(x, seed + number) @ group.a(x.dtype).T
@@ -138,8 +141,9 @@ class Projection:
         """The output of `__call__` in two terms: the base product [T, out], and what adapters add, in
         factors.
 
-        A reader that passes over the product anyway adds the second term on the way. Where the adapters do
-        not allow factors (`_is_low_rank`), the first term is the whole output and the second is None.
+        A kernel that reads the base product anyway can add the second term on the way, which saves a pass
+        over the output. Where the adapters do not allow factors (`_is_low_rank`), the first term is the whole
+        output and the second is None.
         """
         if not self._is_low_rank:
             return self(x, seed), None
@@ -169,7 +173,7 @@ class Projection:
         return reduced
 
     def input_gradient(self, grad: Tensor, reduced: list[Tensor], seed: int) -> Tensor:
-        """Gradient of x [T, in]."""
+        """The gradient of x [T, in], given the gradient of y [T, out] and `reduced_gradients` of it."""
         grad_x = grad @ self._weight()
         for number, (group, grad_reduced) in enumerate(zip(self._groups, reduced, strict=True)):
             if group.dropout:
@@ -181,8 +185,8 @@ class Projection:
     def input_gradient_in_two_terms(
         self, grad: Tensor, reduced: list[Tensor], seed: int
     ) -> tuple[Tensor, LowRank | None]:
-        """The gradient of x in two terms, as `in_two_terms` gives y: dy W, and what comes through adapters,
-        in factors.
+        """The gradient of x [T, in] in two terms, as `in_two_terms` gives y: dy W, and what comes through the
+        adapters, in factors.
 
         Where the adapters do not allow factors, the first term is the whole gradient and the second is None.
         """
@@ -200,7 +204,12 @@ class Projection:
         seed: int,
         low_rank: LowRank | None = None,
     ) -> None:
-        """Add the parameters' gradients to `gradients`, given x [T, in], and `low_rank(x)` if it is there."""
+        """Add the parameters' gradients to `gradients`, for x [T, in] and the gradient of y [T, out].
+
+        With `reduced` = s_i dy B_i, an adapter's gradients are dA_i = reduced^T d_i(x) and dB_i = s_i dy^T
+        (d_i(x) A_i^T). The product d_i(x) A_i^T is taken from `low_rank`, the result of `low_rank(x)`, if the
+        caller has it.
+        """
         self._add_base_gradients(gradients, grad, x)
         for number, (group, grad_reduced) in enumerate(zip(self._groups, reduced, strict=True)):
             dropped = group.dropped(x, seed + number)
@@ -233,7 +242,8 @@ class Projection:
         return F.linear(x, self._weight(), None if biases[0] is None else fused_view(biases))
 
     def _weight(self) -> Tensor:
-        """[out, in] in the model's type; of 4-bit weights a copy, which lasts as long as its product."""
+        """The joint weight [out, in] in the model's type; for 4-bit weights a copy, which lasts as long as
+        its product."""
         if any(is_4bit(linear) for linear in self._linears):
             parts = [dequantize(linear) if is_4bit(linear) else linear.weight for linear in self._linears]
             return parts[0] if len(parts) == 1 else torch.cat(parts)

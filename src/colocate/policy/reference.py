@@ -15,7 +15,7 @@ ADAPTER_NAME = "ref"
 
 
 def is_of_reference(name: str) -> bool:
-    """Whether the policy model's parameter `name` is the reference's."""
+    """Whether the parameter `name` of the policy's model belongs to the reference."""
     return f".{ADAPTER_NAME}." in name
 
 
@@ -36,7 +36,8 @@ class Reference(Protocol):
 
 
 class FrozenCopy:
-    """A second set of weights, for full fine-tuning. Make it before the optimizer hooks into the policy."""
+    """A reference with a second set of weights, for full fine-tuning. Make it before the optimizer hooks into
+    the policy."""
 
     def __init__(self, policy_model: nn.Module) -> None:
         self._model = copy.deepcopy(policy_model).requires_grad_(False).eval()
@@ -59,8 +60,8 @@ class FrozenCopy:
 
     @torch.no_grad()
     def sync(self, policy_model: nn.Module, mixup_alpha: float) -> None:
-        """Move towards the policy: reference = alpha * policy + (1 - alpha) * reference (TR-DPO, arXiv
-        2404.09656)."""
+        """Move the reference towards the policy: reference = alpha * policy + (1 - alpha) * reference
+        (TR-DPO, arXiv 2404.09656)."""
         for mine, theirs in zip(self._model.parameters(), policy_model.parameters(), strict=True):
             mine.copy_(torch.lerp(mine.float(), theirs.float(), mixup_alpha))
         self._has_moved = True
@@ -80,7 +81,8 @@ class _InPolicyModel:
 
 
 class AdapterOff(_InPolicyModel):
-    """The base model under a new adapter: it was the policy before the adapter learned anything."""
+    """A reference that is the base model under a new adapter: it was the policy before the adapter learned
+    anything."""
 
     def __init__(self, policy_model: nn.Module) -> None:
         self._model = policy_model
@@ -92,7 +94,8 @@ class AdapterOff(_InPolicyModel):
 
 
 class FrozenAdapter(_InPolicyModel):
-    """A copy of an adapter that was trained before, so that the reference is where this run starts."""
+    """A reference that is a frozen copy of an adapter that was trained before: the policy where this run
+    starts."""
 
     def __init__(self, policy_model: nn.Module) -> None:
         self._model = policy_model
@@ -122,8 +125,8 @@ class FrozenAdapter(_InPolicyModel):
 def make_reference(
     policy_model: nn.Module, *, has_new_adapter: bool = False
 ) -> FrozenCopy | AdapterOff | FrozenAdapter:
-    """The reference that costs least memory: no copy for a new adapter, an adapter's for an old one, else a
-    model's.
+    """The reference that costs least memory: no copy under a new adapter, a copy of the adapter if it was
+    trained before, and a copy of the model without adapters.
 
     Args:
         has_new_adapter: the run itself added the adapter (`peft_config`), so the base model is the starting

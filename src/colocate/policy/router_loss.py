@@ -1,10 +1,10 @@
 """The load-balancing loss of a mixture of experts' routers (Switch Transformer, arXiv:2101.03961, eqs. 4-6).
 
 Over the tokens of a batch, padding left out, with f_i the share of (token, choice) pairs that go to expert i
-and P_i the mean probability that the router gives it: aux_loss = E · sum_i f_i P_i. It is the architecture's
-own code that computes it. A product of two means is no sum over tokens, so the loss of a step depends on how
-it is cut: TRL takes the mean over its micro-batches, here each counts by its sequences, which is the same
-where they are equally large.
+and P_i the mean probability that the router gives it: aux_loss = E · sum_i f_i P_i. The architecture's own
+code computes it. A product of two means is no sum over tokens, so the loss of a step depends on how the step
+is cut. TRL takes the mean over its micro-batches; here each micro-batch counts by its number of sequences,
+which gives TRL's mean where all have equally many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def router_loss_coef(model: nn.Module, asked: float | None) -> float:
-    """Weight of the router's loss, by TRL's rule: what is asked, else what the model's configuration says.
+    """The weight of the router's loss, by TRL's rule: `asked`, or if that is None what the model's
+    configuration says.
 
     Args:
         asked: `router_aux_loss_coef`; None leaves it to the model, 0 turns the loss off.

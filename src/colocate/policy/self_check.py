@@ -33,8 +33,9 @@ PROMPT_TOKENS = 4
 COMPLETION_TOKENS = (6, 3)
 
 FINEST_UNIT, FINEST_CUDA_UNIT = 2.0**-20, 2.0**-10
-"""Rounding units that stand for finer ones: transformers' norms are in float32 whatever a model's type is,
-and a GPU may multiply float32 matrices in TF32."""
+"""The finest rounding units that are assumed, on a CPU and on a GPU, whatever the model's type is:
+transformers' norms are in float32 even in a float64 model, and a GPU may multiply float32 matrices in
+TF32."""
 
 
 def check_stack(model: nn.Module) -> None:
@@ -75,14 +76,14 @@ def check_stack(model: nn.Module) -> None:
 class _Difference:
     where: str
     relative: float
-    """Norm of the difference over the norm of the model's own."""
+    """The norm of the difference over the norm of the model's own result."""
     share: float
-    """The difference over what rounding may make of it."""
+    """The difference over the largest that rounding may make; above 1 the two do not agree."""
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """The same tokens in S rows of up to L, as the model reads them, and packed."""
+    """The compared tokens, once in S padded rows of up to L, as the model reads them, and once packed."""
 
     ids: Tensor  # [S, L]
     mask: Tensor  # [S, L]
@@ -97,7 +98,7 @@ class _Probe:
         ids = (7 * places + 1) % vocab_size
         ids[:, :PROMPT_TOKENS] = ids[0, :PROMPT_TOKENS]
         ids[:, [1, PROMPT_TOKENS]] = layout.embed_tokens.padding_idx or 0
-        # Packed are not tokens but their places: so the pack tells where each of its tokens comes from.
+        # Places are packed instead of tokens, so that the pack tells where each of its tokens comes from.
         samples = [
             Sample(row[:PROMPT_TOKENS], row[PROMPT_TOKENS:][:n], torch.ones(n), advantage=0.0, prompt_key=0)
             for row, n in zip(places, COMPLETION_TOKENS, strict=True)
@@ -113,11 +114,12 @@ class _Probe:
         )
 
     def packed(self, rows: Tensor) -> Tensor:
-        """States [S, L, C] as the pack has them, [T, C]."""
+        """States [S, L, C] of the rows, in the order of the pack: [T, C]."""
         return rows.flatten(0, 1)[self.places]
 
     def packed_gradient(self, rows: Tensor) -> Tensor:
-        """Gradients [S, L, C] as the pack has them, [T, C]: a shared prompt's is the sum over its rows."""
+        """Gradients [S, L, C] of the rows, in the order of the pack, [T, C]: a shared prompt's is the sum
+        over its rows."""
         if self.pack.to_prompts is not None:
             rows = rows.clone()
             rows[0, :PROMPT_TOKENS] = rows[:, :PROMPT_TOKENS].sum(0)
@@ -125,7 +127,12 @@ class _Probe:
 
 
 def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Iterator[_Difference]:
-    """How much the two differ, place by place."""
+    """The differences between stack and model: for each layer the output and the gradients, then the last
+    norm's and the logits.
+
+    Both start each layer from the model's own state before it, so that a difference shows at the layer that
+    makes it.
+    """
     probe, comparison = _Probe.of(layout, stack), _Comparison(layout)
     pack, layers = probe.pack, causal_lm(model).model.layers
     states, logits = _own_states(model, layout, probe)
@@ -177,7 +184,7 @@ def _own_states(model: nn.Module, layout: Layout, probe: _Probe) -> tuple[list[T
 
 
 class _Comparison:
-    """How far apart two computations are, measured by a model's type."""
+    """Compares the stack's tensors with the model's own, in units of the rounding of the model's type."""
 
     def __init__(self, layout: Layout) -> None:
         finest = FINEST_CUDA_UNIT if layout.device.type == "cuda" else FINEST_UNIT
@@ -187,7 +194,8 @@ class _Comparison:
     def states(
         self, where: str, ours: Tensor, own: Tensor, before: Tensor | float = 0.0, num_units: int = 6
     ) -> _Difference:
-        """Compare [T, C] by tokens: what was added to `before`, and the rounding of the sum."""
+        """Compare states [T, C] token by token. A difference may be `num_units` rounding units of what was
+        added to `before`, and one unit of the sum."""
         ours, own = ours.detach().double(), own.detach().double()
         added = own - (before.detach() if isinstance(before, Tensor) else before)
         difference = (ours - own).norm(dim=1)
@@ -251,7 +259,7 @@ def _advice(model: nn.Module) -> str:
 
 
 def _active_dropouts(model: nn.Module) -> Sequence[tuple[str, float]]:
-    """Names and rates of what drops in training, LoRA's left out."""
+    """The names and rates of all dropout that acts in training, except LoRA's."""
     rates: list[tuple[str, float]] = []
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd):
@@ -262,7 +270,8 @@ def _active_dropouts(model: nn.Module) -> Sequence[tuple[str, float]]:
 
 @contextmanager
 def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Give every module its mode back; and its checkpointing, whose re-entrant way keeps no graph."""
+    """Restore every module's training mode and checkpointing afterwards; within, checkpointing is off,
+    because its re-entrant way keeps no graph."""
     modes = [(module, module.training) for module in model.modules()]
     checkpointing: list[Any] = [m for m in model.modules() if vars(m).get("gradient_checkpointing")]
     for module in checkpointing:

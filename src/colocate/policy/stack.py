@@ -49,7 +49,7 @@ def runs_packed(model: nn.Module) -> bool:
 
 
 def tell_fallbacks(model: nn.Module) -> None:
-    """Log which operations of `DecoderStack` take slower ways on this GPU than kernels of theirs."""
+    """Log which operations of `DecoderStack` run on this GPU without their fast kernels, and why."""
     layout = layout_for(model)
     if layout.device.type == "cuda":
         shape, norm = (layout.dtype, layout.head_dim), layout.norm.weight
@@ -61,10 +61,10 @@ def tell_fallbacks(model: nn.Module) -> None:
 
 
 class DecoderStack:
-    """A model with a layout, as its parameters and adapters are now.
+    """The decoder layers of a model with a layout, as its parameters and adapters are now.
 
-    Whatever switches an adapter, replaces or moves a parameter or changes `model.training` makes another one
-    necessary (`is_current`); making one costs some 10 ms, to see that none is needed some 2 ms.
+    A stack is out of date (`is_current`) once an adapter is switched, a parameter is replaced or moved, or
+    `model.training` changes. Making a stack takes some 10 ms, and finding that none is needed some 2 ms.
 
     Args:
         host_activations: where "offload" keeps the layers' inputs.
@@ -83,7 +83,7 @@ class DecoderStack:
         self._state = _state(layout, is_training=model.training)
 
     def is_current(self, model: nn.Module) -> bool:
-        """Whether a stack of `model` that were made now would compute what this one does.
+        """Whether a stack of `model` made now would compute what this one computes.
 
         Raises:
             ValueError: the model has no layout any more.
@@ -135,7 +135,7 @@ class DecoderStack:
 
 
 def _state(layout: Layout, *, is_training: bool) -> tuple[object, ...]:
-    """What a stack depends on beside its modules: where parameters lie, which adapters are on."""
+    """What a stack depends on beside its modules: where parameters lie and which adapters are on."""
     projections = (module for layer in layout.layers for g in layer.projection_groups() for module in g)
     adapters = [adapter_state(module) for module in projections if hasattr(module, "get_base_layer")]
     addresses = [part.data_ptr() for part in layout.parts if isinstance(part, Tensor)]
@@ -144,30 +144,37 @@ def _state(layout: Layout, *, is_training: bool) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer's forward and backward of one micro-batch share beside tensors that it keeps."""
+    """What a layer's forward and backward pass of one micro-batch share, beside the tensors that it keeps."""
 
     pack: Pack
     cos: Tensor  # [T, D]
     sin: Tensor  # [T, D]
     policy: ActivationPolicy
     seed: int = 0
-    """Of dropout."""
+    """Seed of the layer's dropout masks, from which `seed_of` makes one for each of its projections."""
     offload: tuple[HostActivations, int] | None = None
-    """Where the input is kept, and under which number."""
+    """Where "offload" keeps the layer's input, and under which number."""
 
     def seed_of(self, slot: int) -> int:
-        """Of the dropout masks of one projection, or of one tile of one: far from its neighbours' seeds."""
+        """The seed of one projection's dropout masks, far from its neighbours' seeds.
+
+        q/k/v have slot 0 and o slot 1; gate/up and down have two slots for every tile of tokens
+        (`mlp_tiles`).
+        """
         return (self.seed + slot * 1_000_003) % 2**32  # the CPU's generator reads no more bits
 
     def mlp_tiles(self) -> Iterator[tuple[slice, int]]:
-        """Tokens of the MLP at a time, and the slot of gate/up's dropout; down's is the next."""
+        """The tiles of tokens that the MLP runs over, each with the slot of gate/up's dropout; down's is the
+        next."""
         size = self.pack.num_tokens if self.policy == "keep" else MLP_TILE_TOKENS
         for number, start in enumerate(range(0, self.pack.num_tokens, size)):
             yield slice(start, start + size), 2 + 2 * number
 
 
 class DecoderLayer:
-    """One pre-norm decoder layer: x + attention(norm(x)), then the same with the MLP."""
+    """One pre-norm decoder layer: x_mid = x + o(attention(qkv(norm(x)))), then y = x_mid + mlp(norm(x_mid)),
+    where mlp(n) = down(activation(gate(n)) * up(n)).
+    """
 
     def __init__(self, layer: LayerLayout, layout: Layout, *, is_training: bool) -> None:
         self._qkv, self._o, self._gate_up, self._down = (
@@ -187,13 +194,18 @@ class DecoderLayer:
         return any(projection.has_dropout for projection in self._projections())
 
     def parameters(self) -> list[Tensor]:
-        """Those that a gradient is asked for."""
+        """The layer's trained tensors, for which `backward` makes gradients."""
         norms = (self._input_norm, self._mlp_norm, self._q_norm, self._k_norm)
         own = [norm for norm in norms if norm is not None and norm.requires_grad]
         return own + [p for projection in self._projections() for p in projection.parameters()]
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The layer's output [T, h], and what its policy keeps beside the input."""
+        """The layer's output [T, h] for its input `x` [T, h], and what its policy keeps beside the input.
+
+        "keep" and "selective" keep (qkv, out, lse, x_mid), and "keep" also the first product of the MLP;
+        "full" and "offload" keep nothing. Tensors are dropped (`del`) as soon as nothing needs them any more:
+        at its widest place, inside the MLP, the layer then holds only x_mid, y, one tile and what it keeps.
+        """
         qkv, out, lse = self._attend(x, context)
         x_mid = self._o(out.flatten(1), context.seed_of(1)).add_(x)
         kept: tuple[Tensor, ...] = ()
@@ -215,7 +227,23 @@ class DecoderLayer:
     def backward(
         self, grad: Tensor, x: Tensor, kept: tuple[Tensor, ...], context: LayerContext, gradients: Gradients
     ) -> Tensor:
-        """Gradient of the input [T, h] given the output's; the parameters' go into `gradients`."""
+        """The gradient of the input `x` [T, h], given the output's; parameters' gradients go into
+        `gradients`.
+
+        It goes through the layer from its end to its beginning, and at every operation it first makes again
+        what was not kept (`kept` is what `forward` returned):
+
+            x_mid = x + o(out)                 made again with q/k/v and attention unless kept
+            y = x_mid + mlp(norm(x_mid))       `_mlp_backward`: grad becomes the gradient of x_mid
+            o                                  gradients of W_o and of attention's output
+            attention                          of q, k, v: from q, k, v, out and lse, no scores kept
+            rotation, q and k norms            of q/k/v before them; q and k are rotated again, not kept
+            q/k/v                              gradients of W_qkv and of norm(x), which is made again
+            x                                  the norm's gradient, plus the residual's, which is grad itself
+
+        A parameter's gradient is made before the tensors that it needs are dropped, and every tensor is
+        dropped as soon as its last reader is done: `footprint` counts what is there at the widest place.
+        """
         if kept:
             qkv, out, lse, x_mid = kept[:4]
         else:
@@ -248,7 +276,8 @@ class DecoderLayer:
         return grad_x
 
     def _attend(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        """q/k/v before their rotation [T, H + 2K, D], attention's output [T, H, D] and log-sum-exps."""
+        """q/k/v before their rotation [T, H + 2K, D], attention's output [T, H, D] and its
+        log-sum-exps [H, T]."""
         normed = operations.rms_norm(x, self._input_norm, self._eps)
         qkv = self._qkv(normed, context.seed_of(0)).view(len(x), -1, self._head_dim)
         q, k, v = self._rotated(qkv, context)
@@ -269,7 +298,21 @@ class DecoderLayer:
         context: LayerContext,
         gradients: Gradients,
     ) -> Tensor:
-        """Gradient of the MLP's input, its residual's included. `kept` is gate and up, or nothing."""
+        """The gradient of x_mid [T, h] in y = x_mid + mlp(norm(x_mid)), given `grad`, that of y.
+
+        Tile by tile of tokens (one tile if gate and up were kept in `kept`), with g, u = gate and up:
+
+        1. norm(x_mid), and g, u unless kept; what adapters add to them stays in factors (`low_rank`).
+        2. d_a = grad W_down, the gradient of a = activation(g) * u.
+        3. `gate_backward`: d_gu = (d_a * u * activation'(g), d_a * activation(g)), and a once more, from one
+           pass over the widest tensors of the layer. Here g, u and d_a are dropped.
+        4. dW_down from grad and a; dW_gate_up from d_gu and norm(x_mid); then d_gu W_gate_up, the gradient of
+           norm(x_mid).
+        5. The norm's backward pass, which adds grad, the gradient that reaches x_mid past the MLP.
+
+        a comes out of step 3 because the gate's kernel has g and u in registers; made before step 2 it would
+        lie in memory beside d_a. Sums over tiles are float32 (`Gradients`).
+        """
         grad_x = torch.empty_like(x_mid)
         for tile, slot in context.mlp_tiles():
             normed = operations.rms_norm(x_mid[tile], self._mlp_norm, self._eps)
