@@ -3,8 +3,8 @@
     python examples/loop.py
 
 A model of two layers, with random weights, is shown a letter and writes six. Each of the six that is the
-letter it was shown earns a sixth of the reward. Nobody tells the model so: it writes, is rewarded, and what
-was better than its neighbours becomes more likely.
+letter it was shown earns a sixth of the reward. Nobody tells the model so: it writes, is rewarded, and
+completions that were better than their neighbours become more likely.
 
 `GRPOTrainer` does the same with checkpoints, callbacks, metrics, several GPUs and plans for their memory
 (`src/colocate/loop.py`), and a test holds the two to the same weights, bit for bit.
@@ -72,7 +72,7 @@ def share_of_letter(prompts: list[str], completions: list[str], **_: object) -> 
 
 
 def make_config(output_dir: str, **options: object) -> GRPOConfig:
-    """Every option there is, each with TRL's name and default, and those that this run sets itself."""
+    """The options, with TRL's names and defaults; this run sets a few itself, and `options` override them."""
     own = dict(
         num_generations=8,  # completions of a prompt: its group, whose members are compared
         per_device_train_batch_size=64,  # completions of an optimizer step: eight groups
@@ -105,7 +105,7 @@ def train(args: GRPOConfig, model: Qwen3ForCausalLM) -> list[float]:
     sampling = SamplingParams(args.max_completion_length, stop_token_ids=(EOS,), seed=args.seed)
     player = Player(engine, sampling)
 
-    # Between the two, in the order in which a step comes by.
+    # The stages between the two, in the order in which a step goes through them.
     num_prompts = args.generation_batch_size // args.num_generations
     batches = PromptBatches(make_dataset(), num_prompts, seed=args.seed)
     requests = RequestBuilder(tokenizer, args, model.config.max_position_embeddings)

@@ -69,7 +69,8 @@ def build_run(
     quantization_config: Any = None,
     peft_config: Any = None,
 ) -> Run:
-    """Load the model and make every part of a run; the arguments are `GRPOTrainer`'s, of the right types.
+    """Load the model and make every part of a run; the arguments are those of `GRPOTrainer`, checked for
+    their types.
 
     Raises:
         ValueError: an argument, the dataset or the batch cannot be trained on; the message says what to set.
@@ -84,7 +85,7 @@ def build_run(
     model, originals = prepare_model(model, args, device, quantization_config, peft_config)
     tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
     sampling = sampling_params(args, stop_token_ids(tokenizer, model))
-    # An engine may take the memory that it finds: what else has a claim to it comes first.
+    # An engine may take all memory that it finds free: whatever else needs memory is made first.
     planner = planner_for(model, args)
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
     optimizer = build_optimizer(model, args, num_steps.of_run, originals, optimizers)
@@ -162,7 +163,8 @@ def build_policy(
 
 
 def first_plan(planner: Planner) -> TrainPlan:
-    """The planner's choice, with a warning where memory will not do, or only for more work."""
+    """The planner's choice, with a warning if the memory does not suffice, or suffices only with extra
+    work."""
     plan = planner.plan()
     if plan.shortage is not None:
         remedies = "; or ".join(remedy.settings for remedy in find_remedies(planner.case))
@@ -185,7 +187,8 @@ def first_plan(planner: Planner) -> TrainPlan:
 def build_engine(
     model: nn.Module, args: GRPOConfig, accelerator: Accelerator, sampling: SamplingParams
 ) -> RolloutEngine:
-    """The engine that `args.engine` names; "auto" takes the native one for what it knows.
+    """The engine that `args.engine` names; "auto" takes the native engine for models and options that it
+    supports.
 
     Raises:
         ImportError: engine="vllm" without a vLLM that is supported.
@@ -227,11 +230,11 @@ def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:
 
 
 class NumSteps(NamedTuple):
-    """Optimizer steps."""
+    """The optimizer steps of a run and of an epoch."""
 
     of_run: int
     per_epoch: float
-    """A fraction where a step crosses epochs."""
+    """Steps of one epoch, with a fraction where a step crosses epochs."""
 
 
 def steps_of(args: GRPOConfig, num_batches_per_epoch: int | None) -> NumSteps:
@@ -255,7 +258,8 @@ def steps_of(args: GRPOConfig, num_batches_per_epoch: int | None) -> NumSteps:
 
 
 def context_length(model: nn.Module, args: GRPOConfig) -> int:
-    """Tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if fewer."""
+    """The number of prompt and completion tokens that the model was made for, or `vllm_max_model_length` if
+    that is less."""
     limits = [
         getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None),
         args.vllm_max_model_length,
@@ -323,7 +327,8 @@ def build_requests(
     train_dataset: TrainDataset,
     eval_dataset: EvalDataset | None,
 ) -> RequestBuilder:
-    """What tokenizes the rows of both datasets, of which the longest and the shortest are checked now."""
+    """The builder of requests, which tokenizes the rows of both datasets; the longest and shortest are
+    checked now."""
     requests = RequestBuilder(tokenizer, args, context_length(model, args))
     for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
         requests.check_extremes(dataset)
@@ -357,7 +362,7 @@ def build_timeline(
     engine: RolloutEngine,
     journal: Journal,
 ) -> Timeline:
-    """The timeline that tells apart what a run puts into the device's memory."""
+    """The timeline, with the categories by which it divides up the device's memory."""
     return Timeline(
         device,
         [

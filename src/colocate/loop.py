@@ -7,9 +7,9 @@ The rollout engine and the policy share one device and take turns with its memor
     train      select → window → update                     the policy's turn: activations, gradients
     publish    the engine takes the new weights
 
-This file alone says whose turn it is. Two things happen to memory beyond it: a native engine that is awake
-maps pages as its sequences grow, and where training runs out of memory beside what a sleeping engine was
-allowed to keep, the policy has the hand-over take that back (`Handover.take_back`) before it tries again.
+This file alone says whose turn it is. Two more things happen to memory, elsewhere: a native engine that is
+awake maps pages as its sequences grow; and if training runs out of memory while a sleeping engine still keeps
+some, the policy has the hand-over take it back (`Handover.take_back`) before it tries again.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from colocate.types import Completion, Sample
 
 
 class Face(Protocol):
-    """What the loop calls for whoever started it: for `GRPOTrainer`, and what its subclasses override."""
+    """The calls by which the loop tells whoever started it what happens: `GRPOTrainer`, whose subclasses
+    override them."""
 
     def note_request(self, request: RolloutRequest) -> None:
-        """A generation batch is about to be played."""
+        """Called before a generation batch is completed by the engine."""
         ...
 
     def around_step(self, take: Callable[[], Step]) -> Step:
-        """Take an optimizer step: call `take` once, and return what it returns."""
+        """Called to take an optimizer step: it must call `take` once, and return what `take` returns."""
         ...
 
     def between_steps(self, stop: StopRequest) -> None:
-        """A step is done and logged; evaluate, save, or leave by an exception if asked to stop."""
+        """Called when a step is done and logged: evaluates, saves, or raises if the run was asked to stop."""
         ...
 
 
@@ -78,10 +79,10 @@ def is_over(run: Run) -> bool:
 
 
 def roll_out(run: Run, request: RolloutRequest, within: str = "") -> list[Completion]:
-    """The engine's turn: it gets the device's memory, completes what is asked, and gives the memory back.
+    """The engine's turn: it gets the device's memory, completes the request, and gives the memory back.
 
     Args:
-        within: the phase that this is a part of, with a slash ("evaluate/"), for the timeline.
+        within: for the timeline, the phase that the rollout is a part of, with a slash ("evaluate/").
     """
     if run.policy.plan.offload_optimizer:
         with run.timeline.phase(f"{within}offload"):
@@ -98,12 +99,13 @@ def roll_out(run: Run, request: RolloutRequest, within: str = "") -> list[Comple
 
 
 def old_logprobs(run: Run, samples: list[Sample]) -> list[Tensor]:
-    """Log-probs under the policy as it is, before it moves away from what generated the samples."""
+    """Log-probs of `samples` under the policy as it is, before a step moves it away from the policy that
+    generated them."""
     return [logprobs for logprobs, _ in run.policy.logprobs(samples)]
 
 
 def take_step(run: Run) -> Step:
-    """The policy's turn: one optimizer step on what is next in the window."""
+    """The policy's turn: one optimizer step on the next slices of the window."""
     samples = run.selector.for_step(run.window.peek())
     update = run.policy.update(samples, run.objective)
     run.window.advance(update.logprobs)
@@ -111,7 +113,7 @@ def take_step(run: Run) -> Step:
 
 
 def publish(run: Run) -> None:
-    """Make the engine use the new weights: shared ones are in place, others are handed over."""
+    """Make the engine use the new weights: shared weights are in place already, others are handed over."""
     weights = () if run.engine.shares_weights else run.model.named_parameters()
     run.engine.update_weights(weights, run.policy.version)
 

@@ -31,7 +31,7 @@ class AdvantageOptions:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Shapes: N completions. Floats have the type of the rewards they come from."""
+    """The advantages and rewards of N completions, in the type of the rewards they come from."""
 
     advantages: Tensor  # [N], 0 for a completion that no reward function scored
     rewards: Tensor  # [N] weighted sum; NaN for a completion that no reward function scored
@@ -46,13 +46,13 @@ def compute_advantages(
 ) -> Advantages:
     """Advantages of N completions, the G = `num_generations` of a prompt side by side.
 
-    A reward of NaN ("this function does not apply") is left out of sums, means and deviations. Deviations are
-    unbiased (n − 1). A completion that no function scored gets A = 0 and is part of no baseline; where only
-    one of a group is scored there is nothing to compare, and its normalised reward is 0.
+    A reward of NaN ("this function does not apply") is left out of sums, means and deviations. Standard
+    deviations are unbiased (n − 1). A completion that no function scored gets A = 0 and is part of no
+    baseline; where only one of a group is scored there is nothing to compare, and its normalised reward is 0.
 
     Args:
-        rewards_per_func: [N, F], every completion of all ranks; in float64 no square of a deviation overflows
-            if float32 holds the rewards.
+        rewards_per_func: [N, F], every completion of all ranks. Give float64: then no square of a deviation
+            overflows for rewards that float32 holds.
         num_generations: G; divides N.
         reward_weights: [F].
 
@@ -164,7 +164,8 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Advantage], tuple[Tensor, Tens
 
 
 def _weighted_sum(values: Tensor, weights: Tensor, like: Tensor | None = None) -> Tensor:
-    """[P, G] sums over functions; NaN where none of them scored (in `like`, where that is given)."""
+    """Weighted sums [P, G] over the functions' values [P, G, F]; NaN where no function scored, by `values`
+    or, if given, by `like`."""
     # nansum makes 0 of a row without any reward, which would pull the baseline.
     unscored = (values if like is None else like).isnan().all(dim=-1)
     return (values * weights).nansum(dim=-1).masked_fill(unscored, torch.nan)

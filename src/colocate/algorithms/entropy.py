@@ -9,10 +9,10 @@ from typing import Any
 class EntropyController:
     """Decides how much entropy is rewarded. The loss gets −c·H with H the mean entropy per token in nats.
 
-    Fixed: c = `entropy_coef`. Adaptive ("Skywork Open Reasoner 1 Technical Report", arXiv 2505.22312):
-    after each optimizer step, c rises by `entropy_coef_delta` if H ≤ `entropy_target` and falls by as much
-    otherwise, within [`entropy_coef_min`, `entropy_coef_max`]; it is applied only while the last H was at
-    or below the target.
+    Fixed: c = `entropy_coef`. Adaptive ("Skywork Open Reasoner 1 Technical Report", arXiv 2505.22312): after
+        each optimizer step, c rises by `entropy_coef_delta` if H ≤ `entropy_target` and falls by
+        `entropy_coef_delta` otherwise, within [`entropy_coef_min`, `entropy_coef_max`]; it is applied only
+        while the last H was at or below the target.
 
     Raises:
         ValueError: adaptive control with bounds that are out of order or exclude the initial coefficient,
@@ -78,7 +78,8 @@ class EntropyController:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on adapting; a coefficient that is set anew, now or in mode, begins where it is set."""
+        """Go on adapting from a saved state; if `entropy_coef` or the kind of control has been changed since,
+        the coefficient starts from `entropy_coef`."""
         self._last_entropy = state["last_entropy"]
         if self._adaptive and state["adaptive"] and state["initial"] == self._initial:
             self.coef = min(max(state["coef"], self._min), self._max)

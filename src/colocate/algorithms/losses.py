@@ -1,8 +1,8 @@
-"""The policy losses by name: one entry of `LOSSES` is all that a loss type is.
+"""The policy losses by name: to add a loss type is to add one entry to `LOSSES`.
 
 A surrogate gives the loss of each token, before masks, the engine's correction, KL and normalisation; the
-options that it reads are declared in `LossOptions`. What is [B, 1] broadcasts: a sequence-level loss counts
-once for every token of its sequence.
+options that it reads are declared in `LossOptions`. A result of shape [B, 1] broadcasts to [B, T]: a
+sequence-level loss counts once for every token of its sequence.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_LOG_WEIGHT = 20.0
 
 @dataclass
 class LossOptions:
-    """What the surrogates read of a run's options."""
+    """The options of a run that the surrogates read."""
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
     loss_type: Annotated[str, OneOf(LOSSES)] = "dapo"
-    """Surrogate and normalisation."""
+    """The policy loss: its surrogate and its normalisation."""
     importance_sampling_level: Annotated[str, OneOf(RATIOS)] = "token"
     """Ratios per "token", or one per "sequence" from the mean log-ratio (GSPO, arXiv:2507.18071)."""
     epsilon: float = 0.2
@@ -65,47 +65,52 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a surrogate sees of a micro-batch of B sequences, the longest of T tokens. What is masked is 0."""
+    """What a surrogate sees of a micro-batch of B sequences, the longest of T tokens. Masked entries are
+    0."""
 
     policy_logprobs: Tensor
-    """[B, T], with gradient."""
+    """log π_θ of the tokens, [B, T], with gradient."""
     log_ratios: Tensor
-    """[B, T] log π_θ − log π_old, with gradient."""
+    """log π_θ − log π_old of the tokens, [B, T], with gradient."""
     ratios: Tensor
-    """[B, T] at token level, [B, 1] at sequence level, with gradient."""
+    """The ratios r = π_θ / π_old, [B, T] at token level or [B, 1] at sequence level, with gradient."""
     behaviour_logprobs: Tensor
-    """[B, T] under the policy that sampled: the engine's where it told them (NaN where it could not tell)."""
+    """Log-probabilities [B, T] under the policy that sampled: the engine's if it reports them (NaN for a
+    token whose it could not), else log π_old."""
     correction: Tensor | None
-    """[B, T] or [B, 1] from `importance_sampling.correction_ratios`."""
+    """The engine's correction ρ, [B, T] or [B, 1], from `importance_sampling.correction_ratios`; None: there
+    is none."""
     advantages: Tensor
-    """[B, 1]"""
+    """The advantage A of each sequence, [B, 1]."""
     mask: Tensor
-    """[B, T], 1 where the token counts."""
+    """The mask [B, T], 1 where the token counts."""
 
 
 Surrogate: TypeAlias = Callable[[LossInputs, LossOptions, Metrics], Tensor]
-"""Losses of the tokens, [B, T] or [B, 1]; adds the metrics of its own."""
+"""A function that returns the losses of the tokens, [B, T] or [B, 1], and adds its own metrics."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss type."""
+    """A loss type: its surrogate, its normaliser, and what else the objective must know of it."""
 
     surrogate: Surrogate
     normalizer: Callable[[Slice], Tensor]
     """The weight of each sequence's sum, [B]: a function of `colocate.algorithms.normalization`."""
     paper: str
-    """Who published it, to be read by people."""
+    """The paper that published the loss, to be read by people."""
     reads_delta: bool = False
-    """Whether the surrogate has the bound `delta`, which is refused elsewhere."""
+    """Whether the surrogate reads the option `delta`, which is refused for other losses."""
     has_correction: bool = False
-    """Whether the surrogate has taken the engine's correction into account; other losses are multiplied."""
+    """Whether the surrogate itself applies the engine's correction. If not, the objective multiplies its
+    result by the correction."""
     cautions: tuple[Callable[[LossOptions], str | None], ...] = ()
-    """Each says what is seldom meant, or None. TRL's warnings have the same words."""
+    """Functions of the options, each of which returns one line if the options are allowed but seldom meant,
+    or None. The lines are worded like TRL's warnings."""
 
 
 def check_loss(options: LossOptions) -> None:
-    """Raises ValueError for an unknown loss type, and for an option that it does not read."""
+    """Raise ValueError for an unknown loss type, and for an option that the loss type does not read."""
     check_choice("loss_type", options.loss_type, LOSSES)
     if options.delta is not None and not LOSSES[options.loss_type].reads_delta:
         raise ValueError(
@@ -123,11 +128,11 @@ def loss_weights(
     tokens_per_step: float,
     max_completion_length: int,
 ) -> Tensor:
-    """Weights of one slice's sequences, [B] float32, under a loss type's normaliser.
+    """The loss weights of one slice's sequences, [B] float32, by a loss type's normaliser.
 
     Args:
         token_counts: [B] unmasked tokens per sequence; 0 is allowed.
-        num_accumulated, tokens_per_step, max_completion_length: as in `normalization.Slice`.
+        num_accumulated, tokens_per_step, max_completion_length: see `normalization.Slice`.
     """
     part = Slice(token_counts.float(), num_accumulated, tokens_per_step, max_completion_length)
     return LOSSES[loss_type].normalizer(part)
@@ -231,7 +236,8 @@ def _where(condition: Tensor, if_true: float, if_false: float, dtype: torch.dtyp
 
 @torch.no_grad()
 def _record_clipping(metrics: Metrics, low: Tensor, high: Tensor, mask: Tensor) -> None:
-    """`clip_ratio/*` from flags [B, T] or [B, 1]; the extremes are over the fractions of the sequences."""
+    """Record `clip_ratio/*` from flags [B, T] or [B, 1]; minimum and maximum are over the sequences'
+    fractions."""
     record_mean(metrics, "clip_ratio/low_mean", low, mask)
     record_mean(metrics, "clip_ratio/high_mean", high, mask)
     record_mean(metrics, "clip_ratio/region_mean", low | high, mask)

@@ -22,7 +22,7 @@ def off_policy_sequence_mask(
 
     Args:
         policy_logprobs, mask: [B, T].
-        behaviour_logprobs: [B, T] under the policy that sampled, best taken from the engine.
+        behaviour_logprobs: [B, T], under the policy that sampled; best taken from the engine.
         advantages: [B, 1].
 
     Returns:

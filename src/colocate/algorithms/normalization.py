@@ -1,6 +1,7 @@
-"""The factor on each sequence's summed token losses: what each loss type divides by.
+"""The weight of each sequence's summed token losses: one over what the loss type divides by.
 
-Worked out over a whole optimizer step, before it is cut into micro-batches that fit memory: with
+The weights are computed for a whole optimizer step, before it is cut into micro-batches that fit the memory.
+With
 
     loss = Σ_i loss_weights[i] · Σ_t token_loss[i, t] · mask[i, t]
 
@@ -28,9 +29,9 @@ class Slice:
     num_accumulated: int
     """N, the slices of one optimizer step on one rank."""
     tokens_per_step: float
-    """From `mean_tokens_per_step`."""
+    """Unmasked tokens of one optimizer step on one rank, from `mean_tokens_per_step`."""
     max_completion_length: int
-    """In tokens."""
+    """The option `max_completion_length`, in tokens."""
 
 
 def sequence_mean(part: Slice) -> Tensor:
@@ -77,7 +78,7 @@ def mean_tokens_per_step(
 
 
 def entropy_weights(token_counts: Tensor, *, num_accumulated: int) -> Tensor:
-    """Weights of one slice's sequences in the entropy bonus: 1 / (N·Σ n), whatever the loss type.
+    """The weights of one slice's sequences in the entropy bonus: 1 / (N·Σ n), whatever the loss type.
 
     The bonus is the mean entropy per token, so that `entropy_coef` means the same with every loss type.
 

@@ -23,8 +23,8 @@ __all__ = ["LossBatch", "Objective", "ObjectiveParams"]
 class LossBatch:
     """What the loss knows of a micro-batch besides the policy's own outputs.
 
-    T is the longest completion; shorter ones are padded on the right with mask 0. What is masked is never
-    read, so padding may hold anything, NaN included.
+    The longest completion has T tokens; shorter ones are padded on the right with mask 0. Masked entries are
+    never read, so padding may hold anything, NaN included.
     """
 
     mask: Tensor  # [B, T] float32, 1 where the token counts
@@ -37,14 +37,15 @@ class LossBatch:
     entropy_thresholds: Tensor | None = None  # [B]; no policy loss or entropy bonus for tokens below
 
     def without_padding(self) -> LossBatch:
-        """The same batch with 0 for everything that is masked."""
+        """A copy of the batch in which everything that is masked is 0."""
         names = ("old_logprobs", "rollout_logprobs", "reference_logprobs")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(self, **{name: _fill_padding(values, self.mask) for name, values in given.items()})
 
 
 class Objective:
-    """Loss and metrics of a micro-batch. Losses of micro-batches add up to the loss of the optimizer step.
+    """Computes the loss and the metrics of a micro-batch. The micro-batches' losses add up to the step's
+    loss.
 
         token_loss = surrogate(ratio, A) · off_policy_mask · entropy_mask · ρ + β·KL
         loss       = Σ_i loss_weight_i Σ_t mask · token_loss
@@ -56,13 +57,14 @@ class Objective:
     """
 
     def __init__(self, params: ObjectiveParams, entropy: EntropyController | None = None) -> None:
-        """`entropy` says how much entropy is rewarded at each step; None: `params.entropy_coef`, always."""
+        """Make an objective. `entropy` says how much entropy is rewarded at each step; None: always
+        `params.entropy_coef`."""
         self.params = params
         self._entropy = entropy
 
     @property
     def entropy_coef(self) -> float:
-        """Coefficient of the entropy bonus in the next step."""
+        """The coefficient of the entropy bonus in the next step."""
         if self._entropy is not None:
             return self._entropy.applied_coef
         # Under adaptive control there is no bonus until a first step's entropy has been measured.
@@ -81,7 +83,7 @@ class Objective:
         Args:
             policy_logprobs: [B, T] of the completion tokens, with gradient.
             entropies: [B, T] in nats, with gradient if `ObjectiveParams.has_entropy_bonus`.
-            batch: the rest.
+            batch: masks, weights, advantages and the log-probabilities of other policies.
 
         Returns:
             The scalar loss and the metrics, as totals and counts that merge over micro-batches: `entropy`,

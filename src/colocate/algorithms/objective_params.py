@@ -11,12 +11,12 @@ from colocate.algorithms.losses import LOSSES, LossOptions, check_loss
 from colocate.requirements import OneOf, check_choice, check_range, choices_of, ranges_of
 
 UPPER_BOUNDS = frozenset({"epsilon_high", "vllm_importance_sampling_clip_max"})
-"""Infinite they bound nothing; every other number is finite."""
+"""The options that may be infinite, which then bound nothing; every other number must be finite."""
 
 
 @dataclass
 class ObjectiveParams(LossOptions):
-    """What `Objective` reads of a run's options, of which `GRPOConfig` has them all.
+    """The options that `Objective` reads. `GRPOConfig` inherits them.
 
     Raises:
         ValueError: an unknown loss type, level or mode, or numbers that contradict each other.
@@ -37,7 +37,7 @@ class ObjectiveParams(LossOptions):
     vllm_importance_sampling_correction: bool = True
     """Weight tokens by policy ÷ rollout probability, whichever engine generated (the name is TRL's)."""
     vllm_importance_sampling_mode: Annotated[str, OneOf(IMPORTANCE_SAMPLING_MODES)] = "sequence_mask"
-    """What becomes of ratios out of bounds, of tokens or of whole sequences."""
+    """Whether ratios out of bounds are truncated or masked, per token or per sequence."""
     vllm_importance_sampling_clip_max: float | None = 3.0
     vllm_importance_sampling_clip_min: float | None = None
 
@@ -46,11 +46,11 @@ class ObjectiveParams(LossOptions):
 
     @property
     def has_entropy_bonus(self) -> bool:
-        """Whether gradients flow through the entropies; under adaptive control always."""
+        """Whether gradients flow through the entropies; under adaptive control they always do."""
         return self.entropy_coef != 0.0 or self.use_adaptive_entropy
 
     def check_objective(self) -> None:
-        """Raises ValueError for a name that is unknown and for numbers that contradict each other."""
+        """Raise ValueError for a name that is unknown and for numbers that contradict each other."""
         for name, choices in choices_of(ObjectiveParams).items():
             check_choice(name, getattr(self, name), choices)
         for field in fields(ObjectiveParams):
@@ -116,5 +116,6 @@ class ObjectiveParams(LossOptions):
             )
 
     def unusual_pairs(self) -> list[str]:
-        """One line for each two options that are allowed but seldom meant, in the words of TRL's warnings."""
+        """One line for each pair of options that is allowed but seldom meant, in the words of TRL's
+        warnings."""
         return [line for caution in LOSSES[self.loss_type].cautions if (line := caution(self))]

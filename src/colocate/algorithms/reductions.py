@@ -1,4 +1,4 @@
-"""Means and extremes over what counts."""
+"""Means and extremes over the tokens or sequences that a mask selects."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def record_mean(metrics: Metrics, name: str, values: Tensor, mask: Tensor) -> No
 
 
 def masked_min(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar minimum of the values where `mask` is nonzero; NaN if there is none."""
+    """The minimum of the values where `mask` is nonzero, a scalar; NaN if the mask is zero everywhere."""
     return _or_nan(values.masked_fill(~mask.bool(), math.inf).amin(), mask)
 
 
 def masked_max(values: Tensor, mask: Tensor) -> Tensor:
-    """Scalar maximum of the values where `mask` is nonzero; NaN if there is none."""
+    """The maximum of the values where `mask` is nonzero, a scalar; NaN if the mask is zero everywhere."""
     return _or_nan(values.masked_fill(~mask.bool(), -math.inf).amax(), mask)
 
 

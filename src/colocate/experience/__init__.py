@@ -1,1 +1,2 @@
-"""From completions to optimizer steps: rewarded, compared, weighted, and queued for the policy."""
+"""From prompts to optimizer steps: completions are requested, rewarded, compared, weighted, and queued for
+the policy."""

@@ -1,4 +1,4 @@
-"""Whether engine and policy are one model: the log-probs of a run's first rollout, side by side."""
+"""Whether engine and policy compute the same model: the log-probs of a run's first rollout, compared."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 NUM_COMPARED = 8
 """Completions that are scored again, spread over the rollout."""
 _NUM_ERRORS = 6.0
-"""Standard errors by which tokens may be less likely than the policy's entropy has it."""
+"""The number of standard errors by which the mean log-prob of tokens may lie below the policy's negative
+entropy."""
 _SMALLEST_SURPRISE = 0.1
-"""Nats per token: what kernels explain in bfloat16, however many tokens there are."""
+"""Nats per token below which nothing is concluded, however many tokens there are: kernels explain that much
+in bfloat16."""
 _LOOK_AT = (
     "They should be one model: look at whether the engine has the run's weights, adapter and precision, and "
     "whether another run publishes to it; sampling/sampling_logp_difference is logged for every step."
@@ -30,17 +32,19 @@ _LOOK_AT = (
 
 
 class Agreement:
-    """Compares an engine's log-probs with the policy's: once, and again when the engine was lost and is back.
+    """Compares an engine's log-probs with the policy's: once, and once more after an engine was lost and
+    restarted.
 
-    Where the engine tells log-probs, their mean distance must be within what rounding explains. Where it
-    tells none, the tokens themselves are looked at: drawn from the policy, E[log π(y)] = −H, and each token's
-    log π(y) + H is a martingale difference, so their mean is near 0 with a known standard error. Filters keep
-    the likely tokens and make it larger; only a mean far below 0 shows that another model has drawn them. A
-    repetition penalty does so too, as may arguments of `generation_kwargs`, and nothing is concluded then.
+    Where the engine reports log-probs, their mean distance from the policy's must be within what rounding
+    explains. Where it reports none, the tokens themselves are looked at. For tokens drawn from the policy
+    E[log π(y)] = −H, and log π(y) + H is a martingale difference from token to token, so its mean is near 0
+    with a known standard error. Filters such as top_p keep the likely tokens and raise the mean; only a mean
+    far below 0 shows that another model has drawn the tokens. A repetition penalty lowers the mean, too, and
+    arguments of `generation_kwargs` may; with these nothing is concluded.
 
     Args:
         sampling: how the rollouts are drawn.
-        is_drawn_otherwise: whether more than `sampling` decides which tokens are taken.
+        is_drawn_otherwise: whether anything beside `sampling` decides which tokens are drawn.
     """
 
     def __init__(
@@ -58,10 +62,11 @@ class Agreement:
         self._num_restarts_seen = -1
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Warn if a rollout is not the policy's. Costs a look at a number but for the first time.
+        """Warn if a rollout was not drawn from the policy. Only the first call, and the first after a
+        restart, costs anything.
 
         Args:
-            samples: a rollout's of this process, on which the policy has not been trained yet.
+            samples: this process's samples of a rollout on which the policy has not been trained yet.
         """
         engine, policy = self._engine, self._policy
         if not samples or engine.num_restarts == self._num_restarts_seen:
@@ -85,7 +90,8 @@ class Agreement:
 def _distance(
     name: str, told: Tensor, logprobs: Tensor, dtype: torch.dtype, temperature: float
 ) -> str | None:
-    """What is wrong with an engine's log-probs `told` [N], if rounding does not explain it."""
+    """What is wrong with the log-probs `told` [N] that an engine reports, or None if rounding explains their
+    distance from the policy's."""
     difference = (told - logprobs).abs()
     difference = difference[~difference.isnan()]
     noise = largest_mean_noise(dtype, told.device, temperature)
@@ -99,7 +105,8 @@ def _distance(
 
 
 def _surprise(name: str, logprobs: Tensor, entropies: Tensor) -> str | None:
-    """What is wrong with tokens that are too unlikely under the policy; both [N]."""
+    """What is wrong with tokens that are too unlikely under the policy, or None; given their log-probs and
+    entropies, both [N]."""
     surprise = -(logprobs + entropies)
     if len(surprise) < 2:
         return None

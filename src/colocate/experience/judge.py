@@ -1,4 +1,4 @@
-"""What completions were worth: rewards, compared over all ranks, become the advantages of samples."""
+"""How good the completions were: their rewards, compared over all ranks, become the advantages of samples."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Group:
     """
 
     key: int
-    """`Prompt.key`."""
+    """The prompt's number, `Prompt.key`."""
     rewards: Tensor  # [G, F] float64, NaN where a function returned None
     advantages: Tensor  # [G] float64
     samples: list[Sample]
-    """Those of this rank: the whole group, a part of it, or none."""
+    """This rank's samples of the group: the whole group, a part of it, or none."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Rollout:
     metrics: dict[str, float]
     table: CompletionTable
     num_tokens: int
-    """Prompt and completion tokens."""
+    """The number of prompt and completion tokens, over all ranks."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -57,9 +57,10 @@ class Judge:
     """Rewards completions, and compares the rewards across ranks.
 
     Args:
-        device: where samples go.
-        stop_token_ids: a completion that ends in none of these, nor in padding, was cut off.
-        trainer_state: asked for what reward functions receive as `trainer_state`.
+        device: the device that samples are put on.
+        stop_token_ids: the tokens that end a completion; one that ends in none of them, nor in padding, was
+            cut off.
+        trainer_state: called for the value that reward functions receive as `trainer_state`.
         rank: this process's number.
     """
 
@@ -98,7 +99,7 @@ class Judge:
         scores = self._rewards_of(pairs, texts, completion_ids)
 
         own = ranks.own_part(len(completions), self._rank)
-        # Float64: of rewards that float32 holds, the squares of a deviation need not fit.
+        # In float64, because float32 may hold the rewards but not the squares of their deviations.
         rewards = torch.tensor(ranks.of_all_ranks(scores.rewards.tolist()), dtype=torch.float64)  # [N, F]
         compared = compute_advantages(
             rewards, request.num_generations, self._weights, self._advantage_options
@@ -142,7 +143,7 @@ class Judge:
     def _rewards_of(
         self, pairs: Sequence[tuple[dict[str, Any], Prompt]], texts: Any, completion_ids: list[list[int]]
     ) -> RewardTable:
-        """The rewards of this rank's completions."""
+        """The rewards of this rank's completions, [n, F]."""
         if not pairs:  # there are more ranks than held-out prompts, and without a row no columns
             return RewardTable(torch.empty(0, len(self.reward_functions.names)))
         columns = {name: [row[name] for row, _ in pairs] for name in pairs[0][0]}

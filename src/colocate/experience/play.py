@@ -1,4 +1,4 @@
-"""From requests to completions: how the engine is played while it is awake."""
+"""From requests to completions: how the engine is asked while it is awake."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class Player:
         self.sampling = sampling
 
     def play(self, request: RolloutRequest) -> list[Completion]:
-        """The completions of a request, prompt by prompt; the engine must be awake."""
+        """Return the completions of a request, prompt by prompt; the engine must be awake."""
         return self._engine.generate(request.prompts, self.sampling)

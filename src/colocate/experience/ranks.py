@@ -1,4 +1,4 @@
-"""The one place where the ranks of a run put together what each of them has of a rollout.
+"""The one place where the ranks of a run gather their parts of a rollout.
 
 The completions of a rollout are numbered over all ranks, group after group: rank 0 has the first of them,
 rank 1 the next, and so on. A group may span ranks.
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 def of_all_ranks(local: list[Item]) -> list[Item]:
-    """What all ranks have, in the order of ranks."""
+    """The items of all ranks, in the order of ranks; every rank gets them all."""
     return gather_object(local)
 
 
@@ -31,7 +31,8 @@ def own_part(num_local: int, rank: int) -> slice:
 
 
 def by_group(local: list[Item], first: int, num_groups: int, num_generations: int) -> list[list[Item]]:
-    """This rank's items, one per completion, in the groups of all ranks: all of a group, some or none.
+    """This rank's items, one per completion, sorted into the groups of all ranks: a group gets all of its
+    items, some or none.
 
     Args:
         first: number of this rank's first completion over all ranks.
@@ -52,7 +53,7 @@ def totals(metrics: Metrics) -> dict[str, float]:
 
 
 def means(local: dict[str, list[float]]) -> dict[str, float]:
-    """The mean of each name's values over all ranks; a rank may lack names."""
+    """The mean of each metric over the ranks that have it."""
     values: dict[str, list[float]] = {}
     for part in of_all_ranks([local]):
         for name, own in part.items():
@@ -61,7 +62,7 @@ def means(local: dict[str, list[float]]) -> dict[str, float]:
 
 
 def columns(local: dict[str, list[Any]], num_rows: int) -> dict[str, list[Any]]:
-    """The columns of all ranks' rows; None in a rank's `num_rows` rows where it lacks a column."""
+    """The columns of all ranks' rows; a rank that lacks a column contributes `num_rows` times None."""
     # Every rank walks the same names in the same order, or values would end up in one another's columns.
     names = sorted({name for part in of_all_ranks([local]) for name in part})
     return {name: of_all_ranks(local.get(name, [None] * num_rows)) for name in names}

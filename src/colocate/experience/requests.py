@@ -1,4 +1,5 @@
-"""From dataset rows to what this rank asks of the engine: who completes which members of which groups."""
+"""From dataset rows to this rank's requests to the engine: which rank completes which members of which
+groups."""
 
 from __future__ import annotations
 
@@ -20,13 +21,14 @@ class RolloutRequest:
     """This rank's share of a generation batch."""
 
     rows: list[dict[str, Any]]
-    """Dataset row of each prompt."""
+    """The dataset row of each prompt."""
     prompts: list[Prompt]
     num_generations: int
-    """G, over all ranks: a prompt here may ask for a part of its group only."""
+    """G, the completions of a group over all ranks; a prompt of this request may ask for a part of its group
+    only."""
 
     def per_completion(self) -> list[tuple[dict[str, Any], Prompt]]:
-        """Row and prompt of each completion, in the engine's order."""
+        """The row and the prompt of each completion, in the order in which the engine returns completions."""
         pairs = zip(self.rows, self.prompts, strict=True)
         return [(row, prompt) for row, prompt in pairs for _ in prompt.samples]
 
@@ -81,7 +83,7 @@ class RequestBuilder:
         """This rank's share of all held-out prompts, with their whole groups.
 
         Raises:
-            ValueError: as for `training`.
+            ValueError: a prompt cannot be tokenized, or leaves no room for `max_completion_length`.
         """
         options = self._options
         num_generations = options.num_generations_eval or options.num_generations
@@ -96,9 +98,9 @@ class RequestBuilder:
     def check_extremes(self, dataset: datasets.Dataset | datasets.IterableDataset) -> None:
         """Find prompts too long for the context, or without a token, before anything is generated.
 
-        Tokenizing a large dataset takes minutes. Its longest and shortest prompts by characters take
-        milliseconds, and hold the longest and shortest by tokens in all but odd cases, which are found when
-        their batch comes, as those of a stream are.
+        Tokenizing a large dataset takes minutes; tokenizing its longest and shortest prompts by characters
+        takes milliseconds, and in all but odd cases the longest and shortest by tokens are among them. The
+        odd cases, and prompts of a stream, are found when their batch comes.
 
         Raises:
             ValueError: prompt and completion do not fit the context together, or there is no prompt.

@@ -19,8 +19,8 @@ from colocate.types import Sample
 class Selector:
     """Trains on every group of a rollout.
 
-    The loop plays rollouts until the window holds a step: to choose among groups is to return the slices of
-    those that are chosen, and none while there are too few.
+    The loop makes rollouts until the window holds a step. A selector that chooses among groups returns the
+    slices of the chosen groups, and no slices while there are too few.
     """
 
     def __init__(self, policy: Policy, options: WeightingOptions) -> None:
@@ -32,12 +32,12 @@ class Selector:
         reference's log-probs.
 
         Args:
-            number: of the generation batch in the run.
+            number: the number of the generation batch in the run.
         """
         return shuffled_slices(self._with_reference(rollout.samples), self._options, number)
 
     def for_step(self, slices: Sequence[list[Sample]]) -> list[Sample]:
-        """The samples of an optimizer step, made of these slices of the window."""
+        """The samples of the optimizer step that trains on `slices`, which come from the window."""
         if self._options.top_entropy_quantile < 1.0:
             num_slices = self._options.gradient_accumulation_steps
             slices = [with_entropy_threshold(x, self._policy, self._options, num_slices) for x in slices]

@@ -17,14 +17,14 @@ Step = tuple[list[Sample], UpdateResult]
 
 
 class SliceRows:
-    """Which rows of the dataset each slice in the window is from."""
+    """Remembers from which rows of the dataset each slice in the window comes."""
 
     def __init__(self, window: TrainingWindow) -> None:
         self._window = window
         self._rows: dict[int, list[dict[str, Any]]] = {}  # of a whole batch, by each of its prompts' keys
 
     def add(self, request: RolloutRequest) -> None:
-        """Take note of a generation batch, and forget those that the window is done with."""
+        """Take note of a generation batch, and forget the batches that the window is done with."""
         rows = [row for row, _ in request.per_completion()]
         held = self._window.prompt_keys()
         self._rows = {key: rows for key, rows in self._rows.items() if key in held}
@@ -33,7 +33,7 @@ class SliceRows:
     def of_next_step(self) -> list[list[dict[str, Any]]]:
         """For each slice of the next optimizer step, the rows of its whole generation batch.
 
-        They are empty for completions which a run before a resume has generated.
+        The rows are empty for completions that were generated before the run was resumed.
         """
         keys = [next((s.prompt_key for s in samples), None) for samples in self._window.peek()]
         return [[] if key is None else self._rows.get(key, []) for key in keys]
@@ -49,7 +49,7 @@ class SlicedStep:
         self._step: Step | None = None
 
     def visit(self) -> Tensor:
-        """This rank's loss at the last visit, else 0."""
+        """Count a visit: return this rank's loss at the last visit, and 0 before."""
         self._num_visited += 1
         if self._num_visited != self._num_slices:
             return torch.zeros(())
@@ -57,7 +57,7 @@ class SlicedStep:
         return self._step[1].loss
 
     def result(self) -> Step:
-        """What the step was taken with and came to.
+        """The samples that the step was taken with, and its result.
 
         Raises:
             RuntimeError: there was not one visit for each slice.

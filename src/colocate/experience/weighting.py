@@ -39,7 +39,8 @@ def shuffled_slices(
 ) -> list[list[Sample]]:
     """Cut this rank's samples into slices of `per_device_train_batch_size`, in random order, and weigh them.
 
-    The order depends on the seed and the batch alone, so a resumed run cuts alike.
+    The order depends on the seed and the batch's number alone, so a resumed run cuts a batch as the first run
+    did.
     """
     assert options.steps_per_generation is not None, "GRPOConfig derives it"
     generator = torch.Generator().manual_seed(options.seed + batch_number)
@@ -61,7 +62,7 @@ def weighted(
     """The samples of one slice with the loss weights of the option `loss_type`.
 
     Args:
-        tokens_per_step: from `normalization.mean_tokens_per_step`.
+        tokens_per_step: the result of `normalization.mean_tokens_per_step`.
         num_accumulated: slices in an optimizer step.
     """
     return _with_weights(
@@ -85,13 +86,13 @@ def weighted_for_evaluation(samples: Sequence[Sample], options: WeightingOptions
 def with_entropy_threshold(
     samples: Sequence[Sample], policy: Policy, options: WeightingOptions, num_accumulated: int
 ) -> list[Sample]:
-    """The samples of one slice with the entropy below which `top_entropy_quantile` leaves tokens out.
+    """The samples of one slice, each with the entropy below which `top_entropy_quantile` leaves tokens out.
 
     The quantile needs the entropies of the slice on all ranks before the first loss: one more forward,
     without gradient, that runs with this option only.
 
     Args:
-        num_accumulated: slices whose entropy bonuses are added up to one.
+        num_accumulated: the number of slices whose entropy bonuses are added up.
     """
     masks = [sample.completion_mask.bool() for sample in samples]
     entropies = [entropy for _, entropy in policy.logprobs(samples)]

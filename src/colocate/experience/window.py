@@ -8,9 +8,9 @@ steps_per_generation = 2, num_iterations = 2 and gradient_accumulation_steps = 1
     slice 0  1  0  1       slice 0  1  0  1
     step  1  2  3  4             5  6  7  8
 
-Step 1 is on-policy: its own log-probs are the old ones. Steps 2 to 4 train on completions of an older
-policy and need that policy's log-probs. Slice 0's are those that step 1 computed anyway; only slice 1 costs
-a forward.
+Step 1 is on-policy: its own log-probs are the old log-probs. Steps 2 to 4 train on completions of an older
+policy and need that policy's log-probs. For slice 0 step 1 has computed them anyway; only slice 1 costs a
+forward pass of its own.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ class TrainingWindow:
 
         Args:
             slices: freshly generated and scored samples.
-            old_logprobs: the current policy's log-probs of samples; asked only for slices whose first visit
-                comes after the policy has moved.
+            old_logprobs: computes the current policy's log-probs of samples; called only for slices whose
+                first visit comes after the policy has moved.
         """
         added = [Slice(list(samples), self.num_iterations) for samples in slices]
         num_on_policy = max(0, self.slices_per_step - len(self._queue))
         if self._queue and self._queue[0].samples[0].old_logprobs is not None:
-            # They share a step with older completions, and all of a step's need old log-probs.
+            # The new slices share a step with older completions, and then all samples of the step need old
+            # log-probs.
             num_on_policy = 0
         later = [sample for entry in added[num_on_policy:] for sample in entry.samples]
         if later:
@@ -83,7 +84,8 @@ class TrainingWindow:
         """Drop the slices of the step just taken, keeping its log-probs for later visits of the same slices.
 
         Args:
-            policy_logprobs: what the step computed for `peek()`'s samples, in their order, each [C].
+            policy_logprobs: the log-probs [C] that the step computed for each sample of `peek()`, in their
+                order.
         """
         logprobs = iter(policy_logprobs)
         for _ in range(self.slices_per_step):
