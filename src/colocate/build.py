@@ -69,8 +69,8 @@ def build_run(
     quantization_config: Any = None,
     peft_config: Any = None,
 ) -> Run:
-    """Load the model and make every part of a run; the arguments are those of `GRPOTrainer`, checked for
-    their types.
+    """Load the model and make every part of a run; the arguments are `GRPOTrainer`'s, with their types
+    checked.
 
     Raises:
         ValueError: an argument, the dataset or the batch cannot be trained on; the message says what to set.
@@ -163,8 +163,7 @@ def build_policy(
 
 
 def first_plan(planner: Planner) -> TrainPlan:
-    """The planner's choice, with a warning if the memory does not suffice, or suffices only with extra
-    work."""
+    """The planner's choice, with a warning if memory does not suffice, or only at the cost of more work."""
     plan = planner.plan()
     if plan.shortage is not None:
         remedies = "; or ".join(remedy.settings for remedy in find_remedies(planner.case))
@@ -187,8 +186,7 @@ def first_plan(planner: Planner) -> TrainPlan:
 def build_engine(
     model: nn.Module, args: GRPOConfig, accelerator: Accelerator, sampling: SamplingParams
 ) -> RolloutEngine:
-    """The engine that `args.engine` names; "auto" takes the native engine for models and options that it
-    supports.
+    """The engine that `args.engine` names; "auto" takes the native engine wherever that can run.
 
     Raises:
         ImportError: engine="vllm" without a vLLM that is supported.
@@ -258,8 +256,8 @@ def steps_of(args: GRPOConfig, num_batches_per_epoch: int | None) -> NumSteps:
 
 
 def context_length(model: nn.Module, args: GRPOConfig) -> int:
-    """The number of prompt and completion tokens that the model was made for, or `vllm_max_model_length` if
-    that is less."""
+    """The tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if
+    fewer."""
     limits = [
         getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None),
         args.vllm_max_model_length,
@@ -327,8 +325,7 @@ def build_requests(
     train_dataset: TrainDataset,
     eval_dataset: EvalDataset | None,
 ) -> RequestBuilder:
-    """The builder of requests, which tokenizes the rows of both datasets; the longest and shortest are
-    checked now."""
+    """The builder of requests from both datasets, whose longest and shortest prompts are checked now."""
     requests = RequestBuilder(tokenizer, args, context_length(model, args))
     for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
         requests.check_extremes(dataset)

@@ -31,8 +31,7 @@ from colocate.types import Completion, Sample
 
 
 class Face(Protocol):
-    """The calls by which the loop tells whoever started it what happens: `GRPOTrainer`, whose subclasses
-    override them."""
+    """What the loop calls on the object that started it, `GRPOTrainer`, whose subclasses may override it."""
 
     def note_request(self, request: RolloutRequest) -> None:
         """Called before a generation batch is completed by the engine."""
@@ -99,8 +98,7 @@ def roll_out(run: Run, request: RolloutRequest, within: str = "") -> list[Comple
 
 
 def old_logprobs(run: Run, samples: list[Sample]) -> list[Tensor]:
-    """Log-probs of `samples` under the policy as it is, before a step moves it away from the policy that
-    generated them."""
+    """Log-probs of `samples` under the policy that generated them, before a step changes it."""
     return [logprobs for logprobs, _ in run.policy.logprobs(samples)]
 
 

@@ -65,8 +65,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a surrogate sees of a micro-batch of B sequences, the longest of T tokens. Masked entries are
-    0."""
+    """What a surrogate sees of a micro-batch: B sequences, the longest of T tokens. Masked entries are 0."""
 
     policy_logprobs: Tensor
     """log π_θ of the tokens, [B, T], with gradient."""
@@ -78,8 +77,7 @@ class LossInputs:
     """Log-probabilities [B, T] under the policy that sampled: the engine's if it reports them (NaN for a
     token whose it could not), else log π_old."""
     correction: Tensor | None
-    """The engine's correction ρ, [B, T] or [B, 1], from `importance_sampling.correction_ratios`; None: there
-    is none."""
+    """The engine's correction ρ, [B, T] or [B, 1], from `importance_sampling.correction_ratios`, or None."""
     advantages: Tensor
     """The advantage A of each sequence, [B, 1]."""
     mask: Tensor
@@ -236,8 +234,7 @@ def _where(condition: Tensor, if_true: float, if_false: float, dtype: torch.dtyp
 
 @torch.no_grad()
 def _record_clipping(metrics: Metrics, low: Tensor, high: Tensor, mask: Tensor) -> None:
-    """Record `clip_ratio/*` from flags [B, T] or [B, 1]; minimum and maximum are over the sequences'
-    fractions."""
+    """Record `clip_ratio/*` from flags [B, T] or [B, 1]; minima and maxima are over sequences' fractions."""
     record_mean(metrics, "clip_ratio/low_mean", low, mask)
     record_mean(metrics, "clip_ratio/high_mean", high, mask)
     record_mean(metrics, "clip_ratio/region_mean", low | high, mask)

@@ -44,8 +44,7 @@ class LossBatch:
 
 
 class Objective:
-    """Computes the loss and the metrics of a micro-batch. The micro-batches' losses add up to the step's
-    loss.
+    """Computes loss and metrics of a micro-batch. The losses of micro-batches add up to that of the step.
 
         token_loss = surrogate(ratio, A) · off_policy_mask · entropy_mask · ρ + β·KL
         loss       = Σ_i loss_weight_i Σ_t mask · token_loss
@@ -57,8 +56,7 @@ class Objective:
     """
 
     def __init__(self, params: ObjectiveParams, entropy: EntropyController | None = None) -> None:
-        """Make an objective. `entropy` says how much entropy is rewarded at each step; None: always
-        `params.entropy_coef`."""
+        """`entropy` says how much entropy is rewarded at each step; None: always `params.entropy_coef`."""
         self.params = params
         self._entropy = entropy
 

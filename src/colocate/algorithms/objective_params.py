@@ -116,6 +116,6 @@ class ObjectiveParams(LossOptions):
             )
 
     def unusual_pairs(self) -> list[str]:
-        """One line for each pair of options that is allowed but seldom meant, in the words of TRL's
+        """A line for each pair of options that is allowed but seldom meant, in the words of TRL's
         warnings."""
         return [line for caution in LOSSES[self.loss_type].cautions if (line := caution(self))]

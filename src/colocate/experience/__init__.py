@@ -1,2 +1,1 @@
-"""From prompts to optimizer steps: completions are requested, rewarded, compared, weighted, and queued for
-the policy."""
+"""From prompts to optimizer steps: completions are requested, rewarded, compared, weighted and queued."""

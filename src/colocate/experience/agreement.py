@@ -20,11 +20,9 @@ logger = logging.getLogger(__name__)
 NUM_COMPARED = 8
 """Completions that are scored again, spread over the rollout."""
 _NUM_ERRORS = 6.0
-"""The number of standard errors by which the mean log-prob of tokens may lie below the policy's negative
-entropy."""
+"""The number of standard errors by which the tokens' mean log-prob may lie below minus the entropy."""
 _SMALLEST_SURPRISE = 0.1
-"""Nats per token below which nothing is concluded, however many tokens there are: kernels explain that much
-in bfloat16."""
+"""Nats per token that kernels may explain in bfloat16, however many tokens there are."""
 _LOOK_AT = (
     "They should be one model: look at whether the engine has the run's weights, adapter and precision, and "
     "whether another run publishes to it; sampling/sampling_logp_difference is logged for every step."
@@ -32,8 +30,7 @@ _LOOK_AT = (
 
 
 class Agreement:
-    """Compares an engine's log-probs with the policy's: once, and once more after an engine was lost and
-    restarted.
+    """Compares an engine's log-probs with the policy's: once, and again after each restart of the engine.
 
     Where the engine reports log-probs, their mean distance from the policy's must be within what rounding
     explains. Where it reports none, the tokens themselves are looked at. For tokens drawn from the policy
@@ -62,8 +59,7 @@ class Agreement:
         self._num_restarts_seen = -1
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Warn if a rollout was not drawn from the policy. Only the first call, and the first after a
-        restart, costs anything.
+        """Warn if a rollout was not drawn from the policy. Only the first call (after a restart) costs time.
 
         Args:
             samples: this process's samples of a rollout on which the policy has not been trained yet.
@@ -105,8 +101,7 @@ def _distance(
 
 
 def _surprise(name: str, logprobs: Tensor, entropies: Tensor) -> str | None:
-    """What is wrong with tokens that are too unlikely under the policy, or None; given their log-probs and
-    entropies, both [N]."""
+    """What is wrong with tokens, or None, given their log-probs [N] and entropies [N] under the policy."""
     surprise = -(logprobs + entropies)
     if len(surprise) < 2:
         return None

@@ -58,8 +58,7 @@ class Judge:
 
     Args:
         device: the device that samples are put on.
-        stop_token_ids: the tokens that end a completion; one that ends in none of them, nor in padding, was
-            cut off.
+        stop_token_ids: a completion whose last token is none of these, and no padding, was cut off.
         trainer_state: called for the value that reward functions receive as `trainer_state`.
         rank: this process's number.
     """

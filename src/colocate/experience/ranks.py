@@ -31,8 +31,7 @@ def own_part(num_local: int, rank: int) -> slice:
 
 
 def by_group(local: list[Item], first: int, num_groups: int, num_generations: int) -> list[list[Item]]:
-    """This rank's items, one per completion, sorted into the groups of all ranks: a group gets all of its
-    items, some or none.
+    """This rank's items, one per completion, in the groups of all ranks: of each group all, some or none.
 
     Args:
         first: number of this rank's first completion over all ranks.

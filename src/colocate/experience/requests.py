@@ -1,5 +1,4 @@
-"""From dataset rows to this rank's requests to the engine: which rank completes which members of which
-groups."""
+"""From dataset rows to this rank's requests: which rank completes which members of which groups."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ class RolloutRequest:
     """The dataset row of each prompt."""
     prompts: list[Prompt]
     num_generations: int
-    """G, the completions of a group over all ranks; a prompt of this request may ask for a part of its group
-    only."""
+    """G, completions of a group over all ranks; a request's prompt may ask for a part of its group only."""
 
     def per_completion(self) -> list[tuple[dict[str, Any], Prompt]]:
         """The row and the prompt of each completion, in the order in which the engine returns completions."""

@@ -39,8 +39,7 @@ def shuffled_slices(
 ) -> list[list[Sample]]:
     """Cut this rank's samples into slices of `per_device_train_batch_size`, in random order, and weigh them.
 
-    The order depends on the seed and the batch's number alone, so a resumed run cuts a batch as the first run
-    did.
+    The order depends on the seed and the batch's number alone, so a resumed run cuts its batches alike.
     """
     assert options.steps_per_generation is not None, "GRPOConfig derives it"
     generator = torch.Generator().manual_seed(options.seed + batch_number)

@@ -10,7 +10,7 @@ steps_per_generation = 2, num_iterations = 2 and gradient_accumulation_steps = 1
 
 Step 1 is on-policy: its own log-probs are the old log-probs. Steps 2 to 4 train on completions of an older
 policy and need that policy's log-probs. For slice 0 step 1 has computed them anyway; only slice 1 costs a
-forward pass of its own.
+forward pass.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class TrainingWindow:
         """Drop the slices of the step just taken, keeping its log-probs for later visits of the same slices.
 
         Args:
-            policy_logprobs: the log-probs [C] that the step computed for each sample of `peek()`, in their
-                order.
+            policy_logprobs: the step's log-probs [C] of each sample in `peek()`, in their order.
         """
         logprobs = iter(policy_logprobs)
         for _ in range(self.slices_per_step):

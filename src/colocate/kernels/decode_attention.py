@@ -96,11 +96,9 @@ class DecodeScratch:
 
 
 def num_splits_for(num_rows: int, num_kv_heads: int) -> int:
-    """The number of parts to cut each row's keys into: a power of two that lets a small batch occupy the
-    whole device.
+    """The number of parts to cut each row's keys into, so that a small batch occupies the whole device.
 
-    It depends on the batch and not on the contexts, because a captured graph has to serve contexts of any
-    length.
+    It is a power of two and depends on the batch only: a captured graph has to serve contexts of any length.
     """
     num_splits = 1
     while num_splits < MAX_SPLITS and 2 * num_splits * num_rows * num_kv_heads <= TARGET_PROGRAMS:
@@ -124,8 +122,7 @@ def decode_attention(
     num_splits: int,
     out: Tensor,
 ) -> Tensor:
-    """Attention of one new token per sequence, whose heads are normed and rotated and whose key and value are
-    stored on the way.
+    """Attention of one new token per sequence: norms and rotates its heads, and stores its key and value.
 
     Nothing is allocated and nothing is read on the host, so a CUDA graph can capture it.
 
@@ -281,6 +278,5 @@ def _can_overlap(tensor: Tensor) -> bool:
 
 @functools.cache
 def _shared_memory_bytes(device_index: int) -> int:
-    """Shared memory that one program may have: 227 KiB on an H200, 99 KiB on cards of compute capability 8.6
-    and 8.9."""
+    """Shared memory of one program: 227 KiB on an H200, 99 KiB on cards of compute capability 8.6 and 8.9."""
     return triton.runtime.driver.active.utils.get_device_properties(device_index)["max_shared_mem"]

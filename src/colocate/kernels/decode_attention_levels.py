@@ -34,8 +34,7 @@ _LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
-    """Cosines and sines at `positions`, in the shape of `mask` [queries, D]; sines of the first half are
-    negated.
+    """Cosines and sines at `positions`, shaped like `mask` [queries, D]; the first half's sines are negated.
 
     They are read once per query: in the layout of the heads they need no exchange between threads, and all
     but the first read hit the L1 cache.
@@ -50,8 +49,7 @@ def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
 def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr):
     """The heads [queries, D] that begin at `heads`, normed (if there is a norm) and rotated.
 
-    Values are rounded where `rotary.rotate_and_store` rounds, so that a prompt's and a completion's keys are
-    the same.
+    Values are rounded where `rotary.rotate_and_store` rounds, so that prompts and completions get equal keys.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
@@ -196,8 +194,8 @@ def suffix_kernel(
 ):  # fmt: skip
     """Attention of one row and key-value head over one part of the row's own keys, which follow its prefix.
 
-    The program (head, part, row) turns the row's queries and, in the last part, the new key, and goes through
-    four stages:
+    The program (head, part, row) turns the queries and, in the last part, the new key. Then it has four
+    stages:
 
     1. Store: the new key and value go to the cache at `slots` [B], but into the softmax straight from
        registers: only older positions are read back, so nothing has to wait for the write.

@@ -1,5 +1,4 @@
-"""What the kernels of a decoder layer compute, written as PyTorch operations, with the constants that the
-results depend on.
+"""What the kernels of a decoder layer compute, in PyTorch operations, and the constants it depends on.
 
 The native engine (`TorchBackend`) and the trainer (`policy.operations`) run these functions where no kernel
 runs, so that both agree by construction; tests measure the kernels against them. They follow transformers'
@@ -25,8 +24,7 @@ changes all draws."""
 
 @dataclass(frozen=True)
 class Rotation:
-    """What the heads of queries and keys go through before attention: their norms (Qwen3's), then rotary
-    embedding."""
+    """What heads of queries and keys go through before attention: norms (Qwen3's), then rotary embedding."""
 
     cos: Tensor  # [positions, D] in the model's type, contiguous
     sin: Tensor  # [positions, D] in the model's type, contiguous
@@ -42,8 +40,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / root mean square over the last dimension, which is kept with size 1; its type is that of
-    `wide(x)`."""
+    """1 / root mean square over the last dimension, which keeps size 1, in the type of `wide(x)`."""
     return torch.rsqrt(wide(x).square().mean(-1, keepdim=True) + eps)
 
 

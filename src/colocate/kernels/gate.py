@@ -18,8 +18,7 @@ from colocate.weights.low_rank import LowRank
 _L2_BYTES = 50 * 2**20
 BLOCK = 1024
 NUM_WARPS = 4
-"""Warps of a program: a thread then has 8 values, one 16-byte load of bfloat16 from each tensor that is
-read."""
+"""Warps of a program: a thread then has 8 values, one 16-byte load of bfloat16 from each tensor."""
 
 
 @triton.jit
@@ -36,8 +35,8 @@ def gated(gates, up, DTYPE: tl.constexpr):
 
 @triton.jit
 def gradients(grad, gates, up, DTYPE: tl.constexpr):
-    """Gradients of gates and up, and silu(gates) * up once more, all in the model's type, from float32
-    operands."""
+    """Gradients of gates and up, and silu(gates) * up once more, in the model's type; operands are
+    float32."""
     sigmoid = 1.0 / (1.0 + tl.exp(-gates))
     activated = silu(gates, DTYPE)
     grad_gates = grad * up * sigmoid * (1.0 + gates * (1.0 - sigmoid))
@@ -176,8 +175,7 @@ def _silu_mul_low_rank(
 
 
 def one_block(reduced: Tensor, factor: Tensor, scaling: float) -> tuple:
-    """One block of a `LowRank` as the kernel's arguments: reduced and its stride, factor and its strides,
-    rank, scaling."""
+    """A block of a `LowRank` as the kernel's arguments: reduced, stride, factor, strides, rank, scaling."""
     assert reduced.stride(1) == 1, "a token's part must be contiguous"
     return reduced, reduced.stride(0), factor, *factor.stride(), factor.shape[1], scaling
 
@@ -186,8 +184,7 @@ def one_block(reduced: Tensor, factor: Tensor, scaling: float) -> tuple:
 def factor_tile(
     DTYPE: tl.constexpr, factor, column_stride, rank_stride, rank, columns, width, PADDED_RANK: tl.constexpr
 ):
-    """An adapter's factor [width, rank], transposed, at these C columns: [PADDED_RANK, C] in the model's
-    type."""
+    """An adapter's factor [width, rank] at C columns, transposed: [PADDED_RANK, C] in the model's type."""
     ranks = tl.arange(0, PADDED_RANK)[:, None]
     tile = tl.load(
         factor + ranks * rank_stride + columns[None, :] * column_stride,

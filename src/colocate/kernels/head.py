@@ -43,8 +43,7 @@ def is_faster(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def logits_and_parts(hidden: Tensor, weight: Tensor, temperature: float, out: Tensor) -> Parts:
-    """Write hidden @ weight^T to `out`, and return the reductions that `sampling.sample` would make of it in
-    a pass of its own.
+    """Write hidden @ weight^T to `out`, and return what `sampling.sample` would otherwise reduce from it.
 
     Args:
         hidden: [B, in] bfloat16 or float16, contiguous, `in` a multiple of 8.
@@ -112,8 +111,7 @@ def _multiply(ring, outputs, work, shape, scale, GROUP: gl.constexpr, IS_WHOLE: 
 
 @gluon.jit
 def _store_and_reduce(outputs, shape, values, row_tile, part, scale, IS_WHOLE: gl.constexpr):
-    """Store a tile of logits and, for each of its rows, the maximum m and the sum of exp2(scale * (logit -
-    m))."""
+    """Store a tile of logits and each row's maximum m in it and sum of exp2(scale * (logit - m))."""
     logits, maxima, sums = outputs
     num_rows, vocab_size, num_parts = shape
     layout: gl.constexpr = values.type.layout

@@ -101,6 +101,5 @@ def _expand_tile(
 
 
 def _padded(values: Sequence) -> list:
-    """`values`, filled up to three by repeating the last: the kernel has arguments for three adapters,
-    however many there are."""
+    """`values`, filled up to three by repeating the last: the kernel has arguments for three adapters."""
     return [*values, *[values[-1]] * (MAX_STACKED - len(values))]

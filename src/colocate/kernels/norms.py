@@ -14,8 +14,7 @@ from torch import Tensor
 from colocate.kernels.programs import num_programs
 
 _READ_AHEAD_BYTES = 48 * 2**10
-"""Shared memory in which a program may hold what it reads ahead: half of what the smallest supported GPU
-has."""
+"""Shared memory that a program may fill by reading ahead: half of what the smallest supported GPU has."""
 
 
 @triton.jit
@@ -34,8 +33,7 @@ def rms_normed(x, inverse, weight, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def multiplied(normed, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
-    """The factor that a norm multiplies with its weights: x / rms, rounded to the model's type unless there
-    is an offset."""
+    """What a norm multiplies by its weights: x / rms, rounded to the model's type if there is no offset."""
     if OFFSET is None:
         normed = normed.to(DTYPE).to(tl.float32)
     return normed
@@ -190,8 +188,7 @@ def _rms_norm_backward_kernel(
 
 
 def _tile(hidden_size: int) -> tuple[int, int, int]:
-    """The rows and columns of a tile and its warps, so that a thread has 16 values: two 16-byte loads of
-    bfloat16."""
+    """A tile's rows, columns and warps: a thread gets 16 values, two 16-byte loads of bfloat16."""
     block = triton.next_power_of_2(hidden_size)
     rows = max(1024 // block, 1)
     return rows, block, min(max(rows * block // 512, 1), 32)

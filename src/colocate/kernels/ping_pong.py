@@ -27,8 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 ROW_TILE = 128
 COLUMN_TILE = 128
 DEPTH = 64
-"""Length of a stage along the summed dimension: 64 values are 128 bytes, as wide as the copy engine's
-swizzle."""
+"""A stage's length along the summed dimension: 128 bytes, as wide as the copy engine's swizzle."""
 MAX_PADDING = 1.15
 """The rows that whole tiles cover may exceed the matrix's rows by 15 %. Copies of tiles that hang over the
 end take longer than copies of full ones."""

@@ -35,8 +35,7 @@ that cache and the multiprocessors, which a batch too small to fill the multipro
 a batch the shortest shared prefix is four times as long."""
 
 NUM_ITEM_FIELDS = 4
-"""The integers of a work item that precede its rows: first page, end page, first slot, slots from row to
-row."""
+"""Integers of a work item that precede its rows: first page, end page, first slot, slots from row to row."""
 
 
 class SharedPrefixes:
@@ -137,8 +136,7 @@ class SharedPrefixes:
         return tiles
 
     def _num_pieces(self, num_pages: np.ndarray) -> np.ndarray:
-        """The number of pieces that each tile's pages are cut into, so that there are about `_target_items`
-        items in all.
+        """The number of pieces to cut each tile's pages into, for about `_target_items` items in all.
 
         Numbers are rounded down: one item more than there are programs would cost a whole second round.
         """
@@ -147,14 +145,12 @@ class SharedPrefixes:
 
 
 def num_prefix_slots(max_num_seqs: int, num_heads: int, num_kv_heads: int) -> int:
-    """The most partial results that `SharedPrefixes` needs room for: one per row, and those of the pieces
-    that it aims at."""
+    """The most partial results of `SharedPrefixes`: one per row, and those of the pieces that it aims at."""
     return max_num_seqs + PREFIX_QUERIES // (num_heads // num_kv_heads) * _target_items(num_kv_heads)
 
 
 def num_partial_results(max_num_seqs: int, num_heads: int, num_kv_heads: int) -> int:
-    """The most partial results of a decode step, from prefixes and from split rows together; each is [H, D]
-    and [H] float32."""
+    """The most partial results ([H, D] and [H] float32) of a decode step, of prefixes and of split rows."""
     # A row is split only while rows * splits stays within the programs aimed at.
     return num_prefix_slots(max_num_seqs, num_heads, num_kv_heads) + TARGET_PROGRAMS // num_kv_heads
 

@@ -9,8 +9,7 @@ import torch
 
 @cache
 def num_programs(device: torch.device, num_warps: int) -> int:
-    """The number of programs that a device runs at a time: 16 warps a multiprocessor, whose threads get 128
-    registers each.
+    """The programs that a device runs at a time: 16 warps a multiprocessor, with 128 registers a thread.
 
     It is two in Triton's interpreter, where programs run one after the other: each then sees several tiles.
     """

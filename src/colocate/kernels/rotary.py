@@ -32,8 +32,7 @@ def load_halves(pointers, mask, HALF: tl.constexpr):
 
 @triton.jit
 def turned(x, partner, cosine, sine, SIGN: tl.constexpr, DTYPE: tl.constexpr, FUSES: tl.constexpr):
-    """x * cosine + SIGN * partner * sine in the model's type; products are rounded before the sum, as in
-    PyTorch.
+    """x * cosine + SIGN * partner * sine in the model's type; products are rounded first, as in PyTorch.
 
     Where the kernel is compiled with fusion of products and sums (FUSES), the compiler would narrow plain
     products to the type and fuse one with the sum, which loses a rounding; sums with a zero it leaves alone.
@@ -178,8 +177,7 @@ def rotate(
     eps: float,
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, normed where there are norms, and turned; each operation is rounded to the model's
-    type.
+    """Queries and keys, normed if there are norms, and turned; each operation rounds to the model's type.
 
     Args:
         qkv: [T, H + 2K, D], queries, keys, values; a token's part is contiguous. Not changed.

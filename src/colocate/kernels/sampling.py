@@ -19,8 +19,7 @@ from torch import Tensor
 from colocate.kernels.definitions import BLOCK_SIZE
 
 PART_SIZE = BLOCK_SIZE // 2
-"""Tokens whose logits are reduced together: the columns of one tile of `head.py`'s product. A block is two
-parts."""
+"""Tokens that are reduced together, the columns of a tile of `head.py`'s product. A block is two parts."""
 LOG2_E = 1.4426950408889634
 _TILE_PARTS = 32
 """Parts that one program of the pass over the logits reduces. A part is what one warp loads at once (128
@@ -28,8 +27,7 @@ values of 4 bytes), so its sums need no exchange between warps."""
 
 
 class Parts(NamedTuple):
-    """For every 128 tokens (a *part* of a row): the largest logit m, and the sum of exp((logit - m) /
-    temperature)."""
+    """For each part, 128 tokens: the largest logit m, and the sum of exp((logit - m) / temperature)."""
 
     maxima: Tensor  # [B, ceil(V / 128)] float32
     sums: Tensor  # [B, ceil(V / 128)] float32
@@ -123,8 +121,7 @@ def _draw_kernel(
     vocab_size, num_blocks, num_parts, temperature,
     GREEDY: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of one row: pick the block by the blocks' log-sum-exps, then the token by the block's
-    logits."""
+    """Draw one row's token: pick the block by the blocks' log-sum-exps, then the token by its logits."""
     row = tl.program_id(0).to(tl.int64)
     if finished is not None:  # noqa: SIM102, this one is decided at compile time
         if tl.load(finished + row) != 0:

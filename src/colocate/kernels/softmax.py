@@ -29,8 +29,7 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 def num_splits(vocab_size: int) -> int:
-    """The number of programs that share a row in `softmax_statistics`; each leaves three float32 in
-    memory."""
+    """The programs that share a row in `softmax_statistics`, each of which leaves three float32 in memory."""
     return triton.cdiv(vocab_size, _TILES_PER_SPLIT * _UNROLL * _LANES)
 
 
@@ -45,16 +44,14 @@ def softmax_statistics(
     logprobs: Tensor,
     entropies: Tensor,
 ) -> None:
-    """Log-sum-exp, log-probability of the target and entropy of every row, in nats, in one pass over the
-    products.
+    """Write every row's log-sum-exp, log-probability of the target and entropy, in nats, in one pass.
 
     With m = max z, s = Σ exp(z - m) and t = Σ exp(z - m) (z - m): log_z = m + log s, the log-probability is
     z_target - m - log s, and the entropy is log s - t / s. No term of t is positive and log s is not
     negative, so nothing cancels in the entropy, however sure the model is. (The textbook's log_z - Σ p z
     subtracts two numbers of the logits' size from each other.)
 
-    Each row is cut into parts (`num_splits`); one kernel leaves m, s and t of every part, and a second
-    combines them.
+    One kernel leaves m, s and t of each of a row's parts (`num_splits`), and a second combines them.
 
     Args:
         products: [n, V] float32, rows contiguous.

@@ -34,8 +34,7 @@ def has_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
 
 
 def hopper_has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether a Hopper GPU could run `forward` and `backward` on such tensors; may be asked where there is
-    none."""
+    """Whether a Hopper GPU can run `forward` and `backward` on such tensors; needs no GPU to be asked."""
     return _why_not_on_hopper(dtype, head_size) is None
 
 
@@ -69,8 +68,7 @@ def _is_installed() -> bool:
 def workspace_bytes(
     num_heads: int, num_kv_heads: int, head_size: int, num_queries: int, num_keys: int
 ) -> int:
-    """Bytes of workspace that `backward` needs beside its results, for `num_queries` and `num_keys` tokens
-    over all runs.
+    """Bytes of workspace that `backward` needs for `num_queries` and `num_keys` tokens over all runs.
 
     The workspace holds the gradient of q in float32, one number per query and head and, with grouped queries,
     the gradients of k and v for each query head.
@@ -322,8 +320,7 @@ _integers_of: WeakKeyDictionary[Runs, dict[_Case, dict[_Uid, Tensor]]] = WeakKey
 
 
 def _integers(runs: Runs, case: _Case) -> dict[_Uid, Tensor]:
-    """Where the runs begin and how long they are. A graph is made for `max_runs`; runs beyond the pack's own
-    are empty."""
+    """Where the runs begin and how long they are. Runs that the graph has and the pack has not are empty."""
     of_case = _integers_of.setdefault(runs, {})
     if case not in of_case:
         num_empty = case.max_runs - len(runs.query_lengths)

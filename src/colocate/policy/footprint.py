@@ -31,8 +31,7 @@ from colocate.policy.stack import MLP_TILE_TOKENS
 from colocate.weights.shapes import ModelShapes
 
 OFFLOAD_SLOWDOWN = 1.02
-"""The time of a step with "offload" over its time with "full": copies run beside other work and take some of
-its memory bandwidth."""
+"""A step's time with "offload" over that with "full": copies take some memory bandwidth from other work."""
 
 _INPUTS_IN_FLIGHT = 2
 """The number of layers whose inputs are on the device under "offload": one in use and one on its way."""
@@ -40,8 +39,7 @@ _SAMPLE_BYTES = 32
 """Bytes of one token of a step's samples: its id, its mask, and its log-probs under rollout engine, old
 policy, reference and new policy."""
 _PACK_BYTES = 32
-"""Bytes of one token of a micro-batch: its id and position, the index of what it predicts, and the loss's
-numbers."""
+"""Bytes of one token of a micro-batch: id, position, the index of what it predicts, the loss's numbers."""
 
 
 # ── The optimizer ────────────────────────────────────────────────────────────────────────────────────────
@@ -66,13 +64,11 @@ MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
     "ademamix": _moments(3),
     "ademamix_8bit": _moments(3, is_8bit=True),
 }
-"""For each value of `optim`, a function from a trained tensor's number of elements to the bytes of its
-optimizer state."""
+"""By `optim`, a function from a trained tensor's number of elements to the bytes of its optimizer state."""
 
 
 def optimizer_rows(shapes: ModelShapes, workload: Workload, phase: Phase) -> list[Row]:
-    """Rows for masters and moments, in `phase`: "resident", or "train" if they are on the host during
-    rollouts."""
+    """Masters and moments: resident, or in phase "train" only if they are on the host during rollouts."""
     trained, rows = shapes.num_trained, []
     if workload.parameter_dtype.itemsize < 4 and not shapes.has_adapters:
         rows.append(Row("float32 masters", phase, trained * 4, f"{trained:,} trained × 4 B"))
@@ -95,8 +91,7 @@ class Microbatch:
 
     @classmethod
     def of(cls, workload: Workload, budget: int) -> Microbatch:
-        """The fullest micro-batch that a budget of `budget` tokens allows, made of the workload's longest
-        sequences."""
+        """The fullest micro-batch of at most `budget` tokens, made of the workload's longest sequences."""
         prompt, completion = workload.prompt_tokens, workload.completion_tokens
         num_tokens = min(max(budget, workload.max_sequence_length), workload.step_tokens)
         members = 1

@@ -14,8 +14,7 @@ from colocate.weights.layouts import body, causal_lm
 
 
 def padded_hidden_states(model: torch.nn.Module, samples: Sequence[Sample]) -> Tensor:
-    """The last hidden states at the positions that predict completion tokens, computed in a right-padded
-    batch.
+    """The last hidden states that predict completion tokens, computed in a right-padded batch.
 
     Returns:
         [N, hidden] with N completion tokens, sample after sample.
@@ -58,8 +57,7 @@ def _predicting(states: Tensor, samples: Sequence[Sample]) -> Tensor:
 
 @torch.no_grad()
 def check_causal(model: torch.nn.Module) -> None:
-    """Refuse a model that is not causal: change what follows four tokens, and see whether their hidden states
-    change.
+    """Refuse a model that is not causal: change what follows four tokens, and compare their hidden states.
 
     Raises:
         ValueError: they change, so a token's log-probability would depend on the tokens that come after it:

@@ -258,8 +258,7 @@ def disable_dropout(model: nn.Module) -> None:
 def enable_gradient_checkpointing(
     model: PreTrainedModel | PeftModel, kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """Have the model recompute activations in its backward pass, without re-entrant autograd unless `kwargs`
-    asks for it.
+    """Recompute activations in the backward pass, without re-entrant autograd unless `kwargs` asks for it.
 
     An architecture that does not support this keeps all its activations, and a log line says so.
     """

@@ -105,8 +105,7 @@ def token_logprobs(
 
 Mode = Literal["later", "at_once", "kept"]
 """When the gradient of the logits is made. "later": in the backward pass. "at_once": in the forward pass, for
-the hidden states' gradient only (a frozen head). "kept": in the forward pass, and kept for the head's
-gradient."""
+the hidden states' gradient only (a frozen head). "kept": in the forward pass, and kept for the head's."""
 
 
 def _mode(trains_head: bool, entropy_gradient: bool, keep_softmax: bool) -> Mode:
@@ -291,8 +290,7 @@ def _gradients_by_columns(
 
 @dataclass(frozen=True)
 class _Logits:
-    """The logits z of some tokens and columns, held as the products x = hidden @ weight^T from which they
-    follow.
+    """Logits z of some tokens and columns, held as the products x = hidden @ weight^T they follow from.
 
     z = inner * (x + bias), or with a soft cap z = outer * tanh(inner * (x + bias)).
     """
@@ -384,8 +382,7 @@ class _Logits:
 
 
 def _runs_kernels(products: Tensor) -> bool:
-    """Whether the softmax kernels run on this device: Triton writes bfloat16 from compute capability 8.0
-    on."""
+    """Whether the softmax kernels run here: Triton writes bfloat16 from compute capability 8.0 on."""
     return (
         products.is_cuda
         and products.dtype == torch.float32
@@ -402,8 +399,7 @@ def _logits(hidden: Tensor, head: OutputHead) -> Tensor:
 
 @torch.no_grad()
 def check_output_head(model: torch.nn.Module) -> None:
-    """Compare `OutputHead`'s logits with the model's own on a short input, before hours are spent with a
-    wrong head.
+    """Compare `OutputHead`'s logits with the model's own on a short input, before hours are spent in vain.
 
     The hidden states are enlarged on their way into the head so that a soft cap shows, which the small logits
     of an untrained or short input would hide.

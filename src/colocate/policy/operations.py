@@ -114,8 +114,7 @@ def rotate_backward(
     eps: float,
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `rotate` with respect to `qkv`, with the gradient of the values put beside those of
-    queries and keys.
+    """Gradients of `rotate` with respect to `qkv` (the values' gradient is put beside them) and the norms.
 
     A rotation's inverse is its transpose, so gradients are turned back by the negative angle. The code
     computes the transpose itself, which is the gradient for any tables: some are scaled (YaRN's), and the two

@@ -26,15 +26,13 @@ from colocate.option_values import shown
 from colocate.policy.optimizer_names import shortcomings
 
 SMALLEST_OFFLOADED_BYTES = 2048
-"""State of fewer bytes stays on the device: step counters, and tables that an optimizer also refers to
-elsewhere."""
+"""Smaller state stays on the device: step counters, and tables that an optimizer also refers to elsewhere."""
 
 logger = logging.getLogger(__name__)
 
 
 class PolicyOptimizer:
-    """Any optimizer that transformers' `optim` names, its schedule, and the fp32 state beside bf16
-    parameters.
+    """Any optimizer that transformers' `optim` names, its schedule, and fp32 state beside bf16 parameters.
 
     Gradients of a bf16 parameter are moved into the master's fp32 `.grad` as soon as backward has made them,
     so they add up over micro-batches in fp32 and no second set in bf16 outlives a layer's backward. An fp32
@@ -111,8 +109,7 @@ class PolicyOptimizer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of masters and moments on the device now; parameters that are their own masters are not
-        counted."""
+        """Bytes of masters and moments on the device now, without parameters that are their own masters."""
         storages = (tensor.untyped_storage() for tensor in self._own_tensors())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -140,8 +137,7 @@ class PolicyOptimizer:
         return [leaf.grad for leaf in self.leaves if leaf.grad is not None]
 
     def offload(self) -> None:
-        """Move masters and moments to the host, until `prefetch` or the next step. The move is complete on
-        return.
+        """Move masters and moments to the host, until `prefetch` or the next step; done when it returns.
 
         Only plain tensors whose memory is PyTorch's own move. Paged state, which the driver moves by itself,
         stays, and so do, on a CPU, weights mapped from their file.
@@ -169,8 +165,7 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take one step of optimizer and schedule; the parameters change in place, in the storage that they
-        have.
+        """Take a step of optimizer and schedule; the parameters change in place, in the storage they have.
 
         Raises:
             torch.OutOfMemoryError: raised before anything has changed; the same step can be done again.
@@ -193,8 +188,7 @@ class PolicyOptimizer:
         self.zero_grad()
 
     def _make_state(self) -> None:
-        """Make all the state that the step would make, so that memory can run out only before anything has
-        changed.
+        """Make all state that the step would make, so that memory runs out before anything has changed.
 
         Left to themselves optimizers make the state of one parameter, or one group, after the weights before
         it have moved, and take a half-made state for a whole one.
@@ -273,8 +267,7 @@ class PolicyOptimizer:
             master.copy_(self._parameters[name])
 
     def _changed_hyperparameters(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """For each parameter group, the hyperparameters of this optimizer that differ from the saved
-        one's."""
+        """For each parameter group, this optimizer's hyperparameters that differ from the saved ones."""
         changed = [
             {name: value for name, value in now.items() if name in was and was[name] != value}
             for was, now in zip(saved, self._hyperparameters, strict=True)
@@ -289,8 +282,8 @@ class PolicyOptimizer:
         return changed
 
     def _restore_schedule(self, saved: dict[str, Any]) -> None:
-        """Take over the saved schedule's position; learning rates follow from it and from this run's own base
-        rate and schedule."""
+        """Take over the saved schedule's position; rates follow from it and this run's own base and
+        schedule."""
         if not isinstance(self.scheduler, LambdaLR):
             self.scheduler.load_state_dict(saved)
             return
@@ -322,8 +315,7 @@ class PolicyOptimizer:
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """For each parameter group, the hyperparameters it was made with that can be compared: numbers, switches,
-    betas."""
+    """For each parameter group, its hyperparameters that can be compared: numbers, switches, betas."""
 
     def comparable(value: Any) -> Any:
         return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -448,8 +440,7 @@ def _over_leaves(
 
 
 def _initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None:
-    """Make the state of parameters that have a gradient but no state yet; does nothing for unknown
-    optimizers."""
+    """Make the state of parameters that have a gradient but no state; nothing for unknown optimizers."""
     if hasattr(optimizer, "init_state"):  # bitsandbytes'
         optimizer.check_overrides()  # its own first step reads them before it makes state
         for position, parameter in enumerate(group["params"]):

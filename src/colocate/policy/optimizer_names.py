@@ -105,8 +105,7 @@ def check_optimizer(name: str, optim_args: str | None, target_modules: object) -
 
 
 def shortcomings(name: str) -> str | None:
-    """One line on what this optimizer cannot do as others do, in memory or in checkpoints; None if there is
-    nothing."""
+    """A line on what this optimizer, unlike others, cannot do about memory or checkpoints, or None."""
     found = []
     if name in _NEEDS_MEMORY:
         found.append("needs memory to step, so that running out of it there ends the run")

@@ -27,8 +27,7 @@ class Runs:
     """N runs of queries and N runs of keys in a pack; run n of the queries attends to run n of the keys."""
 
     queries: slice
-    """The tokens of the pack that the runs of queries fill, one run after the other; `keys` says it for the
-    keys."""
+    """The tokens of the pack that the runs of queries fill one after the other; `keys`: those of the keys."""
     keys: slice
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]

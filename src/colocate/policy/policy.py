@@ -48,8 +48,7 @@ class UpdateResult:
     loss: Tensor
     """The loss of this rank's samples, a scalar."""
     logprobs: list[Tensor]
-    """Each sample's log-probabilities [C] before the step: the old log-probabilities for later passes over
-    the sample."""
+    """Each sample's log-probabilities [C] before the step, the old ones for later passes over the sample."""
     skipped: bool
     """Whether nothing was changed, because the loss or the gradient of some rank was not finite."""
     largest_microbatch: int
@@ -136,8 +135,7 @@ class Policy:
         self._mark_memory = mark_memory
         self._host_activations = HostActivations()
         self._stacks: dict[str, DecoderStack] = {}
-        """The last stack made for each use ("update", "evaluation", …); the uses differ in dropout and
-        adapters."""
+        """The last stack made for each use ("update", …); the uses differ in dropout and adapters."""
         self._longest = 1
         self._largest_microbatch = 0
 
@@ -227,8 +225,7 @@ class Policy:
             self._plan = self.planner.refined(self._plan, memory, update.largest_microbatch)
 
     def _shrink_plan(self) -> str | None:
-        """Take the next smaller plan for the samples last seen, and return a line that describes it; None if
-        there is no smaller one."""
+        """Take the next smaller plan for the samples last seen and describe it; None if there is none."""
         smaller = self._plan.smaller(self._longest, has_layers=self._runs_packed)
         if smaller is None:
             return None
@@ -286,8 +283,7 @@ class Policy:
 
     @torch.no_grad()
     def find_nonfinite_weight(self) -> str | None:
-        """The name of a parameter with a NaN or an infinity, or None. All ranks have the same weights, so one
-        may look for all.
+        """The name of a parameter with a NaN or an infinity, or None; all ranks have the same weights.
 
         It reads every parameter once and waits for the device.
         """
@@ -344,8 +340,7 @@ class Policy:
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
     def _weighted(self, router_loss: Tensor, share: float, metrics: Metrics) -> Tensor:
-        """The term that a micro-batch's router loss adds to the loss of the step; `share` is its part of the
-        step's sequences."""
+        """What the router loss of a micro-batch, `share` of the step's sequences, adds to the step's loss."""
         metrics.add_mean("aux_loss", router_loss.detach() * share, share)
         return self.router_loss_coef * share * router_loss
 

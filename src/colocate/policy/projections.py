@@ -68,13 +68,12 @@ class AdapterGroup:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def parts(self, reduced: Tensor) -> Iterator[tuple[slice, Adapter, Tensor]]:
-        """For each adapter: the rows of the output, the adapter, and its columns of `reduced` [T, sum of
+        """For each adapter: its rows of the output, itself, and its columns of `reduced` [T, sum of
         ranks]."""
         return zip(self.rows, self.adapters, reduced.split(self.ranks, dim=1), strict=True)
 
     def dropped(self, x: Tensor, seed: int) -> Tensor:
-        """`x` after dropout. The mask follows from `seed`: the backward pass makes it again, which is cheaper
-        than keeping it."""
+        """`x` after dropout. The backward pass makes the mask again from `seed`: cheaper than keeping it."""
         if not self.dropout:
             return x
         generator = torch.Generator(x.device).manual_seed(seed)
@@ -242,8 +241,8 @@ class Projection:
         return F.linear(x, self._weight(), None if biases[0] is None else fused_view(biases))
 
     def _weight(self) -> Tensor:
-        """The joint weight [out, in] in the model's type; for 4-bit weights a copy, which lasts as long as
-        its product."""
+        """The joint weight [out, in] in the model's type; for 4-bit weights a copy that lasts for one
+        product."""
         if any(is_4bit(linear) for linear in self._linears):
             parts = [dequantize(linear) if is_4bit(linear) else linear.weight for linear in self._linears]
             return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -36,8 +36,7 @@ class Reference(Protocol):
 
 
 class FrozenCopy:
-    """A reference with a second set of weights, for full fine-tuning. Make it before the optimizer hooks into
-    the policy."""
+    """A second set of weights, for full fine-tuning. Make it before the optimizer hooks into the policy."""
 
     def __init__(self, policy_model: nn.Module) -> None:
         self._model = copy.deepcopy(policy_model).requires_grad_(False).eval()
@@ -81,8 +80,7 @@ class _InPolicyModel:
 
 
 class AdapterOff(_InPolicyModel):
-    """A reference that is the base model under a new adapter: it was the policy before the adapter learned
-    anything."""
+    """The base model under a new adapter as the reference: the policy before the adapter learned anything."""
 
     def __init__(self, policy_model: nn.Module) -> None:
         self._model = policy_model
@@ -94,8 +92,8 @@ class AdapterOff(_InPolicyModel):
 
 
 class FrozenAdapter(_InPolicyModel):
-    """A reference that is a frozen copy of an adapter that was trained before: the policy where this run
-    starts."""
+    """A frozen copy of an adapter that was trained before as the reference: the policy at this run's
+    start."""
 
     def __init__(self, policy_model: nn.Module) -> None:
         self._model = policy_model

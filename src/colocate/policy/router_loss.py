@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def router_loss_coef(model: nn.Module, asked: float | None) -> float:
-    """The weight of the router's loss, by TRL's rule: `asked`, or if that is None what the model's
-    configuration says.
+    """The weight of the router's loss, by TRL's rule: `asked`, or else what the model's configuration says.
 
     Args:
         asked: `router_aux_loss_coef`; None leaves it to the model, 0 turns the loss off.

@@ -118,8 +118,8 @@ class _Probe:
         return rows.flatten(0, 1)[self.places]
 
     def packed_gradient(self, rows: Tensor) -> Tensor:
-        """Gradients [S, L, C] of the rows, in the order of the pack, [T, C]: a shared prompt's is the sum
-        over its rows."""
+        """Gradients [S, L, C] of the rows, in the pack's order, [T, C]; a shared prompt's are summed over
+        rows."""
         if self.pack.to_prompts is not None:
             rows = rows.clone()
             rows[0, :PROMPT_TOKENS] = rows[:, :PROMPT_TOKENS].sum(0)
@@ -127,11 +127,9 @@ class _Probe:
 
 
 def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Iterator[_Difference]:
-    """The differences between stack and model: for each layer the output and the gradients, then the last
-    norm's and the logits.
+    """The differences between stack and model: each layer's output and gradients, the last norm's, logits.
 
-    Both start each layer from the model's own state before it, so that a difference shows at the layer that
-    makes it.
+    Both start each layer from the model's own state, so that a difference shows at the layer that makes it.
     """
     probe, comparison = _Probe.of(layout, stack), _Comparison(layout)
     pack, layers = probe.pack, causal_lm(model).model.layers

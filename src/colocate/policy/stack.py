@@ -164,8 +164,7 @@ class LayerContext:
         return (self.seed + slot * 1_000_003) % 2**32  # the CPU's generator reads no more bits
 
     def mlp_tiles(self) -> Iterator[tuple[slice, int]]:
-        """The tiles of tokens that the MLP runs over, each with the slot of gate/up's dropout; down's is the
-        next."""
+        """The MLP's tiles of tokens, each with the slot of gate/up's dropout; down's is the next."""
         size = self.pack.num_tokens if self.policy == "keep" else MLP_TILE_TOKENS
         for number, start in enumerate(range(0, self.pack.num_tokens, size)):
             yield slice(start, start + size), 2 + 2 * number
@@ -227,8 +226,7 @@ class DecoderLayer:
     def backward(
         self, grad: Tensor, x: Tensor, kept: tuple[Tensor, ...], context: LayerContext, gradients: Gradients
     ) -> Tensor:
-        """The gradient of the input `x` [T, h], given the output's; parameters' gradients go into
-        `gradients`.
+        """The gradient of `x` [T, h], given the output's; the parameters' gradients go into `gradients`.
 
         It goes through the layer from its end to its beginning, and at every operation it first makes again
         what was not kept (`kept` is what `forward` returned):
