@@ -126,7 +126,7 @@ def build_optimizer(
     Raises:
         ValueError: a model that `check_trainable` refuses, or `sync_ref_model` with an adapter.
     """
-    if not runs_packed(model):  # the others are compared with their layout when the policy is made
+    if not runs_packed(model):  # packed models are compared with their layout when the policy is made
         check_trainable(model)
     if args.sync_ref_model and hasattr(model, "peft_config"):
         raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colocate.requirements import OneOf, check_choice, choices_of
 
-# Keeps advantages finite in a group whose completions all earn the same.
+# Keeps advantages finite in a group whose completions all earn the same reward.
 STD_OFFSET = 1e-4
 
 
@@ -166,7 +166,7 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Advantage], tuple[Tensor, Tens
 def _weighted_sum(values: Tensor, weights: Tensor, like: Tensor | None = None) -> Tensor:
     """Weighted sums [P, G] over the functions' values [P, G, F]; NaN where no function scored, by `values`
     or, if given, by `like`."""
-    # nansum makes 0 of a row without any reward, which would pull the baseline.
+    # nansum makes 0 of a row without any reward, which would distort the baseline.
     unscored = (values if like is None else like).isnan().all(dim=-1)
     return (values * weights).nansum(dim=-1).masked_fill(unscored, torch.nan)
 
@@ -181,7 +181,7 @@ def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _spread(values: Tensor, dim: int) -> Tensor:
-    # One completion per prompt happens in evaluation only: nothing differs, rather than nothing is known.
+    # Groups of one completion occur in evaluation only: their deviation is 0, not NaN.
     if values.shape[dim] == 1:
         return torch.zeros_like(values)
     return nanstd(values, dim=dim, keepdim=True)

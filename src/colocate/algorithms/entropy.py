@@ -46,7 +46,7 @@ class EntropyController:
         self._max = entropy_coef_max
         self._delta = entropy_coef_delta
         self._target = entropy_target
-        # Nothing measured yet: adaptive control grants no bonus until the first optimizer step has been seen.
+        # Nothing is measured yet: adaptive control grants no bonus before the first optimizer step.
         self._last_entropy = math.inf
 
     @property

@@ -143,7 +143,7 @@ class Judge:
         self, pairs: Sequence[tuple[dict[str, Any], Prompt]], texts: Any, completion_ids: list[list[int]]
     ) -> RewardTable:
         """The rewards of this rank's completions, [n, F]."""
-        if not pairs:  # there are more ranks than held-out prompts, and without a row no columns
+        if not pairs:  # more ranks than held-out prompts: without a row there are no columns
             return RewardTable(torch.empty(0, len(self.reward_functions.names)))
         columns = {name: [row[name] for row, _ in pairs] for name in pairs[0][0]}
         return self.reward_functions.score(

@@ -21,7 +21,7 @@ class SliceRows:
 
     def __init__(self, window: TrainingWindow) -> None:
         self._window = window
-        self._rows: dict[int, list[dict[str, Any]]] = {}  # of a whole batch, by each of its prompts' keys
+        self._rows: dict[int, list[dict[str, Any]]] = {}  # a batch's rows, under each prompt's key
 
     def add(self, request: RolloutRequest) -> None:
         """Take note of a generation batch, and forget the batches that the window is done with."""

@@ -57,7 +57,7 @@ def _merge_attention_kernel(
         other=float("-inf"),
     )
     largest = tl.maximum(one, two)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)  # no keys at all: exp(-inf - 0) and not NaN
+    largest = tl.where(largest == float("-inf"), 0.0, largest)  # without keys exp(-inf - 0), not NaN
     one, two = tl.exp(one - largest), tl.exp(two - largest)
     total = one + two
     # A few log-sum-exps are loaded by many threads each: none may be overwritten before all have read it.

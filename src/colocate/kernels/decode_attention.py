@@ -50,9 +50,9 @@ class Launch(NamedTuple):
 
 
 # Keyed by (D padded to a power of two, bytes per element). Bandwidth times latency is about 35 KB in flight
-# per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; what is more
-# hides the products. float32 has no exact tensor-core product: small tiles there, or the operands spill from
-# registers.
+# per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; further
+# stages hide the products. float32 has no exact tensor-core product: its tiles are small, so that the
+# operands do not spill from registers.
 SUFFIX_LAUNCH: dict[tuple[int, int], Launch] = {
     (64, 2): Launch(128, 4, 3),
     (128, 2): Launch(64, 4, 4),
@@ -187,7 +187,7 @@ def decode_attention(
     launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, qkv)
     num_stages = launch.num_stages
     if num_kv_heads * num_splits * num_rows > TARGET_PROGRAMS:
-        # Several programs on each multiprocessor load side by side; deeper queues would make them fewer.
+        # Several programs on each multiprocessor load side by side; with deeper queues fewer would fit.
         num_stages = min(num_stages, 2)
     # Heads first: the heads of a page lie next to each other in memory and are read at the same time.
     suffix_kernel[(num_kv_heads, num_splits, num_rows)](
@@ -261,7 +261,8 @@ def _fit(
         # Besides the stages: the queries, the probabilities on their way between layouts, reductions.
         rest_bytes = num_queries * (padded_dim * item_bytes + tile_tokens * 4) + 8 * 1024
         num_buffers = (_shared_memory_bytes(qkv.device.index) - rest_bytes) // stage_bytes
-        # One buffer less than stages, but for warp-group products, which read theirs while others are filled.
+        # There is one buffer less than stages, except for warp-group products, which read a buffer while
+        # others are filled.
         is_warp_group = num_queries >= 64 and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
         num_stages = min(num_stages, num_buffers if is_warp_group else num_buffers + 1)
     return Launch(tile_tokens, launch.num_warps, max(1, num_stages))

@@ -95,7 +95,7 @@ def _attend(
         next_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
         positions = tile * TILE + tokens
         is_stored = positions < end_visible
-        # Not only the scores: a weight of zero times a NaN from an unused slot would be NaN.
+        # Masking the scores is not enough: a weight of zero times a NaN from an unused slot would be NaN.
         mask = is_stored[:, None]
         if HEAD_DIM != PADDED_DIM:
             mask = mask & (dims < HEAD_DIM)[None, :]
@@ -160,7 +160,7 @@ def prefix_kernel(
         first_visible = contexts - WINDOW
         first_tile = tl.load(item) * TILES_PER_PAGE
         if WINDOW > 0:
-            # A dead row must not widen the range, and a row that is padding neither.
+            # Finished rows and padding rows must not widen the range.
             earliest = tl.min(tl.where(is_live, first_visible, 2147483647), 0)
             first_tile = tl.maximum(first_tile, tl.maximum(earliest, 0) // TILE)
         end_page = tl.load(item + 1)
@@ -232,13 +232,13 @@ def suffix_kernel(
         tiles_per_split = tl.cdiv(tl.maximum(end_tile - first_tile, 0), NUM_SPLITS)
         first_tile += split * tiles_per_split
         end_tile = tl.minimum(first_tile + tiles_per_split, end_tile)
-    # Before the rotation, which waits for its operands: the page number's way to the first keys is as long.
+    # Loaded before the rotation, which waits for its operands, so that the first keys' address is known then.
     table = block_tables + row * table_stride
     page = tl.load(table + first_tile // (PAGE_SIZE // TILE), mask=first_tile < end_tile, other=0)
 
     row_heads = qkv + row * qkv_stride
     q_heads = row_heads + heads[:, None] * HEAD_DIM
-    # One key and value, but a copy for each query, in the queries' layout; the first query's is stored.
+    # The one new key and value are copied for each query, in the queries' layout; the first copy is stored.
     copies = tl.zeros([NUM_QUERIES, 1], tl.int32)
     k_heads = row_heads + (NUM_HEADS + kv_head + copies) * HEAD_DIM
     is_new = is_query & (slot >= 0) & (split == NUM_SPLITS - 1)

@@ -53,7 +53,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         [T, i], contiguous.
     """
     # The product that made these rows wrote them tile by tile, all rows of some columns at a time. As long as
-    # they fit into the L2 cache they are read in that order; beyond, row by row.
+    # they fit into the L2 cache they are read in that order; larger ones are read row by row.
     return _silu_mul(gate_up, None, None, rows_first=gate_up.nbytes <= _L2_BYTES)
 
 

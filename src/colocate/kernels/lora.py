@@ -37,7 +37,7 @@ def expand(y: Tensor, t: Tensor, stack: AdapterStack) -> None:
     widths = [len(adapter.b) for adapter in stack.adapters]
     ranks = [len(adapter.a) for adapter in stack.adapters]
     block_rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    # A tile of B is read once for a block of rows; 4,096 values of it are 32 for each thread.
+    # A tile of B is read once per block of rows; its 4,096 values are 32 for each thread.
     block_columns = max(32, min(128, 4096 // stack.padded_rank))
     num_blocks = sum(triton.cdiv(width, block_columns) for width in widths)
     _expand_kernel[(num_blocks, triton.cdiv(num_rows, block_rows))](

@@ -145,7 +145,7 @@ def rms_norm_backward(
     grad_x = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
     num_sums = min(triton.cdiv(num_rows, rows), num_programs(x.device, num_warps))
     sums = torch.empty((num_sums, hidden_size), dtype=torch.float32, device=x.device)
-    # Tiles on their way while one is worked on: else every row would wait for its own reads.
+    # Tiles are fetched while one is worked on: otherwise every row would wait for its own reads.
     num_ahead = min(_READ_AHEAD_BYTES // (3 * rows * block * x.element_size()), 2)
     _rms_norm_backward_kernel[(num_sums,)](
         grad, x, weight, grad_residual, grad_x, sums, grad.stride(0), x.stride(0),

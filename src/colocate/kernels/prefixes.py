@@ -62,7 +62,7 @@ class SharedPrefixes:
         self.num_slots = num_prefix_slots(max_num_seqs, num_heads, num_kv_heads)
         self._max_num_seqs = max_num_seqs
         self._target_items = _target_items(num_kv_heads)
-        # At most one tile per row, and one more item for each that the cutting aims at.
+        # There are at most one tile per row, and as many more items as the cutting into pieces aims at.
         item_size = NUM_ITEM_FIELDS + self.rows_per_tile
         self._items_shape = (max_num_seqs + self._target_items, item_size)
         self._data = torch.zeros(

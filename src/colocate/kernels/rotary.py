@@ -298,12 +298,12 @@ def _rotate_backward_kernel(
     in_half = columns < HALF
     dtype = grad_qkv.dtype.element_ty
     if q_norm is not None:
-        # Kept apart by row, too, and summed once at the end: no exchange between threads in the loop.
+        # Sums are kept per row, too, and added up once at the end: no exchange between threads in the loop.
         q_sum_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
         q_sum_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
         k_sum_first = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
         k_sum_second = tl.zeros([ROWS, BLOCK_HALF], dtype=tl.float32)
-    # Not pipelined: such copies pass by the L1 cache, and angles would be fetched anew for every row.
+    # The loop is not pipelined: pipelined copies bypass the L1 cache, so every row would fetch angles.
     for tile in tl.range(program, tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None]
         token = (row // NUM_PARTS).to(tl.int64)
@@ -332,7 +332,7 @@ def _rotate_backward_kernel(
             x_first, x_second = x_first * inverse, x_second * inverse
             grad_weight_first = first * multiplied(x_first, dtype, OFFSET)
             grad_weight_second = second * multiplied(x_second, dtype, OFFSET)
-            # Rows of values, and those past the end, have gradients of zero here.
+            # Rows that hold values, and rows past the end, have gradients of zero here.
             q_sum_first += tl.where(is_query, grad_weight_first, 0.0)
             q_sum_second += tl.where(is_query, grad_weight_second, 0.0)
             k_sum_first += tl.where(is_query, 0.0, grad_weight_first)

@@ -133,7 +133,7 @@ def _draw_kernel(
     pointers = row * num_parts + parts
     in_parts = tl.load(part_maxima + pointers, mask=parts < num_parts, other=-float("inf"))
     maxima = tl.max(in_parts, axis=1)
-    # Relative to the block's maximum; where all are -inf the sums are 0.
+    # Sums are relative to the block's maximum; where all logits are -inf they are 0.
     below = in_parts - tl.where(maxima == -float("inf"), 0.0, maxima)[:, None]
     sums = tl.load(part_sums + pointers, mask=parts < num_parts, other=0.0) * tl.exp(below / temperature)
     totals = maxima / temperature + tl.log(tl.sum(sums, axis=1))

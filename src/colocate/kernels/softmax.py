@@ -113,7 +113,7 @@ def softmax_gradient(
     assert targets.is_contiguous() and log_z.is_contiguous(), "one number per row, next to each other"
     assert grad_entropies is None or entropies is not None, "the entropy's gradient needs the entropy"
     if grad_logprobs is not None:
-        grad_logprobs = grad_logprobs.contiguous()  # what comes of a sum is one number, expanded
+        grad_logprobs = grad_logprobs.contiguous()  # the gradient of a sum is one number, expanded
     if grad_entropies is not None:
         grad_entropies = grad_entropies.contiguous()
     _gradient_kernel[(num_rows, triton.cdiv(num_columns, _GRADIENT_BLOCK))](

@@ -62,7 +62,7 @@ def _is_installed() -> bool:
     if importlib.util.find_spec("cudnn") is None:
         return False
     version = torch.backends.cudnn.version()
-    return version is None or version >= _OLDEST_VERSION  # PyTorch for CPUs has none
+    return version is None or version >= _OLDEST_VERSION  # a PyTorch for CPUs has no version
 
 
 def workspace_bytes(
@@ -108,7 +108,7 @@ def backward(
     """
     grad, q, k, v, out = (tensor.contiguous() for tensor in (grad, q, k, v, out))
     lse = lse.T.contiguous()
-    # Nothing is written for keys that no query sees.
+    # cuDNN writes no gradients for keys that no query sees, so these must be 0 before.
     new = torch.zeros_like if 0 in runs.query_lengths else torch.empty_like
     grad_q, grad_k, grad_v = torch.empty_like(q), new(k), new(v)
     case = _Case.of(q, k, runs, scale, has_workspace=True)
@@ -159,7 +159,7 @@ class _Case:
     scale: float
     is_causal: bool
     max_runs: int
-    max_queries: int  # of a run
+    max_queries: int  # the longest run of queries
     max_keys: int
     max_total_queries: int  # 0: the graph needs no workspace
     max_total_keys: int

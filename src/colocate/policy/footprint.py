@@ -187,7 +187,7 @@ def _head_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan, microba
     return [
         _gradients_row("head", 0 if is_only else shapes.num_trained),
         _kept_row("head", shapes, workload, plan, microbatch.num_tokens, shapes.num_layers),
-        # The last layer's output where something is predicted, its norm, and the gradient of that.
+        # The last layer's output where something is predicted, its norm, and the norm's gradient.
         Row(
             "hidden states", "train", 3 * predicted * shapes.hidden_size * b,
             f"3 × {predicted:,} tokens × {shapes.hidden_size * b:,} B", "head", is_transient=True,
@@ -216,8 +216,8 @@ def _layer_rows(
     head = shapes.num_head_weights if head_is_trained(shapes) else 0
     ends = [(trained, shapes.num_layers)]
     if tokens >= workload.step_tokens:
-        # The embedding's gradient comes last; a tied head's waits for it. The last layer's own gradients
-        # become a part of the sums when its backward pass has ended.
+        # The embedding's gradient is made last; a tied head's gradient waits for it. The last layer's own
+        # gradients become a part of the sums when its backward pass has ended.
         of_layer = 0 if shapes.has_adapters else sum(shapes.group_sizes)
         ends = [(0 if shapes.has_tied_head else head, shapes.num_layers), (trained - head - of_layer, 1)]
     pairs = [
@@ -262,7 +262,7 @@ def _layer_backward_bytes(
         earlier = mlp_weights * 4 if later else 0
         in_products = 2 * gate_up_weights * b
     elif shapes.four_bit is not None:
-        # A frozen weight is dequantised for its product; those of one input one by one, and then joined.
+        # A frozen weight is dequantised for its product; weights that read one input one by one, then joined.
         in_products, unpacked = 2 * gate_up_weights * b, max(2 * qkv_weights, o_weights) * b
     activations = h + (0 if policy == "keep" else 2 * i) + 4 * i
     mlp = max(

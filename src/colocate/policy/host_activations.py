@@ -58,7 +58,7 @@ class HostActivations:
         assert self._stream is not None, "fetched from the host, so it was put there by the stream"
         stored = self._stored.pop(number)
         x = torch.empty(stored.shape, dtype=stored.dtype, device=self._stream.device)
-        # The memory may have been somebody's whose work is still queued.
+        # Queued work of another tensor may still use this memory.
         self._stream.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self._stream):
             x.copy_(stored, non_blocking=True)

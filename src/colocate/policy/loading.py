@@ -118,7 +118,7 @@ def load_model(
     kwargs["dtype"] = DTYPES.get(dtype, dtype)
     try:
         return _class_for(model, kwargs).from_pretrained(model, **kwargs)
-    except TypeError as error:  # what a model's constructor says of an argument that it does not know
+    except TypeError as error:  # raised by a model's constructor for an argument that it does not know
         raise ValueError(f"The model {model!r} refuses model_init_kwargs={shown(kwargs)}: {error}") from error
 
 
@@ -144,7 +144,7 @@ def _class_for(
                 name, **{k: kwargs[k] for k in _CONFIG_OPTIONS if k in kwargs}
             )
         except (OSError, ValueError):
-            # The directory of an adapter has no configuration. Of anything else the class says what is wrong.
+            # An adapter's directory has no configuration. For anything else the class says what is wrong.
             return AutoModelForCausalLM
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
@@ -250,7 +250,7 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, _DropoutNd):
             module.p = 0.0
             continue
-        # Others call the function with a rate of their own: `attention_dropout`, `layerdrop`.
+        # Other dropout is a rate that a module passes to a function: `attention_dropout`, `layerdrop`.
         for name in [name for name, x in vars(module).items() if "drop" in name and isinstance(x, float)]:
             setattr(module, name, 0.0)
 

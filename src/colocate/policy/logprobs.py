@@ -148,7 +148,7 @@ def logprob_bytes(
     hidden_bytes = num_tokens * hidden_size * dtype.itemsize
     if mode == "kept":
         softmax_bytes = num_tokens * vocab_size * dtype.itemsize
-        # Forward's logits lie where backward's output, the gradient of the head, will be.
+        # The forward pass's logits take the place where the head's gradient will lie in the backward pass.
         weight_bytes = vocab_size * hidden_size * dtype.itemsize
         return softmax_bytes + max(logits * product_bytes - weight_bytes, 2 * hidden_bytes)
     if mode == "at_once":
@@ -414,7 +414,7 @@ def check_output_head(model: torch.nn.Module) -> None:
 
     def enlarge(module, args, output):
         states = getattr(output, "last_hidden_state", None)
-        if states is None:  # a head that is called decoder
+        if states is None:  # the head itself is called decoder
             return output
         if states.shape[-1] != head.weight.shape[-1]:
             raise ValueError(
@@ -428,7 +428,7 @@ def check_output_head(model: torch.nn.Module) -> None:
 
     training = lm.training
     lm.eval()
-    # Some go past the body to the decoder inside it (OPT). Enlarged twice is enlarged once.
+    # Some models call the decoder inside the body, not the body (OPT). Enlarging twice is harmless.
     modules = {id(module): module for module in (body(model), lm.get_decoder())}
     handles = [module.register_forward_hook(enlarge) for module in modules.values()]
     try:
@@ -443,7 +443,7 @@ def check_output_head(model: torch.nn.Module) -> None:
     error = (
         (F.log_softmax(_logits(seen[-1], head).float(), -1) - F.log_softmax(theirs, -1)).abs().max().item()
     )
-    # Logits up to 32: bf16 rounds them by up to 1/16, a log-softmax by twice that.
+    # Logits are up to 32: bf16 rounds them by up to 1/16, a log-softmax by twice that.
     tolerance = 1e-2 if theirs.dtype == head.weight.dtype == torch.float32 else 0.5
     if not error <= tolerance:
         raise ValueError(

@@ -216,7 +216,7 @@ def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
         merge(out, lse, other_out, other_lse)
         return out, lse
     merged = torch.logaddexp(lse, other_lse)
-    finite = merged.masked_fill(merged.isneginf(), 0.0)  # no keys at all: exp(-inf - 0) and not NaN
+    finite = merged.masked_fill(merged.isneginf(), 0.0)  # without any key: exp(-inf - 0) = 0 and not NaN
     share, other_share = (lse - finite).exp().T[..., None], (other_lse - finite).exp().T[..., None]
     return (share * out + other_share * other_out).to(out.dtype), merged
 

@@ -389,11 +389,11 @@ def _build_optimizer(
         # may run out of memory between one weight and the next.
         kwargs["fused"] = True
     elif optimizer_class in (torch.optim.Adagrad, torch.optim.RMSprop):
-        kwargs["foreach"] = False  # temporaries as large as one weight, not as all
-    if "params" in kwargs:  # of GaLore and APOLLO: some of the model's parameters are projected
+        kwargs["foreach"] = False  # so temporaries are as large as one weight, and not as all weights
+    if "params" in kwargs:  # GaLore and APOLLO project some of the model's parameters
         return optimizer_class(_over_leaves(kwargs.pop("params"), model, leaves), **kwargs)
-    # Does not use the trainer it is a method of; asking it keeps the groups those of the installed
-    # transformers.
+    # The method does not use the trainer that it belongs to. Calling it makes the groups that the installed
+    # transformers would make.
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     groups = [
         {"params": [p for n, p in leaves.items() if n in decayed], "weight_decay": args.weight_decay},
@@ -411,7 +411,7 @@ def _class_and_kwargs(name: str, model: nn.Module, args: TrainingArguments) -> t
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     except (ImportError, ValueError) as error:
-        # Of some libraries transformers says so by a ValueError.
+        # If some libraries are missing, transformers raises a ValueError.
         if isinstance(error, ValueError) and not re.search("install|failed to import", str(error)):
             raise
         remedy = "pip install 'bitsandbytes>=0.46'" if "bitsandbytes" in str(error) else str(error)
@@ -442,12 +442,12 @@ def _over_leaves(
 def _initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None:
     """Make the state of parameters that have a gradient but no state; nothing for unknown optimizers."""
     if hasattr(optimizer, "init_state"):  # bitsandbytes'
-        optimizer.check_overrides()  # its own first step reads them before it makes state
+        optimizer.check_overrides()  # as bitsandbytes' own first step does before it makes state
         for position, parameter in enumerate(group["params"]):
             if parameter.grad is not None and not optimizer.state.get(parameter):
                 optimizer.init_state(group, parameter, index, position)
     elif type(optimizer).__module__.startswith("torch.optim") and hasattr(optimizer, "_init_group"):
-        # It fills lists for the step, too, as many as it has state tensors.
+        # The function also fills lists for the step, one for each state tensor.
         num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
         optimizer._init_group(group, *([] for _ in range(num_lists)))
 

@@ -126,7 +126,7 @@ class Pack:
         return cls(
             token_ids=torch.cat(pieces),
             position_ids=to_device(torch.cat(positions), device),
-            # A completion of one token is read nowhere: its run is empty.
+            # A completion of one token is never read: its run is empty and left out.
             own=Runs.of([length for length in lengths if length], None, device),
             to_prompts=to_prompts,
             predicting=to_device(torch.cat(predicting), device),

@@ -109,7 +109,7 @@ class FrozenAdapter(_InPolicyModel):
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        # PEFT makes the adapter it switches to trainable; which parameters are is not its to decide here.
+        # PEFT makes the adapter that it switches to trainable; that is undone here.
         requires_grad = [(p, p.requires_grad) for p in self._model.parameters()]
         self._model.set_adapter(ADAPTER_NAME)  # type: ignore[operator]
         try:

@@ -60,7 +60,7 @@ def _has_router_loss(lm: nn.Module) -> bool:
         output = lm(
             input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, output_router_logits=True
         )
-    except (TypeError, IndexError):  # an unknown argument; no layer has experts
+    except (TypeError, IndexError):  # the model does not know the argument, or no layer has experts
         return False
     finally:
         lm.train(training)

@@ -136,7 +136,8 @@ def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Itera
     states, logits = _own_states(model, layout, probe)
     context = LayerContext(pack, *stack.rotary_tables(states[0], pack), "keep")
     for index, (before, after) in enumerate(itertools.pairwise(states[:-1])):
-        # The embedding itself, whose gradient is compared, too; from there on the model's own states.
+        # Layer 0 reads the stack's own embedding, whose gradient is compared, too; later layers read the
+        # model's states.
         x = stack.embedded(pack) if index == 0 else probe.packed(before).detach()
         x = x if x.requires_grad else x.requires_grad_()
         ours, own, where = stack.after_layer(index, x, context), probe.packed(after), f"layer {index}"
@@ -163,7 +164,7 @@ def _own_states(model: nn.Module, layout: Layout, probe: _Probe) -> tuple[list[T
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple) else output
-        # Before the first adapter there is no graph where the embedding is frozen.
+        # With a frozen embedding there is no graph before the first adapter.
         states.append(output if output.requires_grad else output.requires_grad_())
 
     modules = (layout.embed_tokens, *lm.model.layers, layout.norm)
@@ -221,7 +222,7 @@ class _Comparison:
             torch.autograd.grad(y, [x, *parameters], grad, retain_graph=True, materialize_grads=True)
             for y, x in (ours, own)
         )
-        # Past a layer the gradient goes on as it is, beside what comes through the layer.
+        # The residual connection passes the gradient on unchanged; the layer adds its own to it.
         passed = grad if len(grad) == len(ours_x) else 0.0
         own_x = probe.packed_gradient(own_x)
         yield self.states(f"the gradient of {where}'s input", ours_x, own_x, passed, num_units=32)

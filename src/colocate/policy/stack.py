@@ -103,7 +103,7 @@ class DecoderStack:
 
     def embedded(self, pack: Pack) -> Tensor:
         """What the first layer reads, [T, hidden]."""
-        return self._layout.embed_tokens(pack.token_ids)  # its own forward: `padding_idx` has no gradient
+        return self._layout.embed_tokens(pack.token_ids)  # the module itself: `padding_idx` has no gradient
 
     @torch.no_grad()
     def rotary_tables(self, x: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
