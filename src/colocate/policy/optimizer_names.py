@@ -80,12 +80,12 @@ def check_optimizer(name: str, optim_args: str | None, target_modules: object) -
     if name in REFUSED_OPTIMIZERS:
         raise ValueError(f"optim={name!r} is not supported: {REFUSED_OPTIMIZERS[name]}.")
     if not isinstance(optim_args, str | None):
-        raise ValueError(f"optim_args={optim_args!r} is no text like 'momentum=0.9,nesterov=true'.")
+        raise ValueError(f"optim_args={optim_args!r} must be text like 'momentum=0.9,nesterov=true'.")
     known = ARGUMENTS.get(name, ())
     for part in (optim_args or "").replace(" ", "").split(",") if optim_args else ():
         key, equals, value = part.partition("=")
         if not equals or not key or not value:
-            raise ValueError(f"optim_args={optim_args!r} is no list like 'momentum=0.9,nesterov=true'.")
+            raise ValueError(f"optim_args={optim_args!r} must be a list like 'momentum=0.9,nesterov=true'.")
         if key not in known:
             can = f"it may set {', '.join(known)}" if known else "it reads none; remove optim_args"
             raise ValueError(

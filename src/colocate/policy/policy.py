@@ -114,7 +114,7 @@ class Policy:
     ) -> None:
         if temperature <= 0:
             raise ValueError(
-                f"temperature={temperature}: log-probabilities of greedy sampling have no gradient."
+                f"temperature={temperature}: greedy sampling has no gradient; set a temperature above 0."
             )
         self._runs_packed = runs_packed(model)
         check_trainable(model)

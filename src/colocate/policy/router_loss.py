@@ -41,7 +41,7 @@ def router_loss_coef(model: nn.Module, asked: float | None) -> float:
         return float(coef)
     if asked is not None:
         raise ValueError(
-            f"router_aux_loss_coef={asked}, but {type(lm).__name__} is no mixture of experts that returns "
+            f"router_aux_loss_coef={asked}, but {type(lm).__name__} is not a mixture of experts that returns "
             "its routers' logits, so there is no auxiliary loss to weigh. Remove it."
         )
     if hasattr(config, "output_router_logits"):
