@@ -44,6 +44,7 @@ def _merge_attention_kernel(
     other_lse_head_stride, other_lse_token_stride, num_tokens,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
+    """Merge some tokens' outputs and log-sum-exps of one head (see `merge_attention`)."""
     # A program's tokens lie side by side in lse; the heads of the same tokens, side by side in out, belong to
     # programs that run at the same time.
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)

@@ -94,6 +94,11 @@ def _silu_mul_kernel(
     gate_up, grad, grad_gate_up, output, gate_up_stride, grad_stride, num_rows, width, num_blocks,
     BLOCK: tl.constexpr, ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
+    """`silu_mul` of BLOCK columns of one row; with `grad`, also its gradient, written to `grad_gate_up`.
+
+    Programs count rows first (ROWS_FIRST) or the `num_blocks` blocks of a row first; strides are from row to
+    row.
+    """
     number = tl.program_id(0)
     row = (number % num_rows if ROWS_FIRST else number // num_blocks).to(tl.int64)
     columns = (number // num_rows if ROWS_FIRST else number % num_blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -68,6 +68,12 @@ def head_kernel(
     hidden, weight, logits, maxima, sums, num_rows, vocab_size, depth, scale,
     IS_WHOLE: gl.constexpr,
 ):  # fmt: skip
+    """Start a program's warps: one loads tiles of `hidden` and `weight`, two groups multiply them in turns.
+
+    `hidden` and `weight` are the copy engine's descriptors; `logits` [num_rows, vocab_size], `maxima` and
+    `sums` [num_rows, parts] are written. `depth` is the length of the sum, `scale` is log2(e) / temperature,
+    and IS_WHOLE says that the vocabulary is whole tiles.
+    """
     ring = make_ring(hidden, weight, COLUMNS)
     outputs = (logits, maxima, sums)
     row_tiles, num_parts = gl.cdiv(num_rows, ROWS), gl.cdiv(vocab_size, COLUMNS)
@@ -86,6 +92,7 @@ def head_kernel(
 
 @gluon.jit
 def _load(ring, hidden, weight, work):
+    """Load the stages of all tiles of the program, in the order in which they are multiplied."""
     row_tiles, num_tiles, depth = work
     step = 0
     # Row tiles first: programs that run at the same time read the same weights.

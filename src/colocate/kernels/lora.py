@@ -57,6 +57,7 @@ def _expand_kernel(
     PADDED_RANK: tl.constexpr, NUM_ADAPTERS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Find the adapter and the tile of columns of this program's number, and expand it."""
     END0: tl.constexpr = (WIDTH0 + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     END1: tl.constexpr = END0 + (WIDTH1 + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
     block = tl.program_id(0)

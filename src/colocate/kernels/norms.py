@@ -100,6 +100,7 @@ def _rms_norm_kernel(
     x, residual, weight, normed, summed, x_stride, residual_stride, eps, num_rows, hidden_size,
     OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Norm ROWS rows; with `residual`, norm the sum of `x` and `residual`, which is written to `summed`."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < hidden_size)
@@ -160,6 +161,7 @@ def _rms_norm_backward_kernel(
     grad, x, weight, grad_residual, grad_x, sums, grad_stride, x_stride, residual_stride, eps, num_rows,
     hidden_size, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Gradients of every `num_programs`-th tile of ROWS rows; the weight's go to `sums`, added up."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)[None, :]
     in_row = columns < hidden_size

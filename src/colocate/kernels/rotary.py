@@ -129,6 +129,7 @@ def _rotate_and_store_kernel(
     v_page_stride, max_len, eps, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
+    """`rotate_and_store` of some heads of one token. Values are stored unturned."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     # Norm weights and angles, too, are read once per head: in the layout of the heads they need no exchange
@@ -211,6 +212,7 @@ def _rotate_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
+    """`rotate` of some queries and keys, in the order of `qkv`: heads of one token, then the next token's."""
     HALF: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK_HALF)[None, :]
@@ -291,6 +293,13 @@ def _rotate_backward_kernel(
     grad_v_stride, qkv_stride, eps, num_rows, OFFSET: tl.constexpr, NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
+    """`rotate_backward` of every `num_programs`-th tile of ROWS heads of `qkv`, values included.
+
+    With g a head's gradient turned back by its angle, it writes g for heads without norms; with norms, the
+    norm's gradient given g (see `rms_norm_backward`), and adds up the weights' gradients in `sums`
+    [programs, 2, D], queries' before keys'. Halves of a head (`*_first`, `*_second`) are held apart, as value i turns
+    with value i + D / 2.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     NUM_PARTS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     program = tl.program_id(0)

@@ -96,6 +96,7 @@ def _reduce_parts_kernel(
     logits, finished, part_maxima, part_sums, stride, vocab_size, num_parts, temperature,
     PART_SIZE: tl.constexpr, TILE_PARTS: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
+    """Write maximum and sum of exponentials of some parts of one row (see `Parts`)."""
     row = tl.program_id(0).to(tl.int64)
     if finished is not None:  # noqa: SIM102, this one is decided at compile time
         if tl.load(finished + row) != 0:

@@ -133,6 +133,7 @@ def _tanh(x):
 
 @triton.jit
 def _logits(values, bias, columns, mask, inner, outer, HAS_CAP: tl.constexpr):
+    """Logits z made of products `values`: inner * (x + bias), and with HAS_CAP outer * tanh of that."""
     if bias is not None:
         values += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
     values = values * inner
@@ -192,6 +193,10 @@ def _combine_splits_kernel(
     outer,
     HAS_CAP: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """Combine the m, s and t of a row's parts, by the rule of `_reduce_split_kernel`, and write its results.
+
+    `partials` is [3, rows, num_splits]. log_z, log-probability and entropy follow as in `softmax_statistics`.
+    """
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, MAX_SPLITS)
     mask = splits < num_splits
@@ -224,6 +229,10 @@ def _gradient_kernel(
     num_columns, first_column, inner, outer,
     HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`softmax_gradient` of one row's BLOCK columns: one read of the products, one write of `out`.
+
+    `stride` and `out_stride` are from row to row; column 0 of `products` is the vocabulary's `first_column`.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < num_columns

@@ -46,6 +46,7 @@ def _begin_step_kernel(
     positions, finished, block_tables, slots, context_lens, step, stride, num_rows,
     PAGE_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
+    """`begin_step` of some rows; program 0 also advances `step`."""
     if tl.program_id(0) == 0:
         tl.store(step, tl.load(step) + 1)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -102,6 +103,7 @@ def _end_step_kernel(
     out_tokens, out_logprobs, out_stride, num_rows,
     NUM_STOP_TOKENS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
+    """`end_step` of some rows."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_batch = rows < num_rows
     live = in_batch & (tl.load(finished + rows, mask=in_batch, other=1) == 0)

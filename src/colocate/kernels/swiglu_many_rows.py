@@ -88,6 +88,12 @@ def swiglu_many_rows_kernel(
     num_narrow,
     COLUMNS: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
+    """Start a program's warps: one loads tiles of `x` and the weights, two groups multiply them in turns.
+
+    `x`, `weight`, `narrow_weight`, `output` and `narrow_output` are the copy engine's descriptors, the narrow
+    ones in blocks of NARROW columns. `row_tiles` is the number of tiles over the rows, `width` the output's
+    columns, `depth` the length of the sum; `num_tiles`, `first_narrow` and `num_narrow` are the `Tiling`.
+    """
     ring = make_ring(x, weight, 2 * COLUMNS)
     results = gl.allocate_shared_memory(output.dtype, [2, ROWS, COLUMNS], output.layout)
     work = (row_tiles, depth, num_tiles, first_narrow, num_narrow)
@@ -105,6 +111,7 @@ def swiglu_many_rows_kernel(
 
 @gluon.jit
 def _load(ring, x, weight, narrow_weight, width, work, COLUMNS: gl.constexpr, NARROW: gl.constexpr):
+    """Load the stages of all tiles of the program, large tiles first, as they are multiplied."""
     row_tiles, depth, num_tiles, first_narrow, num_narrow = work
     step = 0
     # Row tiles first: programs that run at the same time read the same weights.
@@ -118,6 +125,7 @@ def _load(ring, x, weight, narrow_weight, width, work, COLUMNS: gl.constexpr, NA
 
 @gluon.jit
 def _load_tile(ring, x, weight, row, gate_row, up_row, depth, step, COLUMNS: gl.constexpr):
+    """Load one tile's stages, of which `step` is the first: rows of `x`, columns of gate and up; returns the next."""
     for k in range(0, depth, STEP):
         rows, both, copied = next_stage(ring, step, 2 * COLUMNS)
         tma.async_copy_global_to_shared(x, [row, k], copied, rows)
@@ -150,6 +158,7 @@ def _multiply(ring, outputs, work, GROUP: gl.constexpr, COLUMNS: gl.constexpr, N
 
 @gluon.jit
 def _store_tile(output, result, both, row, column, COLUMNS: gl.constexpr):
+    """Write silu(gate) * up of `both` [ROWS, 2 * COLUMNS] to `output`, by way of `result` in shared memory."""
     dtype: gl.constexpr = output.dtype
     gate, up = both.reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]).split()
     activated = silu(gate.to(dtype).to(gl.float32), dtype) * up.to(dtype).to(gl.float32)

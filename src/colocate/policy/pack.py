@@ -101,6 +101,7 @@ class Pack:
         offsets += [0] * len(alone)
         lengths = [len(piece) for piece in pieces]
 
+        # Where pieces begin: sample n under n, and shared prompt n, which is no sample, under -1 - n.
         starts = dict(zip([*(-1 - n for n in range(len(prompts))), *members, *alone],
                           itertools.accumulate(lengths, initial=0), strict=False))  # fmt: skip
         predicting: list[Tensor] = [torch.empty(0)] * len(samples)

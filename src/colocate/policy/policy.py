@@ -81,8 +81,8 @@ class Policy:
         temperature: divides the logits, as it did when the completions were sampled.
         plan: how the first step is cut into micro-batches and what it keeps. A plan bounds the memory and
             does not change the gradient.
-        planner: chooses the plan anew where a prompt is longer than assumed, and from what steps were
-            measured to take; None: the plan stays, unless memory runs out.
+        planner: changes the plan if a prompt is longer than assumed, and by the memory that steps were
+            measured to need; None: the plan stays, unless memory runs out.
         share_prompts: compute the prompt of samples with an equal `prompt_key` once.
         max_grad_norm: the gradient is scaled down to this norm; None, 0 or less does not clip, as in
             transformers.

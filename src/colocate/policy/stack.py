@@ -6,7 +6,7 @@ of small operations, what a layer keeps for its backward pass and what it comput
 of D values, the layer keeps
 
     keep        its input, q/k/v, attention's output, the MLP's input, gate and up     2h + 2HD + 2KD + 2i
-    selective   the same without gate and up: the MLP's first product is made again    2h + 2HD + 2KD
+    selective   what "keep" keeps without gate and up, which are made again            2h + 2HD + 2KD
     full        its input                                                              h
     offload     its input, in pinned host memory                                       0
 
