@@ -69,8 +69,7 @@ def build_run(
     quantization_config: Any = None,
     peft_config: Any = None,
 ) -> Run:
-    """Load the model and make every part of a run; the arguments are `GRPOTrainer`'s, with their types
-    checked.
+    """Load the model and make every part of a run; the arguments are `GRPOTrainer`'s, their types checked.
 
     Raises:
         ValueError: an argument, the dataset or the batch cannot be trained on; the message says what to set.

@@ -296,8 +296,8 @@ def _rotate_backward_kernel(
     """`rotate_backward` of every `num_programs`-th tile of ROWS heads of `qkv`, values included.
 
     With g a head's gradient turned back by its angle, it writes g for heads without norms; with norms, the
-    norm's gradient given g (see `rms_norm_backward`), and adds up the weights' gradients in `sums`
-    [programs, 2, D], queries' before keys'. Halves of a head (`*_first`, `*_second`) are held apart, as value i turns
+    norm's gradient given g (see `rms_norm_backward`), and adds up the weights' gradients in `sums` [programs,
+    2, D], queries' before keys'. Halves of a head (`*_first`, `*_second`) are held apart, as value i turns
     with value i + D / 2.
     """
     HALF: tl.constexpr = HEAD_DIM // 2

@@ -125,7 +125,7 @@ def _load(ring, x, weight, narrow_weight, width, work, COLUMNS: gl.constexpr, NA
 
 @gluon.jit
 def _load_tile(ring, x, weight, row, gate_row, up_row, depth, step, COLUMNS: gl.constexpr):
-    """Load one tile's stages, of which `step` is the first: rows of `x`, columns of gate and up; returns the next."""
+    """Load one tile's stages, of which `step` is the first: rows of `x`, columns of gate and up."""
     for k in range(0, depth, STEP):
         rows, both, copied = next_stage(ring, step, 2 * COLUMNS)
         tma.async_copy_global_to_shared(x, [row, k], copied, rows)
@@ -158,7 +158,7 @@ def _multiply(ring, outputs, work, GROUP: gl.constexpr, COLUMNS: gl.constexpr, N
 
 @gluon.jit
 def _store_tile(output, result, both, row, column, COLUMNS: gl.constexpr):
-    """Write silu(gate) * up of `both` [ROWS, 2 * COLUMNS] to `output`, by way of `result` in shared memory."""
+    """Write silu(gate) * up of `both` [ROWS, 2 * COLUMNS] to `output`, through shared memory (`result`)."""
     dtype: gl.constexpr = output.dtype
     gate, up = both.reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]).split()
     activated = silu(gate.to(dtype).to(gl.float32), dtype) * up.to(dtype).to(gl.float32)
