@@ -56,11 +56,14 @@ def commit_of(directory: Path) -> str | None:
 def changed_options(options: Any) -> dict[str, Any]:
     """The fields of a dataclass instance whose values are not their defaults, in their order.
 
-    A value that was derived from other options (`generation_batch_size`) is among them.
+    A value that was derived from other options (`generation_batch_size`) is among them; an object that
+    transformers makes of an option (`accelerator_config`) is not.
     """
     changed = {}
     for field in dataclasses.fields(options):
         value = _plain(getattr(options, field.name))
+        if not isinstance(value, str | int | float | list | dict | None):
+            continue
         if field.default is not dataclasses.MISSING:
             default = field.default
         elif field.default_factory is not dataclasses.MISSING:
@@ -73,11 +76,11 @@ def changed_options(options: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it: an enumeration's member as its value, what JSON lacks as text."""
+    """`value` with every enumeration's member replaced by its value, and tuples by lists."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return value
