@@ -23,22 +23,25 @@ if TYPE_CHECKING:
 
 _RUN_USAGE = """[RUN.yaml] [--option value ...]
 
-RUN.yaml holds options as `name: value`; those on the command line win. Options are all of GRPOConfig's
-(learning_rate, num_generations, ...) and RunConfig's (model_name_or_path, dataset_name, reward_funcs,
-use_peft, lora_r, ...); `colocate train --help` has the list. An option without a value is switched on;
-several values make a list."""
+RUN.yaml holds options as `name: value`; an option on the command line replaces the one in the file.
+`colocate train --help` lists all options (model_name_or_path, dataset_name, reward_funcs, learning_rate,
+num_generations, use_peft, ...). An option without a value is switched on; several values make a list."""
 
 _HOW_TO_GO_ON = (
     " at once: steps since the last checkpoint are lost. The same command with --resume_from_checkpoint auto "
-    "goes on from the last checkpoint in output_dir, if there is one, and else begins again."
+    "continues from the last checkpoint in output_dir, or begins again if there is none."
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 for an error of the user's, 2 for a wrong command line, 3
-    for a plan that does not fit, 130 when interrupted."""
+    """Run one command.
+
+    Returns:
+        The exit code: 0, or 1 for an error that the user can mend, 2 for a wrong command line, 3 for a plan
+        that does not fit, 130 if the user interrupted the command.
+    """
     parser = _build_parser()
-    # What stands behind "--" is vLLM's, whatever it looks like.
+    # Everything after "--" is for vLLM, even if it looks like an option of ours.
     own, vllm_options = _split_at_dashes(sys.argv[1:] if arguments is None else arguments)
     known, rest = parser.parse_known_args(own)
     if known.command is None:
@@ -46,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if known.command == "serve":
         if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)} (options of vLLM's go behind --)")
+            parser.error(f"unrecognized arguments: {' '.join(rest)} (options for vLLM go after --)")
         rest = vllm_options
     elif vllm_options or (rest and known.command == "report"):
         parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}")
-    # It has no faster kernel for 4 bits on a CPU, and says so in every program that imports PEFT.
+    # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return {"train": train, "plan": _plan, "report": _report, "serve": _serve}[known.command](known, rest)
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if known.debug:
             print(redacted(traceback.format_exc()), file=sys.stderr)
         else:
-            message = redacted(str(error))  # also what other libraries say
+            message = redacted(str(error))  # errors of other libraries may quote secrets, too
             print(f"colocate {known.command}: {message}\n(--debug shows where)", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
@@ -73,13 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether this package raised it: then its message says what to do, which PyTorch's does not."""
+    """Whether this package raised the error: its own messages say what to do, those of PyTorch do not."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
 
 def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first "--", and what behind it."""
+    """The arguments before the first "--", and those after it."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:end]), list(arguments[end + 1 :])
 
@@ -92,7 +95,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in (
         ("train", "train a model"),
-        ("plan", "show how a run will train and what it will take, without loading anything"),
+        ("plan", "show whether a run fits the GPU and how long its steps take, without loading the model"),
         ("report", "write the report of a finished or running run"),
     ):
         usage = f"colocate {name} " + ("RUN_DIR" if name == "report" else _RUN_USAGE)
@@ -135,12 +138,12 @@ def _build_parser() -> argparse.ArgumentParser:
 def _memory_size(text: str) -> float:
     size = float(text)
     if not 0 < size < 2**20:
-        raise argparse.ArgumentTypeError(f"{text} GiB is no memory of a device")
+        raise argparse.ArgumentTypeError(f"{text} GiB is not the memory of a device")
     return size
 
 
 class _OptionHelp(argparse.Action):
-    """`--help` with all options, which are read from the sources when somebody asks."""
+    """Prints the help with all options, which are read from the sources only when somebody asks for help."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from colocate.option_help import option_help
@@ -160,7 +163,7 @@ def _add_serve(commands: Any) -> None:
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    command.add_argument("model", help="the model that is trained: its name, or a directory")
+    command.add_argument("model", help="the model that is trained: its name on the Hub, or its directory")
     command.add_argument(
         "--host",
         default="127.0.0.1",

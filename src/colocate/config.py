@@ -1,8 +1,8 @@
 """Every option of a run: TRL's names and defaults, and a handful of our own.
 
-What is declared here is honoured, unless a table in `options.py` says otherwise; what is inherited from
-transformers and honoured is listed there. An option is declared with its type, its default, what its value
-must satisfy (`colocate.requirements`) and a line for `colocate train --help`.
+An option declared in this file is honoured unless a table in `options.py` says otherwise; `options.py` also
+lists the options of transformers that are honoured. Each option is declared with its type, its default, what
+its value must satisfy (`colocate.requirements`) and the text that `colocate train --help` prints.
 """
 
 from __future__ import annotations
@@ -88,168 +88,188 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
     logging_steps: Annotated[float, INTERVAL] = 10
     gradient_checkpointing: bool = True
-    """Recompute each layer's activations in the backward pass: a third more compute, far less memory. Only
-    for models without a layout (see `engine`); others follow `activation_policy`."""
+    """Recompute each layer's activations in the backward pass: a third more compute, far less memory. Read
+    only for models that are not supported natively (see `engine`); the others follow `activation_policy`."""
     gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    """Arguments of `torch.utils.checkpoint`; `use_reentrant` is False unless set. Likewise."""
+    """Arguments of `torch.utils.checkpoint`; `use_reentrant` is False unless set. Read where
+    `gradient_checkpointing` is."""
     bf16: bool | None = None  # type: ignore[assignment]  # TRL's type
-    """Parameters in bfloat16, with float32 masters in the optimizer. None: True on GPUs that have it."""
+    """Keep the parameters in bfloat16, with float32 master weights in the optimizer. None: True on a GPU that
+    has bfloat16, else False."""
     remove_unused_columns: bool | None = False  # type: ignore[assignment]  # TRL's type
-    """Keep only the column `prompt`, so that reward functions see no other."""
+    """Keep only the dataset's column `prompt`, so that reward functions see no other."""
     resume_from_checkpoint: str | bool | None = None  # type: ignore[assignment]
-    """Checkpoint for `colocate train` to continue from; True takes the last one in `output_dir`; "auto" takes
-    it if there is one, and else begins the run."""
+    """The checkpoint that `colocate train` continues from. True: the newest one in `output_dir`. "auto": the
+    newest one if there is any, else the run begins at step 0."""
 
     # ── Model ────────────────────────────────────────────────────────────────────────────────────────────
 
     model_init_kwargs: dict[str, Any] | None = None
     """Arguments of `from_pretrained` when the model is given by name."""
     trust_remote_code: bool = False
-    """Run code that comes with a model or tokenizer."""
+    """Allow the Python code that a model or tokenizer on the Hub brings to run."""
     disable_dropout: bool = False
     """Set every dropout probability of the model to 0."""
 
     # ── Batches. All batch sizes count completions, not prompts ──────────────────────────────────────────
 
     num_generations: int = 8
-    """G, completions per prompt: at least 2, and a divisor of `generation_batch_size`."""
+    """Completions per prompt (G): at least 2, and a divisor of `generation_batch_size`."""
     num_generations_eval: Annotated[int | None, AT_LEAST_ONE] = None
-    """G in evaluation; None takes `num_generations`."""
+    """Completions per prompt in evaluation. None: `num_generations`."""
     generation_batch_size: Annotated[int | None, AT_LEAST_ONE] = None
-    """Completions per rollout, all ranks. None: per_device_train_batch_size × ranks × steps_per_generation"""
+    """Completions per rollout, over all ranks. None: per_device_train_batch_size × ranks ×
+    steps_per_generation."""
     steps_per_generation: Annotated[int | None, AT_LEAST_ONE] = None
-    """Micro-steps that one rollout is cut into. None: gradient_accumulation_steps, one optimizer step."""
+    """Micro-steps that one rollout is trained in. None: gradient_accumulation_steps, so that a rollout feeds
+    one optimizer step."""
     num_iterations: Annotated[int, FEW] = 1
-    """μ, how many times each rollout is trained on."""
+    """How many times each rollout is trained on (μ)."""
     max_prompt_length: Annotated[int | None, AT_LEAST_ONE] = None
-    """Keep this many last tokens of a longer prompt; None keeps all. (TRL has dropped the option.)"""
+    """Cut a longer prompt to this many last tokens. None: no prompt is cut. (TRL has dropped the option.)"""
     max_completion_length: Annotated[int, AT_LEAST_ONE] = 512
-    """Tokens generated at most."""
+    """The most tokens that one completion may have."""
     shuffle_dataset: bool = True
-    """Draw prompts in random order (seeded by `data_seed`, else `seed`)."""
+    """Visit the prompts in random order (seeded by `data_seed`, or by `seed` where that is not set)."""
     max_tokens_per_microbatch: Annotated[int | None, AT_LEAST_ONE] = None
-    """Tokens of one packed micro-batch; changes memory and speed, never the gradient. None: the planner's
-    choice; on a CPU and for models without a layout (see `engine`) per_device_train_batch_size × the longest
-    sequence of the step, the memory of TRL's padded micro-batch."""
+    """The most tokens in one packed micro-batch. It changes memory and speed, never the gradient. None: the
+    planner chooses; on a CPU, and for models that are not supported natively (see `engine`), it is
+    per_device_train_batch_size × the longest sequence of the step, as much as TRL's padded micro-batch
+    holds."""
     activation_policy: Annotated[str, OneOf(("auto", *ACTIVATION_POLICIES))] = "auto"
-    """What layers keep for backward: "keep", "selective", "full" or "offload", each with less memory and more
-    work than the one before; "auto" lets the planner choose. Only for models with a layout (see `engine`);
-    others follow `gradient_checkpointing`."""
+    """Which activations the layers keep for the backward pass: "keep" (all), "selective" (all but the MLP's
+    gate and up), "full" (each layer's input) or "offload" (each layer's input, in host memory). Each needs
+    less memory and more work than the one before it; "auto" lets the planner choose. Read only for models
+    that are supported natively (see `engine`); the others follow `gradient_checkpointing`."""
     share_prompts: bool = True
-    """Compute the prompt of a group once in training, for all its completions in a micro-batch."""
+    """In training, compute a group's prompt once for all of its completions in a micro-batch. False: once for
+    each completion, as TRL does."""
     logprob_chunk_size: Annotated[int | None, AT_LEAST_ONE] = None
-    """Tokens whose logits exist at one time, [chunk, V] in float32. None: the planner's choice, or 1,024."""
+    """How many tokens' logits exist at one time, as float32 of [tokens, vocabulary]. None: the planner
+    chooses; where there is no plan, 1,024."""
     offload_optimizer: bool | None = None
-    """Keep the optimizer's masters and moments in pinned host memory while completions are generated: with
-    Adam 12 bytes of room for the KV cache per parameter trained in bf16. They return while rewards are
-    computed and the policy runs forward and backward. None: where the KV cache would be too small without."""
+    """Move the optimizer's master weights and moments to pinned host memory while completions are generated.
+    With Adam that leaves the KV cache 12 more bytes per parameter trained in bf16. The copy back runs while
+    rewards are computed and during forward and backward. None: only where the KV cache would be too small
+    otherwise."""
     max_skipped_steps: Annotated[int, AT_LEAST_ONE] = 3
-    """Stop after this many steps in a row whose loss or gradient is not finite; each of them is skipped."""
+    """A step whose loss or gradient is not finite is skipped; this many of them in a row stop the run."""
 
     # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
 
     engine: Annotated[str, OneOf(("auto", *ENGINES))] = "auto"
-    """"native" decodes on the trainer's parameters; "vllm" runs vLLM in the trainer's process; "vllm_server"
-    asks a vLLM server on other GPUs (`colocate serve`); "transformers" calls `model.generate`, slow but for
-    any architecture. "auto" takes the server with use_vllm=True and vllm_mode="server"; else native where it
-    knows the architecture, vLLM where `use_vllm` asks for it, and transformers."""
+    """What generates the completions. "native": decodes with the trainer's own parameters (supported
+    natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "vllm_server": a
+    vLLM server on other GPUs (`colocate serve`). "transformers": `model.generate`, which is slow and runs any
+    architecture. "auto": the server with use_vllm=True and vllm_mode="server"; else "native" if the model is
+    supported natively, "vllm" if not and use_vllm=True, and "transformers" in all other cases."""
     max_num_seqs: Annotated[int | None, FEW] = None
-    """Sequences decoded side by side. None: 512 on a GPU, 64 on a CPU (vLLM there: its own default). With a
-    server: prompts it is asked for at a time, 256 if None; how many sequences it decodes is its own
-    `--max-num-seqs`."""
+    """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
+    engine="vllm" that engine's own default. With engine="vllm_server" it is the number of prompts sent to the
+    server at a time (None: 256); the server's own `--max-num-seqs` says how many sequences that decodes."""
     page_size: Annotated[int | None, AT_LEAST_ONE] = None
     """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
     kv_cache_tokens: Annotated[int | None, AT_LEAST_ONE] = None
-    """Tokens that the KV cache holds. None: as many as a rollout can use, if memory allows."""
+    """How many tokens the KV cache holds. None: as many as a rollout can use, if memory allows."""
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
     temperature: Annotated[float, POSITIVE] = 1.0
-    """Divides the logits in sampling, and in training likewise."""
+    """What the logits are divided by, both when completions are sampled and when they are trained on."""
     top_p: Annotated[float, SHARE] = 1.0
-    """Sample among the fewest tokens whose probability reaches this; 1 for all."""
+    """Sample only from the smallest set of tokens whose probabilities add up to this; 1 samples from all."""
     top_k: Annotated[int | None, _TOP_K] = 0
-    """Sample among this many most likely tokens; 0 for all, and so do -1 (vLLM's word for it) and None."""
+    """Sample only from this many most likely tokens; 0, -1 (as in vLLM) and None sample from all."""
     min_p: Annotated[float | None, FRACTION] = None
-    """Drop tokens less likely than this times the most likely one."""
+    """Never sample a token that is less likely than this times the most likely one."""
     repetition_penalty: Annotated[float, POSITIVE] = 1.0
-    """Above 1 discourages tokens already in prompt or completion."""
+    """Above 1, makes tokens that are already in the prompt or completion less likely."""
     generation_kwargs: dict[str, Any] | None = None
-    """Overrides temperature, top_p, top_k, min_p, repetition_penalty or, as max_new_tokens,
-    max_completion_length; `stop_token_ids` end completions beside the tokenizer's EOS. What only
-    transformers' `generate` knows, like num_beams, makes engine="auto" generate with it."""
+    """Arguments of generation. temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens set
+    the options of these names (max_new_tokens sets max_completion_length). `stop_token_ids` lists tokens that
+    end a completion in addition to the tokenizer's EOS. An argument that only transformers' `generate` knows,
+    such as num_beams, makes engine="auto" choose "transformers"."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of `apply_chat_template` for conversational prompts."""
     vllm_max_model_length: Annotated[int | None, AT_LEAST_ONE] = None
-    """Longest prompt + completion that the engine accepts. None: the model's own limit."""
+    """The most tokens that prompt and completion may have together. None: the model's own limit."""
 
     # ── Rollout by vLLM (engine="vllm"); the native engine has no use for these ──────────────────────────
 
     vllm_tensor_parallel_size: Annotated[int, AT_LEAST_ONE] = 1
-    """Consecutive processes that run one vLLM together; must divide their number. 1: each has its own."""
+    """How many consecutive processes run one vLLM together; must divide the number of processes. 1: each
+    process has a vLLM of its own."""
     vllm_gpu_memory_utilization: Annotated[float | None, SHARE] = None
-    """Share of the GPU's memory that vLLM may use. None: nine tenths of what is free when it starts, less the
-    optimizer's moments, and with `vllm_max_model_length` no more KV cache than a rollout fills. (TRL: 0.3)"""
+    """Share of the GPU's memory that vLLM may use. None: nine tenths of what is free when vLLM starts, less
+    the optimizer's moments; if `vllm_max_model_length` is set, the KV cache is no larger than a rollout can
+    fill. (TRL: 0.3)"""
     vllm_enable_sleep_mode: bool | None = None
-    """Give vLLM's memory to training and back, in each step. None: True. (TRL: False)"""
+    """Let vLLM hand its memory to training and get it back in every step. None: True. (TRL: False)"""
     vllm_model_impl: Annotated[str, OneOf(("auto", "vllm", "transformers"))] = "vllm"
-    """Whose implementation of the model vLLM runs: "vllm", "transformers" or "auto"."""
+    """Which implementation of the model vLLM runs: "vllm" (its own), "transformers" or "auto"."""
     vllm_weights: Annotated[str, OneOf(("auto", "shared", "buckets"))] = "auto"
-    """"shared": vLLM reads the trainer's own parameters; "buckets": it has a copy, with adapters merged,
-    renewed for each rollout; "auto": shared where possible (full fine-tuning of Llama, Mistral and Qwen
-    models on one GPU each)."""
+    """Which weights vLLM reads. "shared": the trainer's own parameters. "buckets": a copy with adapters
+    merged, renewed before each rollout. "auto": "shared" where possible (full fine-tuning of Llama, Mistral
+    and Qwen models with one GPU per vLLM), else "buckets"."""
     vllm_engine_kwargs: dict[str, Any] | None = None
     """Further arguments of `vllm.LLM`."""
 
     # ── Rollout by a vLLM server (engine="vllm_server") ──────────────────────────────────────────────────
 
     vllm_server_base_url: str | None = None
-    """Its address, such as "http://node7:8000". None: `vllm_server_host` and `vllm_server_port`."""
+    """The server's address, such as "http://node7:8000". None: `vllm_server_host` and `vllm_server_port`."""
     vllm_server_host: str = "0.0.0.0"
     vllm_server_port: Annotated[int, PORT] = 8000
     vllm_server_timeout: Annotated[float, _TIMEOUT] = 240.0
-    """Seconds to wait for the server at the start, to come back, and to go on when somebody paused it."""
+    """Seconds to wait for the server: until it answers at the start, until it is back after a failure, and
+    until it goes on after somebody has paused it."""
     vllm_on_server_loss: Annotated[str, OneOf(("error", "wait"))] = "error"
-    """When the server dies or hangs: stop with an "error", or "wait" until it is back and repeat what was
-    lost."""
+    """What to do when the server dies or hangs. "error": stop the run. "wait": wait until the server is back,
+    and generate again what was lost."""
     vllm_group_host: str | None = None
-    """Where the server's workers reach this process for NCCL. None: this machine's address towards it."""
+    """The address at which the server's workers reach this process for NCCL. None: the address that this
+    machine has towards the server."""
     vllm_group_port: Annotated[int, PORT] = 51216
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 
     sync_ref_model: bool = False
-    """Move the reference towards the policy every `ref_model_sync_steps` (TR-DPO, arXiv:2404.09656)."""
+    """Move the reference model towards the policy every `ref_model_sync_steps` steps (TR-DPO,
+    arXiv:2404.09656)."""
     ref_model_mixup_alpha: Annotated[float, FRACTION] = 0.6
     """α in: reference ← α policy + (1 − α) reference."""
     ref_model_sync_steps: Annotated[int, AT_LEAST_ONE] = 512
+    """Optimizer steps between two moves of the reference model."""
     mask_truncated_completions: bool = False
     """Leave completions that reached `max_completion_length` out of the loss."""
     top_entropy_quantile: Annotated[float, FRACTION] = 1.0
-    """Share of tokens, by entropy from the top, that the policy loss keeps (arXiv:2506.01939)."""
+    """Train only on this share of the tokens, those of the highest entropy (arXiv:2506.01939)."""
     entropy_coef_min: Annotated[float, NOT_NEGATIVE] = 0.0
+    """The smallest `entropy_coef` with use_adaptive_entropy=True."""
     entropy_coef_max: Annotated[float, NOT_NEGATIVE] = 1.0
+    """The largest `entropy_coef` with use_adaptive_entropy=True."""
     entropy_coef_delta: Annotated[float, NOT_NEGATIVE] = 0.005
-    """How far one optimizer step moves the coefficient."""
+    """How far one optimizer step moves `entropy_coef` with use_adaptive_entropy=True."""
     entropy_target: Annotated[float, NOT_NEGATIVE] = 0.2
-    """Mean entropy per token, in nats, at or below which the bonus acts."""
+    """Mean entropy per token, in nats, at or below which the bonus acts with use_adaptive_entropy=True."""
     router_aux_loss_coef: Annotated[float | None, NOT_NEGATIVE] = None
-    """Weight of a mixture of experts' load-balancing loss; None takes the model's own, 0 leaves it out."""
+    """Weight of a mixture of experts' load-balancing loss. None: the model's own weight. 0: no such loss."""
 
     # ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────
 
     reward_weights: list[float] | None = None
-    """One weight per reward function; None weighs all by 1."""
+    """One weight per reward function, in the order of `reward_funcs`. None: every weight is 1."""
     reward_timeout_s: Annotated[float | None, _SECONDS] = None
-    """How long each reward function may take for the completions of a rollout; None waits for ever. One that
-    takes longer ends the run with an error that names it. Needs the main thread."""
+    """Seconds that each reward function may take for the completions of a rollout. A function that takes
+    longer ends the run with an error that names it. None: no limit. The trainer must be in the main
+    thread."""
 
     # ── Logging ──────────────────────────────────────────────────────────────────────────────────────────
 
     log_completions: bool = False
-    """Print and save prompts, completions and rewards every `logging_steps`."""
+    """Print and save prompts, completions and rewards every `logging_steps` steps."""
     num_completions_to_print: Annotated[int | None, NOT_NEGATIVE] = None
-    """How many of them to print; None prints all."""
+    """How many completions to print with log_completions=True. None: all."""
     log_unique_prompts: bool = False
-    """Only one completion of each prompt."""
+    """Print and save only one completion of each prompt with log_completions=True."""
 
     # ── Accepted so that existing scripts run, or refused: `options.py` says which and why ───────────────
 
@@ -332,7 +352,11 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         return notices
 
     def _check_best(self, is_metric_given: bool) -> list[str]:
-        """What keeping the best checkpoint needs beyond transformers' own checks."""
+        """Check the options that keep the best checkpoint, beyond transformers' checks; returns notices.
+
+        Raises:
+            ValueError: nothing is evaluated, or no metric says which checkpoint is the best.
+        """
         asked = [
             name
             for name, is_set in (
@@ -353,14 +377,15 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         if self.load_best_model_at_end and not is_metric_given:
             return [
                 "load_best_model_at_end=True compares eval_loss, as in transformers. GRPO's loss says little "
-                "of how good a policy is: set metric_for_best_model='eval_reward'."
+                "about how good a policy is: set metric_for_best_model='eval_reward'."
             ]
         if self.greater_is_better is not None and self.metric_for_best_model is None:
             return [f"greater_is_better={self.greater_is_better} needs metric_for_best_model to be set."]
         return []
 
     def _read_values(self) -> None:
-        """Each option as its type, in its range: `learning_rate="1e-5"` is what it is on the command line."""
+        """Turn every value into its option's type and check its range, so that `learning_rate="1e-5"` means
+        the same in Python as on the command line."""
         hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
         ranges = RANGES | ranges_of(GRPOConfig)
         for field in fields(self):
@@ -377,7 +402,8 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
             setattr(self, name, coerce(name, value, hints[name]))
 
     def _derive_batch_sizes(self) -> None:
-        """TRL's rules: one rollout feeds `steps_per_generation` micro-steps of every rank."""
+        """Set `generation_batch_size` and `steps_per_generation`, one from the other, by TRL's rule: a
+        rollout feeds `steps_per_generation` micro-steps of every rank."""
         micro_step = self.per_device_train_batch_size * self.world_size
         arithmetic = (
             f"per_device_train_batch_size × ranks = {self.per_device_train_batch_size} × {self.world_size}"
@@ -460,7 +486,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         return Path(self._launch_dir, self.output_dir)
 
     def to_dict(self) -> dict[str, Any]:
-        """The options as plain values, without secrets; what trackers write down."""
+        """The options as plain values without secrets, for trackers to write down."""
         # transformers puts a placeholder also where there is no token.
         return {
             name: None if getattr(self, name) is None else redacted(value, name)
@@ -468,7 +494,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         }
 
     def without_secrets(self) -> GRPOConfig:
-        """A copy to be written to a file."""
+        """A copy of the configuration without secrets, to be written to a file."""
         shared = copy.copy(self)
         for name, value in vars(self).items():
             setattr(shared, name, redacted(value, name))
@@ -481,10 +507,10 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     __str__ = __repr__
 
     def options_of(self, record: type[_Record]) -> _Record:
-        """A part's share of the options, as they are now: later changes to these do not reach it.
+        """The options that one part of the run reads, with the values that they have now.
 
         Args:
-            record: a base class of this one, such as `ObjectiveParams`.
+            record: the base class of `GRPOConfig` that declares them, such as `ObjectiveParams`.
         """
         return record(**{field.name: getattr(self, field.name) for field in fields(record)})
 

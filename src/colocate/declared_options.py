@@ -1,6 +1,7 @@
-"""The options that the classes of a run declare, read from their sources: importing these loads torch.
+"""The options that the classes of a run declare, read from the text of their sources.
 
-`colocate train --help` lists them, and a misspelt name is refused by them before anything is imported.
+Importing these classes would load torch, which takes seconds. Read as text, `colocate train --help` can list
+the options, and a misspelt name is refused, in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ CLASSES = {
     "ObjectiveParams": "algorithms/objective_params.py",
     "LossOptions": "algorithms/losses.py",
 }
-"""Where each class is, in the order of inheritance."""
+"""The file of each class that declares options, a class before its base classes."""
 FIRST_HEADING = {"RunConfig": "What to train on what"}
 _HEADING = re.compile(r" *# ── (.+?) ─+$")
 _DEFINED_IN = {"transformers": "transformers.training_args"}
-"""Packages that only hand on what a module of theirs defines."""
+"""The module that defines what a package imports from it and hands on."""
 
 
 class Option(NamedTuple):
-    """A field of one of the classes; `default` and `annotation` as they stand in the source."""
+    """A field of one of `CLASSES`; `default` and `annotation` are its source text."""
 
     name: str
     default: str
@@ -40,7 +41,7 @@ class Option(NamedTuple):
 
 
 def options_of(class_name: str) -> Iterator[Option]:
-    """The options that one of `CLASSES` declares itself, in its order, under the headings of its source."""
+    """The options that one of `CLASSES` declares itself, in order, each with the heading above it."""
     source = (Path(__file__).parent / CLASSES[class_name]).read_text(encoding="utf-8")
     source_lines = source.splitlines()
     module = ast.parse(source)
@@ -62,7 +63,8 @@ def options_of(class_name: str) -> Iterator[Option]:
 
 
 def _names_of(table: str, module: ast.Module) -> list[str]:
-    """The keys of a dictionary or the members of a tuple, in a source or where that imports them from."""
+    """The keys of the dictionary, or the members of the tuple, called `table` in a module, or in the module
+    that it imports `table` from."""
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and table in (alias.name for alias in node.names):
             return _names_of(table, ast.parse(_file_of(str(node.module)).read_text(encoding="utf-8")))
@@ -84,7 +86,7 @@ def check_names(values: Mapping[str, object]) -> None:
     for name, value in values.items():
         if name not in types:
             raise ValueError(f"There is no option {shown(name)}{nearest(name, types) or '.'}")
-        # What stands alone on a command line is switched on, which not every option can be.
+        # An option without a value on the command line arrives as True, which only a switch can be.
         if value is True and not re.search(r"\b(bool|Any)\b", types[name]):
             raise ValueError(f"{name} needs a value: --{name} VALUE ({name}=True is none)")
 
@@ -126,7 +128,7 @@ def _fields(file: Path, class_name: str) -> dict[str, str]:
 
 
 def _file_of(module: str) -> Path:
-    """The source of a module that is not imported for it."""
+    """The source file of a module, found without importing the module."""
     package, *inner = _DEFINED_IN.get(module, module).split(".")
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -139,7 +141,7 @@ def _definition(module: ast.Module, class_name: str) -> ast.ClassDef:
 
 
 def _default(value: ast.expr) -> str:
-    """The default as one would write it on the command line; None where a call makes it, as an empty list."""
+    """The default as it is written on a command line; "None" for one that a call makes (an empty list)."""
     if isinstance(value, ast.Call):
         return "None"
     return str(ast.literal_eval(value))

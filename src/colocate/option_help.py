@@ -16,12 +16,12 @@ _INHERITED: dict[str, dict[str, tuple[object, str]]] = {
             None,
             'Directory of the run\'s checkpoints, record and model. None: "trainer_output".',
         ),
-        "max_steps": (-1, "Optimizer steps of the run; -1 trains for num_train_epochs."),
-        "num_train_epochs": (3.0, "Passes over the prompts, without max_steps."),
+        "max_steps": (-1, "Optimizer steps of the run; -1: as many as num_train_epochs come to."),
+        "num_train_epochs": (3.0, "Passes over the prompts; read only if max_steps is not set."),
         "per_device_train_batch_size": (8, "Completions per device and micro-step."),
-        "gradient_accumulation_steps": (1, "Micro-steps whose gradients make one optimizer step."),
-        "seed": (42, "Seed of sampling, shuffling and new adapters."),
-        "use_cpu": (False, "Train on the CPU also where there is a GPU."),
+        "gradient_accumulation_steps": (1, "Micro-steps whose gradients are summed for one optimizer step."),
+        "seed": (42, "Seed of sampling, of the order of prompts and of new adapters."),
+        "use_cpu": (False, "Train on the CPU even if there is a GPU."),
     },
     "Optimizer": {
         "optim": (
@@ -29,19 +29,22 @@ _INHERITED: dict[str, dict[str, tuple[object, str]]] = {
             "adamw_torch, adamw_bnb_8bit, sgd and others.",
         ),
         "lr_scheduler_type": ("linear", "linear, cosine, constant, constant_with_warmup and others."),
-        "warmup_steps": (0, "Steps in which the learning rate rises; below 1 a share of the run."),
-        "weight_decay": (0.0, "Of AdamW, for all but biases and norms."),
-        "adam_beta1": (0.9, "Decay of Adam's mean of gradients."),
-        "adam_beta2": (0.999, "Decay of Adam's mean of squared gradients."),
-        "max_grad_norm": (1.0, "Gradients longer than this are shortened to it."),
+        "warmup_steps": (
+            0,
+            "Steps in which the learning rate rises from 0; a number below 1 is a share of the run.",
+        ),
+        "weight_decay": (0.0, "Weight decay of AdamW on all weights but biases and norms."),
+        "adam_beta1": (0.9, "Decay rate of Adam's running mean of gradients."),
+        "adam_beta2": (0.999, "Decay rate of Adam's running mean of squared gradients."),
+        "max_grad_norm": (1.0, "A gradient with a larger norm is scaled down to this norm."),
     },
     "Checkpoints": {
         "save_strategy": ("steps", '"steps", "epoch", "best" or "no".'),
-        "save_steps": (500, "Steps between checkpoints; below 1 a share of the run."),
-        "save_total_limit": (None, "Keep this many checkpoints at most. None keeps all."),
-        "save_only_model": (False, "Checkpoints without what a run needs to be resumed."),
-        "load_best_model_at_end": (False, "End with the weights of the best checkpoint."),
-        "metric_for_best_model": (None, "What makes a checkpoint the best, such as eval_reward."),
+        "save_steps": (500, "Steps between checkpoints; a number below 1 is a share of the run."),
+        "save_total_limit": (None, "Keep at most this many checkpoints. None: all."),
+        "save_only_model": (False, "Save the model alone: the run cannot be resumed from its checkpoints."),
+        "load_best_model_at_end": (False, "At the end of the run, load the weights of the best checkpoint."),
+        "metric_for_best_model": (None, "The metric that makes a checkpoint the best, such as eval_reward."),
         "push_to_hub": (False, "Upload the model to hub_model_id at each save."),
         "hub_model_id": (None, "Repository on the Hub. None: the name of output_dir."),
     },
@@ -53,19 +56,19 @@ _INHERITED: dict[str, dict[str, tuple[object, str]]] = {
     },
     "Reports": {
         "report_to": ("none", "wandb, trackio, tensorboard and others, or a list of them."),
-        "run_name": (None, "The run's name there."),
+        "run_name": (None, "Name of the run in these reports."),
         "logging_strategy": ("steps", '"steps", "epoch" or "no".'),
         "logging_first_step": (False, "Log the first step whatever logging_steps is."),
-        "disable_tqdm": (None, "Plain lines instead of the panel at the bottom of the terminal."),
+        "disable_tqdm": (None, "Print plain lines instead of the live panel at the bottom of the terminal."),
     },
 }
 """Options of `transformers.TrainingArguments` that run files use: default, and what it does."""
 
 
 def option_help() -> str:
-    """All options by the sections that the classes divide theirs into; inherited ones after `RunConfig`'s.
+    """All options under the headings of their classes' sources; transformers' options follow `RunConfig`'s.
 
-    In a section that several classes have, the options of a base class come first.
+    Under a heading that several classes have, the options of a base class come first.
     """
     sections: dict[str, list[Option]] = {}
     for class_name in CLASSES:
@@ -87,7 +90,10 @@ def option_help() -> str:
         lines += ["", f"{heading}:"]
         for option in options:
             lines += _entry(option)
-    lines += ["", "Further: every option of transformers.TrainingArguments that is not refused by name."]
+    lines += [
+        "",
+        "Further options: all of transformers.TrainingArguments, but for a few that are refused by name.",
+    ]
     return "\n".join(lines).lstrip("\n")
 
 

@@ -3,16 +3,16 @@
 `GRPOConfig` inherits some two hundred options from TRL and transformers. An option that is accepted and then
 ignored costs its user days, so every one of them is in exactly one row here:
 
-- honoured: does what TRL's or transformers' documentation says. That is all that a class of colocate declares
-  and no other row has, and what `HONOURED_OF_TRANSFORMERS` lists;
+- honoured: does what TRL's or transformers' documentation says. These are the options that a class of
+  colocate declares and that are in no other row, and the options in `HONOURED_OF_TRANSFORMERS`;
 - RENAMED: an older name, moved to the new one;
 - UNNECESSARY: what it asks for happens anyway or cannot matter here; setting it prints one line saying why;
 - REFUSED: any value but the default is a `ValueError` with the reason and what to do instead.
 
-Some of UNNECESSARY and REFUSED are so for engines that share the trainer's weights and memory; vLLM does what
-they ask for (`HONOURED_BY`).
+Some options in UNNECESSARY and REFUSED have nothing to act on in an engine that shares the trainer's weights
+and memory, but vLLM does what they ask for (`HONOURED_BY`).
 
-A field in none of them comes from a newer transformers and is refused unless it has its default.
+An option in no row comes from a newer transformers and is refused unless it has its default.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ RENAMED: dict[str, str] = {
 }
 
 _SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
-_ONLY_VLLM = "only vLLM reads it; set engine='vllm' for that"
-_ONLY_SERVER = "only a server needs it; set engine='vllm_server' for that"
+_ONLY_VLLM = "only vLLM reads it; set engine='vllm' to generate with vLLM"
+_ONLY_SERVER = "only a vLLM server needs it; set engine='vllm_server' to generate with one"
 _NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
 _OWN_PRECISION = "evaluation uses the policy's own weights in their own precision"
 _NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
@@ -81,8 +81,8 @@ _OWN_KERNELS = (
 _NO_LOGITS = "evaluation scores completions; no logits or labels are gathered"
 
 UNNECESSARY: dict[str, str] = {
-    "use_vllm": "colocated rollout is what the native engine does: it generates, vLLM is started only for an "
-    "architecture without a layout (`engine` selects the engine)",
+    "use_vllm": "the native engine generates on the trainer's GPU already. vLLM is started only for a model "
+    "that is not supported natively (Llama, Mistral, Qwen2, Qwen3 and Phi-3 are), or with engine='vllm'",
     "vllm_gpu_memory_utilization": _SHARED,
     "vllm_enable_sleep_mode": "the KV cache always gives back before training what training needs",
     "vllm_engine_kwargs": _ONLY_VLLM,
@@ -150,11 +150,11 @@ UNNECESSARY: dict[str, str] = {
 
 UNNECESSARY_WITH_LAYOUT: dict[str, str] = dict.fromkeys(
     ("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-    "only models without a layout read it; for Llama, Mistral and Qwen models the planner chooses what is "
-    "recomputed (`activation_policy`)",
+    "it is read only for models that are not supported natively; for Llama, Mistral, Qwen2, Qwen3 and Phi-3 "
+    "the planner chooses what is recomputed (`activation_policy`)",
 )
-"""Options with a default that asks for something, so that only a run file or command line shows whether it
-was asked for."""
+"""Options that are on by default and that a natively supported model does not read. Their value does not show
+whether the user has set them: only the run file or the command line does."""
 
 _ONE_GPU_MODEL = "a model must fit on one device in this version; use fewer parameters or use_peft"
 
@@ -199,7 +199,7 @@ HONOURED_BY: dict[str, frozenset[str]] = {
         """
     ),
 }
-"""By engine, what it honours of UNNECESSARY and REFUSED."""
+"""The options in UNNECESSARY and REFUSED that an engine does honour, by the engine's name."""
 
 _BEHIND_SERVE = "{0} on the server's own command line (`colocate serve MODEL -- {0} ...`)"
 
@@ -214,7 +214,7 @@ REPLACED_BY: dict[str, dict[str, str]] = {
         "kv_cache_tokens": _BEHIND_SERVE.format("--kv-cache-memory-bytes"),
     },
 }
-"""By engine, options of the native engine that it does not take, and what sets the same there."""
+"""By an engine's name, options that only the native engine reads, and what to set with this one instead."""
 
 _LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
@@ -232,7 +232,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "save_strategy": ("no", "steps", "epoch", "best"),
     "hub_strategy": ("end", "every_save", "checkpoint", "all_checkpoints"),
 }
-"""Values of transformers' options that are honoured, where not every value of the type is."""
+"""The values that are honoured of an option of transformers', where other values of its type are not."""
 
 
 RANGES: dict[str, Requirement] = {
@@ -260,11 +260,11 @@ RANGES: dict[str, Requirement] = {
         lambda v: 0 <= v < 1 or (v >= 1 and v == int(v)),
     ),
 }
-"""What a number among transformers' options must satisfy; the caller judges None. What depends on other
-options is in `GRPOConfig` and `ObjectiveParams`."""
+"""What the numbers among transformers' options must satisfy; the caller judges None. Conditions that involve
+several options are in `GRPOConfig` and `ObjectiveParams`."""
 
 MAY_BE_INFINITE: frozenset[str] = UPPER_BOUNDS | {"max_grad_norm"}
-"""Upper bounds, which infinity takes away. Every other number is finite."""
+"""Options that are upper bounds: infinity means "no bound". All other numbers must be finite."""
 
 
 def default_of(field: Field) -> Any:
@@ -300,14 +300,15 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
     will decide between the native engine and vLLM, the options of vLLM wait until it has.
 
     Args:
-        engine: what engine="auto" has come to, to judge what had to wait for it; None judges all else.
+        engine: the engine that engine="auto" has chosen, to judge the options that had to wait for that
+            choice; None judges all other options.
 
     Raises:
         ValueError: an option in `REFUSED`, or unknown here, does not have its default; or one is set that
             another option replaces with this engine (`REPLACED_BY`).
     """
     is_undecided = config.engine == "auto" and config.use_vllm
-    # Of use_vllm itself there is one thing to say in any case.
+    # The notice about use_vllm itself is due whatever the engine turns out to be.
     waiting = HONOURED_BY["vllm"] - {"use_vllm"} if is_undecided else frozenset()
     if engine is None:
         engine = config.engine
@@ -324,7 +325,11 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
 
 
 def _notices(config: Any, names: Collection[str]) -> list[str]:
-    """One line for each of these options that is set but unnecessary; ValueError for one to be refused."""
+    """One line for each of the options `names` that is set but unnecessary.
+
+    Raises:
+        ValueError: one of them is set and must be refused.
+    """
     notices = []
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)

@@ -5,8 +5,8 @@
     reward_funcs: [accuracy_reward]
     learning_rate: 1e-6
 
-Every key may also be given as `--key value` on the command line, which wins over the file. A key
-that does not exist is an error, as is a value that its option cannot take.
+Every key may also be given as `--key value` on the command line; that value then replaces the file's. An
+unknown key is an error, and so is a value that its option cannot take.
 """
 
 from __future__ import annotations
@@ -41,42 +41,53 @@ class RunConfig:
     model_name_or_path: str | None = None
     """Model on the Hub or in a directory."""
     model_revision: str = "main"
+    """Branch, tag or commit of the model on the Hub."""
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
-    """Type of the parameters. None: bfloat16 when `bf16` holds, else float32 (TRL: always float32)."""
+    """Type of the parameters. None: bfloat16 if `bf16` is on, else float32 (TRL: always float32)."""
     attn_implementation: str | None = None
-    """Attention of the trainer's forward, as in `from_pretrained`. None: transformers' choice."""
+    """Attention implementation of the trainer's forward pass, as in `from_pretrained`. None: transformers'
+    choice."""
 
     use_peft: bool = False
     """Train LoRA adapters instead of the whole model."""
     lora_r: Annotated[int, AT_LEAST_ONE] = 16
+    """Rank of the LoRA adapters."""
     lora_alpha: Annotated[int, AT_LEAST_ONE] = 32
+    """Scale of the LoRA adapters: what they add to a layer is multiplied by lora_alpha / lora_r."""
     lora_dropout: Annotated[float, BELOW_ONE] = 0.05
+    """Probability with which dropout sets an input of the adapters to 0 in training."""
     lora_target_modules: list[str] | None = None
-    """Names of the matrices to adapt, or "all-linear". None: PEFT's choice for the architecture."""
+    """Names of the matrices that get adapters, or "all-linear". None: PEFT's choice for the architecture."""
 
     load_in_4bit: bool = False
-    """Keep the frozen weights of the layers' matrices in bitsandbytes' 4 bits, under adapters (QLoRA)."""
+    """Keep the layers' frozen matrices in bitsandbytes' 4-bit format and train adapters on them (QLoRA);
+    needs use_peft=True."""
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    """The 4-bit format: "nf4" or "fp4"."""
     use_bnb_nested_quant: bool = False
-    """Quantise the scales of the 4-bit weights, too: 0.4 bits a weight less."""
+    """Quantise the scales of the 4-bit weights as well, which saves 0.4 bits per weight."""
 
     dataset_name: str | None = None
-    """Built-in task, dataset on the Hub, or file: see `colocate.data.loading.load_prompts`."""
+    """A dataset on the Hub, a file or directory (.jsonl, .json, .parquet, .csv), or "reasoning_gym:<task>"
+    for a generated task (`colocate.data.loading.load_prompts`)."""
     dataset_config: str | None = None
+    """Configuration (subset) of the dataset on the Hub."""
     dataset_train_split: str = "train"
+    """Split to train on."""
     dataset_test_split: str = "test"
-    """Read only when `eval_strategy` asks for evaluation."""
+    """Split to evaluate on; read only if `eval_strategy` asks for evaluation."""
     dataset_options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `load_prompts`."""
+    """Further arguments of `datasets.load_dataset`, or size, seed and parameters of a generated task."""
     eval_dataset_name: str | None = None
-    """Another dataset to evaluate on, its split "train". None: `dataset_test_split` of `dataset_name`."""
+    """Another dataset whose split "train" is evaluated on. None: `dataset_test_split` of `dataset_name`."""
     eval_dataset_options: dict[str, Any] = field(default_factory=dict)
-    """Likewise for `eval_dataset_name`, such as another seed of a generated task."""
+    """What `dataset_options` is to `dataset_name`, for `eval_dataset_name`: such as another seed of a
+    generated task."""
 
     reward_funcs: list[str] = field(default_factory=list)
-    """Built-in names, dotted paths (`package.module.function`) or `file.py:function`."""
+    """Reward functions: built-in names, dotted paths (`package.module.function`) or `file.py:function`."""
     reward_model_name_or_path: str | None = None
-    """A reward model, scored before the functions."""
+    """A reward model, on the Hub or in a directory; it comes before `reward_funcs` in `reward_weights`."""
 
     def __post_init__(self) -> None:
         for name, requirement in ranges_of(RunConfig).items():
@@ -84,7 +95,7 @@ class RunConfig:
 
     @property
     def lora_targets(self) -> list[str] | Literal["all-linear"] | None:
-        """`lora_target_modules` as PEFT takes it, which knows "all-linear" outside a list only."""
+        """`lora_target_modules` as PEFT takes it: PEFT knows "all-linear" only as a text, not in a list."""
         return "all-linear" if self.lora_target_modules == ["all-linear"] else self.lora_target_modules
 
 
@@ -121,12 +132,14 @@ _NOT_SAVED = ("resume_from_checkpoint",)
 
 
 def resolved(run: RunConfig, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every option of the run as it was given or by default, so that later defaults cannot change it.
+    """Every option of the run, as given or by default, so that new defaults cannot change the run later.
 
-    In the place of a secret stands its name, and a run from the file asks for it (`colocate.redaction`).
-    Values that `GRPOConfig` derives (batch sizes, bfloat16) stay underived: they depend on the machine.
+    A secret is replaced by its name, and a run started from the file asks for the secret
+    (`colocate.redaction`). Values that `GRPOConfig` derives (batch sizes, bfloat16) are left as they were
+    given, since they depend on the machine.
     """
-    # Whoever sets what a layout makes unnecessary is told so: a saved default must not look as if set.
+    # A user who sets an option that the native engine does not need is told so: a default that is saved here
+    # must not look as if the user had set it.
     saved = honoured(GRPOConfig) - UNNECESSARY_WITH_LAYOUT.keys()
     defaults = {f.name: default_of(f) for f in fields(GRPOConfig) if f.name in saved}
     values = {f.name: getattr(run, f.name) for f in fields(run)} | defaults | dict(options)

@@ -1,6 +1,7 @@
-"""`colocate train`: from a run file and options to a trainer, and what it is made of.
+"""`colocate train`: reads a run file and options, makes a trainer of them and trains.
 
-Nothing slow is imported before the options' names are checked and the run has said what it is.
+Modules that take seconds to import (torch, transformers) are imported only after the options' names are
+checked and the header is printed.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
 
 
 def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """The rows of the header that need no model: they are there while PyTorch is being loaded."""
+    """Print the rows of the header that are known without the model, before PyTorch is loaded."""
     from colocate.redaction import redacted
     from colocate.reporting.messages import begun_header
 
@@ -81,9 +82,10 @@ def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextMana
 
 
 def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> None:
-    """Refuse a run without a model, data or rewards, and one whose tracker is not installed.
+    """Refuse a run without a model, data or rewards, and a run whose tracker is not installed.
 
-    Where the model is missing, what its run file says at its head goes with the message: how to make it.
+    If the model's directory is missing, the message quotes the run file's first comment, which may say how to
+    make the model.
 
     Raises:
         ValueError, ImportError: with the option, or with what to install.
@@ -97,7 +99,7 @@ def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> No
 
 
 def _head_of(file: Path) -> str:
-    """The comment at the head of a run file, if it speaks of the model."""
+    """The comment at the beginning of a run file, if the word "model" is in it."""
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.strip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
     return f". {file} says: {comment}" if "model" in comment else ""
@@ -109,10 +111,11 @@ def require(values: Mapping[str, Any], *names: str, hint: str = "") -> None:
         if not values.get(name):
             raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
     name = str(values["model_name_or_path"])
-    # A name on the Hub has one slash at most; asked for anything else it answers after many attempts.
+    # A name on the Hub has at most one slash; the Hub's client tries many times to reach any other name.
     if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
         raise ValueError(
-            f"There is no directory {name!r}: model_name_or_path is that of a model, or a name on the Hub"
+            f"There is no directory {name!r}: set model_name_or_path to a model's directory or its name on "
+            f"the Hub"
             f"{hint}"
         )
 
@@ -150,7 +153,8 @@ def _check_dataset_options(run: RunConfig) -> None:
 
 
 def with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """GRPOConfig's arguments with RunConfig's share of `model_init_kwargs`; what the user put there wins."""
+    """The arguments of `GRPOConfig`, with `RunConfig`'s revision, dtype and attention added to
+    `model_init_kwargs`; a value that the user has set in `model_init_kwargs` is kept."""
     model_options = {"revision": run.model_revision}
     if run.dtype is not None:
         model_options["dtype"] = run.dtype
@@ -193,13 +197,13 @@ def quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
 
 
 def require_adapters_on_4_bits(run: RunConfig) -> None:
-    """Raises ValueError where 4-bit weights, which are frozen, are all that there would be to train."""
+    """Raises ValueError for 4-bit weights without adapters: they are frozen, so nothing would be trained."""
     if run.load_in_4bit and not run.use_peft:
         raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
 
 
 def say_unnecessary(options: dict[str, Any]) -> None:
-    """One line for each option whose being set shows only here, where it was read."""
+    """Print one line for each option that the user has set and a natively supported model does not read."""
     from colocate.options import UNNECESSARY_WITH_LAYOUT
 
     for name in sorted(options.keys() & UNNECESSARY_WITH_LAYOUT.keys()):

@@ -1,4 +1,5 @@
-"""`GRPOTrainer`: a run as TRL's trainer shows it. `loop.py` has the loop, `build.py` makes the parts."""
+"""`GRPOTrainer`: a run behind the interface of TRL's trainer. The loop is in `loop.py`; `build.py` makes the
+parts."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ class GRPOTrainer(TRLNames):
 
     Args:
         model: name or path of a causal language model, a loaded one, or a PEFT model.
-        reward_funcs: a function, an async function, a sequence classifier or its name; or a list of these.
+        reward_funcs: a function, an async function, a sequence classifier or its name, or a list of such.
         args: the configuration.
         train_dataset: rows with a `prompt` (text or messages); other columns are passed to reward functions.
-        eval_dataset: likewise, or a dict of named ones.
+        eval_dataset: rows like those of `train_dataset` to evaluate on, or a dict of several such datasets.
         processing_class: the tokenizer; the model's own if not given.
         reward_processing_classes: tokenizers of reward models.
         callbacks: transformers' trainer callbacks.
@@ -50,7 +51,7 @@ class GRPOTrainer(TRLNames):
         peft_config: train an adapter instead of the whole model.
 
     Raises:
-        TypeError: an argument is nothing that it takes.
+        TypeError: an argument has a type that the trainer does not take.
         ValueError: an argument, the dataset or the batch cannot be trained on; the message says what to set.
     """
 
@@ -100,7 +101,7 @@ class GRPOTrainer(TRLNames):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
-        """The parts; `dataclasses.replace` puts another one in before `train`."""
+        """The parts of the run; before `train`, `dataclasses.replace` can put another part in."""
         self.args, self.accelerator, self.model = args, self.run.accelerator, self.run.model
         self.processing_class = self.run.tokenizer
         self.train_dataset, self.eval_dataset = self.run.train_dataset, self.run.eval_dataset
@@ -109,9 +110,12 @@ class GRPOTrainer(TRLNames):
 
     @holding_run_lock
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train until `max_steps`; from a checkpoint directory, or the newest in `output_dir` with True.
+        """Train until `max_steps`.
 
-        With "auto" from the newest if there is one, else from the beginning.
+        Args:
+            resume_from_checkpoint: the directory of a checkpoint to continue from; True: the newest one in
+                `output_dir`; "auto": the newest one, or the beginning if there is none; None: what the option
+                of this name in `args` says.
 
         Raises:
             OutputDirInUse: another run is writing into `output_dir`.
@@ -125,7 +129,7 @@ class GRPOTrainer(TRLNames):
     # ── Between steps ────────────────────────────────────────────────────────────────────────────────────
 
     def between_steps(self, stop: StopRequest) -> None:
-        """Log, evaluate and save as the callbacks ask; leave if somebody asked for it."""
+        """Log, evaluate and save as the callbacks ask, at the end of an epoch, too; raise if told to stop."""
         self.log_evaluate_save(stop)
         if self.journal.ends_epoch:
             self.journal.event("on_epoch_end")
@@ -134,7 +138,12 @@ class GRPOTrainer(TRLNames):
                 self.journal.event("on_epoch_begin")
 
     def log_evaluate_save(self, stop: StopRequest) -> None:
-        """Do what the callbacks asked for, in transformers' order; save and leave if asked to stop."""
+        """Do what the callbacks asked for, in transformers' order.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: Ctrl-C or a signal asked the run to stop; it has been saved.
+            FileNotFoundError: `output_dir` was deleted during the run; the state has been saved there anew.
+        """
         self.journal.log_if_asked()
         if self.control.should_evaluate:
             evaluation.note_best(self.run, self.evaluate())
@@ -184,7 +193,11 @@ class GRPOTrainer(TRLNames):
     # ── Beginning and end ────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, resume_from_checkpoint: str | bool | None) -> tuple[float, int]:
-        """Start, or continue where a checkpoint stands; returns the time and the steps taken before."""
+        """Start the run, or restore the checkpoint that it continues from.
+
+        Returns:
+            The time now in seconds, and the optimizer steps that were taken before.
+        """
         requested = (
             self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         )
@@ -205,7 +218,7 @@ class GRPOTrainer(TRLNames):
         return start
 
     def finish(self, start_s: float, first_step: int) -> TrainOutput:
-        """Log the run's summary, go back to the best weights if asked to, and close the record."""
+        """Log the run's summary, load the best weights if asked to, and close the record."""
         num_steps = self.state.global_step - first_step
         num_samples = num_steps * self.args.gradient_accumulation_steps * self.args.train_batch_size
         num_samples *= self.args.world_size
@@ -224,7 +237,7 @@ class GRPOTrainer(TRLNames):
     # ── Saving ───────────────────────────────────────────────────────────────────────────────────────────
 
     def save_checkpoint(self) -> Path:
-        """Write `output_dir/checkpoint-<step>`, whole or not at all, and upload it where that is asked for.
+        """Write `output_dir/checkpoint-<step>`, whole or not at all; upload it if `push_to_hub` asks for it.
 
         Raises:
             CheckpointError: it could not be written; earlier checkpoints stand.
@@ -242,10 +255,13 @@ class GRPOTrainer(TRLNames):
         loop.publish(self.run)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a plain Hugging Face (or PEFT) directory, by default the run's own.
+        """Write the model, its tokenizer and `training_args.bin` as a plain Hugging Face (or PEFT) directory.
 
-        It holds model, tokenizer and `training_args.bin`. With `push_to_hub=True` it is uploaded too, unless
-        it is an `_internal_call` (transformers' argument).
+        With `push_to_hub=True` the directory is uploaded, too.
+
+        Args:
+            output_dir: the directory; None: that of the run.
+            _internal_call: transformers' argument: do not upload.
 
         Raises:
             CheckpointError: a file could not be written.
@@ -271,7 +287,7 @@ class GRPOTrainer(TRLNames):
 
         Args:
             blocking: wait for the upload; otherwise a future is returned.
-            token, revision, private: in place of `args`' own.
+            token, revision, private: replace `hub_token`, `hub_revision` and `hub_private_repo` of `args`.
             card: `model_name`, `dataset_name` and `tags` of the model card.
         """
         directory = self.args.run_dir
