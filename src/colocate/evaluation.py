@@ -1,4 +1,4 @@
-"""How good the policy is on held-out prompts."""
+"""Evaluation: how good the policy is on held-out prompts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def evaluate(run: Run, dataset: TrainDataset, metric_key_prefix: str) -> dict[st
 
 
 def note_best(run: Run, metrics: dict[str, float]) -> None:
-    """Find out whether the model just evaluated is the best so far, and has to be saved for that."""
+    """Judge whether the model just evaluated is the best so far; save_strategy="best" then has it saved."""
     metrics = ranks.of_all_ranks([metrics])[0]  # times differ between ranks, and all must come to one verdict
     if run.best.judge(run.journal.state, metrics) and run.args.save_strategy == SaveStrategy.BEST:
         run.journal.control.should_save = True

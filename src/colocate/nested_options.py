@@ -1,4 +1,4 @@
-"""Options that hold options: what of `generation_kwargs` and `accelerator_config` keeps its meaning here."""
+"""Options that hold options: which entries of `generation_kwargs` and `accelerator_config` are honoured."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _HAPPENS_ANYWAY: dict[str, tuple[Any, str]] = {
     "presence_penalty": (0.0, "no engine here supports it; repetition_penalty is"),
     "min_tokens": (0, "with engine='transformers' min_new_tokens is"),
 }
-"""Arguments with one value that says what happens anyway, and why no other is taken."""
+"""Arguments that may have one value only, which asks for what happens anyway; and why no other is taken."""
 
 _REFUSED = {
     "seed": "each completion has its own, derived from the option seed",
@@ -69,7 +69,7 @@ def read_generation_kwargs(values: Mapping[str, Any] | None, engine: str) -> dic
         engine: the option of this name.
 
     Raises:
-        ValueError: an argument that this engine does not honour, or one with a value that none does.
+        ValueError: an argument that this engine does not honour, or a value that no engine honours.
     """
     options = {}
     arguments = arguments_of_model_generate(values)
@@ -104,7 +104,8 @@ def arguments_of_model_generate(values: Mapping[str, Any] | None) -> dict[str, A
     """What `generation_kwargs` asks for that only transformers' `generate` can do, by its own names.
 
     Raises:
-        ValueError: a value of another type or out of its range, or one that is for beams without beams.
+        ValueError: a value has another type or is out of its range, or an argument of beam search is given
+            without num_beams.
     """
     arguments = {}
     for name, (hint, nothing, requirement) in _OF_MODEL_GENERATE.items():
@@ -123,7 +124,7 @@ def arguments_of_model_generate(values: Mapping[str, Any] | None) -> dict[str, A
 
 
 def in_words(arguments: Mapping[str, Any]) -> str:
-    """Arguments as they are written in a call."""
+    """The arguments as text, as they would be written in a call."""
     return ", ".join(f"{name}={shown(value)}" for name, value in arguments.items())
 
 
@@ -141,7 +142,7 @@ def stop_token_ids_of(values: Mapping[str, Any] | None) -> tuple[int, ...]:
 
 
 def check_accelerator_config(value: Any, gradient_accumulation_steps: int) -> None:
-    """Refuse what would change batches: the rest is about data loaders, of which there are none.
+    """Refuse entries that would change batches; all others concern data loaders, of which there are none.
 
     Args:
         value: the option `accelerator_config`: None, a mapping, a file's name or an `AcceleratorConfig`.

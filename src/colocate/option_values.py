@@ -1,7 +1,7 @@
 """The value of an option: read as the type that the option declares, and shown in messages.
 
-The same for Python, run files and the command line: `GRPOConfig(learning_rate="1e-5")` is what
-`--learning_rate 1e-5` is.
+Values are read in one way from Python, run files and the command line: `GRPOConfig(learning_rate="1e-5")`
+means `--learning_rate 1e-5`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from colocate.redaction import is_secret, redacted
 from colocate.yaml_text import read_yaml
 
 NUMBER_LIMIT = 2**63
-"""Numbers lie below it: counters of steps and tokens are int64, and no option means more."""
+"""Every number must be below this limit: counters of steps and tokens are int64."""
 
 _MAX_SHOWN = 200
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -40,14 +40,14 @@ _TYPE_NAMES = {
 
 
 class _UnfitError(ValueError):
-    """Says of a value, in words that follow it, why a number or list cannot be taken."""
+    """A number or list cannot be taken; its text, which says why, follows the value in the final message."""
 
 
 # ── Shown ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Repr(reprlib.Repr):
-    """`repr` of a value whose size is the user's."""
+    """`repr` of a user's value, which may be of any size: long ones are cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,10 +73,11 @@ _REPR = _Repr()
 
 
 def shown(value: Any, name: str = "") -> str:
-    """`repr(value)`, of an enumeration's member that of its value: at most 200 characters, and no secrets.
+    """`repr(value)` in at most 200 characters and without secrets; a member of an enumeration is shown as its
+    value.
 
     Args:
-        name: of the option that has this value.
+        name: the name of the option that has this value.
     """
     if is_secret(name):
         value = redacted(value, name)
@@ -109,13 +110,14 @@ def _as_read(name: str, hint: Any) -> Any:
 
 
 def coerce(name: str, value: Any, hint: Any, *, may_be_infinite: bool = False) -> Any:
-    """`value`, from Python, YAML or the command line, as `hint`; of a union, the first member that takes it.
+    """Turn a value from Python, YAML or the command line into the type `hint`; with a union, into its first
+    member that takes the value.
 
     Args:
-        name: the option's, for the message.
-        value: of any type; a text is read as on a command line.
+        name: the option's name, for the message.
+        value: a value of any type; a text is read as on a command line.
         hint: a type, an enumeration, a `Literal`, a list or mapping of any of these, or a union.
-        may_be_infinite: whether infinity has a meaning.
+        may_be_infinite: whether infinity has a meaning for this option ("no bound").
 
     Raises:
         ValueError: no member takes it; a number is not finite or lies beyond `NUMBER_LIMIT`. The message has
@@ -206,7 +208,7 @@ def _require(value: Any, condition: bool) -> Any:
 
 
 def _unwrapped(value: Any) -> Any:
-    """A Python number for a scalar of numpy's or PyTorch's."""
+    """`value` as a Python number if it is a scalar of numpy or PyTorch, else as it is."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 

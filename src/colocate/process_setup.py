@@ -1,4 +1,4 @@
-"""What is set once for the whole process before a run: seeds, PyTorch's allocator, how much is logged."""
+"""Settings of the whole process, made once before a run: seeds, PyTorch's allocator, how much is logged."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from colocate.redaction import check_complete
 def set_up_process(args: GRPOConfig) -> None:
     """Seeds every global generator and sets how much is logged, as transformers' trainers do.
 
-    On CUDA PyTorch's allocator gets expandable segments, unless the environment configures it: what one phase
-    frees, another can then use in pieces of any size, and gigabytes less are lost between the pieces.
+    On CUDA, PyTorch's allocator is set to expandable segments unless the environment configures it: memory
+    that one phase frees can then be used by another phase in pieces of any size, so that fragmentation loses
+    gigabytes less.
 
     Raises:
-        ValueError: `args` were read from a file, where a secret is left out.
+        ValueError: `args` were read from a file that has a placeholder where a secret was.
     """
     check_complete(vars(args))
     atexit.unregister(leave_process_group)
@@ -40,9 +41,10 @@ def set_up_process(args: GRPOConfig) -> None:
 
 
 def leave_process_group() -> None:
-    """When the interpreter ends: the threads of a gloo group that is still there may abort the process.
+    """Destroy a gloo process group when the interpreter ends, since its threads may otherwise abort the
+    process.
 
-    NCCL's is left alone: to destroy it can wait for a rank that has died.
+    An NCCL group is left alone: destroying it can wait for ever for a rank that has died.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()

@@ -1,8 +1,9 @@
-"""What must lie in no file and go nowhere: tokens, passwords and keys that are given as options.
+"""Keeps secrets out of files and messages: tokens, passwords and keys that are given as options.
 
-Whatever is written down or shown of a run's options (config.yaml, training_args.bin, run.json, the trackers'
-copies, messages) goes through `redacted`. A secret becomes its name, `<HF_TOKEN>`, as in transformers'
-`TrainingArguments.to_dict`; a run that is started from such a file is told which secret is missing.
+Everything that is written or shown of a run's options (config.yaml, training_args.bin, run.json, the
+trackers' copies, messages) goes through `redacted`. A secret becomes its name, `<HF_TOKEN>`, as in
+transformers' `TrainingArguments.to_dict`; a run that is started from such a file is told which secret is
+missing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _SECRETS = _names(
 _SECRET_KEYS = _names(
     "api secret access private server auth shared signing encryption ssh account service license"
 )
-"""What makes a `..._key` a secret: a `sort_key` is none."""
+"""Words before `_key` or `_keys` that make it a secret: `api_key` is one, `sort_key` is not."""
 _TEXT_TOKENS = _names(
     """
     pad eos bos unk sep cls mask stop start end image video audio special next first last begin per new think
     """
 )
-"""What makes a `..._token` a piece of text: an `eos_token` is no secret."""
+"""Words before `_token` that make it a piece of text: `eos_token` is not a secret, `hf_token` is."""
 _PLURALS = _names("api auth access bearer hf hub refresh session")
 
 # Bounded, since an unbounded one takes a time quadratic in a text such as "a-a-a-...".
@@ -47,7 +48,7 @@ _NAMED = [
         rf"(?P<before>--{_NAME}\s+)(?!-){_WORD}",
     )
 ]
-"""Texts that give a value to a name."""
+"""Patterns of text that gives a value to a name, such as `name='value'`."""
 _KNOWN_FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16})\b"
     r"|(?<=\bBearer )[A-Za-z0-9._~+/=-]{8,}"
@@ -79,7 +80,7 @@ def redacted(value: Any, name: str = "") -> Any:
     numbers called `..._token`, which are token ids.
 
     Args:
-        name: of the option that has this value.
+        name: the name of the option that has this value.
     """
     if value is None or isinstance(value, bool) or (isinstance(value, str) and not value):
         return value
@@ -98,7 +99,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def check_complete(options: Mapping[str, Any]) -> None:
-    """Refuse options that were read from where secrets are left out.
+    """Refuse options that were read from a file in which secrets are left out.
 
     Raises:
         ValueError: a value holds what `redacted` puts in a secret's place; the message says where.
@@ -116,7 +117,8 @@ def check_complete(options: Mapping[str, Any]) -> None:
 
 
 def _placeholders(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Where in an option's value something stands for a secret (`model_init_kwargs.token`), and the text."""
+    """Each place in an option's value where a placeholder stands for a secret (`model_init_kwargs.token`),
+    with the placeholder."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _placeholders(item, f"{place}.{key}")

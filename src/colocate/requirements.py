@@ -3,7 +3,8 @@
     epsilon: Annotated[float, FRACTION] = 0.2
     engine: Annotated[str, OneOf(("auto", "native"))] = "auto"
 
-A dataclass field keeps its type for everybody else (`typing.get_type_hints` leaves the annotation out).
+The field's type is still `float` or `str` to everybody else: `typing.get_type_hints` leaves the annotation
+out.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from colocate.option_values import shown
 
 
 class Requirement(NamedTuple):
-    """What a number must satisfy; None is for the option's type to judge."""
+    """A condition on a number. Whether the option may be None is for its type to say."""
 
     words: str
-    """They follow the number in the message of an error."""
+    """The words that follow the number in the message of an error."""
     holds: Callable[[Any], bool]
 
 
@@ -50,13 +51,14 @@ class OneOf:
 
 @functools.cache
 def ranges_of(record: type) -> dict[str, Requirement]:
-    """The requirement of each number that a dataclass declares one for, with those of its base classes."""
+    """The requirement of each number for which a dataclass or one of its base classes declares one, by
+    name."""
     return _declared(record, Requirement)
 
 
 @functools.cache
 def choices_of(record: type) -> dict[str, Collection[str]]:
-    """The names that each option takes, where a dataclass or its base class declares them."""
+    """The names that an option takes, for each option for which a dataclass or a base class declares them."""
     return {name: choice.names for name, choice in _declared(record, OneOf).items()}
 
 

@@ -1,4 +1,4 @@
-"""A run: the parts that training is made of, each of them finished, and nothing that happens."""
+"""The record of a run: the parts that training is made of, all of them finished. It has no behaviour."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from colocate.weights.layouts import causal_lm
 
 @dataclass(frozen=True)
 class Run:
-    """What `build_run` makes of a configuration; `loop.train` trains it."""
+    """The parts that `build_run` makes from a configuration and that `loop.train` trains with."""
 
     args: GRPOConfig
     accelerator: Accelerator

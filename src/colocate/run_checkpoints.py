@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_model(run: Run, directory: Path) -> None:
-    """Write model, tokenizer and `training_args.bin`; the main process does."""
+    """Write model, tokenizer and `training_args.bin`, in the main process only."""
     if run.accelerator.is_main_process:
         run.model.save_pretrained(directory)
         run.tokenizer.save_pretrained(directory)
@@ -51,13 +51,15 @@ def save(run: Run) -> Path:
 
 
 def load(run: Run, directory: Path) -> None:
-    """Restore everything that `save` wrote; the engine has to be told of the weights.
+    """Restore everything that `save` wrote; the caller must publish the weights to the engine.
 
-    What has changed since is told, and applied where it can be.
+    Options and libraries that have changed since the checkpoint are listed, and applied where that is
+    possible.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, corrupt, of another run or holds more than data.
-        ValueError: the order of the data, or a schedule of the user's own, is another one.
+        CheckpointError: the checkpoint is incomplete, corrupt or of another run, or contains more than data.
+        ValueError: the order of the data, or a scheduler that the user has passed, differs from the
+            checkpoint's.
     """
     sealed.verify(directory)
     policy_state = snapshot.load_policy(directory)

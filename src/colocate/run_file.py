@@ -1,4 +1,4 @@
-"""A run's options as they are given, in a run file and on the command line, before their types are known."""
+"""Reads a run's options from a run file and the command line, as text or YAML values without types yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from colocate.yaml_text import read_yaml
 
 
 def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
-    """The run file that `[RUN.yaml] [--option value ...]` names, and the values of both; nothing is imported.
+    """The run file that `[RUN.yaml] [--option value ...]` names, and the options of file and command line
+    together.
+
+    Imports nothing slow.
 
     Raises:
         ValueError: there is no such file or option, or an option lacks its value.
@@ -26,7 +29,12 @@ def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Raises ValueError when it is no file or no mapping of options; OSError when it cannot be read."""
+    """The options in a run file.
+
+    Raises:
+        ValueError: there is no such file, or it does not contain a mapping of options.
+        OSError: it cannot be read.
+    """
     if not path.is_file():
         hint = "that is a directory" if path.is_dir() else "a model is named with --model_name_or_path"
         raise ValueError(f"There is no run file {str(path)!r}; {hint}")
@@ -44,7 +52,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value`, `--key a b c` (a list) and `--flag` (True), values still as text.
+    """The options in `--key value`, `--key=value`, `--key a b c` (a list) and `--flag` (True), as text.
 
     Raises:
         ValueError: a value without an option before it.

@@ -1,4 +1,4 @@
-"""What a run is, row by row, as the terminal shows it before the first step."""
+"""The header of a run, which the terminal shows before the first step: model, engine, data, device, plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ENGINES = {
 
 
 def header_rows(run: Run) -> dict[str, str]:
-    """The rows by their labels, each one line of words."""
+    """The rows of the header, by label; each is one line of words."""
     lm = causal_lm(run.model)
     kind = type(run.engine).__name__
     return {

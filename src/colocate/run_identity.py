@@ -1,4 +1,4 @@
-"""What makes a run this run, for a checkpoint to remember and a resumed run to be compared with."""
+"""The identity of a run: what a checkpoint remembers of it, and what a resumed run is compared with."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ FIXED_OPTIONS = (
     *("num_generations", "num_iterations", "steps_per_generation", "gradient_accumulation_steps"),
     "per_device_train_batch_size",
 )
-"""Options that decide which completions a step trains on: a rollout half used could not be told apart."""
+"""Options that decide which completions a step trains on. If one changed in the middle of a rollout, it would
+be unknown which completions were still to be used."""
 
 _NOT_COMPARED = ("output_dir", "resume_from_checkpoint")
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft", "bitsandbytes", "vllm")
 _ADAPTER_OPTIONS = ("peft_type", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
-"""What PEFT was told beside what the shapes of an adapter's parameters show."""
+"""Options of PEFT that the shapes of an adapter's parameters do not show."""
 
 
 class RunIdentity:
     """The description of a run (its parts are in `colocate.checkpoints.changes`).
 
-    Made before the first step: steps change the weights, and `sync_ref_model` the reference.
+    It is made before the first step, since steps change the weights, and `sync_ref_model` changes the
+    reference.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class RunIdentity:
         }
 
     def describe(self, run_id: str) -> dict[str, Any]:
-        """Plain JSON without secrets; the first call reads the dataset (`fingerprint`)."""
+        """The identity as plain JSON without secrets; the first call reads the dataset (`fingerprint`)."""
         model, args = self._policy.model, self._args
         names = sorted(honoured(type(args), *HONOURED_BY).difference(_NOT_COMPARED, FIXED_OPTIONS))
         description = {

@@ -1,4 +1,5 @@
-"""Steps whose loss or gradient was not finite: what made them so is kept, and too many of them end a run."""
+"""Steps whose loss or gradient was not finite: their samples are kept, and too many of them in a row end a
+run."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def keep_skipped_step(run: Run, samples: list[Sample], update: UpdateResult) -> 
     """Write the samples of a step that was skipped into `output_dir`.
 
     Raises:
-        FloatingPointError: the weights are not finite either, or it was the last of `max_skipped_steps` in a
-            row.
+        FloatingPointError: the weights are not finite either, or this was the last of `max_skipped_steps`
+            skipped steps in a row.
     """
     args, step = run.args, run.journal.state.global_step
     check_finite_weights(run.policy, args, "further step")

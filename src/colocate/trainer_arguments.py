@@ -1,4 +1,4 @@
-"""What `GRPOTrainer` is given, checked by type before anything is loaded."""
+"""Checks the types of `GRPOTrainer`'s arguments before anything is loaded."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def check_reward_source(reward_funcs: Any) -> None:
 
 
 def config_or_default(args: Any, model: Any) -> GRPOConfig:
-    """`args`, or as in TRL everything default and the directory named after the model.
+    """`args`; None: as in TRL, a configuration of defaults whose `output_dir` is named after the model.
 
     Raises:
-        TypeError: something else than a `GRPOConfig`, TRL's or transformers' own included.
+        TypeError: `args` is not colocate's `GRPOConfig` (TRL's own is not, either).
     """
     if args is None:
         _check_model(model)
@@ -67,9 +67,11 @@ def check_arguments(
     peft_config: Any,
     report_to: Any = None,
 ) -> None:
-    """Raises TypeError for an argument that is nothing `GRPOTrainer` takes, saying what it takes.
+    """Refuse arguments of a wrong type.
 
-    ImportError where a tracker in `report_to` is not installed.
+    Raises:
+        TypeError: an argument has a type that `GRPOTrainer` does not take; the message says what it takes.
+        ImportError: a tracker in `report_to` is not installed.
     """
     _check_model(model)
     _check_reward_funcs(reward_funcs)
@@ -92,7 +94,7 @@ def check_arguments(
 
 
 def check_reward_columns(reward_funcs: Any, train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> None:
-    """Raises ValueError where a reward function needs an argument that a dataset has no column for."""
+    """Raises ValueError if a reward function needs an argument for which a dataset has no column."""
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     for dataset in (train_dataset, *evaluated):
         if dataset is not None:
@@ -109,7 +111,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, (str, nn.Module)):
-        hint = "; of a path, str(path)" if isinstance(model, Path) else ""
+        hint = "; pass a path as str(path)" if isinstance(model, Path) else ""
         _refuse("model", model, f"a model's name or directory, or a loaded causal language model{hint}")
     if model == "":
         raise ValueError("model='' is empty: give a model's name on the Hub, or a directory.")

@@ -1,4 +1,5 @@
-"""The rows of a run as PyTorch data loaders, for scripts that look at them. The loop reads none of these."""
+"""The rows of a run as PyTorch data loaders, for scripts that look at them. The training loop does not read
+them."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ Dataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
 def train_loader(dataset: Dataset, args: GRPOConfig) -> DataLoader:
     """This rank's share of each generation batch, one row per completion, once for each slice trained on.
 
-    A generation batch comes `steps_per_generation` x `num_iterations` times in a row, as TRL's does; an
-    iteration over the loader is an epoch, and the first one is the run's first.
+    As in TRL, each generation batch is repeated `steps_per_generation` x `num_iterations` times in a row. One
+    iteration over the loader is one epoch; the first iteration is the run's first epoch.
     """
     if isinstance(dataset, datasets.IterableDataset):
         return DataLoader(_Stream(_Shares(dataset, args)), batch_size=None)
@@ -33,7 +34,7 @@ def train_loader(dataset: Dataset, args: GRPOConfig) -> DataLoader:
 
 
 def eval_loader(dataset: Dataset, args: GRPOConfig) -> DataLoader:
-    """Held-out rows in their order, each `num_generations_eval` times, `eval_batch_size` at a time."""
+    """Held-out rows in order, each repeated `num_generations_eval` times, in batches of `eval_batch_size`."""
     num_generations = args.num_generations_eval or args.num_generations
     assert num_generations is not None, "GRPOConfig derives it"
     if isinstance(dataset, datasets.IterableDataset):
@@ -49,7 +50,7 @@ def eval_loader(dataset: Dataset, args: GRPOConfig) -> DataLoader:
 
 
 class _Shares(Sampler):
-    """What `source` holds (rows, or indices of rows) for each slice, an epoch per iteration."""
+    """For each slice of an epoch, the rows in it, or their indices, as `source` has them."""
 
     def __init__(self, source: Any, args: GRPOConfig) -> None:
         self._args = args
@@ -90,7 +91,7 @@ class _Repeated:
 
 
 class _Stream(IterableDataset):
-    """Read by the process itself: workers would each read all of it."""
+    """A stream of rows that only the process itself reads: each worker would read all of it again."""
 
     def __init__(self, source: Any) -> None:
         self._source = source

@@ -1,6 +1,6 @@
-"""What scripts written for TRL's and transformers' trainers read, call and override on a trainer.
+"""Attributes and methods that scripts written for TRL's and transformers' trainers read, call and override.
 
-Here are names only: each says what another part knows. `loop.py` has the loop.
+This file has names only: each returns what another part of the run knows. The loop is in `loop.py`.
 """
 
 from __future__ import annotations
@@ -64,18 +64,22 @@ NOT_CALLED: dict[str, str] = {
     "hyperparameter_search": "start a run for each choice, for example with `colocate train`",
     "tokenizer": "it is called processing_class",
 }
-"""Names of TRL's and transformers' trainers that there are none of here, and what to use instead."""
+"""Methods and attributes of TRL's and transformers' trainers that do not exist here, and what to use
+instead."""
 
 NOT_OVERRIDDEN: dict[str, str] = {
     **NOT_CALLED,
     **dict.fromkeys(("get_train_dataloader", "get_eval_dataloader"), _DATA),
     "log": "use a callback's on_log",
 }
-"""Names that a subclass would define in vain."""
+"""Methods that a subclass would define in vain, since they are never called."""
 
 
 class Option:
-    """An option of `args` under the trainer's own name, as TRL keeps it. The parts of a run have read it."""
+    """An attribute of the trainer that returns an option of `args`, as TRL's trainers have it.
+
+    It cannot be set: the parts of the run have read the option when they were made.
+    """
 
     def __init__(self, option: str | None = None) -> None:
         self._option = option
@@ -95,7 +99,10 @@ class Option:
 
 
 class Part:
-    """A part of the trainer's run. It stays the one that the run's other parts were made with."""
+    """An attribute of the trainer that returns a part of its run.
+
+    It cannot be set: the run's other parts were made with the part that there is.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -112,7 +119,7 @@ class Part:
 
 
 class TRLNames:
-    """The part of `GRPOTrainer` that is there for scripts written for TRL."""
+    """The attributes and methods of `GRPOTrainer` that scripts written for TRL use."""
 
     args: GRPOConfig
     accelerator: Accelerator
@@ -183,20 +190,20 @@ class TRLNames:
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """Whether the routers' auxiliary loss of a mixture of experts is trained on."""
+        """Whether the auxiliary loss of a mixture of experts' routers is part of the loss."""
         return bool(self.policy.router_loss_coef)
 
     # ── Parts ────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def model_wrapped(self) -> Any:
-        """The model: nothing wraps it."""
+        """The model itself, since no wrapper (such as DistributedDataParallel) is put around it."""
         return self.model
 
     @property
     def ref_model(self) -> nn.Module | None:
-        """The reference model; None without KL penalty, and where the reference lies in the policy's model
-        under the adapter."""
+        """The reference model. None: there is no KL penalty, or the reference is the policy's model with its
+        adapters off."""
         reference = self.policy.reference
         if not isinstance(reference, FrozenCopy):
             return None
@@ -225,13 +232,13 @@ class TRLNames:
 
     @property
     def callback_handler(self) -> Any:
-        """transformers' handler, which holds the callbacks."""
+        """The handler of transformers that holds the callbacks."""
         return self.journal.handler
 
     @property
     def state(self) -> TrainerState:
-        """What the run has come to. May be replaced; what this run itself sets (its length, the intervals of
-        logs, evaluations and checkpoints, the rank) stays as it is."""
+        """The `TrainerState` of the run. It may be replaced; but the values that this run itself sets (its
+        length, the intervals of logs, evaluations and checkpoints, the rank) stay as they are."""
         return self.journal.state
 
     @state.setter
@@ -240,7 +247,7 @@ class TRLNames:
 
     @property
     def control(self) -> TrainerControl:
-        """What callbacks have asked for."""
+        """The `TrainerControl`: what callbacks have asked for."""
         return self.journal.control
 
     # ── Data ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,7 +285,7 @@ class TRLNames:
     # ── One step ─────────────────────────────────────────────────────────────────────────────────────────
 
     def note_request(self, request: RolloutRequest) -> None:
-        """Remember whose rows the slices of a generation batch are."""
+        """Remember which generation batch the next slices are from."""
         self._slice_rows.add(request)
 
     def around_step(self, take: Callable[[], Step]) -> Step:
@@ -298,13 +305,13 @@ class TRLNames:
         """Train on one slice of an optimizer step (`per_device_train_batch_size` completions).
 
         The loop calls it `gradient_accumulation_steps` times per optimizer step, as TRL's does, so that a
-        subclass can do something around it. Micro-batches are packed over the whole step, so that the last of
-        these calls does the work of all of them.
+        subclass can do something around it. Micro-batches are packed over the whole step, so the last of
+        these calls does the work for all slices of the step.
 
         Args:
-            model: the trainer's.
+            model: the trainer's model.
             inputs: this rank's rows of the generation batch that the slice is from, one per completion; empty
-                for completions which a run before a resume has generated.
+                for completions that were generated before the run was resumed.
             num_items_in_batch: not read; loss weights are worked out over the whole step.
 
         Returns:
@@ -350,7 +357,8 @@ class TRLNames:
         self.journal.handler.add_callback(callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove a callback, or the first one of a class, and return it; None if there is none."""
+        """Remove a callback (or the first callback of a class) and return it; None if there is no such
+        callback."""
         return self.journal.handler.pop_callback(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -372,7 +380,8 @@ class TRLNames:
         )
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """[B, T] bool: the tokens at or above the `threshold`-quantile of all ranks' entropies."""
+        """[B, T] bool, True for tokens whose entropy is at or above the `threshold`-quantile over all
+        ranks."""
         local = entropies[mask.bool()].float()
         # Ranks differ in tokens; entropies are never negative.
         padded = self.accelerator.pad_across_processes(local, dim=0, pad_index=-1)

@@ -34,7 +34,8 @@ class Prompt:
     """The members of the group to generate; the engine returns them in this order."""
     max_tokens: tuple[int, ...] | None = None
     """Completion tokens at most for each of `samples`, from 1 to the rollout's `max_tokens`, which is the
-    limit of all if None. For completions that go on where they were cut short, and for given lengths."""
+    limit of all if None. It serves completions that are continued after they were cut short, and fixed
+    lengths."""
 
     def limits(self, max_tokens: int) -> tuple[int, ...]:
         """Completion tokens at most for each of `samples` in a rollout of `max_tokens`."""
@@ -69,7 +70,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature is all there is: no filter and no penalty."""
+        """Whether tokens are drawn by temperature alone, with no filter and no penalty."""
         filters = (self.top_k, self.top_p, self.min_p)
         return filters == (0, 1.0, 0.0) and self.repetition_penalty == 1.0
 
@@ -86,7 +87,7 @@ class Completion:
     """
 
     token_ids: tuple[int, ...]
-    """[C] with the stop token, if one was drawn."""
+    """[C] token ids of the completion, the stop token included if one was drawn."""
     logprobs: tuple[float, ...] | None
     """[C] log-probability of each token under the policy, softmax(logits / temperature), whatever filters and
     penalties it was drawn with: what training computes, so that the two may be compared and divided. Greedy

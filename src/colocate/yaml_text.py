@@ -1,4 +1,7 @@
-"""YAML of run files and command lines: YAML 1.2's plain scalars, and no text that means two things."""
+"""Reads and writes the YAML of run files and command lines.
+
+Plain scalars are those of YAML 1.2, and a text that could mean two things is refused.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,16 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 MAX_VALUES = 100_000
-"""Scalars, lists and mappings in one text, each alias counted as what it stands for."""
+"""The most scalars, lists and mappings in one text, where an alias counts as all that it stands for."""
 
 
 class YAMLTextError(yaml.YAMLError):
-    """A text that YAML allows and that is refused here."""
+    """The text is valid YAML, but it is refused here."""
 
 
 class _Loader(yaml.SafeLoader):
-    """To YAML 1.1, PyYAML's own, `2e-6` is a string, `no` is False and `010` is eight."""
+    """A loader of YAML 1.2's scalars: PyYAML's own are those of YAML 1.1, where `2e-6` is a string, `no` is
+    False and `010` is eight."""
 
     def get_single_node(self) -> Node | None:
         node = super().get_single_node()
@@ -40,7 +44,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would not read back as a string."""
+    """A dumper that puts a string into quotes if `_Loader` would otherwise not read it back as a string."""
 
 
 _INT, _FLOAT, _BOOL = (f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool"))
@@ -66,10 +70,10 @@ for _class, _dropped in ((_Loader, ("tag:yaml.org,2002:timestamp",)), (_Dumper, 
 
 
 def read_yaml(text: str) -> Any:
-    """What the text says.
+    """The value that a YAML text stands for.
 
     Raises:
-        ValueError: it is no YAML, a mapping in it has a key twice (PyYAML would take the last), or its
+        ValueError: the text is not YAML, a mapping in it has a key twice (PyYAML would take the last), or its
             aliases stand for more than `MAX_VALUES` values or for themselves.
     """
     try:
@@ -81,12 +85,13 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(values: Any) -> str:
-    """A text that `read_yaml` reads as `values`, keys in their order."""
+    """The YAML text that `read_yaml` reads as `values`, with the keys in their order."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def _num_values(node: Node, known: dict[int, int | None]) -> int:
-    """How many values there are without aliases: ten lists of ten aliases each stand for 10¹⁰."""
+    """How many values there are if each alias is replaced by what it stands for: ten levels of lists of ten
+    aliases are 10¹⁰ values."""
     if id(node) in known:
         size = known[id(node)]
         if size is None:
