@@ -1,4 +1,4 @@
-"""Device memory that comes and goes under addresses that stay.
+"""Device memory that can be given away and taken back while its addresses stay valid.
 
 An arena reserves a range of virtual addresses once and backs a prefix of it with physical memory:
 
@@ -33,9 +33,10 @@ class ArenaExhausted(MemoryError):
     """The device has too little free memory for what an arena was asked to back.
 
     Attributes:
-        asked_bytes: what the arena was to back, in whole handles.
-        mapped_bytes: what it backs, as before the attempt.
-        free_bytes: what was free on the device besides, after PyTorch gave back all it did not use.
+        asked_bytes: bytes that the arena was asked to back, in whole handles.
+        mapped_bytes: bytes that it backs, as many as before the attempt.
+        free_bytes: further bytes that were free on the device after PyTorch gave back all that it did not
+            use.
     """
 
     def __init__(self, message: str, *, asked_bytes: int, mapped_bytes: int, free_bytes: int) -> None:
@@ -48,17 +49,17 @@ class ArenaExhausted(MemoryError):
 class Arena:
     """A range of device addresses of which the first `mapped_bytes` have memory behind them.
 
-    There is one arena per device and purpose: two KV caches would each take the device's free memory for
-    their own. It is closed by `close`, or when nothing refers to it any more (the tensors made by `tensor`
-    do); at the interpreter's exit the driver takes everything back.
+    There is one arena per device and purpose, since two KV caches would each take all of the device's free
+    memory. An arena is closed by `close`, or when nothing refers to it any more (tensors made by `tensor`
+    refer to it); when the interpreter exits, the driver takes everything back.
 
     Args:
         device: a CUDA device.
         capacity_bytes: the most that will ever be mapped, rounded up to whole handles. Address space costs
             nothing: the device's whole memory is a good choice.
         handle_bytes: the unit in which memory comes and goes, a power of two.
-        driver: stands in for CUDA in tests.
-        purpose: what it is for, also in messages.
+        driver: replaces CUDA in tests.
+        purpose: what the memory is for; messages name it.
 
     Raises:
         ImportError: `cuda-bindings` is missing.
@@ -103,7 +104,7 @@ class Arena:
 
     @property
     def address(self) -> int:
-        """Where the range begins. It never changes."""
+        """The address at which the range begins; it never changes."""
         return self._range.address
 
     @property
@@ -116,18 +117,18 @@ class Arena:
 
     @property
     def mapped_bytes(self) -> int:
-        """Device memory that the arena holds now."""
+        """Bytes of device memory that the arena holds now."""
         return self._range.num_mapped * self._range.handle_bytes
 
     def resize(self, num_bytes: int) -> None:
         """Back the first `num_bytes`, rounded up to whole handles, and no more.
 
-        What stays mapped keeps its contents; what is newly mapped is undefined. The device is synchronised
-        first: a kernel that still reads what goes would fault.
+        Memory that stays mapped keeps its contents; newly mapped memory is undefined. The device is
+        synchronised first, since a kernel that still reads memory which is unmapped would fault.
 
         Raises:
-            ArenaExhausted: the device has not enough free memory, even after `torch.cuda.empty_cache()`; what
-                was mapped before still is.
+            ArenaExhausted: the device has not enough free memory, even after `torch.cuda.empty_cache()`; the
+                memory mapped before is still mapped.
             RuntimeError: the arena is closed, or the driver failed otherwise.
         """
         if self.is_closed:
@@ -157,13 +158,13 @@ class Arena:
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
         """A tensor of `shape` whose first element lies `offset_bytes` into the range.
 
-        It may reach beyond what is mapped, but nothing may touch that part. It keeps the arena alive, and
-        must not be touched after `close`.
+        The tensor may reach beyond the mapped memory, but nothing may touch that part. It keeps the arena
+        alive, and nothing may touch it after `close`.
 
         Raises:
             RuntimeError: the arena is closed, or nothing is mapped yet: PyTorch asks the driver on which
                 device an address is, and the driver knows only of those that are backed.
-            ValueError: it would end beyond the range.
+            ValueError: the tensor would end beyond the range.
         """
         if self.is_closed or not self.mapped_bytes:
             raise RuntimeError(f"{self} has no memory: resize() it before making tensors.")
@@ -179,7 +180,7 @@ class Arena:
             return whole[offset_bytes:end_bytes].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Give memory and addresses back. Tensors of the arena must not be touched any more."""
+        """Give memory and addresses back. Nothing may touch tensors of the arena any more."""
         if not self.is_closed:
             self._range.release()
         self._finalizer.detach()
@@ -223,8 +224,9 @@ def _check_only_one(device: torch.device, purpose: str) -> None:
 class _Range:
     """Reserved addresses, `num_mapped` handles of which are backed, from the first on.
 
-    A handle is released as soon as it is mapped: then the mapping alone holds the memory, and unmapping frees
-    it. So `num_mapped` is the whole state, and it is true after every single call of the driver.
+    A handle is released as soon as it is mapped. From then on the mapping alone holds the memory, and
+    unmapping frees it. So `num_mapped` is the whole state, and it is correct after every single call of the
+    driver.
     """
 
     def __init__(self, driver: Any, num_handles: int, handle_bytes: int) -> None:
@@ -237,7 +239,8 @@ class _Range:
         self.address: int = driver.reserve(self.num_bytes, handle_bytes)
 
     def grow(self, num_handles: int) -> bool:
-        """Back `num_handles`; False if memory ran out on the way, and what was mapped by then stays."""
+        """Back the first `num_handles` handles; False if memory ran out on the way: those mapped by then stay
+        mapped."""
         try:
             while self.num_mapped < num_handles:
                 self.driver.map(self.address + self.num_mapped * self.handle_bytes, self.handle_bytes)
@@ -265,7 +268,8 @@ class _Range:
 
 
 def _release_quietly(addresses: _Range, pid: int) -> None:
-    """Release what was dropped without `close`. Nobody is left to tell of an error (a lost context)."""
+    """Release an arena that was dropped without `close`. An error (a lost context) has nobody to be told
+    to."""
     if os.getpid() != pid:
         return  # a forked child has no CUDA context; the memory is its parent's
     with suppress(RuntimeError):
@@ -352,7 +356,8 @@ class _Driver:
 
 
 class _DeviceArray:
-    """Bytes at an address, as PyTorch takes them; it keeps this object, and so `owner`, with the tensor."""
+    """Bytes at an address in the form that PyTorch makes tensors of; the tensor keeps this object, and so
+    `owner`."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
         self._owner = owner

@@ -1,7 +1,7 @@
 """How much of its memory (the KV cache, weights of its own) the engine may keep while the policy trains.
 
 Mapping and unmapping cost time by the gigabyte, so the engine gives back what training needs and no more.
-What training needs is judged from what it was seen to need:
+How much training needs is estimated from what it was seen to need:
 
     keep = device - (in use at the peak of training, without the engine) - allowances
 """
@@ -15,12 +15,12 @@ MARGIN = 0.1
 between them. Mapping a tenth of a GPU anew takes hundredths of a second; running out ends the run."""
 
 GROWTH = 0.5
-"""Share by which what a phase adds may outgrow what was seen. Activations grow with the tokens of a
-micro-batch, and a rollout may end in longer completions than any before."""
+"""Allowance for growth, as a share of the memory that a phase was seen to add: activations grow with the
+tokens of a micro-batch, and completions may get longer than any before."""
 
 
 class Sleeper(Protocol):
-    """What sleeps beside the training: a rollout engine, which documents these names."""
+    """A rollout engine as the hand-over sees it; `RolloutEngine` documents these names."""
 
     @property
     def kv_cache_bytes(self) -> int: ...
@@ -37,17 +37,18 @@ class Handover:
     def __init__(self, engine: Sleeper) -> None:
         self._engine = engine
         self.keep_bytes = 0
-        """What the engine may keep in its next sleep; 0 until a whole step has been seen, and on a CPU."""
+        """Bytes that the engine may keep in its next sleep; 0 until a whole step has been seen, and on a
+        CPU."""
         self._needed_bytes = 0
         self._may_keep = True
 
     def take_back(self) -> str | None:
         """Take from the sleeping engine all that it was allowed to keep, and let it keep nothing from now on.
 
-        Training ran out of memory beside it, so the estimate was wrong.
+        It is called when training has run out of memory, which shows that the estimate was wrong.
 
         Returns:
-            What was given back, in words; None if the engine kept nothing.
+            A sentence that says what was given back; None if the engine kept nothing.
         """
         kept_bytes = self._engine.kv_cache_bytes + self._engine.rollout_weight_bytes
         if not kept_bytes:
@@ -58,12 +59,12 @@ class Handover:
         return f"The engine gave back {kept_bytes / 2**30:.2f} GiB"
 
     def learn(self, memory: dict[str, Any]) -> None:
-        """Take in one step.
+        """Learn from the record of one step.
 
         Args:
             memory: the entry "memory" of `Timeline.drain`.
         """
-        # On a CPU what is free is not the run's alone: other processes take it, too.
+        # On a CPU free memory is not the run's alone: other processes take it, too.
         if memory["device"] == "cpu":
             return
         for span in memory["spans"]:
@@ -75,11 +76,11 @@ class Handover:
 
 
 def _needed_bytes(span: dict[str, Any]) -> int:
-    """What the phase may have in use at its peak when it comes again, beside the engine's own memory.
+    """Bytes that a phase may have in use at its peak the next time, without the engine's own memory.
 
-    Memory that PyTorch has reserved and does not use is not in it: training takes that before it asks for
-    more. What the phase left behind is: the first step makes the optimizer's moments after its peak, and the
-    second one has its peak on top of them.
+    Memory that PyTorch has reserved but does not use is left out, since training uses it before it asks for
+    more. Memory that the phase leaves behind is counted: the first step allocates the optimizer's moments
+    after its peak, so the peak of the second step comes on top of them.
     """
     before, after, peak = span["before_bytes"], span["after_bytes"], span["peak_bytes"]
     engine = sum(span["categories"].get(category, 0) for category in ("kv_cache", "rollout_weights"))

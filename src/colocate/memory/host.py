@@ -1,4 +1,4 @@
-"""How much host memory there is, for this process."""
+"""How much host memory this process may use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def limit_bytes() -> int:
-    """The machine's memory, or the container's share of it."""
+    """Bytes of the machine's memory, or of the container's share of it."""
     limit = _container_limit_bytes()
     total = psutil.virtual_memory().total
     return total if limit is None else min(total, limit)
 
 
 def available_bytes() -> int:
-    """What can still be taken without swapping, or without the container being killed.
+    """Bytes that can still be taken without swapping, and without the container being killed.
 
     Cached files count as available: the kernel drops them when memory is asked for.
     """
@@ -31,7 +31,8 @@ def available_bytes() -> int:
 
 
 def _container_limit_bytes() -> int | None:
-    """The limit of control group v2; None where there is none, as for "max"."""
+    """Bytes to which control group v2 limits the container; None if there is no limit (a file that says
+    "max")."""
     limit = _read("memory.max")
     return int(limit) if limit.isdigit() else None
 

@@ -1,20 +1,20 @@
-"""The contents of tensors, out on the host for a while.
+"""Moves the contents of tensors to the host and back.
 
     store = HostStore(device)
     store.offload(tensors)      # their memory on the device is free; the tensors stay, with nothing in them
     ...
     store.prefetch()            # memory is taken and the copy begins, beside other work
     ...
-    store.fetch()               # what follows on this stream finds the old values
+    store.fetch()               # work launched from here on reads the old values
 
 The tensor objects, their shapes, gradients and hooks stay as they are, since it is the storage beneath that
-is shrunk to nothing and grown again. Swapping `.data` for something empty would change the shape as well, and
-a backward pass could not leave its gradient in `.grad`. The price: a kernel that reads a tensor while it is
-away reads at address zero, so nobody else may use these tensors until `fetch`.
+is shrunk to nothing and grown again. (An empty tensor as `.data` would change the shape as well, and a
+backward pass could then not leave its gradient in `.grad`.) The price is that a kernel which reads a tensor
+whose contents are on the host reads at address zero, so nobody may use these tensors until `fetch`.
 
 Copies run at the speed of the bus only between pinned memory and the device. PyTorch's allocator of pinned
-memory rounds every block up to a power of two, so the store takes slabs that are one already, and lays the
-tensors out in them end to end.
+memory rounds every block up to a power of two. The store therefore takes slabs whose size is a power of two,
+and lays the tensors out in them end to end.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _SMALLEST_SLAB_BYTES = 2**20
 
 
 class HostStore:
-    """Host memory that tensors of one device are moved to and back. It grows when needed and is kept.
+    """Host memory for the contents of one device's tensors. It grows when needed and is then kept.
 
-    A store for the CPU copies, too, synchronously and without pinning: on the whole that frees nothing.
+    A store of the CPU copies as well, synchronously and without pinning, which frees no memory in the end.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -55,17 +55,19 @@ class HostStore:
 
     @property
     def reserved_bytes(self) -> int:
-        """Host memory held, whether or not anything is away."""
+        """Bytes of host memory that the store holds, whether or not tensors are in it."""
         return sum(len(slab) for slab in self._slabs)
 
     def offload(self, tensors: Iterable[Tensor], *, in_use: Iterable[Tensor] = ()) -> None:
-        """Copy the tensors out and free their memory; done when it returns. Nothing if some are away already.
+        """Copy the tensors to the host and free their memory on the device; nothing if some are on the host
+        already.
 
-        It waits, because the memory is wanted at once and the device has nothing to do until it is there.
+        The call returns when the memory is free, because it is wanted at once, and the device has nothing
+        else to do until then.
 
         Args:
             tensors: all on the store's device. They may share storages with one another.
-            in_use: tensors that others read meanwhile; none of `tensors` may share its storage.
+            in_use: tensors that are read meanwhile; none of `tensors` may share a storage with them.
 
         Raises:
             ValueError: a tensor is a part of a larger storage or shares one with `in_use`, or its storage
@@ -89,7 +91,8 @@ class HostStore:
         self._away = moved
 
     def prefetch(self) -> None:
-        """Begin to bring everything back: memory is taken now, and filled beside what the device does next.
+        """Begin to bring everything back: device memory is taken now, and the copy runs beside the device's
+        next work.
 
         Raises:
             torch.OutOfMemoryError: the device has not enough memory. Everything is still away.
@@ -113,7 +116,7 @@ class HostStore:
                 self._arrival = self._stream.record_event()
 
     def fetch(self) -> None:
-        """Bring back what is still away; work launched from here on waits until all has arrived.
+        """Bring back what is still on the host; work launched from here on waits until all has arrived.
 
         Raises:
             torch.OutOfMemoryError: the device has not enough memory. Everything is still away.
@@ -147,7 +150,8 @@ class HostStore:
         self._slabs += [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in slabs]
 
     def _places(self, sizes: Sequence[int]) -> Iterator[list[Tensor]]:
-        """For each size the parts of slabs that hold it; one that crosses the end of a slab has several."""
+        """For each size, the parts of slabs that hold it; a tensor that crosses the end of a slab has several
+        parts."""
         slab, offset = 0, 0
         for size in sizes:
             parts = []
@@ -163,7 +167,7 @@ class HostStore:
 
 @dataclass(frozen=True)
 class _Moved:
-    """A storage and the host memory for its bytes, in order."""
+    """A storage and the parts of host memory that hold its bytes, in order."""
 
     storage: UntypedStorage
     host_parts: list[Tensor]
@@ -173,7 +177,7 @@ class _Moved:
         return sum(len(part) for part in self.host_parts)
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(on the device, on the host) of every part, as bytes."""
+        """For every part, its bytes on the device and its bytes on the host."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
         yield from zip(whole.split([len(part) for part in self.host_parts]), self.host_parts, strict=True)
 

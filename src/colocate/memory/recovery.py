@@ -1,4 +1,5 @@
-"""Out of memory ends no run: memory is given back, or the plan made smaller, and the work repeated."""
+"""Recovery from running out of memory: memory is given back or the plan made smaller, and the work
+repeated."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Remedy = Callable[[], str | None]
-"""A remedy frees memory, or makes less of it needed, and says in a sentence what it did. It returns None once
+"""A remedy frees memory or lowers the need for it, and returns a sentence that says what it did, or None if
 it can do no more."""
 
 
 class Recovery:
-    """Repeats work that ran out of memory, after the first remedy that can still do something.
+    """Repeats work that ran out of memory, each time after the first remedy in the list that can still help.
 
     Args:
-        remedies: the cheapest first.
-        advice: what the user can do when no remedy is left, as sentences.
+        remedies: what can be done about it, the cheapest first.
+        advice: sentences for the error when no remedy is left: what the user can do.
     """
 
     def __init__(self, remedies: Sequence[Remedy], advice: str) -> None:
@@ -30,7 +31,8 @@ class Recovery:
         self._advice = advice
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`, which must leave nothing behind that changes its result when it is repeated.
+        """Run `work`, again after each remedy, and return its result. A failed attempt must not change a
+        later result.
 
         Raises:
             torch.OutOfMemoryError: no remedy is left.

@@ -1,4 +1,4 @@
-"""An account of a device's memory, row by row."""
+"""The rows of which an account of a device's memory consists."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ Moment = Literal["head", "layer", "embedding", "step"]
 
 @dataclass(frozen=True)
 class Row:
+    """One use of a device's memory and its size."""
+
     name: str
     phase: Phase
     size_bytes: int
     how: str
-    """The arithmetic, in words."""
+    """The arithmetic of `size_bytes`, in words."""
     moment: Moment | None = None
-    """Of training; None: all of the phase."""
+    """The part of a training step in which the memory is in use; None: the whole phase."""
     is_transient: bool = False
-    """Grows with the micro-batch's tokens: what a measured step corrects."""
+    """Whether the row grows with a micro-batch's tokens; measured steps correct the size of such rows."""
 
 
 def total_bytes(rows: Iterable[Row]) -> int:

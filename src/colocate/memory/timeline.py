@@ -1,4 +1,4 @@
-"""Where a step's time and memory went, phase by phase.
+"""Measures where a step's time and memory go, phase by phase.
 
     timeline = Timeline(device, [Category("weights", weight_bytes)], on_phase=progress.set_phase)
     with timeline.phase("rollout"): ...
@@ -18,18 +18,18 @@
 
 On a GPU the bytes are those in use on the device: what PyTorch's allocator has handed out plus everything
 that lives outside of it (the KV arena, vLLM's pools, the CUDA context, other processes). On a CPU they are
-the process's resident set. A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end) and
-`peak_allocated_bytes`, PyTorch's own numbers without those pools. A category is the most that was seen of it
-in the span.
+the resident set of the process. A span on a GPU also has `allocated_bytes` and `reserved_bytes` (at its end)
+and `peak_allocated_bytes`, PyTorch's own numbers without those pools. A category is the most that was seen of
+it in the span.
 
 Within a phase, `mark` leaves points, which a span then has as `points`:
 
     {"name": "backward", "at_s": 5.2, "in_use_bytes": ..., "peak_bytes": ..., "transient": "workspace",
      "categories": {"gradients": ...}, "num_left_out": 0}
 
-in use at that moment of the work on the device, and at the most since the point before (or the phase's
-beginning); what came and went in between is mostly `transient`. Of the categories it names those that were
-measured `within_phases`.
+`in_use_bytes` were in use when the device reached that point, `peak_bytes` is the most since the point before
+it (or since the phase began); the memory that came and went in between was mostly for `transient`.
+`categories` has only those that are measured `within_phases`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,14 @@ import torch
 from colocate.memory import host
 
 MAX_POINTS = 24
-"""The most points that a span keeps: the first half of this number from its beginning, the other half from
-its end. A step of a hundred micro-batches would otherwise fill the run's record with points no picture can
-show."""
+"""The most points that a span keeps: half of them from its beginning and half from its end. A step of a
+hundred micro-batches would otherwise fill the run's record with points that no picture can show."""
 
 
 class PooledBytes(NamedTuple):
-    """Bytes that PyTorch's allocator counts for pools whose memory comes and goes behind its back, as vLLM's
-    does.
+    """Bytes of memory pools, such as vLLM's, whose memory is mapped and unmapped without PyTorch's allocator.
 
-    The allocator counts such pools in full, also while there is no memory behind them.
+    The allocator counts such pools in full, even while there is no memory behind them.
     """
 
     allocated: int = 0
@@ -66,17 +64,17 @@ NOTHING_POOLED = PooledBytes()
 
 
 class Category(NamedTuple):
-    """A use of memory that is told apart from the rest."""
+    """A use of memory that is shown separately, such as weights or the KV cache."""
 
     name: str
     num_bytes: Callable[[], int]
-    """Asked at every boundary of a phase how much memory the category takes."""
+    """Returns how many bytes the category takes now; called at the beginning and the end of every phase."""
     within_phases: bool = False
-    """Also asked at every `mark`, because it changes there."""
+    """Whether `num_bytes` is also called at every `mark`, because the category changes within phases."""
 
 
 class Timeline:
-    """Measures phases that follow one another, and parts of them named "phase/part" inside them."""
+    """Measures phases that follow one another, and parts within them, which are named "phase/part"."""
 
     def __init__(
         self,
@@ -86,9 +84,13 @@ class Timeline:
         on_phase: Callable[[str], None] | None = None,
         pooled: PooledBytes = NOTHING_POOLED,
     ) -> None:
-        """`on_phase` is told the name of every phase that begins; when it ends, the enclosing one's or "".
+        """Prepare a timeline, whose first step begins with the first phase.
 
-        What is in use of the memory in `pooled` is taken from the device's own count, not from PyTorch's.
+        Args:
+            on_phase: called with the name of every phase that begins; when it ends, with the name of the
+                phase around it, or "".
+            pooled: pools that PyTorch counts in full. The memory that they really use is taken from the
+                device's own count.
         """
         device = torch.device(device)
         self._memory: _CudaMemory | _HostMemory = (
@@ -105,13 +107,13 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the body as phase `name`; a name already measured in this step adds up.
+        """Measure the body as phase `name`; phases with one name in a step add up.
 
-        The device is synchronised at both ends of a phase, so that its time is that of the work it launched.
-        Parts ("train/forward") are not synchronised: theirs is the host's time.
+        The device is synchronised at both ends of a phase, so that its time includes the work it launched.
+        Parts ("train/forward") are not synchronised: their time is that of the host.
 
         Raises:
-            ValueError: a phase inside another that is not named as a part of it, or a part on its own.
+            ValueError: a phase is inside another one but not named as a part of it, or a part is outside.
         """
         self._check_nesting(name)
         is_part = bool(self._open)
@@ -137,7 +139,7 @@ class Timeline:
             self._on_phase(self._open[-1] if self._open else "")
 
     def sample(self) -> None:
-        """Look at the memory now, within a phase: for what is there only between the phase's two ends."""
+        """Measure memory now, within a phase, to see what exists at neither end of the phase."""
         if not self._spans or not self._open:
             raise RuntimeError("Timeline.sample() belongs inside `with timeline.phase(...)`: none is open.")
         span = self._spans[-1]
@@ -145,12 +147,13 @@ class Timeline:
         self._see_categories(span)
 
     def mark(self, name: str, transient: str = "workspace") -> None:
-        """Leave a point in the phase that is open: `name` has just been launched. Nothing waits for it.
+        """Record a point of the present phase: the work called `name` has just been launched. Nothing waits
+        for it.
 
-        Outside of all phases there is no picture for it to be in, and nothing happens.
+        Outside of all phases nothing is recorded.
 
         Args:
-            transient: what, if anything, came and went since the point before.
+            transient: what took the memory that came and went since the point before, if anything did.
         """
         if not self._open:
             return
@@ -177,7 +180,7 @@ class Timeline:
             follower["peak_bytes"] = max(follower["peak_bytes"], left_out["peak_bytes"])
 
     def drain(self) -> dict[str, Any]:
-        """The record of the time since the last `drain`, as described above; a new step begins.
+        """Return the record since the last `drain`, as the module describes it, and begin a new step.
 
         Raises:
             RuntimeError: a phase is still open.
@@ -261,7 +264,8 @@ class _HostMemory:
         return self._last
 
     def mark(self) -> tuple[Callable[[], float], int, int]:
-        """(seconds since the phase began, once it has ended; in use now; most since the last mark)."""
+        """(seconds since the phase began, known once it has ended; bytes in use now; most bytes since the
+        last mark)."""
         before, self._last = self._last, self.sample()
         seconds = time.perf_counter() - self._start_s
         return lambda: seconds, self._last, max(before, self._last)

@@ -1,4 +1,4 @@
-"""How a training step is cut and what it keeps: the part of the memory plan that a step obeys."""
+"""The part of the memory plan that a training step obeys: its cut into micro-batches and what it keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, get_args
 
 ActivationPolicy = Literal["keep", "selective", "full", "offload"]
 ACTIVATION_POLICIES: tuple[ActivationPolicy, ...] = get_args(ActivationPolicy)
-"""From the fastest to the one that takes least memory (`colocate.policy.stack`)."""
+"""All activation policies, from the fastest to the one that takes least memory (`colocate.policy.stack`)."""
 
 ENOUGH_TOKENS = 8192
 """Micro-batches of this many tokens keep a GPU's matrix products at full speed. Cutting a larger micro-batch
@@ -23,23 +23,28 @@ class TrainPlan:
 
     activation_policy: ActivationPolicy = "keep"
     tokens_per_microbatch: int | None = None
-    """Tokens in one forward and backward, a shared prompt counted once. None: `sequences_per_microbatch`
-    times the step's longest sequence."""
+    """The most tokens in one forward and backward, a shared prompt counted once. None:
+    `sequences_per_microbatch` times the step's longest sequence."""
     sequences_per_microbatch: int = 1
     logprob_chunk_size: int = 1024
     """Number of tokens whose logits [tokens, vocabulary] exist at the same time."""
     offload_optimizer: bool = False
     """Whether the optimizer's masters and moments are moved to the host while the engine generates."""
     keep_softmax: bool = False
-    """Whether the log-probs' forward keeps what the head's gradient needs of the softmax: one product of four
-    less for 2 bytes per token and entry of the vocabulary (`colocate.policy.logprobs`)."""
+    """Whether the forward pass of the log-probs keeps the part of the softmax that the head's gradient needs.
+    That takes 2 bytes per token and entry of the vocabulary and saves one of the four products with the head
+    (`colocate.policy.logprobs`)."""
 
     def budget(self, longest: int) -> int:
-        """Tokens per micro-batch in a step whose longest sequence has `longest`."""
+        """The most tokens per micro-batch in a step whose longest sequence has `longest` tokens."""
         return self.tokens_per_microbatch or self.sequences_per_microbatch * longest
 
     def smaller(self, longest: int, *, has_layers: bool = True) -> TrainPlan | None:
-        """The next plan to try after memory ran out; None: there is none that would take less.
+        """The next plan to try after memory ran out; None if no plan would take less.
+
+        One thing is changed per attempt, the cheapest in time first: the softmax is not kept; micro-batches
+        have half the tokens, down to `ENOUGH_TOKENS`; the next activation policy; micro-batches have half the
+        tokens, down to one sequence; logits exist for half as many tokens.
 
         Args:
             longest: tokens of the longest sequence, which no micro-batch can be cut below.
@@ -57,7 +62,7 @@ class TrainPlan:
         if half < budget:
             return replace(self, tokens_per_microbatch=half)
         chunk = min(self.logprob_chunk_size, budget)
-        if chunk >= 128:  # fewer logits than those of 64 tokens are not what takes the memory
+        if chunk >= 128:  # below 64 tokens, logits are no longer what fills the memory
             return replace(self, logprob_chunk_size=chunk // 2)
         return None
 
@@ -66,14 +71,14 @@ class TrainPlanner(Protocol):
     """Chooses the next plan from what a run has shown so far (`colocate.planning.planner.Planner`)."""
 
     def with_prompts(self, train_plan: TrainPlan, prompt_tokens: int) -> TrainPlan:
-        """The plan to go on with when a prompt of so many tokens is seen."""
+        """The plan to continue with after a prompt of `prompt_tokens` was seen."""
         ...
 
     def refined(self, train_plan: TrainPlan, memory: dict[str, Any], num_tokens: int) -> TrainPlan:
-        """The plan to go on with after a step whose memory was measured.
+        """The plan to continue with after a step whose memory was measured.
 
         Args:
-            train_plan: what the step was done with.
+            train_plan: the plan that the step was done with.
             memory: the entry "memory" of the step's `Timeline.drain`.
             num_tokens: tokens of the step's largest micro-batch.
         """

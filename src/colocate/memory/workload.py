@@ -1,4 +1,5 @@
-"""What a run asks of one device, beside the model's shape."""
+"""What a run asks of one device: lengths, batch sizes, optimizer, engine. The model's shape is in
+`ModelShapes`."""
 
 from __future__ import annotations
 
@@ -10,31 +11,33 @@ import torch
 
 @dataclass(frozen=True)
 class VLLMDemand:
-    """What bears on the memory of a vLLM in the trainer's process."""
+    """Options that decide how much memory a vLLM in the trainer's process takes."""
 
     memory_share: float | None = None
-    """`vllm_gpu_memory_utilization`; None: most of what is free when vLLM starts."""
+    """Share of the device that vLLM may use (`vllm_gpu_memory_utilization`); None: most of what is free at
+    its start."""
     sleeps: bool = True
-    """Whether vLLM gives its memory to training."""
+    """Whether vLLM gives its memory back while the policy trains."""
     shares_weights: bool = True
     """Whether vLLM reads the trainer's parameters; False: it has a copy of all weights."""
     is_bounded: bool = False
-    """Whether `vllm_max_model_length` says how much KV cache is of use; False: vLLM fills its share."""
+    """Whether `vllm_max_model_length` is set, so that the KV cache can be limited; False: vLLM fills its
+    share."""
     num_devices: int = 1
-    """Over which a copy of the weights, and the KV cache, are divided (`vllm_tensor_parallel_size`)."""
+    """Devices that divide vLLM's weights and KV cache among them (`vllm_tensor_parallel_size`)."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run asks of one device, beside the model's shape."""
+    """What a run asks of one device, apart from the model's shape."""
 
     parameter_dtype: torch.dtype
     prompt_tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     completion_tokens: int
-    """Of the longest completion."""
+    """Tokens of the longest completion."""
     num_generations: int = 8
-    """G, completions per prompt."""
+    """Completions per prompt (G)."""
     num_step_sequences: int = 8
     """Samples of one optimizer step on this rank."""
     num_rollout_sequences: int = 8
@@ -42,23 +45,24 @@ class Workload:
     share_prompts: bool = True
     is_gpu: bool = True
     max_num_seqs: int = 512
-    """Sequences decoded side by side at most."""
+    """The most sequences that are decoded at the same time."""
     page_size: int = 64
     kv_cache_tokens: int | None = None
-    """None: what the rollout can use, or as much of that as fits."""
+    """Tokens that the user wants the KV cache to hold; None: as many as a rollout can use and memory
+    allows."""
     decode_rows: int = 512
-    """Rows that decode steps have room for."""
+    """Sequences for which the buffers of a decode step have room, one row each."""
     decode_scratch_bytes: int = 0
-    """The engine's own buffers in the arena: logits of these rows, partial results of attention."""
+    """Bytes of the engine's decode buffers: logits of the decode rows and partial results of attention."""
     max_prefill_tokens: int = 8192
     optim: str = "adamw_torch_fused"
     has_reference: bool = False
     entropy_gradient: bool = False
-    """Whether the loss has an entropy bonus."""
+    """Whether the loss has an entropy bonus, so that the entropy needs a gradient."""
     has_cudnn: bool = False
     """Whether attention runs through cuDNN (`policy.cudnn_attention`)."""
     engine: Literal["native", "vllm", "vllm_server"] = "native"
-    """Where completions come from; a server has devices of its own."""
+    """The engine that generates completions; "vllm_server" does so on other devices."""
     vllm: VLLMDemand = VLLMDemand()
 
     @property
@@ -71,7 +75,7 @@ class Workload:
 
     @property
     def step_tokens(self) -> int:
-        """Of one optimizer step, a shared prompt counted once."""
+        """The most tokens in one optimizer step, a shared prompt counted once."""
         return self._tokens(self.num_step_sequences)
 
     def _tokens(self, num_sequences: int) -> int:

@@ -1,1 +1,1 @@
-"""What a run will take of a device's memory, and how it trains within it."""
+"""How much of a device's memory a run will take, and how it trains within that memory."""

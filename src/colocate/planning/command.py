@@ -21,7 +21,7 @@ from colocate.weights.layouts import layout_for
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
 
 DOES_NOT_FIT = 3
-"""Exit code of a plan that does not fit; 1 and 2 are those of errors (`colocate.cli.main`)."""
+"""Exit code of a run that does not fit; 1 and 2 are the exit codes of errors (`colocate.cli.main`)."""
 
 
 def plan_run(
@@ -37,8 +37,9 @@ def plan_run(
 
     Args:
         options: `GRPOConfig`'s arguments.
-        device_name, device_memory_gib: the GPU to plan for; neither: the one here.
-        as_json: print numbers instead of words.
+        device_name, device_memory_gib: the GPU to plan for, by its name or its memory; if neither is given,
+            the GPU of this machine.
+        as_json: print the numbers as JSON instead of text.
         is_verbose: print every row of the arithmetic.
 
     Returns:
@@ -46,7 +47,7 @@ def plan_run(
 
     Raises:
         OSError: there is no config.json of the model.
-        ValueError: the model has no layout, or the device is not known.
+        ValueError: the model is not supported natively, or the device is not known.
     """
     is_elsewhere = device_name is not None or device_memory_gib is not None
     config = _config(options, is_elsewhere=is_elsewhere)
@@ -72,7 +73,8 @@ def plan_run(
 
 
 def _config(options: dict[str, Any], *, is_elsewhere: bool) -> GRPOConfig:
-    """The run's configuration; for a GPU that is not here, with the precision it would have there."""
+    """The run's configuration; if the GPU is in another machine, with the precision that `bf16=None` means
+    there."""
     if not is_elsewhere:
         return GRPOConfig(**options)
     # transformers refuses bf16=True where there is no GPU, and None would mean False.
@@ -100,24 +102,30 @@ def _model_config(run: RunConfig, config: GRPOConfig) -> PretrainedConfig:
 
 
 def _model(model_config: PretrainedConfig) -> nn.Module:
-    """The model without memory; ValueError with what is known of it if it has no layout."""
+    """The model on the meta device, which allocates no memory.
+
+    Raises:
+        ValueError: the model is not supported natively; the message has the memory that is known all the
+            same.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     try:
         layout_for(model)
     except ValueError as error:
-        raise ValueError(f"{error}\n{_without_layout(model)}") from error
+        raise ValueError(f"{error}\n{_without_plan(model)}") from error
     return model
 
 
-def _without_layout(model: nn.Module) -> str:
-    """What can be said of a model that is not planned."""
+def _without_plan(model: nn.Module) -> str:
+    """What can be said about the memory of a model that is not supported natively and so has no plan."""
     count = sum(parameter.numel() for parameter in model.parameters())
     weights, whole = (f"{count * num_bytes / 2**30:.1f} GiB" for num_bytes in (2, 18))
     return (
-        f"There is no plan without a layout. What is known: {count / 1e9:.2f} billion parameters are "
-        f"{weights} in bfloat16. Trained whole they take 18 B each, with float32 masters, Adam's moments and "
-        f"gradients: {whole}, and activations on top; use_peft=True needs little more than the weights. "
+        "Only runs of natively supported models are planned (Llama, Mistral, Qwen2, Qwen3, Phi-3). What is "
+        f"known: {count / 1e9:.2f} billion parameters take {weights} in bfloat16. Full fine-tuning takes 18 B "
+        f"for each, with float32 masters, Adam's moments and gradients: {whole}, and activations on top; "
+        "use_peft=True needs little more than the weights. "
         "engine='transformers' runs the model with model.generate and padded batches, several times slower "
         "than the native engine; engine='vllm' generates at vLLM's speed from a copy of the weights, another "
         f"{weights} during rollouts."
@@ -127,7 +135,7 @@ def _without_layout(model: nn.Module) -> str:
 def _device(
     config: GRPOConfig, device_name: str | None, device_memory_gib: float | None
 ) -> tuple[Gpu | None, int | None]:
-    """What is known of the device: its data sheet, and its memory."""
+    """The device's entry in the table of GPUs and its memory in bytes, None for what is not known."""
     name = device_name
     if name is None and device_memory_gib is None and config.device.type == "cuda":
         name = torch.cuda.get_device_name(config.device)

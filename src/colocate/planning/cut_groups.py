@@ -1,4 +1,5 @@
-"""Groups of completions that no micro-batch holds whole: each part of one computes the prompt again."""
+"""Groups that are too large for one micro-batch: they are cut into parts, and each part computes the prompt
+again."""
 
 from __future__ import annotations
 
@@ -9,20 +10,25 @@ from colocate.memory.workload import Workload
 
 @dataclass(frozen=True)
 class CutGroup:
-    """A group of the longest prompt and completions, in the parts that fit a micro-batch each."""
+    """A group with the longest prompt and completions, cut into parts of which each fits a micro-batch.
+
+    With 4 completions of 100 tokens, a prompt of 200 and a budget of 400, the group needs 600 tokens and is
+    cut into two parts of 200 + 2 × 100 tokens, 800 in all: its `work` is 800 / 600.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     num_completions: int
-    """Of the group in one optimizer step of this rank."""
+    """Completions of the group that this rank trains on in one optimizer step."""
     num_parts: int
 
     @classmethod
     def of(cls, workload: Workload, budget: int) -> CutGroup:
-        """As `colocate.data.packing.pack` cuts it. Prompts that are not shared make groups of one.
+        """Cut a group as `colocate.data.packing.pack` does. If prompts are not shared, a group is one
+        completion.
 
         Args:
-            budget: tokens per micro-batch.
+            budget: the most tokens in a micro-batch.
         """
         prompt, completion = workload.prompt_tokens, workload.completion_tokens
         group = min(workload.num_generations, workload.num_step_sequences) if workload.share_prompts else 1
@@ -31,7 +37,7 @@ class CutGroup:
 
     @property
     def whole_tokens(self) -> int:
-        """What a micro-batch must hold to leave the group whole."""
+        """Tokens of the whole group, which a micro-batch must hold to leave it uncut."""
         return self.prompt_tokens + self.num_completions * self.completion_tokens
 
     @property
@@ -40,5 +46,5 @@ class CutGroup:
 
     @property
     def work(self) -> float:
-        """Tokens that are computed for each that a whole group has; 1.0 of one that is not cut."""
+        """Tokens that are computed, as a multiple of the whole group's; 1.0 for a group that is not cut."""
         return self.computed_tokens / self.whole_tokens

@@ -1,4 +1,8 @@
-"""GPUs by name, and how fast a run would be on one: a roofline, before anything has run."""
+"""GPUs by name, and how fast a run would be on one of them, estimated before anything has run.
+
+The estimate is a roofline: each part of a step takes its operations over the GPU's operations per second, or
+its bytes over the bytes per second of the GPU's memory, whichever is longer, at the efficiencies below.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +16,22 @@ from colocate.policy.footprint import Microbatch, train_flops_per_token
 from colocate.weights.shapes import ModelShapes
 
 TRAIN_EFFICIENCY = 0.5
-"""Of a GPU's matrix units over a training step without recomputation: packed layers with log-probs in chunks
-reach 0.49 on an H200."""
+"""Share of a GPU's peak operations per second that a training step without recomputation reaches: on an H200
+packed layers and log-probs in chunks reach 0.49."""
 FORWARD_EFFICIENCY = 0.48
-"""Likewise of the matrix products of a decode step, and of prompts."""
+"""Share of a GPU's peak operations per second that the matrix products of decode steps and of prefill
+reach."""
 BANDWIDTH_EFFICIENCY = 0.77
-"""Of the data sheet's bandwidth when a decode step reads keys and values: 3.7 of 4.8 TB/s on an H200."""
+"""Share of the data sheet's bandwidth that a decode step reaches when it reads keys and values: on an H200
+3.7 of 4.8 TB/s."""
 LAYER_LATENCY_S = 20e-6
-"""Of a layer's kernels in a decode step, one after the other, beyond what they read and compute."""
+"""Seconds that the kernels of one layer take in a decode step beyond their reading and computing, since each
+waits for the one before it."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What its data sheet says."""
+    """A GPU as its data sheet describes it."""
 
     name: str
     tflops: float
@@ -32,7 +39,7 @@ class Gpu:
     bandwidth_gb_s: float
     """10^9 bytes a second."""
     memory_gib: float
-    """As the driver shows it."""
+    """Memory in GiB as the driver shows it."""
     is_hopper: bool = False
 
 
@@ -59,26 +66,26 @@ GPUS = (
     Gpu("L4", 121, 300, 22.0),
 )
 TOO_OLD = ("T4", "V100", "P100", "RTX 20")
-"""Older than compute capability 8.0: no bfloat16, and the kernels do not run."""
+"""GPUs older than compute capability 8.0: they have no bfloat16, and the kernels do not run on them."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Expected of one device."""
+    """The speed that is expected of one device."""
 
     rollout_tokens_per_s: float | None
-    """Completion tokens; None: they come from a server on other devices."""
+    """Completion tokens generated per second; None: a server on other devices generates them."""
     train_tokens_per_s: float
-    """Tokens that training reads, a shared prompt counted once."""
+    """Tokens trained on per second, a shared prompt counted once."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected of one optimizer step with the longest prompts and completions that the run allows."""
+    """Seconds expected of one optimizer step if prompts and completions are as long as the run allows."""
 
     rollout_s: float
     train_s: float
-    """Forward and backward, and the reference's forward where there is one."""
+    """Seconds of forward and backward, and of the reference's forward if there is a reference."""
 
     @property
     def seconds(self) -> float:
@@ -86,10 +93,10 @@ class StepTime:
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU that a driver's or a user's name stands for; None: not in the table.
+    """The GPU in the table that a name given by a driver or a user stands for; None if it is not there.
 
     Raises:
-        ValueError: it is too old.
+        ValueError: the GPU is too old.
     """
     words = _words(name)
     if "LAPTOP" in words:
@@ -106,7 +113,7 @@ def find_gpu(name: str) -> Gpu | None:
             )
     if gpu := next((gpu for gpu in GPUS if is_named(gpu.name)), None):
         return gpu
-    # "4090" can be one only.
+    # A part of a name, such as "4090", is enough if only one GPU has it.
     candidates = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
     return candidates[0] if len(candidates) == 1 else None
 
@@ -116,7 +123,8 @@ def _words(name: str) -> set[str]:
 
 
 def expected_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> Speed:
-    """What operations and memory traffic take at the efficiencies above."""
+    """Tokens per second of rollout and training, from operations and memory traffic at the efficiencies
+    above."""
     on_server = workload.engine == "vllm_server"
     rollout = None if on_server else _rollout_speed(shapes, workload, plan, gpu)
     return Speed(rollout, _train_speed(shapes, workload, plan, gpu))
@@ -126,7 +134,8 @@ def step_time(shapes: ModelShapes, workload: Workload, speed: Speed, num_iterati
     """Seconds of one optimizer step.
 
     Args:
-        num_iterations: optimizer steps that each completion is trained on, which share its rollout's time.
+        num_iterations: how many times each completion is trained on; the rollout's time is divided among
+            these.
     """
     train_s = workload.step_tokens / speed.train_tokens_per_s
     if workload.has_reference:
@@ -140,7 +149,7 @@ def _rollout_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gp
     rows = max(1, plan.kv_cache_sequences)
     prompts = -(-rows // workload.num_generations)
     weights = shapes.num_projection_weights + shapes.num_head_weights
-    # On average a completion is half done; its prompt is read once per group.
+    # Averaged over a rollout, completions have half their length; a prompt is read once for its group.
     read_kv = rows * workload.completion_tokens // 2 + prompts * workload.prompt_tokens
     # Logits are written and read.
     read = read_kv * plan.kv_bytes_per_token + 2 * rows * shapes.vocab_size * 4

@@ -15,18 +15,18 @@ from colocate.policy.footprint import MOMENTS_BYTES, optimizer_rows, train_rows
 from colocate.weights.shapes import ModelShapes
 
 CONTEXT_BYTES = int(0.55 * 2**30)
-"""The CUDA context and the code of the libraries' kernels."""
+"""Bytes of the CUDA context and of the code of the libraries' kernels."""
 CUBLAS_BYTES = 64 * 2**20
-"""cuBLAS's workspaces: 32 MiB for each stream that multiplies, on compute capability 9.0."""
+"""Bytes of cuBLAS's workspaces: on compute capability 9.0, 32 MiB for each stream with matrix products."""
 MARGIN = 0.04
-"""Share of the device that training leaves free: what the accounting may be off by. To be wrong costs one
-micro-batch done again with a smaller plan."""
+"""Share of the device's memory that training leaves free, because the prediction may be wrong by as much. If
+it is wrong by more, a step runs out of memory and is repeated with a smaller plan."""
 LEAST_KV_SHARE = 1 / 4
-"""Share of a rollout's sequences that the KV cache should hold: below, decode steps read all weights for few
-tokens."""
-HOLES = 0.02
-"""What PyTorch's allocator holds beyond what tensors ask for, as a share of that: blocks in whole 2 MiB, and
-holes between tensors that come and go."""
+"""Share of a rollout's sequences that the KV cache should hold at least: with fewer, each decode step reads
+all weights to generate only a few tokens."""
+FRAGMENTATION = 0.02
+"""Memory that PyTorch's allocator holds beyond what tensors ask for, as a share of the latter: it takes
+blocks of whole 2 MiB, and gaps remain between tensors that come and go."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,23 @@ class MemoryPlan:
     kv_bytes_per_token: int
     kv_cache_tokens: int
     kv_cache_sequences: int
-    """Of full length that are decoded side by side, their prompts shared."""
+    """Sequences of full length that the KV cache holds at the same time, each prompt stored once for its
+    group."""
     step_tokens: int
-    """Of an optimizer step, a shared prompt counted once."""
+    """The most tokens in an optimizer step, a shared prompt counted once."""
     num_running: int
-    """Sequences that a rollout would decode side by side if memory allowed."""
+    """Sequences that a rollout would decode at the same time if memory allowed."""
     least_kv_tokens: int
-    """Those of one sequence."""
+    """Tokens of KV cache that one sequence of full length needs."""
     device_memory_bytes: int | None
     repeated_prompts: str | None = None
-    """The arithmetic of prompts that a step computes several times for their group, and the memory that
-    would spare it; None where that is less than a twentieth of the work, or the device is unknown."""
+    """A sentence about groups that are cut, whose prompts a step computes several times: the arithmetic, and
+    the memory that would avoid it. None if that is less than a twentieth of the work, or the device is
+    unknown."""
 
     def phase_bytes(self, phase: Phase) -> int:
-        """Of training: its rows and those of its widest moment."""
+        """Bytes of a phase. Training frees the memory of one moment before the next, so its largest one
+        counts."""
         common = sum(row.size_bytes for row in self.rows if row.phase == phase and row.moment is None)
         return common + (self.moment_bytes(self.widest_moment) if phase == "train" else 0)
 
@@ -67,24 +70,25 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """What the run needs."""
+        """The most bytes that the run needs at one time: resident, and the larger of rollout and training."""
         return self.phase_bytes("resident") + max(self.phase_bytes("rollout"), self.phase_bytes("train"))
 
     @property
     def occupied_bytes(self) -> int:
-        """What the driver shows at most: more than is needed where there is memory to spare. PyTorch keeps
-        training's memory through the next rollout unless the KV cache asks for it, the engine its cache."""
+        """The most bytes that the driver will show as used, which is more than `peak_bytes` if there is
+        memory to spare: PyTorch then keeps the memory of training during the next rollout, and the engine
+        keeps its KV cache during training."""
         both = sum(self.phase_bytes(phase) for phase in get_args(Phase))
         return both if self.device_memory_bytes is None else min(both, self.device_memory_bytes)
 
     @property
     def fits(self) -> bool | None:
-        """None when the device is not known."""
+        """Whether the run fits the device; None if the device is not known."""
         return None if self.device_memory_bytes is None else self.peak_bytes <= self.device_memory_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What the device has left at the peak; negative: what it lacks.
+        """Bytes of the device that are free at the peak; if negative, bytes that are missing.
 
         Raises:
             ValueError: the device is not known.
@@ -95,10 +99,12 @@ class MemoryPlan:
 
     @property
     def why_tight(self) -> str | None:
-        """Why a run that fits is near to one that does not; None if it is not, or the device is unknown.
+        """Why a run that fits does so only just; None if it fits easily, does not fit, or has no known
+        device.
 
-        The KV cache takes what is left. So a run is tight if it would be so with a cache of one sequence, or
-        if its cache fills the device, or is small, and more sequences could be decoded side by side.
+        A full device alone says nothing, since the KV cache takes whatever memory is left. A run is tight if
+        less than `MARGIN` of the device would be free with a cache of a single sequence, or if sequences have
+        to wait because the cache fills the device or holds less than `LEAST_KV_SHARE` of them.
         """
         if not self.fits:
             return None
@@ -124,7 +130,7 @@ class MemoryPlan:
 
     @property
     def shortage(self) -> str | None:
-        """The arithmetic of why it does not fit; None if it does or the device is unknown."""
+        """The arithmetic of why the run does not fit; None if it fits or the device is unknown."""
         if self.fits in (None, True):
             return None
         assert self.device_memory_bytes is not None, "it is known not to fit"
@@ -157,7 +163,7 @@ def account(
     """The memory of one device under a given plan.
 
     Args:
-        correction: measured over predicted, of what grows with a micro-batch's tokens (`Planner.refine`).
+        correction: factor on the predicted bytes that grow with a micro-batch's tokens (`Planner.refine`).
 
     Raises:
         ValueError: the optimizer's state is not known.
@@ -183,7 +189,8 @@ def account(
 
 
 def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan) -> list[Row]:
-    """What is there in rollout and in training, but for a vLLM that never sleeps (`engine_turn`)."""
+    """The rows that take memory in rollout and training alike; those of a vLLM that never sleeps are in
+    `engine_turn`."""
     b, dtype = workload.parameter_dtype.itemsize, workload.parameter_dtype
     count, projections = shapes.num_parameters, shapes.num_projection_weights
     weights, how = shapes.weight_bytes(dtype), f"{count:,} parameters × {b} B"
@@ -207,15 +214,16 @@ def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan
         rows.append(Row("CUDA", "resident", CONTEXT_BYTES + CUBLAS_BYTES, context))
     if not train_plan.offload_optimizer:
         rows += optimizer_rows(shapes, workload, "resident")
-    return rows + ([_holes(rows, "resident")] if workload.is_gpu else [])
+    return rows + ([_fragmentation(rows, "resident")] if workload.is_gpu else [])
 
 
 def engine_turn(
     shapes: ModelShapes, workload: Workload, resident: Iterable[Row], device_memory_bytes: int | None
 ) -> tuple[list[Row], int]:
-    """The rows that the engine adds to what is resident, and the tokens of its KV cache.
+    """The rows that the engine adds to the resident ones during a rollout, and the tokens of its KV cache.
 
-    Those of a vLLM that never sleeps are resident themselves; a server has memory of its own.
+    The rows of a vLLM that never sleeps belong to the phase "resident". A server adds none, since it runs on
+    other devices.
     """
     if workload.engine == "vllm_server":
         return [], 0
@@ -228,7 +236,7 @@ def engine_turn(
 def train_room(
     shapes: ModelShapes, workload: Workload, train_plan: TrainPlan, device_memory_bytes: int
 ) -> int:
-    """What a device has for a training step, beside what is resident and a margin of error."""
+    """Bytes that a device has for a training step after the resident rows and the margin of error."""
     resident = resident_rows(shapes, workload, train_plan)
     if workload.engine == "vllm" and not workload.vllm.sleeps:
         resident += engine_turn(shapes, workload, resident, device_memory_bytes)[0]
@@ -244,17 +252,17 @@ def _train_rows(
     ]
     if not workload.is_gpu:
         return rows
-    holes = [
-        _holes([row for row in rows if row.moment in (None, moment)], "train", moment)
+    lost = [
+        _fragmentation([row for row in rows if row.moment in (None, moment)], "train", moment)
         for moment in get_args(Moment)
     ]
-    return rows + holes
+    return rows + lost
 
 
-def _holes(rows: Iterable[Row], phase: Phase, moment: Moment | None = None) -> Row:
+def _fragmentation(rows: Iterable[Row], phase: Phase, moment: Moment | None = None) -> Row:
     size_bytes = sum(row.size_bytes for row in rows if row.name != "CUDA")
-    how = f"{HOLES:.0%} of what tensors ask for"
-    return Row("allocator's holes", phase, int(HOLES * size_bytes), how, moment)
+    how = f"{FRAGMENTATION:.0%} of what tensors ask for"
+    return Row("fragmentation", phase, int(FRAGMENTATION * size_bytes), how, moment)
 
 
 def train_bytes(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan, correction: float) -> int:
@@ -264,7 +272,7 @@ def train_bytes(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan, 
 
 
 def _num_sequences(workload: Workload, kv_tokens: int) -> int:
-    """Sequences of full length in so many tokens of KV cache, at most those of a rollout."""
+    """Sequences of full length that `kv_tokens` of KV cache hold, at most as many as run in a rollout."""
     if kv_tokens >= useful_kv_tokens(workload):
         return workload.num_running
     group = workload.num_generations

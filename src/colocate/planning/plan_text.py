@@ -1,4 +1,4 @@
-"""A plan in words: the verdict first, then time, then the arithmetic."""
+"""A plan as text: first whether the run fits, then the time of a step, then the arithmetic of its memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from colocate.planning.remedies import Remedy, find_remedies, needed_bytes, with
 from colocate.planning.run_options import ASSUMED_PROMPT_TOKENS
 
 _LARGEST_ROWS = 3
-"""Rows of each phase that the short arithmetic names."""
+"""How many rows of each phase the short table names."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What `colocate plan` was asked, and what it says."""
+    """The answer of `colocate plan`, with the run and the device that it was asked about."""
 
     model_name: str
     case: Case
@@ -49,7 +49,8 @@ class Answer:
         return "full fine-tuning" if not shapes.has_adapters else "QLoRA" if shapes.four_bit else "LoRA"
 
     def step_time(self, case: Case | None = None, plan: MemoryPlan | None = None) -> StepTime | None:
-        """Expected of the run, or of the run changed so; None if the GPU is not in the table."""
+        """The time of a step of the run, or of the changed run `case` with its `plan`; None if the GPU is
+        unknown."""
         if self.gpu is None:
             return None
         case, plan = case or self.case, plan or self.plan
@@ -141,7 +142,8 @@ def _result_of(answer: Answer, remedy: Remedy) -> str:
 
 
 def _larger_devices(answer: Answer, *, is_only_way: bool) -> Iterator[str]:
-    """Memory that the run needs as it is, and if no setting helps, with adapters."""
+    """The memory of a device that the run needs unchanged, and if no setting helps, that it needs with
+    adapters."""
     shapes, ways, added = answer.case.shapes, [("Unchanged, it", answer.case)], ""
     if is_only_way and not shapes.has_adapters:
         added = "use_peft=True "
@@ -208,7 +210,7 @@ def _short_table(plan: MemoryPlan) -> Table:
 
 
 def _decisions(answer: Answer) -> Iterator[str]:
-    """What the plan comes to, beside bytes; of one that does not fit, how it would train."""
+    """How the run trains and generates under the plan; if it does not fit, only how it would train."""
     result, config = answer.plan, answer.config
     plan, sequences = result.train_plan, config.per_device_train_batch_size
     tokens = (
@@ -244,7 +246,7 @@ def _rollout_line(answer: Answer) -> str:
 
 
 def _table(answer: Answer) -> Table:
-    """Every row of every phase, and of training the widest moment."""
+    """Every row of every phase; of the moments of training, only the rows of the largest one."""
     result = answer.plan
     table = Table(title=f"Memory of one device: {answer.model_name}", title_justify="left")
     for column in ("phase", "what", "memory", "how"):
@@ -256,7 +258,7 @@ def _table(answer: Answer) -> Table:
         if phase == "train":
             others = [m for m in get_args(Moment) if m != result.widest_moment]
             sizes = ", ".join(f"{m} {_shown(result.moment_bytes(m))}" for m in others)
-            table.add_row(phase, f"(moment: {result.widest_moment})", "", f"the widest; others: {sizes}")
+            table.add_row(phase, f"(largest part: {result.widest_moment})", "", f"the other parts: {sizes}")
         table.add_row(phase, "total", _shown(result.phase_bytes(phase)), "", style="bold", end_section=True)
     return table
 

@@ -1,11 +1,12 @@
-"""How a run trains, chosen from shapes and the device's memory: nothing is loaded and nothing is allocated.
+"""Chooses how a run trains from its shapes and the device's memory, without loading or allocating anything.
 
     resident                       weights, float32 masters, moments, reference
     ├── rollout (the engine's turn)    KV cache, prefill, one decode step
     └── train   (the trainer's turn)   gradients, kept activations, one layer's backward or the log-probs
 
-The turns use the same memory, so a run needs resident + the larger of them. Both give way:
-the KV cache takes what is left, and training recomputes more or takes fewer tokens at a time.
+Rollout and training take turns with one memory, so a run needs resident + the larger of the two. Both can be
+made smaller: the KV cache takes what is left, and training recomputes more or has fewer tokens in a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -37,34 +38,36 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_MICROBATCH = 32768
 TOKEN_STEP = 1024
-"""Micro-batches are multiples of this, which matrix products like."""
+"""Micro-batches are multiples of this many tokens, for which matrix products are fast."""
 MAX_TOKENS_FOR_GROUP = 2**17
-"""Of a micro-batch that is larger only to hold a whole group. "offload" keeps the inputs of all layers for so
-many tokens in the host's memory."""
+"""The most tokens of a micro-batch that is larger than `MAX_TOKENS_PER_MICROBATCH` to hold a whole group. The
+limit exists because "offload" keeps the inputs of all layers for all of these tokens in the host's memory."""
 OVERHEAD_TOKENS = 512
-"""What a micro-batch costs whatever its size, in tokens' worth of work: reading all weights and adding to all
-gradients in float32 is that of 230 tokens of a 1.5B model on an H200, launching its kernels likewise."""
+"""The fixed cost of a micro-batch, as the number of tokens that could be computed in its time. For a 1.5B
+model on an H200, reading all weights and adding to all float32 gradients takes as long as 230 tokens, and
+launching the kernels takes about as long again."""
 
 LOGPROB_CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_LOGPROB_BYTES = 2 * 2**30
 MAX_LOGPROB_SHARE = 1 / 16
-"""Of the memory that resident rows leave."""
+"""The largest share of the memory left by the resident rows that the logits of one chunk may take."""
 
 _MAX_CORRECTION = 2.0
 _NEGLIGIBLE = 0.05
-"""Of a step's memory, or of its work."""
+"""A share of a step's memory, or of its work, that is too small to act upon."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user has set; None: the planner chooses."""
+    """The parts of a plan that the user has set; None: the planner chooses."""
 
     activation_policy: ActivationPolicy | None = None
     tokens_per_microbatch: int | None = None
     logprob_chunk_size: int | None = None
     offload_optimizer: bool | None = None
     sequences_per_microbatch: int = 1
-    """Where there is no GPU to plan for, micro-batches are so many of the longest sequence."""
+    """Micro-batches hold this many times the tokens of the longest sequence if there is no GPU to plan
+    for."""
 
 
 def plan(
@@ -93,17 +96,20 @@ def choose_train_plan(
     wishes: Wishes | None = None,
     correction: float = 1.0,
 ) -> TrainPlan:
-    """The fastest way to train that fits, as far as the user has left it open.
+    """The fastest way to train that fits the device, within what the user has set.
 
-    Each activation policy gets the most tokens per micro-batch that fit. The fastest policy is taken whose
-    micro-batches are large enough that the next one, which recomputes more, would be slower even with
-    micro-batches of `ENOUGH_TOKENS` and of whole groups. That needs no comparison of what others could do in
-    the same memory, so more memory never leads to more recomputation. If nothing fits, it is the plan that
-    takes least, and to run out of memory is left to the run.
+    The activation policies are tried from the fastest to the one that takes least memory, each with the most
+    tokens per micro-batch that fit. The first one is taken whose micro-batches are so large that the next
+    policy, which recomputes more, would be slower even with micro-batches of `ENOUGH_TOKENS` and uncut groups
+    (`_suffices`). The next policy is judged by this fixed size and not by what would fit with it, so that
+    more memory can never lead to more recomputation. What is left of the memory then goes to larger chunks of
+    log-probs, and at last to keeping their softmax. If no plan fits, the one that takes least memory is
+    returned, and the run will deal with running out of memory.
 
     Args:
-        device_memory_bytes: None: no GPU, and nothing to choose.
-        correction: as in `account`.
+        device_memory_bytes: memory of the device; None: there is no GPU, and nothing to choose.
+        wishes: what the user has set.
+        correction: factor on the predicted bytes that grow with tokens, as in `account`.
     """
     wishes = wishes or Wishes()
     if device_memory_bytes is None:
@@ -141,7 +147,7 @@ def choose_train_plan(
 
 
 def choose_fixed_plan(wishes: Wishes) -> TrainPlan:
-    """Where there is no device to plan for: what the user set, and the least surprising of the rest."""
+    """The plan where there is no GPU: what the user has set, and fixed defaults for all else."""
     return TrainPlan(
         wishes.activation_policy or "keep",
         wishes.tokens_per_microbatch,
@@ -153,7 +159,7 @@ def choose_fixed_plan(wishes: Wishes) -> TrainPlan:
 
 @dataclass(frozen=True)
 class Case:
-    """A run to plan: what model, asked for what, on a device of how much memory (None: no GPU)."""
+    """A run to plan: the model's shapes, what the run asks for, and the device's memory (None: no GPU)."""
 
     shapes: ModelShapes
     workload: Workload
@@ -171,7 +177,7 @@ class Case:
 
 
 class Planner:
-    """The plan of a run as it learns what its steps really take.
+    """The plan of a run, corrected by what its steps are measured to take.
 
     Args:
         shapes, workload, device_memory_bytes, wishes: as in `plan`.
@@ -192,17 +198,20 @@ class Planner:
         self._may_grow = True
 
     def plan(self) -> MemoryPlan:
-        """The present plan."""
+        """The plan as of now."""
         return self.case.plan(self._correction)
 
     @property
     def case(self) -> Case:
-        """The run as it is known now."""
+        """The run as it is known now, with the longest prompt seen so far."""
         return Case(self._shapes, self.workload, self._device_memory_bytes, self._wishes or Wishes())
 
     def with_prompts(self, train_plan: TrainPlan, prompt_tokens: int) -> TrainPlan:
-        """The plan to go on with when a prompt of so many tokens is seen: where it was longer than assumed, a
-        new choice; if the run had to shrink its plan meanwhile, a smaller one only."""
+        """The plan to continue with after a prompt of `prompt_tokens` was seen.
+
+        A prompt longer than all before leads to a new choice. If running out of memory has made `train_plan`
+        smaller than the planner's own, the new choice is taken only if it is smaller still.
+        """
         if prompt_tokens <= self.workload.prompt_tokens:
             return train_plan
         before = self.plan()
@@ -215,27 +224,42 @@ class Planner:
         return after.train_plan
 
     def refined(self, train_plan: TrainPlan, memory: dict[str, Any], num_tokens: int) -> TrainPlan:
-        """The plan to go on with after a step that was measured (`refine`); the same if it tells nothing.
+        """The plan to continue with after a step was measured (`refine`); `train_plan` if the record says
+        nothing.
 
         Args:
-            train_plan: of the step.
+            train_plan: the plan that the step was done with.
             memory: the entry "memory" of the step's `Timeline.drain`.
-            num_tokens: of the step's largest micro-batch.
+            num_tokens: tokens of the step's largest micro-batch.
         """
         spans = [span for span in memory["spans"] if span["phase"] == "train"]
         if not spans or not num_tokens:
             return train_plan
         before, after, peak = (spans[-1][f"{name}_bytes"] for name in ("before", "after", "peak"))
-        # The first step makes the moments, which stay: not every peak of it is training's.
+        # The first step allocates the moments, which stay. Its peak does not show what training alone takes.
         if after - before > _NEGLIGIBLE * (peak - before):
             return train_plan
         return self.refine(train_plan, peak - before, num_tokens)
 
     def refine(self, train_plan: TrainPlan, measured_bytes: int, num_tokens: int) -> TrainPlan:
-        """The plan to go on with, given what a step took over what was in use before it.
+        """The plan to continue with, given the bytes that a step took beyond what was in use before it.
 
-        What grows with tokens is scaled by what it was measured to be. The planner's own plan may become
-        larger once, after the first step that was measured, and from then on only smaller: it cannot swing.
+        A step of n tokens is predicted to take fixed + correction × transient(n) bytes: fixed are the
+        gradients, transient are activations, logits and temporaries, which grow with n. Solved for the
+        measured bytes:
+
+            correction = (measured - fixed) / transient = 1 + (measured - predicted) / transient
+
+        where `predicted` is the prediction with a correction of 1. The correction stays between 1/2 and 2.
+        Real sequences differ from step to step, so a correction that followed each of them would swing, and
+        each swing would change the plan. Therefore it may fall (and the plan grow) only after the first
+        measured step, and only if that step used the planner's own plan; later it can only rise, and the plan
+        only shrink.
+
+        Args:
+            train_plan: the plan that the step was done with.
+            measured_bytes: its peak minus what was in use before it.
+            num_tokens: tokens of its largest micro-batch.
         """
         if self._device_memory_bytes is None:
             return train_plan
@@ -249,7 +273,8 @@ class Planner:
         return chosen if may_grow or _rank(chosen) < _rank(train_plan) else train_plan
 
     def _prediction(self, train_plan: TrainPlan, num_tokens: int) -> tuple[int, int]:
-        """Of a step with a largest micro-batch of `num_tokens`, in bytes; what of it grows with tokens."""
+        """Predicted bytes of a step whose largest micro-batch has `num_tokens`, without correction: (all of
+        them, those that grow with tokens)."""
         workload = self.workload
         if num_tokens < workload.max_sequence_length:
             # Real sequences are often shorter than the longest that may come.
@@ -259,7 +284,7 @@ class Planner:
                 prompt_tokens=max(1, int(workload.prompt_tokens * share)),
                 completion_tokens=max(1, int(workload.completion_tokens * share)),
             )
-        # What comes back from the host is there before the step begins.
+        # An optimizer state that was on the host is back before the step begins: the step does not add it.
         step = replace(train_plan, tokens_per_microbatch=num_tokens, offload_optimizer=False)
         whole, fixed = (train_bytes(self._shapes, workload, step, scale) for scale in (1.0, 0.0))
         return whole, whole - fixed
@@ -269,8 +294,12 @@ class Planner:
 
 
 def _suffices(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy, budget: int) -> bool:
-    """Whether a policy with micro-batches of so many tokens is as fast as the next one with `ENOUGH_TOKENS`
-    and groups that are not cut."""
+    """Whether a policy with micro-batches of `budget` tokens is at least as fast as the next policy, which
+    recomputes more, would be with micro-batches of `ENOUGH_TOKENS` and uncut groups.
+
+    The time of a step is taken as operations per token × (1 + `OVERHEAD_TOKENS` / tokens of a micro-batch) ×
+    the tokens computed, of which a cut group has more (`CutGroup.work`).
+    """
     level = ACTIVATION_POLICIES.index(policy)
     if level + 1 == len(ACTIVATION_POLICIES):
         return True
@@ -281,10 +310,10 @@ def _suffices(shapes: ModelShapes, workload: Workload, policy: ActivationPolicy,
 
 
 def _budgets(workload: Workload) -> Sequence[int]:
-    """Micro-batches to choose from, ascending: the longest sequence, and multiples of `TOKEN_STEP` above.
+    """Tokens per micro-batch to choose from, ascending: the longest sequence, then multiples of `TOKEN_STEP`.
 
-    They end where matrix products gain nothing any more, or with a whole group if one would be cut there
-    into parts that compute too much again.
+    The largest is `MAX_TOKENS_PER_MICROBATCH`, beyond which matrix products get no faster. If it would cut a
+    group into parts that compute the prompt too often, the largest is the whole group instead.
     """
     longest = workload.max_sequence_length
     most, group = MAX_TOKENS_PER_MICROBATCH, CutGroup.of(workload, MAX_TOKENS_PER_MICROBATCH)
@@ -295,7 +324,7 @@ def _budgets(workload: Workload) -> Sequence[int]:
 
 
 def _in_steps(num_tokens: int) -> int:
-    """So many tokens, rounded up to a multiple of `TOKEN_STEP`."""
+    """`num_tokens` rounded up to a multiple of `TOKEN_STEP`."""
     return -(-num_tokens // TOKEN_STEP) * TOKEN_STEP
 
 
@@ -306,7 +335,7 @@ def _with_larger_chunks(
     room_bytes: int,
     fits: Callable[[TrainPlan], bool],
 ) -> TrainPlan:
-    """More tokens' logits at a time, as far as that takes neither much memory nor anything from the rest."""
+    """The plan with the largest chunk of log-probs that still fits, takes little memory, and is of use."""
     limit = min(MAX_LOGPROB_BYTES, MAX_LOGPROB_SHARE * room_bytes)
     per_token = shapes.vocab_size * (4 + workload.parameter_dtype.itemsize)
     predicted = Microbatch.of(workload, chosen.budget(workload.max_sequence_length)).num_predicted
@@ -319,7 +348,7 @@ def _with_larger_chunks(
 
 
 def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes: int) -> bool:
-    """Whether a rollout is short of memory beside the optimizer's state."""
+    """Whether a rollout has too little memory while the optimizer's state is on the device."""
     if workload.optim not in MOMENTS_BYTES or workload.engine == "vllm_server":
         return False
     resident = resident_rows(shapes, workload, TrainPlan())
@@ -361,6 +390,6 @@ def _repeated_prompts(
 
 
 def _rank(train_plan: TrainPlan) -> tuple[int, int, bool]:
-    """Larger for a plan that takes more memory."""
+    """A key by which plans are compared: larger for a plan that takes more memory."""
     level = ACTIVATION_POLICIES.index(train_plan.activation_policy)
     return -level, train_plan.budget(0), train_plan.keep_softmax

@@ -1,4 +1,5 @@
-"""What to set so that a run fits a device: changes, alone or together, that suffice as the planner counts."""
+"""Finds what to set so that a run fits a device: changes of options, alone or together, that the planner has
+found to suffice."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.shapes import FourBit, Lora
 
 MOST_CHANGES = 4
-"""Changes of one remedy; more of them are another run."""
+"""The most changes in one remedy; with more of them it would be a different run."""
 SHORTEST = 256
-"""Tokens that a prompt or completion is not cut below."""
+"""The fewest tokens to which a remedy shortens prompts or completions."""
 _RANK = 16
-"""Of the adapters that a remedy adds: `lora_r`'s default."""
+"""Rank of the adapters that a remedy adds, which is `lora_r`'s default."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """Options to set otherwise."""
+    """A change of one or a few options that go together."""
 
     settings: tuple[str, ...]
     cost: int
-    """How much of another run it makes: 1 changes no result, 10 is another way of training."""
+    """How much the change alters the run: 1 changes no result, 10 is another way of training."""
     apply: Callable[[Case], Case]
 
 
@@ -39,7 +40,7 @@ class Remedy:
     changes: tuple[Change, ...]
     case: Case
     plan: MemoryPlan
-    """What the run then takes."""
+    """The plan of the changed run."""
 
     @property
     def settings(self) -> str:
@@ -49,10 +50,11 @@ class Remedy:
 def find_remedies(case: Case, most: int = 3) -> list[Remedy]:
     """The smallest changes with which the planner says that the run fits, the smallest first.
 
-    A remedy contains another one only where that fits tightly: whatever is in it is needed.
+    A remedy contains another one only if that one fits tightly; otherwise its further changes would be
+    needless.
 
     Args:
-        most: remedies to look for.
+        most: how many remedies to look for at most.
 
     Returns:
         Nothing if the run fits as it is, if the device is unknown, or if no `MOST_CHANGES` suffice.
@@ -63,7 +65,7 @@ def find_remedies(case: Case, most: int = 3) -> list[Remedy]:
     for changes in _combinations(case):
         if len(found) == most:
             break
-        # Those that set the same options or fewer, each as near to the run's or nearer.
+        # Remedies found before that set a subset of these options, each changed as little or less.
         within = [remedy for remedy in found if _options(remedy.changes) <= _options(changes)]
         if any(remedy.plan.why_tight is None for remedy in within):
             continue
@@ -77,7 +79,7 @@ def find_remedies(case: Case, most: int = 3) -> list[Remedy]:
 
 
 def needed_bytes(case: Case) -> int | None:
-    """The least memory of a device that the run fits, to a hundredth of itself; None: no device will do."""
+    """The least memory in bytes of a device that the run fits, to about 1 %; None if it fits no device."""
     least, most = 2**30, 2**43
     if not replace(case, device_memory_bytes=most).plan().fits:
         return None
@@ -91,14 +93,15 @@ def needed_bytes(case: Case) -> int | None:
 
 
 def with_adapters(case: Case, *, in_4bit: bool) -> Case:
-    """The run with LoRA on the matrices that PEFT chooses, over weights in 4 bits or as they are."""
+    """The run with LoRA on the matrices that PEFT chooses, with frozen weights in 4 bits or in their own
+    type."""
     shapes = case.shapes if case.shapes.has_adapters else case.shapes.with_lora(Lora(_RANK))
     shapes = replace(shapes, four_bit=FourBit()) if in_4bit else shapes
     return _without_sharing(replace(case, shapes=shapes))
 
 
 def _without_sharing(case: Case) -> Case:
-    """Adapters are merged into a copy that vLLM decodes from."""
+    """The run with a copy of the weights for vLLM: with adapters it cannot read the trainer's own."""
     return _of_workload(vllm=replace(case.workload.vllm, shares_weights=False))(case)
 
 
@@ -107,7 +110,7 @@ def _options(changes: tuple[Change, ...]) -> set[str]:
 
 
 def _combinations(case: Case) -> list[tuple[Change, ...]]:
-    """All ways to take at most one change of each kind, the smallest first."""
+    """All combinations with at most one change of each kind, those that alter the run least first."""
     kinds = [(None, *kind) for kind in _kinds(case) if kind]
     ways = (tuple(filter(None, way)) for way in itertools.product(*kinds))
     some = [way for way in ways if 0 < len(way) <= MOST_CHANGES]
@@ -115,7 +118,7 @@ def _combinations(case: Case) -> list[tuple[Change, ...]]:
 
 
 def _kinds(case: Case) -> Iterator[list[Change]]:
-    """Changes by kind, of which at most one can be made; those that change most are named first."""
+    """The possible changes, in lists of which at most one can be made; a remedy names them in this order."""
     workload, shapes = case.workload, case.shapes
     if shapes.has_adapters and shapes.four_bit is None:
         yield [Change(("load_in_4bit=True",), 5, _in_4bit)]
@@ -146,7 +149,8 @@ def _in_4bit(case: Case) -> Case:
 
 
 def _unset_wishes(case: Case) -> Iterator[Change]:
-    """What the user has fixed, left to the planner or set to what takes least."""
+    """Changes that leave to the planner what the user has set, or set it to the value that takes least
+    memory."""
     wishes, workload = case.wishes, case.workload
     longest = workload.max_sequence_length
     if wishes.activation_policy not in (None, "offload"):
@@ -169,7 +173,7 @@ def _unset_wishes(case: Case) -> Iterator[Change]:
 
 
 def _shorter(option: str, tokens: int, field: str) -> list[Change]:
-    """A length halved once, twice and three times."""
+    """Changes that halve a length once, twice and three times."""
     halves = [(tokens >> times, 2 + 2 * times) for times in (1, 2, 3) if tokens >> times >= SHORTEST]
     return [Change((f"{option}={half}",), cost, _of_workload(**{field: half})) for half, cost in halves]
 

@@ -1,4 +1,4 @@
-"""From a run's options to what the planner asks: the one place that knows both."""
+"""Translates a run's options into what the planner asks for: the one place that knows both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from colocate.memory.train_plan import ActivationPolicy
 
 ASSUMED_PROMPT_TOKENS = 512
-"""Of the longest prompt where `max_prompt_length` does not say."""
+"""Tokens that the longest prompt is assumed to have if `max_prompt_length` is not set."""
 
 
 def workload_of(
@@ -36,7 +36,7 @@ def workload_of(
     is_gpu: bool,
     has_cudnn: bool = False,
 ) -> Workload:
-    """What one rank of a run asks for."""
+    """What a run with these options asks of one rank's device."""
     assert args.generation_batch_size and args.steps_per_generation, "GRPOConfig derives them"
     rows, page_size = default_sizes("cuda" if is_gpu else "cpu")
     max_num_seqs = args.max_num_seqs or rows
@@ -76,7 +76,7 @@ def workload_of(
 
 
 def wishes_of(args: GRPOConfig) -> Wishes:
-    """What of the plan the user has set."""
+    """The parts of the plan that the user has set."""
     policy: ActivationPolicy | None = None if args.activation_policy == "auto" else args.activation_policy  # type: ignore[assignment]
     return Wishes(
         activation_policy=policy,
@@ -88,10 +88,10 @@ def wishes_of(args: GRPOConfig) -> Wishes:
 
 
 def planner_for(model: nn.Module, args: GRPOConfig) -> Planner | None:
-    """The planner of a loaded model on a GPU; None where there is nothing to plan.
+    """The planner of a loaded model on a GPU.
 
-    That is on a CPU, for a model without a layout, which trains padded, and with an optimizer of the user's
-    own whose state is not known.
+    None if nothing can be planned: on a CPU, for a model that is not supported natively, which trains padded,
+    and with an optimizer whose state is not known.
     """
     parameter = next(model.parameters())
     if parameter.device.type != "cuda" or not has_layout(model):
@@ -106,6 +106,6 @@ def planner_for(model: nn.Module, args: GRPOConfig) -> Planner | None:
 
 
 def _device_bytes(device: torch.device) -> int:
-    """The device's memory but for what other processes hold of it."""
+    """Bytes of the device's memory without those that other processes hold."""
     free, total = torch.cuda.mem_get_info(device)
     return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
