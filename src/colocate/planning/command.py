@@ -123,9 +123,9 @@ def _without_plan(model: nn.Module) -> str:
     weights, whole = (f"{count * num_bytes / 2**30:.1f} GiB" for num_bytes in (2, 18))
     return (
         "Only runs of natively supported models are planned (Llama, Mistral, Qwen2, Qwen3, Phi-3). What is "
-        f"known: {count / 1e9:.2f} billion parameters take {weights} in bfloat16. Full fine-tuning takes 18 B "
-        f"for each, with float32 masters, Adam's moments and gradients: {whole}, and activations on top; "
-        "use_peft=True needs little more than the weights. "
+        f"known: {count / 1e9:.2f} billion parameters take {weights} in bfloat16. Full fine-tuning takes "
+        f"18 B for each, with float32 masters, Adam's moments and gradients: {whole}, and activations on "
+        "top; use_peft=True needs little more than the weights. "
         "engine='transformers' runs the model with model.generate and padded batches, several times slower "
         "than the native engine; engine='vllm' generates at vLLM's speed from a copy of the weights, another "
         f"{weights} during rollouts."
