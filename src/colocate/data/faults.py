@@ -1,4 +1,5 @@
-"""What is wrong with a file of rows, and in which line: the readers say neither."""
+"""Finds what is wrong with a file of rows, and in which line: the errors of the libraries that read it say
+neither."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ from pathlib import Path
 
 
 def find_fault(files: Iterable[Path], *, max_lines: int | None = None) -> str | None:
-    """A sentence about the first file that cannot be read, or None if each looks right.
+    """A sentence about the first file that cannot be read, or None if all of them look right.
 
     Text is checked for its encoding, JSON for its syntax.
 
     Args:
-        files: each with the ending that says what it holds; a .jsonl file has one object in each line.
-        max_lines: look no further, as for a stream, and not into a .json file, which may be one line.
+        files: files whose ending says what they hold; a .jsonl file has one object in each line.
+        max_lines: how many lines of each file to check at most, as for a stream; a .json file, which may be
+            one long line, is then not checked.
     """
     for file in files:
         fault = _fault(file, max_lines)
@@ -25,7 +27,8 @@ def find_fault(files: Iterable[Path], *, max_lines: int | None = None) -> str | 
 
 
 def find_wrong_encoding(files: Iterable[Path]) -> str | None:
-    """The first fault of emptiness or encoding, which no reader of JSON looks for before a row is used."""
+    """A sentence about the first file that is empty or not UTF-8; readers of JSON find that only when a row
+    is used."""
     for file in files:
         fault = _wrong_encoding(file, None) if file.stat().st_size else "is empty."
         if fault is not None and file.suffix != ".parquet":

@@ -1,4 +1,4 @@
-"""What tells one dataset from another: its rows, not only their number."""
+"""The fingerprint of a dataset, which tells it from another one by the content of its rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import datasets
 
 MAX_ROWS = 100_000
-"""Rows that are read of a larger dataset, at equal distances: a second or two for the largest."""
+"""The most rows that are read; of a larger dataset they are taken at equal distances, in a second or two."""
 _CHUNK_ROWS = 1000
 
 
 def fingerprint(dataset: datasets.Dataset | datasets.IterableDataset) -> dict[str, Any]:
     """`rows` (how many), `columns` and `digest`, 16 hexadecimal digits of the rows' content in their order.
 
-    Nothing is known of a stream but its columns.
+    For a stream, only its columns are known.
     """
     columns = sorted(dataset.column_names or [])
     if isinstance(dataset, datasets.IterableDataset):

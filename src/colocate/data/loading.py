@@ -1,4 +1,4 @@
-"""Prompts from the Hub, from files, from `save_to_disk` directories or from a generated task."""
+"""Loads prompts from the Hub, from files, from `save_to_disk` directories or from a generated task."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from colocate.rewards.reasoning_gym import encode_entry, import_reasoning_gym
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 OTHER_FILES = (".txt", ".tsv", ".arrow", ".yaml", ".yml", ".gz", ".zip", ".xlsx")
-"""Endings of what is meant as a file, not as a name on the Hub."""
+"""Endings of names that are meant as files and not as datasets on the Hub, though they cannot be read."""
 TASK_PREFIX = "reasoning_gym:"
 # reasoning_gym draws a random seed when none is given; every rank would then train on prompts of its own.
 TASK_SEED = 42
@@ -40,10 +40,10 @@ def load_prompts(
             (42 unless given) and parameters.
 
     Raises:
-        FileNotFoundError: no such file or directory; names the nearest ones.
+        FileNotFoundError: there is no such file or directory; the message has the nearest names.
         ImportError: `reasoning_gym` is not installed.
-        ValueError: an unknown task, parameter, option, split or file type; a file that is empty or damaged,
-            with the line.
+        ValueError: a task, parameter, option, split or file type is unknown, or a file is empty or damaged;
+            the message has the line.
     """
     if name.startswith(TASK_PREFIX):
         if config is not None or split != "train":
@@ -70,9 +70,9 @@ def _load(
     own: dict[str, Any],
     options: dict[str, Any],
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """`load_dataset`, whose errors name neither file nor line.
+    """Call `datasets.load_dataset`, and add file and line to its errors, which have neither.
 
-    `own` arguments are not for the user's `options` to set.
+    The arguments in `own` follow from the dataset's name, so the user's `options` must not set them.
     """
     name = str(files[0]) if len(files) == 1 else reader
     if taken := sorted(options.keys() & {"path", *own}):
@@ -137,7 +137,8 @@ def _load_directory(
 
 
 def _generate_task(task: str, *, seed: int = TASK_SEED, **parameters: Any) -> datasets.Dataset:
-    """Generate the problems of a task: `prompt` is the question, `entry` all that its verifier needs."""
+    """Generate the problems of a task: the column `prompt` has the question, `entry` all that its verifier
+    needs."""
     factory = import_reasoning_gym().factory
     if task not in factory.DATASETS:
         nearest = difflib.get_close_matches(task, factory.DATASETS, n=3)

@@ -1,4 +1,4 @@
-"""Which sequences share a micro-batch, within a budget of tokens."""
+"""Distributes sequences over micro-batches of at most a given number of tokens."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from collections.abc import Sequence
 def pack(
     groups: Sequence[Sequence[int]], prompt_lengths: Sequence[int], lengths: Sequence[int], token_budget: int
 ) -> list[list[int]]:
-    """Bins of at most `token_budget` tokens for a forward without padding, in which a prompt counts once.
+    """Micro-batches of at most `token_budget` tokens for a forward pass without padding; a prompt counts once
+    in each.
 
-    A group stays together if its prompt and completions fit a bin; else it is cut, longest completions first,
-    into parts that each bring the prompt. Parts go largest first into the first bin with room (first-fit
-    decreasing: at most 11/9 of the fewest possible bins, plus one; Dósa 2007). Equal sizes keep their order,
-    so the result is a function of the lengths only. A sequence longer than the budget gets a bin of its own:
-    cut, it would lose its context.
+    A group stays together if its prompt and completions fit a micro-batch. Otherwise it is cut, longest
+    completions first, into parts that each have the prompt. Then the parts, the largest first, go into the
+    first micro-batch with room (first-fit decreasing: at most 11/9 of the fewest possible, plus one; Dósa
+    2007). Parts of equal size keep their order, so the result depends on the lengths only. A sequence longer
+    than the budget gets a micro-batch of its own, since it would lose its context if it were cut.
 
     Args:
-        groups: indices of the sequences that share a prompt; every index once.
-        prompt_lengths, lengths: tokens of each sequence's prompt, and of the sequence, by index.
+        groups: for each prompt, the indices of the sequences that share it; every index occurs once.
+        prompt_lengths: tokens of each sequence's prompt, by index.
+        lengths: tokens of each sequence, its prompt included, by index.
 
     Returns:
-        Bins of indices; every index occurs once.
+        The indices of the sequences in each micro-batch; every index occurs once.
 
     Raises:
         ValueError: `token_budget` is not positive.
@@ -54,9 +56,10 @@ def pack(
 
 
 def pack_padded(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Bins for a padded forward: `len(bin) * longest in bin` is what stays within `token_budget`.
+    """Micro-batches for a padded forward pass: sequences × longest sequence in each is at most
+    `token_budget`.
 
-    Neighbours in sorted order share a bin, which keeps padding low.
+    Sequences of similar length share a micro-batch, which keeps padding low.
     """
     _check_budget(token_budget)
     bins: list[list[int]] = []

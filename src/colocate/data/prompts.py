@@ -1,4 +1,4 @@
-"""Rows of a dataset to prompt tokens, and completion tokens to what reward functions see.
+"""Turns rows of a dataset into prompt tokens, and completion tokens into what reward functions see.
 
 A row's `prompt` is *standard*, a string, or *conversational*, a list of messages like
 `{"role": "user", "content": "..."}`. Completions take the form of their prompt.
@@ -27,12 +27,12 @@ def is_conversational(prompt: Any) -> bool:
 def validate_columns(dataset: datasets.Dataset | datasets.IterableDataset) -> None:
     """Refuse a dataset that cannot be trained on, before anything is loaded or allocated.
 
-    Every prompt of a dataset with a length is looked at (half a second for 100,000 conversations), but not
-    tokenized; of a stream the first one is.
+    In a dataset with a length every prompt is looked at (half a second for 100,000 conversations), but not
+    tokenized; in a stream only the first prompt is.
 
     Raises:
-        ValueError: the dataset is empty, has no `prompt`, has images, a column whose name is one of the
-            reward functions' own arguments, or a prompt that is no text and no conversation.
+        ValueError: the dataset is empty, has no column `prompt`, has images, has a column with the name of an
+            argument that every reward function receives, or a prompt is neither text nor a conversation.
     """
     first = next(iter(dataset), None)
     if first is None:
@@ -59,14 +59,14 @@ def validate_columns(dataset: datasets.Dataset | datasets.IterableDataset) -> No
 
 
 def all_prompts(dataset: datasets.Dataset) -> list[Any]:
-    """The prompts of a dataset with a length."""
+    """All prompts of a dataset that has a length."""
     if "prompt" not in dataset.column_names:  # a transform makes them
         return [row["prompt"] for row in dataset]  # type: ignore[call-overload]
     return dataset["prompt"][:]  # at once: one by one takes several times as long
 
 
 def row_name(row: int) -> str:
-    """What errors call a row of a dataset."""
+    """How errors name a row of a dataset."""
     return f"Row {row} (from 0)"
 
 
@@ -85,8 +85,8 @@ def tokenize_prompts(
 
     Args:
         max_prompt_length: Longer prompts keep their last `max_prompt_length` tokens, the generation prompt
-            and the end of the question among them.
-        names: What errors call the rows; by default their numbers here.
+            and the end of the question among these.
+        names: How errors name the rows; by default by their numbers here.
 
     Raises:
         ValueError: a prompt is empty or neither form, the chat template refuses it, the tokenizer has none
@@ -181,7 +181,8 @@ def decode_completions(
     prompts: Sequence[str | list[dict[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str | list[dict[str, str]]]:
-    """Completions in the form of their prompts: text, or one assistant message; special tokens left out.
+    """The completions without special tokens, in the form of their prompts: text, or a list of one assistant
+    message.
 
     Args:
         completion_ids: N sequences of token ids, the stop token included or not.
@@ -195,7 +196,7 @@ def decode_completions(
 
 
 def check_context_length(num_prompt_tokens: int, max_completion_length: int, context_length: int) -> None:
-    """Raise a ValueError unless a prompt and the longest completion fit the model's context together."""
+    """Raises ValueError unless a prompt and the longest completion together fit the model's context."""
     total = num_prompt_tokens + max_completion_length
     if total <= context_length:
         return

@@ -1,4 +1,4 @@
-"""In which order prompts are visited, and who completes them."""
+"""The order in which prompts are visited, and the ranks that complete them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class PromptBatch:
 
     rows: list[dict[str, Any]]
     keys: list[int]
-    """Number the prompts of the run: the same on every rank and after a restart, never used again."""
+    """Numbers of the prompts in the run: each is used once, and is equal on every rank and after a
+    restart."""
     epoch: int
     index: int
     """Number of this batch in its epoch."""
@@ -34,10 +35,10 @@ class PromptBatches(Iterator[PromptBatch]):
     completes its `rank_slice` of them.
 
     Args:
-        dataset: Map-style or iterable dataset of prompt rows.
+        dataset: A map-style or iterable dataset of prompt rows.
         num_prompts: Unique prompts per batch, generation_batch_size / num_generations.
         shuffle: Visit the rows in random order.
-        seed: Two iterations with equal seeds visit the rows in equal order.
+        seed: Seed of the order: two iterations with equal seeds visit the rows in equal order.
         num_epochs: Passes over the dataset until the iteration stops; None never stops it.
         drop_last: Leave out an epoch's last batch when it is incomplete: True to train, False to evaluate.
 
@@ -99,7 +100,8 @@ class PromptBatches(Iterator[PromptBatch]):
         raise StopIteration
 
     def state_dict(self, batch: PromptBatch | None = None) -> dict[str, Any]:
-        """The position from which `batch` comes next (again); by default, the batch not yet drawn."""
+        """The position at which `batch` comes next, again; by default that of the first batch not yet
+        drawn."""
         epoch, index, number = (
             (self._epoch, self._index, self._number)
             if batch is None
@@ -108,12 +110,12 @@ class PromptBatches(Iterator[PromptBatch]):
         return {"epoch": epoch, "index": index, "number": number, **self._schedule()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position, generating nothing again.
+        """Continue from a position of `state_dict`.
 
-        An iterable dataset is read, not returned, up to the position within its epoch.
+        An iterable dataset is read up to that position of its epoch, without returning what is read.
 
         Raises:
-            ValueError: the position is one in another order of prompts.
+            ValueError: the position belongs to another order of prompts.
         """
         for name, value in self._schedule().items():
             if state[name] != value:
@@ -165,13 +167,14 @@ class PromptBatches(Iterator[PromptBatch]):
 
 
 def rank_slice(num_prompts: int, num_generations: int, rank: int, world_size: int) -> list[tuple[int, range]]:
-    """Which members of which groups a rank completes.
+    """The members of each group that a rank completes.
 
     The flat list of completions, each prompt's group of G in turn, is cut into `world_size` equal consecutive
     parts, as TRL's data loader does; a group may span ranks.
 
     Returns:
-        (index of the prompt, members of its group) for each prompt the rank has a part in, in order.
+        (index of the prompt, members of its group) for each prompt of which the rank completes some, in
+        order.
 
     Raises:
         ValueError: the completions cannot be divided equally.

@@ -1,4 +1,4 @@
-"""The rows that a run trains on and those that it is evaluated on, checked before anything is loaded."""
+"""Checks the datasets that a run trains and evaluates on before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EvalDataset: TypeAlias = TrainDataset | dict[str, TrainDataset]
 def check_datasets(
     train_dataset: TrainDataset | None, eval_dataset: EvalDataset | None, args: TrainingArguments
 ) -> tuple[TrainDataset, EvalDataset | None]:
-    """Both datasets, checked, with the columns that reward functions are to see.
+    """Check both datasets, and return them with only the columns that reward functions are to see.
 
     Raises:
         ValueError: no training data, an empty dataset, no prompts, images, or evaluation without data.
@@ -42,7 +42,7 @@ def check_datasets(
 
 
 def evaluation_sets(eval_dataset: EvalDataset | None) -> dict[str, TrainDataset]:
-    """By name; a single one is called ""."""
+    """The evaluation datasets by name; a single dataset has the name ""."""
     if eval_dataset is None:
         return {}
     return eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}

@@ -1,4 +1,4 @@
-"""What a dataset without a length asks of the options."""
+"""Options that a dataset without a length needs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def settle_stream_options(args: TrainingArguments, train_dataset: Any, eval_datasets: Iterable[Any]) -> None:
-    """Set in `args` what TRL sets for a `datasets.IterableDataset`: scripts read it there.
+    """Set in `args` the options that TRL sets for a `datasets.IterableDataset`, since scripts read them
+    there.
 
     Raises:
-        ValueError: `accelerator_config` asks for one process to read a stream for all.
+        ValueError: `accelerator_config` asks for one process to read the stream for all processes.
     """
     if not any(isinstance(part, datasets.IterableDataset) for part in (train_dataset, *eval_datasets)):
         return

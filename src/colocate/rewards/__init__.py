@@ -1,4 +1,4 @@
-"""Reward functions: how they are called, the built-in ones and how to find one by name.
+"""Reward functions: calling them, those that are built in, and finding one by its name.
 
 Importing this package imports neither torch nor transformers: `colocate --help` lists the built-in names.
 """

@@ -1,4 +1,4 @@
-"""Is the answer mathematically equal to the solution? Judged by math-verify."""
+"""Rewards an answer that is mathematically equal to the solution, as math-verify judges it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ def accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """1.0 where the completion's LaTeX answer equals the solution, else 0.0; None if that is unreadable.
+    """1.0 if the LaTeX answer in the completion equals the solution, else 0.0; None if the solution is
+    unreadable.
 
     Args:
         completions: N completions, standard or conversational.
         solution: N solutions as text (a dataset column).
-        log_extra: Takes the columns `solution`, `gold_parsed` and `answer_parsed` of the completions table.
+        log_extra: Receives the columns `solution`, `gold_parsed` and `answer_parsed` of the completions
+            table.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -37,11 +39,11 @@ def reasoning_accuracy_reward(
     log_extra: Callable[[str, list], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Like `accuracy_reward` for what follows the reasoning; 0.0 where the reasoning does not end.
+    """`accuracy_reward` of the text after the reasoning; 0.0 if the reasoning does not end.
 
     Args:
         reasoning_delimiters: What may end the reasoning, in order of preference; `["</think>"]` by default.
-            The answer follows the last occurrence of the first one that occurs.
+            The answer is what follows the last occurrence of the first delimiter in this list that occurs.
     """
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     judged: list[tuple[float | None, str, str]] = []
@@ -69,7 +71,7 @@ def _report(
 
 
 def _judge(text: str, solution: str) -> tuple[float | None, str, str]:
-    """(reward, solution as parsed, answer as parsed)"""
+    """Judge one answer; returns (reward, the parsed solution, the parsed answer)."""
     try:
         from latex2sympy2_extended import NormalizationConfig
         from math_verify import LatexExtractionConfig, parse, verify

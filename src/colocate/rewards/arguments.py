@@ -1,4 +1,4 @@
-"""What a reward function is given: arguments that it names, and copies of its own, which it may change."""
+"""Makes a reward function's arguments: those that it names, as copies of its own that it may change."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def own_arguments(shared: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of one function, with lists of its own for each completion.
 
     A judge that appends the completion to the prompt must not change the prompt of the group's other
-    completions, of the next function, or of the run. TRL gives each completion its own prompt and columns,
-    but all functions the same ones. For 1,024 conversations of 4,096 tokens it takes 0.06 s of a slow core,
-    nearly all of it for the tokens.
+    completions, of the next function, or of the run. (TRL gives each completion its own prompt and columns,
+    but shares them among the functions.) For 1,024 conversations of 4,096 tokens copying takes 0.06 s on a
+    slow core, nearly all of it for the tokens.
 
     Args:
         shared: `completion_ids`, lists of N lists of integers; `prompts`, `completions` and columns, lists of
-            N values; anything else is handed on as it is.
+            N values; any other argument is handed on without a copy.
     """
     own = {}
     for name, value in shared.items():
@@ -37,8 +37,8 @@ def own_arguments(shared: Mapping[str, Any]) -> dict[str, Any]:
 def own_copy(value: Any) -> Any:
     """A copy that shares no list, dict, set, array or tensor with `value`; other objects are shared.
 
-    An object that occurs twice becomes two, unlike in `copy.deepcopy`: all completions of a group have one
-    prompt object here.
+    An object that occurs twice becomes two objects (`copy.deepcopy` would make one): all completions of a
+    group have one prompt object.
     """
     kind = type(value)
     if kind in _IMMUTABLE:
@@ -57,7 +57,7 @@ def own_copy(value: Any) -> Any:
 
 
 REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Columns that are not handed on from the dataset, because the rollout's own take their place."""
+"""Columns of the dataset that reward functions do not receive, because they receive those of the rollout."""
 
 _ALWAYS_GIVEN = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -65,15 +65,15 @@ _ALWAYS_GIVEN = frozenset(
 
 
 def check_columns(reward_funcs: Any, columns: Collection[str] | None, *, only_prompts: bool = False) -> None:
-    """Refuse a reward function that needs an argument which nothing gives it.
+    """Refuse a reward function that needs an argument which neither the trainer nor the dataset provides.
 
     Args:
-        reward_funcs: one or several, of which reward models are passed over.
-        columns: of the dataset; None where a stream does not know its own.
-        only_prompts: whether `remove_unused_columns` has dropped the others.
+        reward_funcs: one reward function or several; reward models need no arguments and are skipped.
+        columns: the dataset's columns; None for a stream that does not know them.
+        only_prompts: whether `remove_unused_columns` has dropped all columns but `prompt`.
 
     Raises:
-        ValueError: with the argument and the columns that there are.
+        ValueError: an argument has no column; the message has its name and the columns that there are.
     """
     if columns is None:
         return

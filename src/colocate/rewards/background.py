@@ -1,4 +1,5 @@
-"""An event loop in a thread of its own, so that async reward functions run also where a loop runs already."""
+"""An event loop in a thread of its own: async reward functions then also run where another loop runs
+already."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ SLACK_S = 0.5
 
 
 class BackgroundLoop:
-    """One loop for the life of a run: what a function keeps (connections, semaphores) belongs to it.
+    """An event loop for the life of a run, so that connections and semaphores of a function stay valid.
 
     Args:
-        timeout_s: How long an awaitable may take; None for as long as it wants.
+        timeout_s: Seconds that an awaitable may take; None: no limit.
     """
 
     def __init__(self, timeout_s: float | None = None) -> None:
@@ -66,7 +67,7 @@ class BackgroundLoop:
         self._loop = self._thread = None
 
     def _places(self) -> list[tuple[FrameType, int]]:
-        """Where the loop's thread is, outermost first."""
+        """The frames and lines at which the loop's thread is, the outermost first."""
         assert self._thread is not None and self._thread.ident is not None
         frame = sys._current_frames().get(self._thread.ident)
         return list(traceback.walk_stack(frame))[::-1] if frame is not None else []
@@ -88,8 +89,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _settle(awaitable: Awaitable, timeout_s: float | None) -> tuple[Any, BaseException | None]:
-    """Return what the awaitable returned, or the exception that it raised: a SystemExit that is raised here
-    would end the loop."""
+    """Return the awaitable's result, or the exception that it raised, since raising a SystemExit here would
+    end the loop."""
     value: Any = None
     error: BaseException | None = None
     clock = asyncio.get_running_loop().time

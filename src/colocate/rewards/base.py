@@ -1,4 +1,4 @@
-"""How reward functions are called, and what they may return."""
+"""Calls reward functions, and checks what they return."""
 
 from __future__ import annotations
 
@@ -34,35 +34,36 @@ class RewardTable:
     """The rewards of N completions by F functions, and what the functions logged."""
 
     rewards: Tensor
-    """[N, F] float32 on the CPU; NaN where a function returned None."""
+    """[N, F] rewards, float32 on the CPU; NaN where a function returned None."""
     extra_columns: dict[str, list] = field(default_factory=dict)
-    """Columns of the completions table, N values each. Where functions log under the same name, the
-    later ones' columns are called `<function>/<name>`."""
+    """Columns of the completions table, N values each. If several functions log under one name, the columns
+    of all but the first function are called `<function>/<name>`."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    """The values logged under each name."""
+    """All values that functions logged with `log_metric`, by name."""
 
 
 class RewardFunctions:
     """The reward functions of a run, called together.
 
     Args:
-        reward_funcs: One or a list of: a function or callable object, sync or async; a model for sequence
-            classification with one label; the id or directory of one. At least one.
+        reward_funcs: One reward function or a list of them. Each is a function or callable object, sync or
+            async; a sequence-classification model with one label; or the name or directory of such a model.
         reward_processing_classes: The models' tokenizers, one per reward function (None for functions and for
             a model whose own tokenizer is to be loaded).
         reward_weights: A weight per function; 1 by default.
-        chat_template_kwargs: For conversations read by reward models.
-        model_init_kwargs: For loading reward models given by id.
-        timeout_s: How long each function may take for its completions; None for as long as it wants.
+        chat_template_kwargs: Arguments of the chat template for conversations that reward models read.
+        model_init_kwargs: Arguments of `from_pretrained` for reward models given by name.
+        timeout_s: Seconds that each function may take for its completions; None: no limit.
 
     Attributes:
         names: [F] names for metrics, as in TRL; a second function of the same name is called `<name>_2`.
         weights: [F] float32.
-        models: The reward models among them, to be placed on a device.
+        models: The reward models among the functions, to be placed on a device.
 
     Raises:
-        ValueError: no reward function, or another number of tokenizers or weights than of functions.
-        TypeError: something that is none of these.
+        ValueError: there is no reward function, or the number of tokenizers or weights is not that of
+            functions.
+        TypeError: something in `reward_funcs` is not a reward function.
     """
 
     def __init__(
@@ -120,20 +121,20 @@ class RewardFunctions:
 
         Async functions run concurrently in a background thread while the others run here. Each function gets
         keyword arguments: `prompts`, `completions`, `completion_ids`, each of the `columns` but `prompt`,
-        `completion` and `completion_ids`, `trainer_state`, `log_extra(column, values)` and
-        `log_metric(name, value)`. Lists, dicts, arrays and tensors are its own: it may change them.
+        `completion` and `completion_ids`, `trainer_state`, `log_extra(column, values)` and `log_metric(name,
+        value)`. Lists, dicts, arrays and tensors are the function's own: it may change them.
 
         Args:
-            prompts: N prompts, each completion's own.
+            prompts: N prompts, one for each completion.
             completions: N completions, text or messages.
             completion_ids: N lists of token ids.
             columns: The dataset's columns, N values each.
             trainer_state: The trainer's `TrainerState`.
 
         Raises:
-            RewardError: a function raised, took longer than `timeout_s`, did not return one finite number
-                or None per completion, or logged under a name of the trainer's.
-            RuntimeError: there is a `timeout_s`, and this is not the main thread.
+            RewardError: a function raised, took longer than `timeout_s`, did not return one finite number or
+                None per completion, or logged under a name that the trainer uses.
+            RuntimeError: `timeout_s` is set, and this is not the main thread.
         """
         self._limit.check_thread()
         shared = {
@@ -153,12 +154,12 @@ class RewardFunctions:
 
     @property
     def functions(self) -> list[Callable[..., Any] | nn.Module]:
-        """[F] what was given, models loaded."""
+        """[F] functions and models as they were given; models given by name are loaded."""
         return [func.model if isinstance(func, RewardModel) else func for func in self._funcs]
 
     @property
     def tokenizers(self) -> list[PreTrainedTokenizerBase | None]:
-        """[F] of the models; None for a function."""
+        """[F] tokenizers of the reward models; None for a function."""
         return [func.tokenizer if isinstance(func, RewardModel) else None for func in self._funcs]
 
     def close(self) -> None:
@@ -213,8 +214,8 @@ class RewardFunctions:
 
 
 def _call(func: Callable[..., Any], arguments: dict[str, Any], num_completions: int) -> Any:
-    """Call a function and return what it returns. An iterator is read here, so that its errors count as the
-    function's."""
+    """Call a function and return its result. An iterator is read here, so that an error in it is one of the
+    function."""
     output = func(**arguments)
     if isinstance(output, Iterator):
         return list(islice(output, num_completions + 1))  # one too many is an error; it may have no end
@@ -222,7 +223,7 @@ def _call(func: Callable[..., Any], arguments: dict[str, Any], num_completions: 
 
 
 def _check_rewards(name: str, output: Any, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-    """N numbers that float32 holds, NaN in place of None."""
+    """The N rewards as floats, after checking that float32 holds them; NaN in place of None."""
     if isinstance(output, Set):
         raise RewardError(
             f"The reward function {name!r} returned a {type(output).__name__}, which has no order: return a "

@@ -9,5 +9,5 @@ Completions = Sequence[Completion]
 
 
 def completion_text(completion: Completion) -> str:
-    """The text of a standard completion, or the content of a conversational one's (first) message."""
+    """The text of a standard completion, or the content of the first message of a conversational one."""
     return completion if isinstance(completion, str) else completion[0]["content"]

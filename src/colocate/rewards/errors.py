@@ -17,14 +17,14 @@ class RewardError(ValueError):
 
 
 class RewardTimeout(BaseException):
-    """Raised within a reward function that takes too long; what comes out of `blaming` is a RewardError.
+    """Raised within a reward function that takes too long; `blaming` turns it into a RewardError.
 
-    Not an Exception, because functions that execute code have `except Exception` around it.
+    It is not an Exception, because functions that execute code catch `Exception`.
 
     Attributes:
         timeout_s: The limit in seconds.
-        blocked_at: Frames and lines, outermost first, of what blocks the loop of the async functions; None if
-            the function was interrupted, and the traceback says where.
+        blocked_at: Frames and lines, the outermost first, at which the loop of the async functions is
+            blocked; None if the function was interrupted: then the traceback says where.
     """
 
     def __init__(self, timeout_s: float, blocked_at: Sequence[tuple[FrameType, int]] | None = None) -> None:
@@ -37,13 +37,14 @@ class RewardTimeout(BaseException):
 def blaming(
     function: str, prompts: Sequence[Any], completions: Sequence[Any], own: Sequence[Any] | None = None
 ) -> Iterator[None]:
-    """Turn what a function raises into a RewardError that names it and, if it can be told, the completion.
+    """Turn an exception in a function into a RewardError that names the function and, if known, the
+    completion.
 
-    SystemExit is an error like any other: a completion whose code is executed may call `exit()`, and the run
-    must not end with status 0. KeyboardInterrupt is the user's and passes.
+    SystemExit is treated as an error, too: a completion whose code is executed may call `exit()`, and the run
+    must not end with status 0. KeyboardInterrupt comes from the user and is passed on.
 
     Args:
-        own: The copies of the completions that the function was given, if it got copies.
+        own: The copies of the completions that the function was given; None if it got no copies.
     """
     own = list(completions if own is None else own)  # the function may change its list
     try:
@@ -70,7 +71,7 @@ def blaming(
 
 
 def describe(prompts: Sequence[Any], completions: Sequence[Any], index: int) -> str:
-    """A completion with its prompt, shortened to a line."""
+    """A completion and its prompt in words, shortened to a line."""
     return f"completion {index} ({_shorten(completions[index])} to the prompt {_shorten(prompts[index])})"
 
 
@@ -82,7 +83,7 @@ def _shorten(value: Any) -> str:
 def _circumstances(
     timeout: RewardTimeout, prompts: Sequence[Any], completions: Sequence[Any], own: Sequence[Any]
 ) -> str:
-    """Where the function was, at which completion, and what to do."""
+    """Sentences that say where the function was, at which completion, and what to do."""
     places = list(timeout.blocked_at or traceback.walk_tb(timeout.__traceback__))
     users = [(frame, line) for frame, line in places if not _is_machinery(frame)]
     index = _completion_at_hand(places, own)
@@ -101,11 +102,11 @@ def _circumstances(
     )
 
 
-_REMEDY = "\nMend the function, or raise reward_timeout_s."
+_REMEDY = "\nCorrect the function, or set a larger reward_timeout_s."
 
 
 def _is_machinery(frame: FrameType) -> bool:
-    """Whether the frame is Python's or calls reward functions: not where the user would look."""
+    """Whether the frame belongs to Python or calls reward functions, so that it says nothing to the user."""
     module = str(frame.f_globals.get("__name__"))
     callers = ("time_limit", "background", "base", "errors")
     return module.partition(".")[0] in sys.stdlib_module_names or module in {
@@ -114,7 +115,8 @@ def _is_machinery(frame: FrameType) -> bool:
 
 
 def _completion_at_hand(places: Iterable[tuple[FrameType, int]], completions: Sequence[Any]) -> int | None:
-    """Which completion a variable of the failing code is, the innermost call's first; None if none is."""
+    """The index of the completion that a variable of the failing code holds, from the innermost call
+    outwards; None if no variable holds one."""
     # By identity: in `for completion in completions` the variable is the very object. Strings of fewer than
     # two characters are shared throughout the interpreter and prove nothing.
     indices = {
@@ -132,7 +134,7 @@ def _completion_at_hand(places: Iterable[tuple[FrameType, int]], completions: Se
 
 
 def _tell_tales(completion: Any) -> list[Any]:
-    """The objects of which a variable shows that the function is at this completion."""
+    """The objects that, if a variable holds one of them, show that the function is at this completion."""
     if isinstance(completion, list) and completion and isinstance(completion[0], dict):
         return [completion, completion[0], completion[0].get("content")]
     return [completion]

@@ -1,4 +1,4 @@
-"""Does the completion have the form that was asked for?"""
+"""Rewards a completion that has the form that was asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THINK_FORMAT = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | 
 
 
 def think_format_reward(completions: Completions, **kwargs: Any) -> list[float]:
-    """1.0 where the completion starts with reasoning between `<think>` and `</think>`, else 0.0.
+    """1.0 if the completion starts with reasoning between `<think>` and `</think>`, else 0.0.
 
     Args:
         completions: N completions, standard or conversational.

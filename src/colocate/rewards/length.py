@@ -13,8 +13,8 @@ from colocate.rewards.completions import Completions
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> SoftOverlongPunishment:
     """A reward that falls from 0 to -1 over the last `soft_punish_cache` tokens before `max_completion_len`.
 
-    Equation 13 of DAPO (arXiv 2503.14476): with L tokens, 0 up to max - cache,
-    (max - cache - L) / cache up to max, -1 beyond.
+    This is equation 13 of DAPO (arXiv 2503.14476). A completion of L tokens gets 0 up to L = max - cache,
+    (max - cache - L) / cache up to L = max, and -1 beyond.
 
     Raises:
         ValueError: the cache is negative.
@@ -24,7 +24,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 
 # The rewards with parameters are classes rather than closures so that they can be pickled to other processes.
 class SoftOverlongPunishment:
-    """See `get_soft_overlong_punishment`."""
+    """The reward function that `get_soft_overlong_punishment` makes."""
 
     __name__ = "soft_overlong_punishment_reward"
 
@@ -53,11 +53,13 @@ def get_cosine_scaled_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> CosineScaledReward:
-    """Accuracy scaled by length along half a cosine: short right answers earn most, short wrong ones least.
+    """A reward for accuracy, scaled by length along half a cosine: most for short right answers, least for
+    short wrong ones.
 
-    Appendix C.1 of arXiv 2502.03373. A right completion goes from `max_value_correct`
-    (no token) to `min_value_correct` (`max_len` tokens or more), a wrong one from `min_value_wrong` to
-    `max_value_wrong`. None where the solution cannot be parsed, as with `accuracy_reward`.
+    The formula is in appendix C.1 of arXiv 2502.03373. The reward of a right completion goes from
+    `max_value_correct` (no token) to `min_value_correct` (`max_len` tokens or more), a wrong one from
+    `min_value_wrong` to `max_value_wrong`. As with `accuracy_reward`, it is None if the solution cannot be
+    parsed.
 
     Raises:
         ValueError: `max_len` is not positive.
@@ -66,7 +68,7 @@ def get_cosine_scaled_reward(
 
 
 class CosineScaledReward:
-    """See `get_cosine_scaled_reward`."""
+    """The reward function that `get_cosine_scaled_reward` makes."""
 
     __name__ = "cosine_scaled_reward"
 

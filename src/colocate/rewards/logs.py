@@ -1,4 +1,5 @@
-"""What reward functions log beside their rewards: columns of the completions table, and metrics."""
+"""Collects what reward functions log in addition to rewards: columns of the completions table, and
+metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from colocate.reporting.run_log import RESERVED_KEYS
 from colocate.rewards.errors import RewardError
 
 TABLE_COLUMNS = frozenset({"step", "prompt", "completion", "advantage"})
-"""Columns of the completions table beside one for each reward function."""
+"""Columns that the completions table always has, in addition to one for each reward function."""
 
 TRAINER_METRICS = RESERVED_KEYS.union(
     ("loss", "policy_loss", "learning_rate", "grad_norm", "skipped_updates", "num_tokens", "step_time"),
@@ -22,11 +23,13 @@ TRAINER_METRICS = RESERVED_KEYS.union(
     (f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
     ("completions/clipped_ratio",),
 )
-"""Metrics of the trainer's own, which a function's would replace, or be replaced by."""
+"""Names of the trainer's own metrics: a function's metric under such a name would replace it, or be
+replaced."""
 
 
 class FunctionLog:
-    """What one function logs; one per function, since async ones log from another thread."""
+    """The columns and metrics that one function logs. Each function has its own, since async ones log from
+    another thread."""
 
     def __init__(self, function: str) -> None:
         self.function = function
@@ -46,8 +49,8 @@ def merge_logs(
     """The columns and the metrics of all functions.
 
     Raises:
-        RewardError: a column or metric has the name of one that is not the function's, or a column has not
-            one value per completion.
+        RewardError: a column or metric has a name that belongs to the trainer or to another function, or a
+            column does not have one value per completion.
     """
     functions = [log.function for log in logs]
     reserved_columns = TABLE_COLUMNS.union(functions)

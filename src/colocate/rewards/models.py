@@ -17,13 +17,13 @@ BATCH_SIZE = 16
 
 
 class RewardModel:
-    """Scores a prompt with its completion by the single logit of a sequence-classification model.
+    """A reward function that is the single logit of a sequence-classification model on prompt and completion.
 
     Args:
-        model: A model id or directory, or a model (compiled ones too) with one label.
-        tokenizer: The model's own by default, found by the name in its configuration.
-        chat_template_kwargs: For conversations.
-        model_init_kwargs: Passed to `from_pretrained` with a model id.
+        model: A name on the Hub or a directory, or a loaded (possibly compiled) model, with one label.
+        tokenizer: The model's tokenizer; None: the one found by the name in the model's configuration.
+        chat_template_kwargs: Arguments of the chat template for conversations.
+        model_init_kwargs: Arguments of `from_pretrained` for a model given by name.
 
     Raises:
         ValueError: the model has more than one label, or its tokenizer can neither pad nor end.

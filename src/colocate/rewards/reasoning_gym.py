@@ -1,4 +1,4 @@
-"""Problems that reasoning_gym generates, scored by each task's own verifier."""
+"""Rewards answers to problems that reasoning_gym generates, by each task's own verifier."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 def reasoning_gym_reward(completions: Completions, entry: Sequence[str], **kwargs: Any) -> list[float]:
     """Score each answer with its task's `score_answer`, usually 0.0 to 1.0 with partial credit.
 
-    The answer is what the last `<answer>...</answer>` encloses; without these tags, all that follows the last
-    `</think>`, or the whole completion.
+    The answer is the text in the last `<answer>...</answer>`; without these tags, all text after the last
+    `</think>`; without that tag, the whole completion.
 
     Args:
         completions: N completions, standard or conversational.
@@ -44,7 +44,7 @@ def import_reasoning_gym() -> ModuleType:
 
 
 def encode_entry(task: str, parameters: dict[str, Any], entry: dict[str, Any]) -> str:
-    """All that verifying an answer needs, as JSON: the task, its parameters and the problem."""
+    """The task, its parameters and the problem as JSON: all that is needed to verify an answer."""
     return json.dumps(_to_json({"task": task, "parameters": parameters, "problem": entry}))
 
 

@@ -27,7 +27,8 @@ BUILT_IN: dict[str, Callable] = {
     ),
     "get_repetition_penalty_reward": get_repetition_penalty_reward(),
 }
-"""The names that TRL's command line knows, with TRL's parameters, and our own."""
+"""Built-in reward functions: those that TRL's command line knows, with TRL's parameters, and some of our
+own."""
 
 
 def get_reward_function(name: str) -> Callable:
@@ -38,8 +39,8 @@ def get_reward_function(name: str) -> Callable:
             (the working directory is searched too), or `"path/to/file.py:function"`.
 
     Raises:
-        ValueError: an unknown name, a module without that function, or something that cannot be called.
-        FileNotFoundError: no such file.
+        ValueError: the name is unknown, the module has no such function, or what it has cannot be called.
+        FileNotFoundError: there is no such file.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]

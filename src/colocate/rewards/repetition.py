@@ -9,7 +9,8 @@ from typing import Any
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RepetitionPenalty:
     """A penalty in proportion to the repeated n-grams of tokens: (1 - unique / all) * `max_penalty`.
 
-    Appendix C.2 of arXiv 2502.03373, over token ids. 0.0 below `ngram_size` tokens.
+    The formula is in appendix C.2 of arXiv 2502.03373; n-grams are of token ids. A completion of fewer than
+    `ngram_size` tokens gets 0.0.
 
     Raises:
         ValueError: `max_penalty` is positive or `ngram_size` is not.
@@ -18,7 +19,8 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 
 
 class RepetitionPenalty:
-    """See `get_repetition_penalty_reward`. A class, not a closure, so that it can be pickled."""
+    """The reward function that `get_repetition_penalty_reward` makes; unlike a closure, a class can be
+    pickled."""
 
     __name__ = "repetition_penalty_reward"
 

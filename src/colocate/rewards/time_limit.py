@@ -1,4 +1,4 @@
-"""A limit to the time that a function takes in the main thread."""
+"""Limits the time that a function takes in the main thread."""
 
 from __future__ import annotations
 
@@ -26,22 +26,26 @@ _STDERR = 2
 class TimeLimit:
     """Calls functions and interrupts those that take too long, by an exception from a signal's handler.
 
-    The function stays in the main thread, where math-verify and others use signals of their own. Three
-    things watch it. A thread sends SIGVTALRM when the time is over, which ends Python code and waiting
-    (locks, pipes, `time.sleep`). A timer of the process's CPU time sends it, too, while C code keeps all
-    threads from running: regular expressions and large integers look for signals. Where nothing helps, C code
-    that never looks or a function that swallows the exception, `faulthandler` prints where each thread is and
-    ends the process with status 1, `GRACE_S` seconds later: better than a run that hangs.
+    The function stays in the main thread, where math-verify and others use signals of their own. Three things
+    watch it:
+
+    - A thread sends SIGVTALRM when the time is over, which interrupts Python code and waiting (locks, pipes,
+      `time.sleep`).
+    - A timer of the process's CPU time sends SIGVTALRM, too, for C code that keeps all threads from running
+      but looks for signals, as regular expressions and large integers do.
+    - If neither helps, because C code never looks for signals or the function swallows the exception, then
+      `GRACE_S` seconds later `faulthandler` prints where each thread is and ends the process with status 1,
+      so that the run does not hang.
 
     Args:
-        timeout_s: Seconds for each call; None calls without a limit.
+        timeout_s: Seconds that each call may take; None: no limit.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
 
     def check_thread(self) -> None:
-        """Raise a RuntimeError outside the main thread, the only one that can be interrupted."""
+        """Raises RuntimeError outside the main thread, which is the only thread that can be interrupted."""
         thread = threading.current_thread()
         if self.timeout_s is not None and thread is not threading.main_thread():
             raise RuntimeError(
@@ -50,11 +54,10 @@ class TimeLimit:
             )
 
     def arm_last_resort(self) -> None:
-        """Give the process `timeout_s` + `GRACE_S` seconds to live, until this is called again or `disarm`
-        is.
+        """Let the process end in `timeout_s` + `GRACE_S` seconds, unless this or `disarm` is called before.
 
-        A thread of `faulthandler`'s sees to it, which needs no turn from the interpreter. To be armed before
-        anything starts that could keep the interpreter to itself, in another thread too.
+        A thread of `faulthandler` ends the process; it does not need Python's global lock to run. It must be
+        armed before any thread starts code that could hold that lock.
         """
         if self.timeout_s is not None:
             faulthandler.dump_traceback_later(self.timeout_s + GRACE_S, exit=True, file=_STDERR)
@@ -67,7 +70,7 @@ class TimeLimit:
         """Call `function` in the main thread and return what it returns.
 
         Args:
-            name: For the log.
+            name: The function's name for the log.
 
         Raises:
             RewardTimeout: it took longer than `timeout_s`.
@@ -88,7 +91,7 @@ class TimeLimit:
 
 
 class _Watch:
-    """Watches one call."""
+    """Watches one call of a function, and interrupts it when its time is over."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.is_over = False
