@@ -28,7 +28,7 @@ def smoothing_window(num_steps: int) -> int:
 
 
 def reward_chart(run: Run, size: tuple[int, int]) -> str | None:
-    """Reward by step: each step, the running mean, its standard error over completions, evaluations.
+    """Reward by step: its value at each step, the running mean with its standard error, and evaluations.
 
     The band is mean ± std / √n with the unbiased deviation of a step's n completions. It stays within the
     rewards that were seen, since the largest of n values is at least std / √n above their mean (Brunk's
@@ -80,10 +80,10 @@ def metric_chart(
     note: str = "",
     around: tuple[float, ...] = (),
 ) -> str | None:
-    """Metrics by step, each as its values and, in a long run, their running mean.
+    """One chart of several metrics by step: their values and, in a long run, their running means.
 
     Args:
-        log: on powers of ten, if the values span enough of them.
+        log: use a logarithmic axis if the values span enough powers of ten.
         around: values that the axis shows in any case, so that noise does not look like a signal.
     """
     curves = [curve for curve in curves if _has_data(run.metric(curve.metric))]
@@ -165,7 +165,8 @@ def phase_color(run: Run, phase: str) -> str:
 
 
 def time_chart(run: Run, size: tuple[int, int]) -> str | None:
-    """Where each step's time went: one stacked bar per step, or per group of steps where they get thin."""
+    """Seconds by phase: one stacked bar per step, or per group of steps where single bars would be too
+    thin."""
     names = run.phase_names
     if not names or sum(run.wall_s) <= 0:
         return None
@@ -205,7 +206,7 @@ def time_chart(run: Run, size: tuple[int, int]) -> str | None:
 
 
 def metric_charts(run: Run) -> list[str]:
-    """The small charts of how the policy learns, those that the run has data for."""
+    """The small charts of how the policy learns, as far as the run has data for them."""
     charts: list[str | None] = [
         reward_functions_chart(run),
         length_chart(run),
@@ -263,7 +264,7 @@ def metric_charts(run: Run) -> list[str]:
 
 
 def other_metric_charts(run: Run) -> list[str]:
-    """What no other chart shows, such as metrics logged by reward functions; the first 24."""
+    """Charts of the first 24 metrics that no other chart shows, such as those logged by reward functions."""
     shown = {"reward", "reward_std", "num_tokens", "step_time"}
     shown_groups = ("rewards/", "completions/", "clip_ratio/", "sampling/")
     names = [n for n in run.metric_names if n not in shown | _CHARTED and not n.startswith(shown_groups)]
@@ -292,7 +293,8 @@ def step_axis(steps: Sequence[float], width: int = 360) -> Axis:
 def _noisy_line(
     plot: Plot, xs: Sequence[float], ys: Sequence[float], color: str, weights: Sequence[float] | None = None
 ) -> None:
-    """The values and, in a long run where they hide the trend, their (weighted) running mean over them."""
+    """Draw the values and, in a long run, where they would hide the trend, their (weighted) running mean on
+    top."""
     window = smoothing_window(len(xs))
     plot.line(xs, ys, color, "faint" if window > 1 else "curve")
     if window > 1:

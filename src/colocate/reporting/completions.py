@@ -23,10 +23,10 @@ class CompletionTable:
     """N completions, column by column; every column has N entries."""
 
     prompts: Sequence[Any]
-    """Strings or conversations (lists of messages)."""
+    """N prompts, as strings or conversations (lists of messages)."""
     completions: Sequence[Any]
     rewards: Mapping[str, Sequence[float]]
-    """One column per reward function; NaN where it returned None."""
+    """The rewards by each reward function; NaN where it returned None."""
     advantages: Sequence[float]
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Columns that reward functions added with `log_extra`."""
@@ -50,7 +50,7 @@ class CompletionTable:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The arguments to make an equal table of, as plain data; what is none becomes text."""
+        """The arguments that make an equal table, as plain data; any other object becomes text."""
         return {field.name: _as_data(getattr(self, field.name)) for field in fields(self)}
 
     def unique_prompts(self) -> CompletionTable:
@@ -59,7 +59,7 @@ class CompletionTable:
         return self._select(sorted(first.values()))
 
     def sample(self, num_samples: int, seed: int) -> CompletionTable:
-        """`num_samples` rows at random, in their order; all if there are not more.
+        """A table of `num_samples` rows drawn at random, in their order; of all rows if there are no more.
 
         The draw does not touch Python's global generator, so that looking does not change the run.
         """
@@ -109,12 +109,12 @@ def print_completions(
 ) -> None:
     """Print the completions of a step as a table, one row each.
 
-    Where the other columns leave too little room for the text, each is a record: its text in full width, and
-    its scores beneath.
+    If the other columns leave too little room for the text, each completion is printed as a record instead:
+    its text in full width, and its scores below it.
 
     Args:
-        num_completions_to_print: this many at random; None prints all, 0 none.
-        log_unique_prompts: only the first completion of every prompt.
+        num_completions_to_print: how many completions to print, drawn at random; None: all.
+        log_unique_prompts: print only the first completion of every prompt.
     """
     if log_unique_prompts:
         table = table.unique_prompts()
@@ -133,11 +133,11 @@ def print_completions(
 
 
 _MIN_TEXT_WIDTH = 24
-"""Columns of a table in which a prompt or completion can still be read."""
+"""The fewest columns of the terminal in which a prompt or completion can still be read."""
 
 
 def _scores(table: CompletionTable, row: int) -> dict[str, str]:
-    """What there is to say of one completion beside its text, by column, in the order of columns."""
+    """The entries of one completion but for its text, by column, in the order of columns."""
     return {
         **{name: f"{values[row]:.2f}" for name, values in table.rewards.items()},
         "Advantage": f"{table.advantages[row]:.2f}",

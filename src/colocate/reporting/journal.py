@@ -1,4 +1,5 @@
-"""What a run tells the world: transformers' state and callbacks, its own record, the progress display."""
+"""The journal of a run: it keeps transformers' state and callbacks, the run's record and the progress
+display."""
 
 from __future__ import annotations
 
@@ -28,14 +29,15 @@ from colocate.version import __version__
 
 TRAINER_STATE_FILE = "trainer_state.json"
 LAST_VALUES = ("learning_rate", "grad_norm", "num_tokens")
-"""Metrics of which the newest value is logged, as transformers does, instead of the average."""
+"""Metrics of which the newest value is logged instead of the average, as in transformers."""
 
 BETWEEN_STEPS = ("evaluate", "save")
 """Phases that come after one step and before the next."""
 
 
 class _TensorBoard(TensorBoardCallback):
-    """Keeps its file of events open: an evaluation that follows training belongs to the same run."""
+    """transformers' TensorBoard callback, but its file stays open: an evaluation after training is part of
+    the run."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.tb_writer is not None:
@@ -51,7 +53,7 @@ def _integrations(report_to: Any) -> list[TrainerCallback]:
 
 
 class JournalOptions(Protocol):
-    """The options that a journal reads, of transformers' arguments and of those that `GRPOConfig` adds."""
+    """The options that a journal reads; some are transformers' own, some are added by `GRPOConfig`."""
 
     run_name: str | None
     report_to: Any
@@ -102,7 +104,7 @@ class Journal:
         self.state.train_batch_size = args.per_device_train_batch_size
         self.state.compute_steps(cast(TrainingArguments, args), max_steps)
         self.run_id = uuid.uuid4().hex
-        """The same for a run and those that resume it; the main process's counts."""
+        """Identifies a run and all runs that resume it; only the main process's value is used."""
         self._steps_per_epoch = steps_per_epoch
         self._history = MetricHistory()
         self._since_last_step: dict[str, float] = {}
@@ -122,7 +124,7 @@ class Journal:
             disable_tqdm=bool(args.disable_tqdm),
             logging_steps=self.state.logging_steps,
         )
-        """A context: an error that ends the run must leave the terminal as it was."""
+        """A context manager, because an error that ends the run must leave the terminal as it was."""
         self.event("on_init_end")
 
     def event(self, name: str, **kwargs: Any) -> None:
@@ -139,14 +141,15 @@ class Journal:
             )
 
     def note_callbacks(self) -> None:
-        """Put what callbacks keep (such as `EarlyStoppingCallback` its patience) into the trainer's state."""
+        """Put the state of callbacks (such as the counter of `EarlyStoppingCallback`) into the trainer's
+        state."""
         parts = [
             part for part in (*self.handler.callbacks, self.control) if isinstance(part, ExportableState)
         ]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=parts).stateful_callbacks  # type: ignore[arg-type]
 
     def replace_state(self, state: TrainerState) -> None:
-        """Continue with another state, but for what this run sets itself."""
+        """Continue with another `TrainerState`, except for the values that this run sets itself."""
         own = (
             *("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps"),
             *("save_steps", "is_local_process_zero", "is_world_process_zero", "stateful_callbacks"),
@@ -156,10 +159,10 @@ class Journal:
         self.state = state
 
     def introduce(self, rows: dict[str, str], *, resumes: bool) -> None:
-        """Say what the run is, what its `output_dir` has already, and where it writes.
+        """Print what the run is, what `output_dir` contains already, and where the run writes.
 
         Args:
-            rows: by their labels.
+            rows: the rows of the header, by label.
         """
         if not self.state.is_world_process_zero:
             return
@@ -169,10 +172,10 @@ class Journal:
         messages.complete_header(redacted(rows), self.progress.console)
 
     def open(self, description: dict[str, Any], *, resumed_from: Path | None) -> None:
-        """Begin or continue the run's record; files change with the first step.
+        """Begin or continue the run's record; no file changes before the first step.
 
         Args:
-            resumed_from: the checkpoint that has been loaded; None begins a run.
+            resumed_from: the checkpoint that has been loaded; None: the run begins anew.
         """
         if self.state.is_world_process_zero:
             step = None if resumed_from is None else self.state.global_step
@@ -198,7 +201,7 @@ class Journal:
         self.event("on_train_begin")
 
     def say(self, text: str) -> None:
-        """Print some words about the run, once and not on each rank."""
+        """Print a text about the run, on the main process only."""
         self.progress.say(redacted(text))
 
     @property
@@ -208,7 +211,7 @@ class Journal:
         return self._run_log is not None and self._run_log.is_lost
 
     def close(self) -> None:
-        """End the run and say so. The record stays open for evaluations that follow."""
+        """End the run and print that it has ended. The record stays open for evaluations that follow."""
         if self._run_log is not None:
             self._run_log.begin()
         self.event("on_train_end")
@@ -217,7 +220,7 @@ class Journal:
         self.say(messages.finished(step, max_steps, duration, self.args.run_dir))
 
     def say_stopped(self, by: str, checkpoint: Path) -> None:
-        """Say that the run was asked to stop, what it has saved, and how to go on with it."""
+        """Print that the run was asked to stop, what it has saved, and the command that resumes it."""
         step, max_steps = self.state.global_step, self.state.max_steps
         text = messages.stopped(by, step, max_steps, checkpoint, self._how_to_resume())
         self.progress.say_at_end(redacted(text))
@@ -230,11 +233,11 @@ class Journal:
         return commands[0] if commands else "trainer.train(resume_from_checkpoint=True)"
 
     def set_phase(self, name: str) -> None:
-        """Show the phase that begins."""
+        """Show that a phase has begun."""
         self.progress.set_phase(name)
 
     def add_rollout(self, metrics: dict[str, float], table: CompletionTable, num_tokens: int) -> None:
-        """Take note of a rollout; its metrics belong to the optimizer step that comes next."""
+        """Note a rollout, whose metrics are logged with the next optimizer step."""
         self.state.num_input_tokens_seen += num_tokens
         self._since_last_step.update(metrics)
         self._rollout, self._rollout_tokens = metrics, num_tokens
@@ -244,7 +247,7 @@ class Journal:
         """Count an optimizer step and let the callbacks decide what follows it.
 
         Args:
-            metrics: of the step, over all ranks.
+            metrics: the metrics of the step, over all ranks.
             timeline: what `Timeline.drain` returned.
         """
         self.state.global_step += 1
@@ -285,7 +288,8 @@ class Journal:
 
     @property
     def train_loss(self) -> float:
-        """Mean loss of all steps of the run, also of those before it was resumed; NaN if there was none."""
+        """Mean loss of all steps of the run, those before it was resumed included; NaN if there was no
+        step."""
         return self._loss_sum / self._num_losses if self._num_losses else math.nan
 
     def log_if_asked(self) -> None:
@@ -307,7 +311,8 @@ class Journal:
         self.event("on_log", logs=logs)
 
     def log_eval(self, metrics: dict[str, float]) -> None:
-        """Log an evaluation, its epoch added to `metrics`. Training metrics wait for their own log."""
+        """Log an evaluation, with the epoch added to `metrics`. Training metrics wait for the next training
+        log."""
         metrics["epoch"] = self.state.epoch
         logs = dict(metrics)  # callbacks such as PrinterCallback take entries out
         self.state.log_history.append({**logs, "step": self.state.global_step})
@@ -342,7 +347,7 @@ class Journal:
         self._table = None if state["table"] is None else CompletionTable(**state["table"])
 
     def _restore_callbacks(self, saved: dict[str, Any]) -> None:
-        """Give callbacks back what they kept, where `restore_callback_states_from_checkpoint` asks for it."""
+        """Restore the state of callbacks, if `restore_callback_states_from_checkpoint` asks for it."""
         if not self.args.restore_callback_states_from_checkpoint:
             return
         for name, states in saved.items():
@@ -356,7 +361,7 @@ class Journal:
         self.state.save_to_json(str(directory / TRAINER_STATE_FILE))
 
     def load_state(self, directory: Path) -> None:
-        """Go on from the `trainer_state.json` of a checkpoint."""
+        """Continue from the `trainer_state.json` of a checkpoint."""
         saved = TrainerState.load_from_json(str(directory / TRAINER_STATE_FILE))
         # What this run sets itself (max_steps, the log intervals) may differ from what the checkpoint's had.
         counts = ("global_step", "epoch", "num_input_tokens_seen", "log_history")

@@ -14,9 +14,9 @@ GIB = 2**30
 
 
 def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None) -> str | None:
-    """One typical step: memory by what holds it, over the step's seconds.
+    """The memory of one typical step over its seconds, by category.
 
-    A phase with points is drawn as it went; any other at its fullest moment.
+    A phase with points is drawn from point to point, any other phase at its fullest moment.
     """
     index = run.typical_step()
     if index is None:
@@ -71,11 +71,11 @@ _TOP = ("activations", "logits", "workspace", "in use")
 
 
 class MemoryCurve:
-    """The memory of a phase from point to point, in GiB, by what holds it.
+    """The memory of a phase from point to point, in GiB, by category.
 
-    Of what is in use beyond the categories that are known, what was there when the phase began is "other"
-    (the CUDA context, on a CPU all of Python), and what came in it is taken for activations. Between two
-    points it is drawn as changing evenly, which is how layers, one like the other, fill and empty it.
+    Memory that belongs to no known category is called "other" if it was in use when the phase began (the CUDA
+    context; on a CPU all of Python), and is taken for activations if it came later. Between two points memory
+    is drawn as changing evenly, since layers, which are all alike, fill and empty it.
     """
 
     def __init__(self, span: dict) -> None:
@@ -113,7 +113,7 @@ class MemoryCurve:
 
     @property
     def lowest(self) -> float:
-        """The least that is in use at a point."""
+        """The least memory that is in use at any point."""
         return min(self.totals)
 
     def draw(self, plot: Plot, colors: dict[str, str], names: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ def _phase_peak(spans: Sequence[dict], phase: str) -> float:
 
 
 def _stack(span: dict, rest_name: str) -> dict[str, float]:
-    """GiB by category that holds any; `rest_name` is what the peak holds beyond them."""
+    """GiB of each category that is not empty; `rest_name` is the name for the rest of the peak."""
     stack = {name: size for name, size in _sizes(span).items() if size}
     rest = number(span["peak_bytes"]) / GIB - sum(stack.values())
     return {**stack, rest_name: rest} if rest > 0 else stack
@@ -194,6 +194,6 @@ def _category_label(name: str, names: Sequence[str]) -> str:
 
 
 def _label_span(plot: Plot, phase: str, start: float, end: float, top: float) -> None:
-    """The phase's name inside its box, if it fits there."""
+    """Write the phase's name into its box, if it fits there."""
     if plot.x(end) - plot.x(start) > 7 * len(phase) + 8 and plot.y(0.0) - plot.y(top) > 22:
         plot.label((start + end) / 2, top / 2, phase)

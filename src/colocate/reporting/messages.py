@@ -1,6 +1,7 @@
-"""What a run says on the terminal at its start and its end: what it is, where things are, what to type next.
+"""The texts that a run prints at its start and its end: what it is, where things are, what to type next.
 
-Imports nothing slow: `colocate train` says what it knows before PyTorch and transformers are loaded.
+This module imports nothing slow, so that `colocate train` can print before PyTorch and transformers are
+loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rich.text import Text
 
 _LABEL_WIDTH = 10
 _said: set[str] = set()
-"""Labels of the header's rows that the command line has printed, and the trainer need not print again."""
+"""Labels of the header's rows that the command line has printed; the trainer does not print them again."""
 
 
 def short_path(path: str | Path) -> str:
@@ -45,7 +46,7 @@ def complete_header(rows: Mapping[str, str | None], console: Console) -> None:
 
 
 def _print_rows(rows: Mapping[str, str | None], console: Console) -> None:
-    """One row per text that is known; on a terminal a long one goes on under its beginning."""
+    """Print a row for each text that is known; on a terminal a long text continues below its beginning."""
     for label, text in rows.items():
         if not text:
             continue
@@ -58,16 +59,16 @@ def _print_rows(rows: Mapping[str, str | None], console: Console) -> None:
 
 
 def continuing(checkpoint: Path, step: int, max_steps: int) -> str:
-    """What a resumed run says before its next step."""
+    """The line that a resumed run prints before its next step."""
     return f"Continuing at step {step} of {max_steps} from {short_path(checkpoint)}."
 
 
 def stopped(by: str, step: int, max_steps: int, checkpoint: Path, how_to_resume: str | None) -> str:
-    """What a run says that was asked to stop.
+    """The text that a run prints when it was asked to stop.
 
     Args:
         by: who asked: "Ctrl-C" or a signal's name.
-        how_to_resume: None where a checkpoint cannot be resumed: `save_only_model` leaves out what it needs.
+        how_to_resume: the command that resumes the run; None if `save_only_model` makes that impossible.
     """
     saved = f"Stopped by {by} after step {step} of {max_steps}; saved to {short_path(checkpoint)}."
     if how_to_resume is None:
@@ -76,7 +77,8 @@ def stopped(by: str, step: int, max_steps: int, checkpoint: Path, how_to_resume:
 
 
 def finished(step: int, max_steps: int, duration: str, run_dir: Path) -> str:
-    """What a run says that has ended by itself: after which step, and what there is to look at."""
+    """The text that a run prints when it has ended by itself: the last step, the checkpoint and the
+    report."""
     checkpoint = run_dir / f"checkpoint-{step}"
     lines = [f"Finished: step {step} of {max_steps}, after {duration}."]
     if checkpoint.is_dir():

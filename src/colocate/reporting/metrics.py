@@ -1,4 +1,4 @@
-"""Metrics that add up: over micro-batches, then over ranks, and only then become numbers."""
+"""Metrics that are summed over micro-batches and then over ranks, before they become single numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Metrics:
             self.add_max(name, value)
 
     def to_host(self) -> Metrics:
-        """The same metrics as Python floats, ready to be sent to another rank."""
+        """A copy of the metrics as Python floats, ready to be sent to another rank."""
         host = Metrics()
         host._sums = {name: (float(t), float(c)) for name, (t, c) in self._sums.items()}
         host._minima = {name: float(v) for name, v in self._minima.items()}
@@ -49,7 +49,7 @@ class Metrics:
         return host
 
     def compute(self) -> dict[str, float]:
-        """Final numbers. A mean over nothing is NaN."""
+        """The final number of each metric. A mean over nothing is NaN."""
         means = {n: float(t) / float(c) if c else math.nan for n, (t, c) in self._sums.items()}
         extremes = {n: float(v) for part in (self._minima, self._maxima) for n, v in part.items()}
         return {**means, **extremes}
@@ -71,7 +71,7 @@ def _extreme(
 
 
 class MetricHistory:
-    """Values since the last log, averaged when logged; NaN values (nothing to measure) do not count."""
+    """The values of each metric since the last log; a log averages them, without NaN (nothing to measure)."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
@@ -81,7 +81,8 @@ class MetricHistory:
             self._values.setdefault(name, []).append(value)
 
     def flush(self) -> dict[str, float | None]:
-        """Average and forget. None where no value was a number (loggers cannot store NaN)."""
+        """Return the averages and forget the values. None where no value was a number (loggers cannot store
+        NaN)."""
         averages: dict[str, float | None] = {}
         for name, values in self._values.items():
             numbers = [v for v in values if not math.isnan(v)]

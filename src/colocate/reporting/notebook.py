@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: one table that grows, in one output of the cell."""
+"""The progress of a run in a notebook: one table that grows, in one output of the cell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NotebookTable:
         self._handle = display(HTML(self._html()), display_id=True)
 
     def update(self, head: str, row: Mapping[str, str] | None = None) -> None:
-        """Replace the line above the table, and add a row, which has a "step", if there is one."""
+        """Replace the line above the table, and add `row`, which has the key "step", if it is given."""
         self._head = head
         if row is not None:
             self._rows.append(dict(row))
@@ -39,7 +39,7 @@ class NotebookTable:
         self._show()
 
     def stop(self) -> None:
-        """Show the table a last time; the output keeps it."""
+        """Show the table a last time; it stays in the output."""
         self._show()
 
     def _show(self) -> None:

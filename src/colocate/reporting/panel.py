@@ -1,4 +1,5 @@
-"""The lines at the bottom of a terminal that show a run as it goes; everything else scrolls by above."""
+"""The live panel: lines at the bottom of a terminal that show a run, while all other output scrolls by
+above."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class LivePanel:
     """Draws lines anew four times a second, as wide and as many as the terminal has room for.
 
     Args:
-        lines: makes the lines for a width in columns and a height in rows.
+        lines: returns the lines for a terminal of some width in columns and height in rows.
     """
 
     def __init__(self, lines: Callable[[int, int], list[Text]], console: Console) -> None:
@@ -42,7 +43,7 @@ class LivePanel:
         self._live.refresh()
 
     def stop(self) -> None:
-        """Draw the lines a last time, and leave them."""
+        """Draw the lines a last time, and leave them on the terminal."""
         self._live.stop()
         self._bars.close()
 
@@ -53,11 +54,11 @@ class LivePanel:
 
 
 class _ReflownRender(LiveRender):
-    """What `Live` draws; knows how many rows it takes after the terminal was made narrower.
+    """The text that `Live` draws; it knows how many rows it occupies after the terminal was made narrower.
 
-    Terminals break a line that no longer fits into several, and `Live`, which counts its own lines, would
-    erase fewer rows than there are. Those that cut lines off instead (xterm, Linux's console) are known by
-    their variables.
+    A terminal breaks a line that no longer fits into several. `Live` counts only its own lines and would
+    erase too few rows. Terminals that cut such lines off instead (xterm, Linux's console) are recognised by
+    their environment variables.
     """
 
     def __init__(self, console: Console) -> None:
@@ -88,7 +89,7 @@ class _ReflownRender(LiveRender):
 
 @contextmanager
 def without_bars():
-    """Progress bars of datasets, transformers and the Hub are not drawn inside the block."""
+    """A context in which datasets, transformers and the Hub draw no progress bars."""
     import datasets
     import huggingface_hub.utils as hub
     from transformers.utils import logging as transformers_logging

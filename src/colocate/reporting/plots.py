@@ -4,7 +4,7 @@
     plot.line(steps, rewards, "blue")
     plot.svg()
 
-The styles are those of `theme.plot_rules`. NaN is a gap in a line, never an error.
+`theme.plot_rules` defines the styles. NaN makes a gap in a line and is never an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Axis:
     ticks: tuple[float, ...]
     log: bool = False
     format: Callable[[float], str] | None = None
-    """Text of a tick; by default as many decimals as the ticks need."""
+    """Makes the text of a tick; None: a number with as many decimals as the ticks need."""
 
     @classmethod
     def around(
@@ -48,10 +48,10 @@ class Axis:
         """An axis that holds all finite values.
 
         Args:
-            tight: end at the values, not at the ticks around them.
-            zero: start at zero or below.
-            whole: ticks at whole numbers only.
-            log: powers of ten; values that are not positive do not count.
+            tight: the axis ends at the values, not at the ticks around them.
+            zero: the axis starts at zero or below.
+            whole: ticks are at whole numbers only.
+            log: the axis is logarithmic; values that are not positive do not count.
         """
         finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
         if log:
@@ -82,7 +82,7 @@ class Axis:
         return cls(10.0**first, 10.0**last, ticks, log=True, format=format)
 
     def fraction(self, value: float) -> float:
-        """Where `value` lies between the ends: 0 at the low one, 1 at the high one."""
+        """The position of `value` between the ends of the axis: 0 at the low end, 1 at the high end."""
         if self.log:
             span = math.log10(self.high) - math.log10(self.low)
             return (math.log10(max(value, self.low)) - math.log10(self.low)) / span
@@ -97,7 +97,7 @@ class Axis:
 
 
 class Plot:
-    """One SVG picture; marks are drawn in the order of the calls."""
+    """An SVG picture of one plot; marks are drawn in the order of the calls."""
 
     def __init__(
         self,
@@ -111,7 +111,8 @@ class Plot:
         x_label: str = "step",
         note: str = "",
     ) -> None:
-        """`note` is units, or what the line means: right of the title, below it where there is no room."""
+        """Make an empty plot. `note`, the units or the meaning of the line, is right of the title, or below
+        it if there is no room."""
         self._x, self._y = x, y
         self._width, self._height = width, height
         self._marks: list[str] = []
@@ -136,7 +137,7 @@ class Plot:
         return self._bottom - self._y.fraction(value) * (self._bottom - self._top)
 
     def line(self, xs: Sequence[float], ys: Sequence[float], color: str, style: str = "curve") -> None:
-        """A line through the points, broken where y is NaN; a point on its own is a dot.
+        """Draw a line through the points, broken where y is NaN; a point between two gaps is a dot.
 
         Args:
             style: "curve" or "faint".
@@ -150,7 +151,7 @@ class Plot:
                 self._marks.append(f'<path class="{style} s-{color}" d="M{path}"/>')
 
     def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], color: str) -> None:
-        """The area between two lines, where both are there."""
+        """Draw the area between two lines, where neither is NaN."""
         lows, highs = self._drawable(lows), self._drawable(highs)
         for run in _runs(xs, [lo + hi for lo, hi in zip(lows, highs, strict=True)]):
             inside = {x for x, _ in run}
@@ -179,7 +180,7 @@ class Plot:
         hover: str = "",
         gap: float = 0,
     ) -> None:
-        """A filled rectangle between two x and two y, drawn `gap` pixels narrower."""
+        """Draw a filled rectangle between two x and two y, `gap` pixels narrower than that."""
         left, bottom = self.x(xs[0]), self.y(ys[0])
         width, height = max(0.3, self.x(xs[1]) - left - gap), max(0.0, bottom - self.y(ys[1]))
         title = f"<title>{escape(hover)}</title>" if hover else ""
@@ -191,7 +192,7 @@ class Plot:
     def area(
         self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], color: str, hover: str = ""
     ) -> None:
-        """A filled shape between two lines through the points."""
+        """Draw a filled shape between two lines through the points."""
         there = [self._point(x, y) for x, y in zip(xs, highs, strict=True)]
         back = [self._point(x, y) for x, y in zip(xs, lows, strict=True)][::-1]
         path = "L".join(f"{px} {py}" for px, py in there + back)
@@ -199,14 +200,14 @@ class Plot:
         self._marks.append(f'<path class="f-{color}" d="M{path}Z">{title}</path>')
 
     def label(self, x: float, y: float, text: str) -> None:
-        """Text centred on a point, in the colour that reads on a filled box."""
+        """Write text centred on a point, in a colour that can be read on a filled box."""
         cx, cy = self._point(x, y)
         self._marks.append(
             f'<text class="label" x="{cx}" y="{cy}" dy="4" text-anchor="middle">{escape(text)}</text>'
         )
 
     def rule(self, y: float, text: str) -> None:
-        """A dashed line across, for a limit."""
+        """Draw a dashed horizontal line, for a limit."""
         at = self.y(y)
         self._marks.append(
             f'<path class="rule" d="M{self._left:.1f} {at:.1f}H{self._right:.1f}"/>'
@@ -214,7 +215,7 @@ class Plot:
         )
 
     def hover(self, xs: Sequence[float], texts: Callable[[int], str]) -> None:
-        """Columns that show `texts(i)` for the i-th x when pointed at."""
+        """Show `texts(i)` while the mouse points at the column of the i-th x."""
         chosen = range(0, len(xs), math.ceil(len(xs) / MAX_HOVERS)) if len(xs) else range(0)
         centres = [self.x(xs[i]) for i in chosen]
         edges = [self._left, *((a + b) / 2 for a, b in pairwise(centres)), self._right]
@@ -225,7 +226,7 @@ class Plot:
             )
 
     def describe(self, sentence: str) -> None:
-        """Add to what the picture says to who cannot see it."""
+        """Add a sentence to the alternative text, for readers who cannot see the picture."""
         self._description.append(sentence)
 
     def svg(self) -> str:
@@ -267,9 +268,10 @@ class Plot:
 def decimate(
     xs: Sequence[float], ys: Sequence[float], max_points: int = MAX_POINTS
 ) -> tuple[list[float], list[float]]:
-    """At most about `max_points` of the points, among them the ends and every bucket's lowest and highest.
+    """At most about `max_points` of the points: the two ends, and the lowest and highest point of each
+    bucket.
 
-    NaN stays only as one point between two others, as the gap that it is.
+    A stretch of NaN is kept as a single point, which draws the gap.
     """
     if len(xs) <= max_points:
         return list(xs), list(ys)
@@ -287,10 +289,11 @@ def decimate(
 
 
 def smooth(ys: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
-    """Running mean over `window` values centred on each, fewer at the ends; NaN does not count and stays.
+    """Running mean over `window` values centred on each value, over fewer at the ends. NaN does not count,
+    and stays.
 
     Args:
-        weights: of the values in the mean, positive; all equal if None.
+        weights: positive weights of the values in the mean; None: all are equal.
     """
     sums, totals = [0.0], [0.0]
     for y, weight in zip(ys, weights or [1.0] * len(ys), strict=True):
@@ -306,7 +309,7 @@ def smooth(ys: Sequence[float], window: int, weights: Sequence[float] | None = N
 
 
 def ends(ys: Sequence[float]) -> tuple[float, float, int]:
-    """Means of the first and of the last few finite values (a tenth of them, ten at most); how many each."""
+    """(mean of the first n finite values, mean of the last n, n), where n is a tenth of them, ten at most."""
     finite = [y for y in ys if math.isfinite(y)]
     if not finite:
         return math.nan, math.nan, 0
@@ -315,7 +318,7 @@ def ends(ys: Sequence[float]) -> tuple[float, float, int]:
 
 
 def course(name: str, ys: Sequence[float], *, percent: bool = False) -> str:
-    """What a curve does, in words: "reward rises from 0.42 to 0.92, between 0.4 and 0.95"."""
+    """A sentence that says what a curve does: "reward rises from 0.42 to 0.92, between 0.4 and 0.95"."""
     first, last, count = ends(ys)
     if not count:
         return f"{name} has no values"
@@ -341,7 +344,7 @@ def nice_step(raw: float) -> float:
 
 
 def compact(value: float, digits: int = 3) -> str:
-    """A number to read: 0.412, 28.4k, 1.2e-06; "–" for NaN."""
+    """A number as short text: 0.412, 28.4k, 1.2e-06; "–" for NaN."""
     if not math.isfinite(value):
         return "–"
     if value == 0:
@@ -367,7 +370,7 @@ def _tick_text(tick: float, step: float, largest: float) -> str:
 
 
 def _decimals(value: float, step: float) -> str:
-    """`value` with the decimals that tell it from its neighbours one `step` away."""
+    """`value` with as many decimals as tell it from its neighbours one `step` away."""
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:
         decimals += 1  # a step of 2.5

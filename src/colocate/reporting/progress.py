@@ -1,4 +1,4 @@
-"""What the run is doing: a live panel on a terminal, a table in a notebook, one line per report elsewhere.
+"""Shows what a run is doing: as a live panel on a terminal, as a table in a notebook, and elsewhere as lines.
 
 progress = Progress(is_main_process=state.is_world_process_zero, disable_tqdm=args.disable_tqdm)
 timeline = Timeline(device, on_phase=progress.set_phase)
@@ -31,17 +31,18 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _NUM_SPARKS = 32
 _RATE_STEPS = 20  # speed and time left are means over this many steps
 _ACCENT = "dodger_blue1"
-"""Of the 256 colours, whose shades no terminal redefines: ANSI's own blue cannot be read on black."""
+"""A blue among the 256 colours, whose shades no terminal redefines; ANSI's own blue cannot be read on
+black."""
 _PHASE_STYLES = {"rollout": _ACCENT, "score": "gold3", "train": "dark_orange", "publish": "green3"}
 _STEP_PHASES = ("rollout", "score", "train", "publish")
 _LINE_FACTS = ("reward", "length", "speed", "step time", "memory", "ETA")
-"""What a plain line says; the panel has room for more."""
+"""The facts that a plain line has; the panel has room for more."""
 _BY_IMPORTANCE = (
     *("reward", "length", "step time", "speed", "eval", "zero std", "memory", "rewards", "policy"),
 )
 _LABEL_WIDTH = 10
 _NARROW = 60
-"""Columns below which the panel leaves out the phases that do not run."""
+"""The width in columns below which the panel shows only the phase that runs."""
 
 
 class Progress:
@@ -58,8 +59,8 @@ class Progress:
         """Only the main process shows anything.
 
         Args:
-            disable_tqdm: plain lines on a terminal and in a notebook, too.
-            logging_steps: a plain line or row every so many steps, and for the last one.
+            disable_tqdm: print plain lines on a terminal and in a notebook, too.
+            logging_steps: steps from one plain line or row to the next; the last step has one in any case.
         """
         self._console = console or Console()
         self._shows = is_main_process
@@ -101,20 +102,20 @@ class Progress:
 
     @property
     def console(self) -> Console:
-        """Print through it while the panel is up: what is printed scrolls by above."""
+        """The console to print through while the panel is shown: the output then scrolls by above it."""
         return self._console
 
     def say(self, text: str) -> None:
-        """Print some words about the run, above the panel if there is one."""
+        """Print a text about the run, above the panel if there is one."""
         if self._shows:
             self._console.print(Text(text), soft_wrap=True)
 
     def say_at_end(self, text: str) -> None:
-        """Print it below everything else, as the run's last words."""
+        """Print a text at the end of the run, below everything else."""
         self._at_end = text
 
     def set_phase(self, name: str) -> None:
-        """Show the phase that begins."""
+        """Show that a phase has begun."""
         self._phase, self._phase_start = name, time.monotonic()
 
     def update(
@@ -129,9 +130,9 @@ class Progress:
         """Show the state after `step` of `total` steps.
 
         Args:
-            record: of the step, as `RunLog.log_step` returns it. What is missing is not shown.
-            rollout: metrics of the rollout that the step trained on, which may have come before it.
-            step_tokens: the step's share in that rollout's tokens.
+            record: the record of the step, as `RunLog.log_step` returns it. Missing entries are not shown.
+            rollout: metrics of the rollout that the step trained on, which may belong to an earlier step.
+            step_tokens: the step's share of that rollout's tokens.
         """
         metrics = {**(rollout or {}), **record}
         steps = step - self._step if self._step else 1
@@ -151,7 +152,8 @@ class Progress:
             self._console.print(Text(self._line()), soft_wrap=True)
 
     def show_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Say what an evaluation after `step` steps found: a line and the panel, or a notebook's table."""
+        """Show the result of an evaluation after `step` steps, as a line and in the panel, or in a notebook's
+        table."""
         rewards = {name: number(value) for name, value in metrics.items() if name.endswith("_reward")}
         if not self._shows or not rewards:
             return
@@ -167,7 +169,8 @@ class Progress:
         return sum(s for _, s in timed) / sum(n for n, _ in timed) if timed else math.nan
 
     def _shares(self) -> str:
-        """The phases that take more than a fiftieth of the steps' time: not every step has a rollout."""
+        """Shares of the recent steps' time by phase, for phases above a fiftieth. Not every step has a
+        rollout."""
         wall = sum(seconds for _, seconds, _ in self._recent if seconds > 0)
         whole: dict[str, float] = {}
         for phases in self._recent_phases:
@@ -179,12 +182,13 @@ class Progress:
         return f" ({', '.join(shares)})" if shares else ""
 
     def _tokens_per_second(self) -> float:
-        """Tokens that the recent steps trained on by the time they took, rollout included."""
+        """Tokens that the recent steps trained on, divided by the seconds that they took with their
+        rollouts."""
         counted = [(seconds, tokens) for _, seconds, tokens in self._recent if tokens > 0 and seconds > 0]
         return sum(t for _, t in counted) / sum(s for s, _ in counted) if counted else math.nan
 
     def _facts(self, metrics: Mapping[str, Any]) -> dict[str, str]:
-        """What there is to say, by name, in order; what is unknown is left out."""
+        """The facts that the panel shows, by name and in order; unknown ones are left out."""
         seconds = self._seconds_per_step()
         left = seconds * (self._total - self._step)
         facts = {
@@ -216,7 +220,8 @@ class Progress:
     # ── The panel ────────────────────────────────────────────────────────────────────────────────────────
 
     def _lines(self, width: int, height: int) -> list[Text]:
-        """The panel's lines, at most `width` columns wide; where rows are few, those that matter most."""
+        """The panel's lines, at most `width` columns wide; if there are few rows, only the most important
+        lines."""
         facts = {**self._shown, **({"eval": self._evaluated} if self._evaluated else {})}
         eta = facts.pop("ETA", "")
         num_rows = max(0, height - 4)
@@ -243,7 +248,8 @@ class Progress:
         return _cut(Text.assemble((head.rstrip(), "bold"), " ", *(bar if room >= 4 else ()), end), width)
 
     def _phase_strip(self, width: int) -> Text:
-        """The phases of a step, the one that runs now lit, with the seconds that it has been running."""
+        """The phases of a step in a row; the present one is highlighted, with the seconds that it has been
+        running."""
         now = self._phase.partition("/")[0]
         strip = Text()
         for phase in _STEP_PHASES if now in _STEP_PHASES or not now else (*_STEP_PHASES, now):
@@ -261,7 +267,8 @@ def _labelled(label: str, text: Text, width: int) -> Text:
 
 
 def _cut(text: Text, width: int) -> Text:
-    """The text in one line without spaces at its end, which would be lines of their own when it is broken."""
+    """The text in one line, without spaces at its end: if the terminal broke the line, they would fill
+    another one."""
     text.rstrip()
     text.truncate(width, overflow="ellipsis")
     text.no_wrap = True
@@ -269,7 +276,7 @@ def _cut(text: Text, width: int) -> Text:
 
 
 def _filled(template: str, value: Any, write: Any = None) -> str:
-    """The template with a number in it; empty if there is no number."""
+    """The template with a number filled in; the empty string if there is no number."""
     known = number(value)
     if not math.isfinite(known):
         return ""
@@ -277,7 +284,7 @@ def _filled(template: str, value: Any, write: Any = None) -> str:
 
 
 def _by_function(metrics: Mapping[str, Any]) -> str:
-    """The mean reward of each function, where there are several."""
+    """The mean reward of each function, if there are several."""
     means = {
         name.removeprefix("rewards/").removesuffix("/mean"): number(value)
         for name, value in metrics.items()
@@ -319,7 +326,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss, or days and hours."""
+    """Seconds as h:mm:ss, or as days and hours."""
     seconds = round(seconds)
     days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
     return f"{days} d {hours} h" if days else f"{hours}:{minutes:02d}:{seconds % 60:02d}"

@@ -100,7 +100,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def duration(seconds: float) -> str:
-    """3 h 07 min, 12 min 30 s, 41 s."""
+    """Seconds as text: "3 h 07 min", "12 min 30 s", "41 s"."""
     seconds = round(seconds)
     if seconds >= 3600:
         return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
@@ -108,7 +108,7 @@ def duration(seconds: float) -> str:
 
 
 def reward_ends(run: Run) -> tuple[float, float, int]:
-    """Mean reward over the first and the last few steps (a tenth of the run, ten at most); how many."""
+    """(mean reward of the first n steps, of the last n, n), where n is a tenth of the run, ten at most."""
     return ends(run.metric("reward"))
 
 
@@ -257,7 +257,7 @@ def _clipped(entry: Any) -> str:
 
 
 def _origin(run: Run) -> str:
-    """The command, the commit and the options, as far as `run.json` has them."""
+    """The card with the command, the commit and the options, as far as `run.json` has them."""
     command, commit, options = (run.info.get(name) for name in ("command", "commit", "options"))
     parts = []
     if command:
@@ -293,7 +293,8 @@ def _card(content: str) -> str:
 
 
 def _wide_card(wide: str | None, narrow: str | None, css_class: str = "") -> str:
-    """Two drawings of one chart, for a screen and for a phone, where the wide one's text would be tiny."""
+    """A card with two drawings of one chart: on a phone, the text of the drawing for a screen would be
+    tiny."""
     if wide is None or narrow is None:
         return ""
     drawings = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'

@@ -1,4 +1,4 @@
-"""A run as its record tells it: what the report and the picture are drawn from."""
+"""A run as its record describes it, from which the report and the picture are drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_SAMPLES = 3  # completions shown from the first and from the last logged st
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one run. Numbers that are missing or not numbers read as NaN."""
+    """The records of one run. Entries that are missing or not numbers are read as NaN."""
 
     directory: Path
     info: dict[str, Any]
@@ -29,7 +29,7 @@ class Run:
     """One record per optimizer step, in order."""
     evals: list[dict[str, Any]]
     num_unreadable: int
-    """Lines of the record that were no JSON object with a step."""
+    """How many lines of the record were not a JSON object with a step."""
 
     @property
     def name(self) -> str:
@@ -41,9 +41,10 @@ class Run:
         return [float(record["step"]) for record in self.steps]
 
     def metric(self, name: str) -> list[float]:
-        """One value per step. A rollout's metrics stand for all the steps that it feeds.
+        """The value of a metric at each step.
 
-        The record has them once, with the first of these steps; null is a value that was no number.
+        The record has a rollout's metrics only at the first of the steps that the rollout feeds; here they
+        hold for all of these steps. A null in the record is a value that was not a number.
         """
         values: list[float] = []
         for record in self.steps:
@@ -59,7 +60,7 @@ class Run:
 
     @cached_property
     def metric_names(self) -> list[str]:
-        """Every metric that is a number at some step, in order of appearance."""
+        """The names of all metrics that are a number at some step, in order of appearance."""
         names: dict[str, None] = {}
         for record in self.steps:
             names.update({name: None for name, value in record.items() if math.isfinite(number(value))})
@@ -67,7 +68,7 @@ class Run:
 
     @cached_property
     def wall_s(self) -> list[float]:
-        """Seconds of each step; at least what its phases add up to."""
+        """Seconds of each step, no less than the sum of its phases."""
         return [
             max(finite_or_zero(record.get("wall_s")), sum(phases.values()))
             for record, phases in zip(self.steps, self.phases, strict=True)
@@ -105,8 +106,8 @@ class Run:
     def tokens_per_second(self) -> list[float]:
         """Tokens per second by step, from TRL's running count `num_tokens` and the steps' wall times.
 
-        The steps that a rollout feeds share its tokens: each has the rollout's tokens over the seconds of all
-        of them. On its own the step with the rollout would look too fast, and the others without tokens.
+        All steps that one rollout feeds have one speed: the rollout's tokens divided by the seconds of all of
+        these steps. Otherwise the step with the rollout would have all the tokens, and the others none.
         """
         tokens = self.metric("num_tokens")
         speeds: list[float] = []
@@ -121,18 +122,20 @@ class Run:
 
     @cached_property
     def spans(self) -> list[list[dict[str, Any]]]:
-        """Each step's memory spans, those with a phase, two times and a peak; `points` is a list in all."""
+        """The memory spans of each step that have a phase, two times and a peak; `points` is always a
+        list."""
         return [_spans(record) for record in self.steps]
 
     @cached_property
     def limit_bytes(self) -> float:
-        """What the device holds, NaN if the record does not say."""
+        """Bytes of the device's memory; NaN if the record does not have them."""
         return number(_mapping(self.steps[-1].get("memory")).get("limit_bytes"))
 
     def typical_step(self) -> int | None:
-        """Index of the step of median length among the last half of those with memory spans.
+        """Index of the step with the median duration among the last half of the steps with memory spans.
 
-        A step with a rollout, if there is one: in others the engine sleeps throughout.
+        Only steps with a rollout are considered, if there are any: in other steps the engine sleeps
+        throughout.
         """
         seen = [i for i, spans in enumerate(self.spans) if any(span["phase"] == "rollout" for span in spans)]
         seen = seen or [i for i, spans in enumerate(self.spans) if spans]
@@ -143,7 +146,8 @@ class Run:
         return min(seen, key=lambda i: abs(self.wall_s[i] - middle))
 
     def sample_completions(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """A few completions of the first logged step, and of the last if that is another one."""
+        """A few completions of the first logged step, and a few of the last one if that is a different
+        step."""
         early: list[dict[str, Any]] = []
         late: list[dict[str, Any]] = []
         for record in _read_objects(self.directory / COMPLETIONS_FILE):
@@ -190,7 +194,7 @@ def read_run(run_dir: str | Path) -> Run:
 
 
 def number(value: Any) -> float:
-    """`value` as a float, NaN if it is none that can be drawn."""
+    """`value` as a float; NaN if it is not a number that can be drawn."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if is_number else math.nan
 
@@ -201,7 +205,7 @@ def finite_or_zero(value: Any) -> float:
 
 
 def _read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The objects of a JSON-lines file, None for lines that are no object with a step."""
+    """The objects of a JSON-lines file; None for a line that is not an object with a step."""
     if not path.is_file():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -217,7 +221,7 @@ def _read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def _read_info(directory: Path) -> dict[str, Any]:
-    """What is known about the run: `run.json`, else the TRL options in `config.yaml`."""
+    """The description of the run in `run.json`; without that file, TRL's options in `config.yaml`."""
     try:
         return _mapping(json.loads((directory / RUN_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -250,7 +254,7 @@ def _is_span(span: Any) -> bool:
 
 
 def _points(span: dict[str, Any]) -> list[dict[str, Any]]:
-    """The span's points in the order of time, those with a time within it and two sizes."""
+    """The points of a span that have two sizes and a time within the span, in the order of time."""
     points = span.get("points")
     known = [point for point in points if isinstance(point, dict)] if isinstance(points, list) else []
     start, end = number(span["start_s"]), number(span["end_s"])

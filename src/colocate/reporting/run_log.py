@@ -53,8 +53,8 @@ RESERVED_KEYS = frozenset({"step", "epoch", "time", "wall_s", "phases", "memory"
 class RunLog:
     """Appends to the run's record, one flushed line at a time: what was logged survives a crash.
 
-    Nothing in the directory changes before the first step: a run that cannot start leaves the record of the
-    one before as it is.
+    Nothing in the directory changes before the first step, so that a run which cannot start leaves the record
+    of an earlier run as it is.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class RunLog:
         """Prepare the record of a run.
 
         Args:
-            resume_step: the step the run continues from: lines of later steps, which will be taken again, are
-                dropped. None begins a new run: the files of an earlier one in the same directory are kept as
-                `metrics.1.jsonl` and so on.
-            run_id: whose record is continued. One of another run, as `run.json` says, is kept under such a
-                name, too: the checkpoint resumed from need not be this directory's.
+            resume_step: the step from which the run continues; lines of later steps are dropped, since these
+                steps will be taken again. None: a new run begins, and files of an earlier run in the
+                directory are kept as `metrics.1.jsonl` and so on.
+            run_id: the run whose record is continued. If `run.json` is of another run, whose checkpoint need
+                not be the one resumed from, the record of that run is kept under such a name, too.
         """
         self._dir = Path(output_dir)
         self._resume_step, self._run_id = resume_step, run_id
@@ -77,13 +77,13 @@ class RunLog:
         self._files: tuple[TextIO, TextIO] | None = None
 
     def describe(self, info: Mapping[str, Any]) -> None:
-        """Take what `run.json` is to say."""
+        """Set the contents of `run.json`."""
         self._description = info
         if self._files is not None:
             self._write_description()
 
     def begin(self) -> None:
-        """Open the record, and write down what was found out before the first step."""
+        """Open the record, and write the evaluation and completions that came before the first step."""
         if self._files is not None:
             return
         self._dir.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class RunLog:
     def log_eval(self, step: int, metrics: Mapping[str, Any], *, epoch: float) -> dict[str, Any]:
         """Append the record of an evaluation done after `step` steps and return it, as written.
 
-        One before the first step waits for that.
+        An evaluation before the first step is written with that step.
         """
         record = {"eval": True, "step": step, "epoch": epoch, "time": time.time()}
         record = _with_metrics(record, metrics)
@@ -181,7 +181,8 @@ class RunLog:
 
 
 def earlier_record(output_dir: Path) -> str | None:
-    """What a new run in this directory does with the record of an earlier one; None if there is none."""
+    """A sentence that says what a new run does with an earlier record in this directory; None if there is
+    none."""
     try:
         with open(output_dir / METRICS_FILE, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
@@ -221,10 +222,10 @@ def _with_metrics(record: dict[str, Any], metrics: Mapping[str, Any]) -> dict[st
 
 
 _LAST_BYTES = 2**16
-"""Of a record, read to find its last step."""
+"""How many bytes at the end of a record are read to find its last step."""
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Characters at which some programs end a line; in JSON's texts they may be escaped."""
+"""Characters that some programs take for the end of a line, and the escapes that JSON has for them."""
 
 
 def _write_line(file: TextIO, record: Mapping[str, Any], *, ascii_only: bool = True) -> dict[str, Any]:
@@ -259,7 +260,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Keep only the whole lines of steps up to `step`; a line cut short by a crash goes too."""
+    """Keep only the whole lines of steps up to `step`; a line cut short by a crash is dropped, too."""
     if not path.exists():
         return
     shortened = path.with_suffix(".tmp")

@@ -51,7 +51,8 @@ _INK = {  # name: (on light, on dark)
 
 
 def color_of(name: str, known: dict[str, str], others: list[str]) -> str:
-    """The colour of a phase or category; `others` are the names without one, in a fixed order."""
+    """The colour of a phase or category; `others` lists the names that have no colour of their own, in a
+    fixed order."""
     if name in known:
         return known[name]
     spare = ["red", "green", "purple", "gold", "slate"]
@@ -59,9 +60,9 @@ def color_of(name: str, known: dict[str, str], others: list[str]) -> str:
 
 
 def stylesheet(rules: str) -> str:
-    """`rules` with its `var(--name)` written out, for light screens and again for dark ones.
+    """The CSS `rules` twice, for light and for dark screens, with each `var(--name)` replaced by its colour.
 
-    Written out because a picture is also shown by programs that know no custom properties.
+    The colours are written out because some programs that show pictures do not know CSS's custom properties.
     """
 
     def written_out(scheme: int) -> str:
@@ -75,7 +76,7 @@ def stylesheet(rules: str) -> str:
 
 
 def plot_rules() -> str:
-    """CSS for everything that `plots` draws, for `stylesheet`."""
+    """The CSS rules, to be passed to `stylesheet`, of everything that `plots` draws."""
     rules = [
         f"svg.plot{{display:block;width:100%;height:auto;font-family:{FONT};font-size:11px}}",
         "svg.plot text{fill:var(--muted)}",

@@ -1,4 +1,4 @@
-"""Whether the packages that `report_to` names are installed: found out before a model is loaded."""
+"""Checks before a model is loaded that the packages of the trackers in `report_to` are installed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_installed(report_to: object) -> None:
     """Refuse a tracker whose package is missing.
 
     Args:
-        report_to: a name, several of them in a list or a text "[a, b]", or None. Names that transformers does
-            not know are left to whoever knows these.
+        report_to: the name of a tracker, several of them in a list or a text "[a, b]", or None. Names that
+            transformers does not know are not checked here.
 
     Raises:
         ImportError: with the command that installs it.
