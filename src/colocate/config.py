@@ -241,7 +241,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     mask_truncated_completions: bool = False
     """Leave completions that reached `max_completion_length` out of the loss."""
     top_entropy_quantile: Annotated[float, FRACTION] = 1.0
-    """Train only on this share of the tokens, those of the highest entropy (arXiv:2506.01939)."""
+    """The policy loss keeps this share of the tokens, those of the highest entropy (arXiv:2506.01939)."""
     entropy_coef_min: Annotated[float, NOT_NEGATIVE] = 0.0
     """The smallest `entropy_coef` with use_adaptive_entropy=True."""
     entropy_coef_max: Annotated[float, NOT_NEGATIVE] = 1.0
