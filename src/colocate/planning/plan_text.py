@@ -258,7 +258,7 @@ def _table(answer: Answer) -> Table:
         if phase == "train":
             others = [m for m in get_args(Moment) if m != result.widest_moment]
             sizes = ", ".join(f"{m} {_shown(result.moment_bytes(m))}" for m in others)
-            table.add_row(phase, f"(peak in: {result.widest_moment})", "", f"the other parts: {sizes}")
+            table.add_row(phase, f"(peak in: {result.widest_moment})", "", f"the largest; rest: {sizes}")
         table.add_row(phase, "total", _shown(result.phase_bytes(phase)), "", style="bold", end_section=True)
     return table
 
