@@ -126,7 +126,7 @@ def test_its_options_are_read_with_one_line(no_hub, caplog):
     assert config.report_to == []
     assert (config.generation_batch_size, config.steps_per_generation) == (4, 1)
     assert len(caplog.messages) == 1
-    assert "colocated rollout is what the native engine does" in caplog.text
+    assert "the native engine generates on the trainer's GPU already" in caplog.text
     # Whether vLLM's options are needed is for the model to say.
     assert check_support(config, "vllm") == []
     (notice,) = check_support(config, "native")
