@@ -1,5 +1,4 @@
-"""`GRPOTrainer`: a run behind the interface of TRL's trainer. The loop is in `loop.py`; `build.py` makes the
-parts."""
+"""`GRPOTrainer`: a run behind TRL's interface. `loop.py` has the loop, `build.py` makes the parts."""
 
 from __future__ import annotations
 
@@ -21,12 +20,7 @@ from colocate.config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.experience.slices import SliceRows
 from colocate.run_header import header_rows
-from colocate.trainer_arguments import (
-    check_arguments,
-    check_reward_source,
-    config_or_default,
-    refuse_unsupported,
-)
+from colocate.trainer_arguments import check_arguments, config_or_default, refuse_at_once
 from colocate.trl_names import TRLNames
 from colocate.weights.layouts import causal_lm
 
@@ -72,8 +66,9 @@ class GRPOTrainer(TRLNames):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        check_reward_source(reward_funcs)
-        refuse_unsupported(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        refuse_at_once(
+            reward_funcs, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
+        )
         args = config_or_default(args, model)
         sealed.check_writable(args.run_dir)
         check_arguments(
@@ -113,9 +108,8 @@ class GRPOTrainer(TRLNames):
         """Train until `max_steps`.
 
         Args:
-            resume_from_checkpoint: the directory of a checkpoint to continue from; True: the newest one in
-                `output_dir`; "auto": the newest one, or the beginning if there is none; None: what the option
-                of this name in `args` says.
+            resume_from_checkpoint: a checkpoint's directory; True: the newest one in `output_dir`; "auto":
+                that one, or the beginning if there is none; None: what `args` says.
 
         Raises:
             OutputDirInUse: another run is writing into `output_dir`.
@@ -255,13 +249,10 @@ class GRPOTrainer(TRLNames):
         loop.publish(self.run)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, its tokenizer and `training_args.bin` as a plain Hugging Face (or PEFT) directory.
-
-        With `push_to_hub=True` the directory is uploaded, too.
+        """Write model, tokenizer and `training_args.bin` as a plain Hugging Face (or PEFT) directory.
 
         Args:
-            output_dir: the directory; None: that of the run.
-            _internal_call: transformers' argument: do not upload.
+            output_dir: the directory; None: that of the run. It is uploaded, too, with `push_to_hub=True`.
 
         Raises:
             CheckpointError: a file could not be written.
@@ -271,7 +262,7 @@ class GRPOTrainer(TRLNames):
         check_finite_weights(self.policy, self.args, "saved model")
         with sealed.saving_model(directory):
             run_checkpoints.write_model(self.run, directory)
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.push_to_hub and not _internal_call:  # transformers' argument
             self.push_to_hub("Model save")
 
     def push_to_hub(

@@ -23,19 +23,15 @@ NOT_SUPPORTED = {
 }
 
 
-def refuse_unsupported(**arguments: Any) -> None:
-    """Raises ValueError for an argument of TRL's trainer that is given but not supported here."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"GRPOTrainer does not take {name}: {NOT_SUPPORTED[name]}.")
-
-
-def check_reward_source(reward_funcs: Any) -> None:
-    """Raises ValueError if there is nothing to reward completions with."""
+def refuse_at_once(reward_funcs: Any, **unsupported: Any) -> None:
+    """Raises ValueError if nothing rewards completions, or for an argument that only TRL's trainer has."""
     if reward_funcs is None or (isinstance(reward_funcs, (list, tuple)) and not reward_funcs):
         raise ValueError(
             "No reward source provided: pass a function, a sequence classifier or its name in `reward_funcs`."
         )
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(f"GRPOTrainer does not take {name}: {NOT_SUPPORTED[name]}.")
 
 
 def config_or_default(args: Any, model: Any) -> GRPOConfig:
