@@ -28,8 +28,7 @@ from colocate.weights.layouts import causal_lm
 class GRPOTrainer(TRLNames):
     """Trains a language model with GRPO and its variants (DeepSeekMath, arXiv 2402.03300).
 
-    The arguments are TRL's. `tools`, `rollout_func` and `environment_factory` are not supported yet and
-    refused by name.
+    The arguments are TRL's; `tools`, `rollout_func` and `environment_factory` are refused by name.
 
     Args:
         model: name or path of a causal language model, a loaded one, or a PEFT model.
