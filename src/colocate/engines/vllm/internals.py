@@ -213,11 +213,8 @@ def reserve_kept() -> Iterator[None]:
     def nothing(*_: Any, **__: Any) -> None: ...
 
     with ExitStack() as stack:
-        for module, name in (
-            (gc, "collect"),
-            (torch.cuda, "empty_cache"),
-            (torch.accelerator, "empty_cache"),
-        ):
+        emptying = (gc, "collect"), (torch.cuda, "empty_cache"), (torch.accelerator, "empty_cache")
+        for module, name in emptying:
             if hasattr(module, name):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, nothing)
@@ -302,10 +299,9 @@ def plain_segments(device: torch.device) -> Iterator[None]:
             if expands_segments():
                 torch._C._accelerator_setAllocatorSettings(_with_expansion(before, False))
                 stack.callback(torch._C._accelerator_setAllocatorSettings, _with_expansion(before, True))
-            set_by_user = {name: os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ}
-            stack.enter_context(
-                environment({name: _with_expansion(value, False) for name, value in set_by_user.items()})
-            )
+            set_by_user = [name for name in _ALLOCATOR_VARIABLES if name in os.environ]
+            plain = {name: _with_expansion(os.environ[name], False) for name in set_by_user}
+            stack.enter_context(environment(plain))
         yield
 
 
@@ -323,10 +319,7 @@ def _allocator_settings() -> str:
     return settings.get("PYTORCH_ALLOC_CONF") or settings.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
-def _fields(settings: str) -> list[str]:
-    return [field.strip() for field in settings.split(",") if field.strip()]
-
-
 def _with_expansion(settings: str, is_on: bool) -> str:
-    others = [field for field in _fields(settings) if not field.startswith("expandable_segments")]
+    fields = [field for field in map(str.strip, settings.split(",")) if field]
+    others = [field for field in fields if not field.startswith("expandable_segments")]
     return ",".join([*others, f"expandable_segments:{is_on}"])

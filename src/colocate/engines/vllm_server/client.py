@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -364,7 +365,7 @@ class Workers:
             "path": "/collective_rpc",
             "body": message.call(deadline_s),
             "deadline_s": deadline_s,
-            "parse": _parser_for(message, self._client.base_url),
+            "parse": partial(self._opened, message),
         }
 
     def describe(self, *, deadline_s: float) -> list[dict[str, Any]]:
@@ -383,9 +384,7 @@ class Workers:
                 f"{HOW_TO_START}."
             ) from error
 
-
-def _parser_for(message: Message, base_url: str) -> Callable[[Any], list[dict[str, Any]]]:
-    def parse(content: Any) -> list[dict[str, Any]]:
+    def _opened(self, message: Message, content: Any) -> list[dict[str, Any]]:
         answers = content.get("results") if isinstance(content, dict) else None
         if not isinstance(answers, list) or not answers or not all(isinstance(a, dict) for a in answers):
             raise MalformedResponse("it has no worker's answer")
@@ -400,10 +399,8 @@ def _parser_for(message: Message, base_url: str) -> Callable[[Any], list[dict[st
             raise WorkerError("; ".join(errors))
         for answer in opened:
             if "holder" in answer:
-                raise ServerHeld(_who_holds(base_url, answer["holder"]), answer["holder"])
+                raise ServerHeld(_who_holds(self._client.base_url, answer["holder"]), answer["holder"])
         return opened
-
-    return parse
 
 
 def _who_holds(base_url: str, holder: dict[str, Any]) -> str:

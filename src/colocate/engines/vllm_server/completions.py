@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,24 +65,24 @@ def _runs(prompt: Prompt, sampling: SamplingParams) -> Iterator[tuple[int, int, 
             start = end
 
 
-def parser_for(
-    request: Request, sampling: SamplingParams, policy_version: int
-) -> Callable[[Any], list[Completion]]:
-    """A function that turns the answer to `request` into completions, or raises MalformedResponse."""
+def completions_in(
+    answer: Any, request: Request, sampling: SamplingParams, policy_version: int
+) -> list[Completion]:
+    """The completions in the server's answer to `request`.
 
-    def parse(answer: Any) -> list[Completion]:
-        choices = answer.get("choices") if isinstance(answer, dict) else None
-        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise MalformedResponse("it has no list of choices")
-        if sorted(choice.get("index", -1) for choice in choices) != list(range(request.num_completions)):
-            raise MalformedResponse(
-                f"{request.num_completions} completions were asked for and {len(choices)} came, with the "
-                f"indices {[choice.get('index') for choice in choices]}"
-            )
-        ordered = sorted(choices, key=lambda choice: choice["index"])
-        return [_completion(choice, request.max_tokens, sampling, policy_version) for choice in ordered]
-
-    return parse
+    Raises:
+        MalformedResponse: the answer does not have each completion that was asked for, whole and once.
+    """
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        raise MalformedResponse("it has no list of choices")
+    if sorted(choice.get("index", -1) for choice in choices) != list(range(request.num_completions)):
+        raise MalformedResponse(
+            f"{request.num_completions} completions were asked for and {len(choices)} came, with the "
+            f"indices {[choice.get('index') for choice in choices]}"
+        )
+    ordered = sorted(choices, key=lambda choice: choice["index"])
+    return [_completion(choice, request.max_tokens, sampling, policy_version) for choice in ordered]
 
 
 def _completion(

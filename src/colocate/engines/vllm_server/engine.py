@@ -13,6 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from packaging.version import Version
@@ -30,7 +31,7 @@ from colocate.engines.vllm_server.client import (
     ServerUnreachable,
     Workers,
 )
-from colocate.engines.vllm_server.completions import parser_for, requests_of
+from colocate.engines.vllm_server.completions import completions_in, requests_of
 from colocate.engines.vllm_server.key import VARIABLE
 from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, ServerHeld, has_ended, this_run
 from colocate.engines.vllm_server.weight_push import PushInterrupted, TransportName, WeightPusher
@@ -201,7 +202,9 @@ class VLLMServerEngine(BaseEngine):
                 "/v1/completions",
                 request.body,
                 deadline_s=self._request_timeout_s,
-                parse=parser_for(request, sampling, self.policy_version),
+                parse=partial(
+                    completions_in, request=request, sampling=sampling, policy_version=self.policy_version
+                ),
             )
             for request in requests
         ]

@@ -114,7 +114,9 @@ def key_of_server_at(host: str, port: int) -> ServerKey:
     key = key_from_environment()
     if key is not None:
         return key
-    path = key_file(socket.gethostname() if is_this_machine(host) else host, port)
+    own = socket.gethostname()
+    is_here = is_loopback(host) or host.lower() in {own.lower(), own.lower().partition(".")[0]}
+    path = key_file(own if is_here else host, port)
     if (key := _read(path)) is None:
         raise ValueError(
             f"There is no key for the vLLM server at {host}:{port}. `colocate serve` keeps its key in a file "
@@ -138,12 +140,6 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False
-
-
-def is_this_machine(host: str) -> bool:
-    """Whether the address or name certainly belongs to this machine."""
-    own = socket.gethostname()
-    return is_loopback(host) or host.lower() in {own.lower(), own.lower().partition(".")[0]}
 
 
 def _read(path: Path) -> ServerKey | None:

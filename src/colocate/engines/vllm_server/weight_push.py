@@ -15,6 +15,7 @@ import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,6 +187,7 @@ class NcclTransport(Transport):
         self._group.abort()
 
 
+@dataclass
 class WeightPusher:
     """Sends a policy's weights to a server. After a failed push the next one starts afresh.
 
@@ -199,26 +201,17 @@ class WeightPusher:
         timeout_s: seconds for a whole push, waiting for the end of another process's push included.
     """
 
-    def __init__(
-        self,
-        client: HttpClient,
-        workers: Workers,
-        *,
-        transport: TransportName,
-        group_host: str | None,
-        group_port: int,
-        bucket_bytes: int,
-        directory: str | None,
-        timeout_s: float,
-    ) -> None:
-        self._client = client
-        self._workers = workers
-        self._wanted: TransportName = transport
-        self._group_host = group_host
-        self._group_port = group_port
-        self._bucket_bytes = bucket_bytes
-        self._directory = directory
-        self._timeout_s = timeout_s
+    client: HttpClient
+    workers: Workers
+    _: KW_ONLY
+    transport: TransportName
+    group_host: str | None
+    group_port: int
+    bucket_bytes: int
+    directory: str | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
         self._transport: Transport | None = None
         self._transport_is_to: list[str] = []
         self._push_id: str | None = None
@@ -236,7 +229,7 @@ class WeightPusher:
             PushInterrupted, ServerUnreachable: the server is gone or restarted; push again when it is back.
             WorkerError, RequestRefused: the server refused, with the reason.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         replaces, self._push_id = self._push_id, uuid.uuid4().hex
         try:
             sent_bytes = self._push(model, token, replaces, deadline)
@@ -263,11 +256,11 @@ class WeightPusher:
             device = next(model.parameters()).device
             self._transport, self._transport_is_to = self._choose(device, deadline), start_ids
         sent_bytes = num_chunks = 0
-        for bucket in buckets(model, self._bucket_bytes):
+        for bucket in buckets(model, self.bucket_bytes):
             places, size_bytes = layout_of(bucket)
             flat = self._transport.buffer(size_bytes)
             pack(bucket, places, flat)
-            received = self._workers.start(
+            received = self.workers.start(
                 "receive_chunk",
                 push_id=self._push_id,
                 chunk=num_chunks,
@@ -281,7 +274,7 @@ class WeightPusher:
             self._transport.settle()
             sent_bytes += size_bytes
             num_chunks += 1
-        finished = self._workers.call(
+        finished = self.workers.call(
             "finish",
             push_id=self._push_id,
             token=token,
@@ -307,7 +300,7 @@ class WeightPusher:
         unless: str | None = token
         while True:
             self._tell("/pause?mode=abort", deadline)
-            answers = self._workers.call(
+            answers = self.workers.call(
                 "begin",
                 push_id=self._push_id,
                 unless=unless,
@@ -326,27 +319,27 @@ class WeightPusher:
             # Another process is pushing; usually the run's weights of now, to a server that has restarted.
             if time.monotonic() + _POLL_S > deadline:
                 raise WorkerError(
-                    f"Another process has been pushing weights to {self._client.base_url} for "
-                    f"{self._timeout_s:g} s. Give every run a server of its own."
+                    f"Another process has been pushing weights to {self.client.base_url} for "
+                    f"{self.timeout_s:g} s. Give every run a server of its own."
                 )
             time.sleep(_POLL_S)
 
     def _tell(self, path: str, deadline: float) -> None:
-        self._client.call("POST", path, deadline_s=_remaining_s(deadline), parse=_check_done)
+        self.client.call("POST", path, deadline_s=_remaining_s(deadline), parse=_check_done)
 
     # ── Choice of the transport ──────────────────────────────────────────────────────────────────────────
 
     def _choose(self, device: torch.device, deadline: float) -> Transport:
-        workers = self._workers.describe(deadline_s=_remaining_s(deadline))
+        workers = self.workers.describe(deadline_s=_remaining_s(deadline))
         are_on_gpus = device.type == "cuda" and all(w["device_type"] == "cuda" for w in workers)
         gpu = visible_gpus()[device.index or 0] if device.type == "cuda" else None
-        name = self._wanted
+        name = self.transport
         if name == "auto":
             if are_on_gpus:
                 name = "ipc" if all(gpu in worker["visible_gpus"] for worker in workers) else "nccl"
             else:
                 name = "file"
-        logger.info(f"Weights go to the vLLM server at {self._client.base_url} by {name}.")
+        logger.info(f"Weights go to the vLLM server at {self.client.base_url} by {name}.")
         if name == "file":
             return self._file_transport(deadline)
         if not are_on_gpus:
@@ -367,13 +360,13 @@ class WeightPusher:
                 f"Weights cannot go to the server by nccl: it runs on the trainer's own GPU {gpu}, and NCCL "
                 "needs a GPU for each side. Use ipc, or move the server with CUDA_VISIBLE_DEVICES."
             )
-        host = self._group_host or self._own_address()
-        port = self._group_port or free_port(host)
+        host = self.group_host or self._own_address()
+        port = self.group_port or free_port(host)
         timeout_s = min(_remaining_s(deadline), GROUP_TIMEOUT_S)
-        return NcclTransport(self._workers, len(workers), device, host, port, timeout_s)
+        return NcclTransport(self.workers, len(workers), device, host, port, timeout_s)
 
     def _file_transport(self, deadline: float) -> FileTransport:
-        parent = self._directory
+        parent = self.directory
         if parent is None and _SHARED_MEMORY.is_dir():
             parent = str(_SHARED_MEMORY)
         transport = FileTransport(parent)
@@ -381,7 +374,7 @@ class WeightPusher:
         probe = transport.directory / PROBE
         probe.write_text(mark)
         try:
-            answers = self._workers.call(
+            answers = self.workers.call(
                 "share", directory=str(transport.directory), mark=mark, deadline_s=_remaining_s(deadline)
             )
         except BaseException:
@@ -399,7 +392,7 @@ class WeightPusher:
     def _own_address(self) -> str:
         """This machine's address on the way to the server."""
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self._client.host, self._client.port))  # UDP: nothing is sent
+            probe.connect((self.client.host, self.client.port))  # UDP: nothing is sent
             return probe.getsockname()[0]
 
 
