@@ -31,13 +31,7 @@ from engine_models import (
     make_prompts,
 )
 from hostile_client import ask, attack_as_nobody, attacks
-from vllm_server_case import (
-    ServerProcess,
-    as_vllm,
-    make_server_engine,
-    make_server_model,
-    shared_server,
-)
+from vllm_server_case import ServerProcess, as_vllm, make_server_engine, make_server_model, shared_server
 
 from colocate.engines.vllm_server import lease
 from colocate.engines.vllm_server.client import ServerUnreachable, Workers
@@ -120,17 +114,14 @@ def test_logprobs_are_the_trainers(engine, model):
 
 
 def test_an_adapter_is_published_merged(model):
-    adapted = get_peft_model(
-        model,
-        LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
-    )
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
     engine = make_server_engine(adapted)
     engine.wake_up()
     try:
         for version in (1, 2):
-            perturb_adapter = [p for p in adapted.parameters() if p.requires_grad]
             with torch.no_grad():
-                for parameter in perturb_adapter:
+                for parameter in (p for p in adapted.parameters() if p.requires_grad):
                     parameter.mul_(1.3)
             engine.update_weights(adapted.named_parameters(), version)
             assert_greedy_is_the_trainers(engine, adapted)
@@ -186,17 +177,7 @@ def test_strangers_and_second_runs_are_refused_while_a_run_goes_on(model, monkey
 
 def test_port_taken():
     server = shared_server()
-    command = [
-        sys.executable,
-        "-m",
-        "colocate",
-        "serve",
-        "any",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(server.port),
-    ]
+    command = [sys.executable, "-m", "colocate", "serve", "any", "--port", str(server.port)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert f"Port {server.port} of 127.0.0.1 cannot be had" in result.stderr

@@ -13,6 +13,7 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -21,6 +22,10 @@ import torch
 from engine_models import make_model
 
 from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.vllm_server.gate import Gate
+from colocate.engines.vllm_server.key import ServerKey
+from colocate.engines.vllm_server.messages import Message
+from colocate.engines.vllm_server.weight_receiver import WeightReceiver
 
 # ── One answer after another, byte by byte ───────────────────────────────────────────────────────────────
 
@@ -145,15 +150,18 @@ KEY = "the-key-of-a-fake-server"
 def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the worker extension imports of vLLM, and the key of server and trainer."""
     monkeypatch.setenv("COLOCATE_SERVER_KEY", KEY)
-    reload = types.ModuleType("vllm.model_executor.model_loader.reload")
-    reload.initialize_layerwise_reload = lambda model: None  # type: ignore[attr-defined]
-    reload.finalize_layerwise_reload = lambda model, config: None  # type: ignore[attr-defined]
-    config = types.ModuleType("vllm.config")
-    config.set_current_vllm_config = lambda config: contextlib.nullcontext()  # type: ignore[attr-defined]
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, reload.__name__, reload)
-    monkeypatch.setitem(sys.modules, config.__name__, config)
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.config": {"set_current_vllm_config": lambda config: contextlib.nullcontext()},
+        "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": lambda model: None,
+            "finalize_layerwise_reload": lambda model, config: None,
+        },
+    }
+    for name, contents in modules.items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**contents))
 
 
 class FakeVLLM:
@@ -206,34 +214,25 @@ class FakeVLLM:
 
     def restart(self) -> None:
         """Forget everything, as a new process would."""
-        from colocate.engines.vllm_server.gate import Gate
-        from colocate.engines.vllm_server.weight_receiver import WeightReceiver
-
         self.gate = Gate(self._app)
-        worker = WeightReceiver()
         self.loaded = FakeModel(self.names)
         config = self.config.get_text_config()
-        model_config = types.SimpleNamespace(
-            **{
-                "hf_text_config": config,
-                "logprobs_mode": "processed_logprobs",
-                "dtype": torch.float32,
-                "generation_config": "vllm",
-                "get_vocab_size": lambda: config.vocab_size,
-                "quantization": None,
-                **self.settings,
-            }
+        model_config = {
+            "hf_text_config": config,
+            "logprobs_mode": "processed_logprobs",
+            "dtype": torch.float32,
+            "generation_config": "vllm",
+            "get_vocab_size": lambda: config.vocab_size,
+            "quantization": None,
+            "data_parallel_size": 1,
+            **self.settings,
+        }
+        both = types.SimpleNamespace(**model_config)
+        self.vllm_config = types.SimpleNamespace(model_config=both, parallel_config=both)
+        self.worker: Any = WeightReceiver()
+        vars(self.worker).update(
+            device=torch.device("cpu"), rank=0, vllm_config=self.vllm_config, get_model=lambda: self.loaded
         )
-        parallel_config = types.SimpleNamespace(
-            world_size=1, data_parallel_size=self.settings.get("data_parallel_size", 1)
-        )
-        worker.device = torch.device("cpu")  # type: ignore[attr-defined]
-        worker.rank = 0  # type: ignore[attr-defined]
-        worker.vllm_config = types.SimpleNamespace(  # type: ignore[attr-defined]
-            model_config=model_config, parallel_config=parallel_config
-        )
-        worker.get_model = lambda: self.loaded  # type: ignore[attr-defined]
-        self.worker = worker
         self.is_paused = False
 
     def close(self) -> None:
@@ -248,9 +247,6 @@ class FakeVLLM:
 
     def message(self, do: str, run_id: str = "somebody", **arguments: Any) -> dict[str, Any]:
         """What the worker answers to a message of the key's owner."""
-        from colocate.engines.vllm_server.key import ServerKey
-        from colocate.engines.vllm_server.messages import Message
-
         message = Message(ServerKey(KEY, "a test"), {"do": do, "run": {"id": run_id}, **arguments})
         return message.opened(self.worker.colocate_receive(*message.call(1)["args"]))
 
@@ -285,7 +281,7 @@ class FakeVLLM:
             "headers": [(k.lower().encode(), v.encode()) for k, v in handler.headers.items()],
             "client": handler.client_address,
             "server": handler.connection.getsockname(),
-            "app": types.SimpleNamespace(state=types.SimpleNamespace(vllm_config=self.worker.vllm_config)),
+            "app": types.SimpleNamespace(state=types.SimpleNamespace(vllm_config=self.vllm_config)),
         }
         status, parts = 0, []
 
@@ -309,30 +305,27 @@ class FakeVLLM:
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
     def _do(self, path: str, body: Any) -> tuple[int, Any]:
-        if path == "/health":
-            return 200, None
-        if path == "/version":
-            return 200, {"version": self.version}
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "served", "max_model_len": self.config.max_position_embeddings}]}
-        if path == "/pause":
-            self.is_paused = True
-            return 200, {"status": "paused"}
-        if path == "/is_paused":
-            return 200, {"is_paused": self.is_paused}
-        if path == "/resume":
-            self.is_paused = False
-            return 200, {"status": "resumed"}
+        states = {
+            "/health": None,
+            "/version": {"version": self.version},
+            "/v1/models": {"data": [{"id": "served", "max_model_len": self.config.max_position_embeddings}]},
+            "/is_paused": {"is_paused": self.is_paused},
+        }
+        if path in states:
+            return 200, states[path]
+        if path in ("/pause", "/resume"):
+            self.is_paused = path == "/pause"
+            return 200, {"status": "paused" if self.is_paused else "resumed"}
         if path == "/reset_prefix_cache":
             self.num_prefix_cache_resets += 1
             return 200, {"success": True}
         if path == "/collective_rpc":
             return 200, {"results": [self.worker.colocate_receive(*body["args"])]}
-        if path == "/v1/completions":
-            if self.is_paused:
-                return 503, {"error": {"message": "paused"}}
-            return 200, {"choices": [self._choice(body, i) for i in range(body["n"])]}
-        return 404, {"detail": "Not Found"}
+        if path != "/v1/completions":
+            return 404, {"detail": "Not Found"}
+        if self.is_paused:
+            return 503, {"error": {"message": "paused"}}
+        return 200, {"choices": [self._choice(body, i) for i in range(body["n"])]}
 
     def _choice(self, body: dict[str, Any], index: int) -> dict[str, Any]:
         # Greedy completions do not depend on the seed.
@@ -375,15 +368,9 @@ def engines_of_fake(model, fake, tmp_path) -> Iterator[Callable[..., VLLMServerE
     directory.mkdir()
 
     def make(**options: Any) -> VLLMServerEngine:
-        defaults: dict[str, Any] = dict(
-            base_url=fake.base_url,
-            server_timeout_s=2,
-            push_timeout_s=10,
-            request_timeout_s=10,
-            bucket_bytes=BUCKET_BYTES,
-            directory=str(directory),
-        )
-        engine = VLLMServerEngine(model, **{**defaults, **options})
+        timeouts = {"server_timeout_s": 2, "push_timeout_s": 10, "request_timeout_s": 10}
+        pushes = {"bucket_bytes": BUCKET_BYTES, "directory": str(directory)}
+        engine = VLLMServerEngine(model, base_url=fake.base_url, **{**timeouts, **pushes, **options})
         engine._client._first_delay_s = 0.001
         engine.wake_up()
         engines.append(engine)
@@ -395,20 +382,16 @@ def engines_of_fake(model, fake, tmp_path) -> Iterator[Callable[..., VLLMServerE
     assert list(directory.iterdir()) == [], "pushed files must not stay behind"
 
 
-def send_json(handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+def send_json(handler: BaseHTTPRequestHandler, status: int, answer: Any, part: float = 1) -> None:
     content = b"" if answer is None else json.dumps(answer).encode()
     handler.send_response(status)
     handler.send_header("Content-Length", str(len(content)))
     handler.end_headers()
-    handler.wfile.write(content)
+    handler.wfile.write(content[: int(part * len(content))])
 
 
 def half_of_it(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-    content = json.dumps(answer).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(content)))
-    handler.end_headers()
-    handler.wfile.write(content[: len(content) // 2])
+    send_json(handler, status, answer, part=0.5)
     handler.close_connection = True
 
 
@@ -437,8 +420,5 @@ def restart(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer
     handler.close_connection = True
 
 
-def restart_before(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-    restart(fake, handler, status, answer)
-
-
+restart_before = partial(restart)
 restart_before.is_instead = True  # type: ignore[attr-defined]

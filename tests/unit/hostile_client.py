@@ -22,23 +22,15 @@ JOIN = json.dumps({"do": "join_group", "host": "127.0.0.1", "port": 9, "size": 2
 JSON_ROUTES = (
     [("GET", path) for path in ("/version", "/v1/models", "/metrics", "/server_info", "/is_paused", "/docs")]
     + [("GET", "/openapi.json"), ("GET", "/weight_info"), ("HEAD", "/health"), ("OPTIONS", "/collective_rpc")]
-    + [
-        ("POST", path)
-        for path in ("/pause?mode=keep", "/resume", "/sleep?level=2", "/wake_up", "/abort_requests")
-    ]
-    + [("POST", path) for path in ("/reset_prefix_cache", "/reset_mm_cache", "/update_weights", "/tokenize")]
-    + [("POST", path) for path in ("/init_weight_transfer_engine", "/inference/v1/generate", "/health")]
+    + [("POST", path) for path in ("/pause?mode=keep", "/resume", "/sleep?level=2", "/wake_up", "/tokenize")]
+    + [("POST", path) for path in ("/reset_prefix_cache", "/reset_mm_cache", "/update_weights", "/health")]
+    + [("POST", path) for path in ("/init_weight_transfer_engine", "/inference/v1/generate")]
     + [("POST", path) for path in ("//pause", "/v1/../pause", "/%70ause", "/v1/load_lora_adapter")]
+    + [("POST", "/abort_requests")]
 )
 
-POISON = {
-    "model": "served",
-    "prompt": [10**6],
-    "max_tokens": 1,
-    "n": 1,
-    "temperature": 0,
-    "stop_token_ids": [],
-}
+LIMITS = {"max_tokens": 1, "n": 1, "temperature": 0, "stop_token_ids": []}
+POISON = {"model": "served", "prompt": [10**6], **LIMITS}
 
 
 def rpc(*args: str, method: str = "colocate_receive") -> dict[str, Any]:

@@ -1,6 +1,6 @@
-import builtins
 import copy
 import json
+import sys
 from itertools import chain, islice
 
 import datasets
@@ -12,12 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from colocate.data.loading import load_prompts
-from colocate.data.prompts import (
-    check_context_length,
-    decode_completions,
-    tokenize_prompts,
-    validate_columns,
-)
+from colocate.data.prompts import check_context_length, decode_completions, tokenize_prompts, validate_columns
 from colocate.data.sampler import PromptBatches, rank_slice
 
 WORDS = ["<pad>", "<eos>", "<bos>", "<user>", "<assistant>", "<think>", "two", "plus", "is", "four", "what"]
@@ -73,11 +68,8 @@ def test_a_rows_template_kwargs_win_over_the_runs(tokenizer):
 
 def test_max_prompt_length_keeps_the_last_tokens(tokenizer):
     rows = [{"prompt": "two plus two"}, {"prompt": "what"}, {"prompt": ask("what is two")}]
-    assert tokenize_prompts(rows, tokenizer, max_prompt_length=2) == [
-        ids("plus two"),
-        ids("<bos> what"),
-        ids("two <assistant>"),
-    ]
+    expected = [ids("plus two"), ids("<bos> what"), ids("two <assistant>")]
+    assert tokenize_prompts(rows, tokenizer, max_prompt_length=2) == expected
     with pytest.raises(ValueError, match="max_prompt_length=0"):
         tokenize_prompts(rows, tokenizer, max_prompt_length=0)
 
@@ -132,13 +124,8 @@ def test_what_a_chat_template_raises_names_the_row(tokenizer):
 
 def test_completions_take_the_form_of_their_prompts(tokenizer):
     completions = [ids("four <eos>"), ids("<bos> two")]
-    assert decode_completions(completions, ["what", ask("what")], tokenizer) == [
-        "four",
-        [{"role": "assistant", "content": "two"}],
-    ]
-
-
-def test_no_completions_are_no_texts(tokenizer):
+    expected = ["four", [{"role": "assistant", "content": "two"}]]
+    assert decode_completions(completions, ["what", ask("what")], tokenizer) == expected
     assert decode_completions([], [], tokenizer) == []
 
 
@@ -173,9 +160,8 @@ def test_datasets_that_cannot_be_trained_on_are_refused(columns, message, as_str
 
 def test_good_datasets_pass():
     questions = datasets.Dataset.from_dict({"question": ["what is", "two plus"]})
-    validate_columns(
-        questions.with_transform(lambda rows: {"prompt": [q + " two" for q in rows["question"]]})
-    )
+    transformed = questions.with_transform(lambda rows: {"prompt": [q + " two" for q in rows["question"]]})
+    validate_columns(transformed)
     validate_columns(datasets.Dataset.from_list(ROWS))
     validate_columns(datasets.Dataset.from_list([{"prompt": ask("what"), "completion": "x"}]))
 
@@ -198,16 +184,14 @@ def test_resuming_continues_where_the_run_stopped(num_rows, num_prompts, num_tak
     uninterrupted = list(islice(PromptBatches(dataset, num_prompts, shuffle=shuffle), num_taken + 5))
     stopped = PromptBatches(dataset, num_prompts, shuffle=shuffle)
     taken = list(islice(stopped, num_taken))
+    state, num_used = stopped.state_dict(), num_taken
     if unused and taken:  # the last batch was drawn, but not trained on
         state, num_used = stopped.state_dict(taken[-1]), num_taken - 1
-    else:
-        state, num_used = stopped.state_dict(), num_taken
     resumed = PromptBatches(dataset, num_prompts, shuffle=shuffle)
     resumed.load_state_dict(json.loads(json.dumps(state)))
     assert list(islice(resumed, 5)) == uninterrupted[num_used : num_used + 5]
-    rewound = stopped
-    rewound.load_state_dict(state)
-    assert next(rewound) == uninterrupted[num_used]
+    stopped.load_state_dict(state)
+    assert next(stopped) == uninterrupted[num_used]
 
 
 def test_resuming_reads_no_prompt_that_was_used():
@@ -234,12 +218,9 @@ def test_keys_are_never_used_twice():
 def test_positions_in_another_order_are_refused():
     dataset = datasets.Dataset.from_dict({"prompt": list("abcdefg")})
     state = PromptBatches(dataset, 3, seed=1).state_dict()
-    for other in (
-        PromptBatches(dataset, 2, seed=1),
-        PromptBatches(dataset, 3, seed=2),
-        PromptBatches(dataset.select(range(5)), 3, seed=1),
-        PromptBatches(dataset, 3, seed=1, shuffle=False),
-    ):
+    fewer_rows = PromptBatches(dataset.select(range(5)), 3, seed=1)
+    in_order = PromptBatches(dataset, 3, seed=1, shuffle=False)
+    for other in (PromptBatches(dataset, 2, seed=1), PromptBatches(dataset, 3, seed=2), fewer_rows, in_order):
         with pytest.raises(ValueError, match="position in the data was taken with"):
             other.load_state_dict(state)
 
@@ -380,14 +361,13 @@ def test_unreadable_kinds_are_refused(files):
 
 
 def test_generated_task_is_the_same_each_time_and_takes_its_parameters():
-    dataset = load_prompts("reasoning_gym:chain_sum", size=5, min_terms=2, max_terms=2)
+    options = {"size": 5, "min_terms": 2, "max_terms": 2}
+    dataset = load_prompts("reasoning_gym:chain_sum", **options)
     assert dataset.column_names == ["prompt", "entry"]
-    task = reasoning_gym.create_dataset("chain_sum", seed=42, size=5, min_terms=2, max_terms=2)
+    task = reasoning_gym.create_dataset("chain_sum", seed=42, **options)
     assert list(dataset["prompt"]) == [problem["question"] for problem in task]
-    again = load_prompts("reasoning_gym:chain_sum", size=5, min_terms=2, max_terms=2)
-    assert again.to_list() == dataset.to_list()
-    other = load_prompts("reasoning_gym:chain_sum", size=5, seed=1, min_terms=2, max_terms=2)
-    assert other["prompt"] != dataset["prompt"]
+    assert load_prompts("reasoning_gym:chain_sum", **options).to_list() == dataset.to_list()
+    assert load_prompts("reasoning_gym:chain_sum", seed=1, **options)["prompt"] != dataset["prompt"]
 
 
 @pytest.mark.parametrize(
@@ -414,13 +394,6 @@ def test_generated_tasks_need_one_hash_seed_for_all_ranks(monkeypatch):
 
 
 def test_missing_package_is_named(monkeypatch):
-    real_import = builtins.__import__
-
-    def no_reasoning_gym(name, *args, **kwargs):
-        if name == "reasoning_gym":
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_reasoning_gym)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # an import raises ImportError
     with pytest.raises(ImportError, match=r'pip install "reasoning-gym>='):
         load_prompts("reasoning_gym:chain_sum")

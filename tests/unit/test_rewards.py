@@ -1,5 +1,5 @@
 import asyncio
-import builtins
+import contextlib
 import copy
 import functools
 import itertools
@@ -7,6 +7,7 @@ import logging
 import math
 import operator
 import pickle
+import sys
 import threading
 
 import numpy as np
@@ -30,16 +31,16 @@ COMPLETIONS = ["two and no more", "it is four", "four it is"]
 IDS = [[1, 2], [3], [4, 5, 6]]
 
 
-def score(funcs, columns=None, state=None, **options):
-    functions = RewardFunctions(funcs, **options)
-    try:
-        return functions.score(PROMPTS, COMPLETIONS, IDS, columns or {}, state)
-    finally:
-        functions.close()
+def score(funcs, columns=None, state=None, prompts=PROMPTS, processing_classes=None, **options):
+    with contextlib.closing(RewardFunctions(funcs, processing_classes, **options)) as functions:
+        return functions.score(prompts, COMPLETIONS, IDS, columns or {}, state)
 
 
 def constant(values):
     return lambda **kwargs: values
+
+
+zero = constant([0, 0, 0])
 
 
 # --- calling -----------------------------------------------------------------------------------------------
@@ -51,13 +52,8 @@ def test_functions_receive_trls_arguments():
         assert (answer, trainer_state, rest) == (["a", "b", "c"], "the state", {})
         return [1, 2, 3]
 
-    columns = {
-        "prompt": PROMPTS,
-        "completion": ["x"] * 3,
-        "completion_ids": [[]] * 3,
-        "answer": ["a", "b", "c"],
-    }
-    table = score(reward, columns, "the state")
+    columns = {"prompt": PROMPTS, "completion": ["x"] * 3, "completion_ids": [[]] * 3}
+    table = score(reward, {**columns, "answer": ["a", "b", "c"]}, "the state")
     assert table.rewards.tolist() == [[1.0], [2.0], [3.0]]
     assert table.rewards.dtype == torch.float32
 
@@ -85,12 +81,10 @@ def test_columns_follow_the_order_of_functions_whatever_their_kind():
         functools.partial(scaled_async, 100),
         lambda **kwargs: [None, True, 0.5],
     ]
-    functions = RewardFunctions(funcs)
-    table = functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
-    functions.close()
+    table = score(funcs)
     expected = [[20, 1, 4, 1, 200, math.nan], [10, 2, 5, 2, 100, 1], [30, 3, 6, 3, 300, 0.5]]
     assert np.array_equal(table.rewards.numpy(), np.array(expected), equal_nan=True)
-    assert functions.names == ["scaled", "slow", "Judge", "lambda", "scaled_async", "lambda_2"]
+    assert RewardFunctions(funcs).names == ["scaled", "slow", "Judge", "lambda", "scaled_async", "lambda_2"]
 
 
 def test_async_functions_run_together_and_beside_the_sync_ones():
@@ -151,11 +145,8 @@ def test_numbers_of_any_kind_are_rewards(values):
     [math.nan, math.inf, -math.inf, "1", b"1", [1], {}, torch.ones(2), 1j, 10**400, np.nan, 1e39, -1e39],
 )
 def test_a_reward_that_is_no_finite_number_is_refused_with_its_completion(bad):
-    def reward(**kwargs):
-        return [0, bad, 0]
-
-    with pytest.raises(RewardError, match=r"'reward' returned .* for completion 1 \('it is four' to .*two"):
-        score(reward)
+    with pytest.raises(RewardError, match=r"'lambda' returned .* for completion 1 \('it is four' to .*two"):
+        score(constant([0, bad, 0]))
 
 
 @pytest.mark.parametrize("values", [[], [1, 2], [1, 2, 3, 4]])
@@ -170,10 +161,10 @@ def test_outputs_that_are_no_list_are_refused(output):
         score(constant(output))
 
 
-@pytest.mark.parametrize("values", [{1, 0, 2}, frozenset({1, 0, 2})])
-def test_a_set_is_refused_because_it_has_no_order(values):
-    with pytest.raises(RewardError, match=r"'lambda' returned a (frozen)?set, which has no order"):
-        score(constant(values))
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_a_set_is_refused_because_it_has_no_order(kind):
+    with pytest.raises(RewardError, match=f"'lambda' returned a {kind.__name__}, which has no order"):
+        score(constant(kind([1, 0, 2])))
 
 
 def test_what_a_generator_raises_is_its_functions_error():
@@ -221,9 +212,8 @@ def test_whatever_leaves_a_function_is_an_error(error):
     for func in (plain, awaited, together, generated):
         functions = RewardFunctions(func)
         for _ in range(2):  # the loop of the async ones is still there
-            with pytest.raises(
-                RewardError, match=f"'{func.__name__}' raised {type(error).__name__}: "
-            ) as caught:
+            message = f"'{func.__name__}' raised {type(error).__name__}: "
+            with pytest.raises(RewardError, match=message) as caught:
                 functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
             assert "working on completion 1 ('it is four' to" in str(caught.value)
         functions.close()
@@ -258,11 +248,8 @@ def test_an_exception_without_a_completion_at_hand_blames_none():
 
 
 def test_a_function_without_kwargs_is_told_to_declare_them():
-    def reward(completions):
-        return [0, 0, 0]
-
     with pytest.raises(RewardError, match=r"unexpected keyword argument[\s\S]*declare \*\*kwargs"):
-        score(reward)
+        score(lambda completions: [0, 0, 0])
 
 
 def test_a_failing_function_does_not_leave_the_async_ones_running():
@@ -278,23 +265,18 @@ def test_a_failing_function_does_not_leave_the_async_ones_running():
     def broken(**kwargs):
         raise KeyError("solution")
 
-    functions = RewardFunctions([judge, broken])
-    with pytest.raises(RewardError, match="'broken' raised KeyError"):
-        functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
-    assert cancelled.wait(timeout=5)
-    functions.close()
+    with contextlib.closing(RewardFunctions([judge, broken])) as functions:
+        with pytest.raises(RewardError, match="'broken' raised KeyError"):
+            functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
+        assert cancelled.wait(timeout=5)
 
 
 def test_memory_errors_reach_the_trainer():
-    def reward(**kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     with pytest.raises(torch.OutOfMemoryError):
-        score(reward)
+        score(lambda **kwargs: leave(torch.OutOfMemoryError("CUDA out of memory")))
 
 
 def test_wrong_numbers_of_weights_and_tokenizers_are_refused():
-    zero = constant([0, 0, 0])
     assert RewardFunctions([zero, zero], reward_weights=[0.5, 2]).weights.tolist() == [0.5, 2.0]
     assert RewardFunctions([zero, zero]).weights.tolist() == [1.0, 1.0]
     with pytest.raises(ValueError, match="3 reward_weights for 2 reward functions"):
@@ -311,10 +293,9 @@ def test_wrong_numbers_of_weights_and_tokenizers_are_refused():
 
 
 def test_a_completion_that_no_function_rewards_is_warned_of(caplog):
+    funcs = [constant([None, 1, None]), constant([None, None, 2])]
     with caplog.at_level(logging.WARNING):
-        table = score(
-            [constant([None, 1, None]), constant([None, None, 2])], {"answer": ["a", "b", "c"]}, "the state"
-        )
+        table = score(funcs, {"answer": ["a", "b", "c"]}, "the state")
     assert table.rewards.isnan().tolist() == [[True, True], [False, True], [True, False]]
     assert "returned None for the following kwargs" in caplog.text
     assert "two and no more" in caplog.text and "'answer': 'a'" in caplog.text
@@ -398,9 +379,8 @@ def test_functions_may_change_what_they_are_given():
     async def spoil_too(**kwargs):
         return spoil(**kwargs)
 
-    functions = RewardFunctions([spoil, spoil_too, spoil])
-    functions.score(prompts, completions, ids, columns, None)
-    functions.close()
+    with contextlib.closing(RewardFunctions([spoil, spoil_too, spoil])) as functions:
+        functions.score(prompts, completions, ids, columns, None)
     assert sorted(seen) == sorted(3 * [(1, "what is two", 1, end, [1], 0.0) for end in (2, 3, 6)])
     assert all(map(operator.is_, prompts, [prompt] * 3)) and prompt == before[0][0]
     assert (completions, ids, columns["tests"]) == (before[1], before[2], before[3]["tests"])
@@ -421,13 +401,8 @@ def test_a_logged_column_of_another_length_is_refused():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    words = [
-        "<pad>",
-        "<eos>",
-        "<user>",
-        "<assistant>",
-        *sorted({w for t in PROMPTS + COMPLETIONS for w in t.split()}),
-    ]
+    of_texts = sorted({w for t in PROMPTS + COMPLETIONS for w in t.split()})
+    words = ["<pad>", "<eos>", "<user>", "<assistant>", *of_texts]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
@@ -438,34 +413,24 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def reward_model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_labels=1,
-        max_position_embeddings=16,
-        name_or_path="org/tiny-reward",
-    )
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 16}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, **layers, num_labels=1, name_or_path="org/tiny-reward")
     return LlamaForSequenceClassification(config).double().train()
 
 
 def unpadded_rewards(model, tokenizer, texts):
     """One forward pass per text, the logit of its last token: no padding, no batch."""
+    inputs = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
     with torch.no_grad():
-        hidden = [
-            model.model(torch.tensor([tokenizer(t)["input_ids"]])).last_hidden_state[0, -1] for t in texts
-        ]
-        return [model.score(h).item() for h in hidden]
+        return [model.score(model.model(ids).last_hidden_state[0, -1]).item() for ids in inputs]
 
 
 def test_reward_models_score_prompt_and_completion(reward_model, tokenizer, monkeypatch):
-    monkeypatch.setattr(
-        "colocate.rewards.models.BATCH_SIZE", 2
-    )  # the order has to survive sorting and cutting
+    # The order has to survive sorting and cutting.
+    monkeypatch.setattr("colocate.rewards.models.BATCH_SIZE", 2)
     prompts = [p + " " for p in PROMPTS]
-    functions = RewardFunctions([constant([0, 0, 0]), reward_model], [None, tokenizer])
+    functions = RewardFunctions([zero, reward_model], [None, tokenizer])
     assert functions.names == ["lambda", "tiny-reward"]
     assert functions.models == [reward_model]
     assert not reward_model.training
@@ -492,9 +457,8 @@ def test_a_reward_model_can_be_given_by_its_directory(reward_model, tokenizer, t
     assert functions.names == ["judge"]
     table = functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
     texts = [p + c for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
-    assert table.rewards[:, 0].tolist() == pytest.approx(
-        unpadded_rewards(reward_model, tokenizer, texts), rel=1e-6
-    )
+    expected = unpadded_rewards(reward_model, tokenizer, texts)
+    assert table.rewards[:, 0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_reward_models_without_padding_token_pad_with_the_end(reward_model, tokenizer):
@@ -507,14 +471,8 @@ def test_reward_models_without_padding_token_pad_with_the_end(reward_model, toke
 
 
 def test_reward_models_that_cannot_score_are_refused(reward_model, tokenizer):
-    config = BertConfig(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_labels=2,
-    )
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
+    config = BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=1, num_labels=2)
     with pytest.raises(ValueError, match="'BertForSequenceClassification' has 2 labels"):
         RewardModel(BertForSequenceClassification(config), tokenizer)
     with pytest.raises(ValueError, match="20 tokens together, but the reward model 'tiny-reward' reads 16"):
@@ -536,11 +494,8 @@ def test_generated_tasks_are_scored_by_their_own_verifier():
         entry = encode_entry(task, {"seed": 5, "size": 2}, problem)
         for answer in (str(problem["answer"]), f"{problem['answer']}0", "17", "no idea"):
             expected = dataset.score_answer(answer, problem)
-            for text in (
-                answer,
-                f"<think> 4 </think>\n{answer}",
-                f"Hm. <answer>1</answer> <answer> {answer}</answer>",
-            ):
+            last = f"Hm. <answer>1</answer> <answer> {answer}</answer>"
+            for text in (answer, f"<think> 4 </think>\n{answer}", last):
                 assert reasoning_gym_reward([text], [entry]) == [expected], (task, answer)
                 assert reasoning_gym_reward([[{"role": "assistant", "content": text}]], [entry]) == [expected]
 
@@ -564,14 +519,7 @@ def test_an_answer_that_the_verifier_cannot_read_is_wrong():
 
 @pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
 def test_missing_math_verify_is_named(monkeypatch, name):
-    real_import = builtins.__import__
-
-    def no_math_verify(module, *args, **kwargs):
-        if module == "math_verify":
-            raise ImportError(module)
-        return real_import(module, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_math_verify)
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # an import raises ImportError
     with pytest.raises(ImportError, match=r'pip install "math-verify>=0.8"'):
         getattr(rewards, name)(["</think> $3$"], ["3"])
 

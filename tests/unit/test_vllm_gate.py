@@ -22,13 +22,15 @@ import pytest
 import torch
 from engine_models import make_prompts
 from fake_server import KEY, FakeVLLM, engines_of_fake, fake_vllm, send_json, served_model  # noqa: F401
-from hostile_client import ask, attack_as_nobody, attacks
+from hostile_client import POISON, ask, attack_as_nobody, attacks
+from safetensors.torch import save_file
 
 from colocate.engines.vllm import arguments
 from colocate.engines.vllm_server import key as key_module
 from colocate.engines.vllm_server import lease as lease_module
 from colocate.engines.vllm_server.client import HttpClient, WorkerError
 from colocate.engines.vllm_server.engine import ServerPaused, VLLMServerEngine
+from colocate.engines.vllm_server.gate import Refused, check_token_ids
 from colocate.engines.vllm_server.key import ServerKey, key_file, key_of_new_server, key_of_server_at
 from colocate.engines.vllm_server.lease import LeaseKeeper, ServerHeld, has_ended, process_identity
 from colocate.engines.vllm_server.messages import Message, authorization
@@ -64,9 +66,8 @@ def test_strangers_are_refused_and_logged_while_a_run_goes_on(make_engine, fake,
     assert len(refusals) == len(attacks())
     assert all(" from 127.0.0.1:" in line and " was refused: " in line for line in refusals)
     assert KEY not in "".join(refusals) + caplog.text
-    assert set(fake.reached) <= {
-        *("/pause", "/resume", "/reset_prefix_cache", "/collective_rpc", "/v1/completions")
-    }, "only the run's own requests came through"
+    own = {"/pause", "/resume", "/reset_prefix_cache", "/collective_rpc", "/v1/completions"}
+    assert set(fake.reached) <= own, "only the run's own requests came through"
 
 
 def test_health_is_open_and_says_nothing(fake):
@@ -75,6 +76,7 @@ def test_health_is_open_and_says_nothing(fake):
 
 # ── With the key ─────────────────────────────────────────────────────────────────────────────────────────
 
+CALL = {"method": "colocate_receive", "args": []}
 BY_OWNERS = {
     "a web page": (("GET", "/version", {"Origin": "http://localhost:3000"}, None), 403, "Origin"),
     "a rebound name": (("GET", "/version", {"Host": "evil.example:8000"}, None), 403, "Host"),
@@ -88,13 +90,9 @@ BY_OWNERS = {
         403,
         "only colocate_receive",
     ),
-    "a call without an end": (
-        ("POST", "/collective_rpc", {}, {"method": "colocate_receive", "args": []}),
-        400,
-        "timeout",
-    ),
+    "a call without an end": (("POST", "/collective_rpc", {}, CALL), 400, "timeout"),
     "a call that ends never": (
-        ("POST", "/collective_rpc", {}, {"method": "colocate_receive", "args": [], "timeout": 1e999}),
+        ("POST", "/collective_rpc", {}, {**CALL, "timeout": 1e999}),
         400,
         "positive number",
     ),
@@ -119,15 +117,7 @@ def test_what_people_ask_with_the_key(fake):
 
 def test_a_signature_is_good_for_one_request_alone(fake, monkeypatch):
     port, key = port_of(fake), ServerKey(KEY, "a test")
-    body = {
-        "model": "served",
-        "prompt": [1],
-        "max_tokens": 1,
-        "n": 1,
-        "temperature": 0,
-        "stop_token_ids": [],
-        "seed": 0,
-    }
+    body = {**POISON, "prompt": [1], "seed": 0}
     content = json.dumps(body).encode()
     signed = {"Authorization": authorization(key, "POST", "/v1/completions", content)}
     assert ask(port, "POST", "/v1/completions", signed, body)[0] == 200
@@ -151,8 +141,6 @@ def test_a_signature_is_good_for_one_request_alone(fake, monkeypatch):
     ],
 )
 def test_token_ids_outside_the_vocabulary_do_not_reach_the_engine(fields, wrong):
-    from colocate.engines.vllm_server.gate import Refused, check_token_ids
-
     if wrong is None:
         check_token_ids(fields, vocab_size=97)
     else:
@@ -198,8 +186,6 @@ def test_a_worker_reads_nothing_outside_the_directory_that_was_shared(fake, tmp_
     shared, outside = tmp_path / "shared", tmp_path / "outside"
     for directory in (shared, outside):
         directory.mkdir()
-    from safetensors.torch import save_file
-
     save_file({"chunk": torch.zeros(16, dtype=torch.uint8)}, outside / "0.safetensors")
     (outside / "probe").write_text("mark")
     (shared / "linked").symlink_to(outside)
@@ -215,17 +201,10 @@ def test_a_worker_reads_nothing_outside_the_directory_that_was_shared(fake, tmp_
     assert fake.message("share", directory=str(shared), mark="mar") == {"is_shared": False}
     assert fake.message("share", directory=str(shared), mark="mark") == {"is_shared": True}
     fake.message("begin", push_id="p", unless=None, replaces=None, tied_head=None)
-    for name in (
-        "/etc/passwd",
-        "../outside/0.safetensors",
-        "probe",
-        "1.safetensors",
-        "2.safetensors",
-        "3.safetensors",
-    ):
-        answer = fake.message(
-            "receive_chunk", push_id="p", chunk=0, places=[], size_bytes=16, offer={"file": name}
-        )
+    chunk = {"push_id": "p", "chunk": 0, "places": [], "size_bytes": 16}
+    files = ("1.safetensors", "2.safetensors", "3.safetensors")
+    for name in ("/etc/passwd", "../outside/0.safetensors", "probe", *files):
+        answer = fake.message("receive_chunk", **chunk, offer={"file": name})
         assert "error" in answer, name
     assert time.monotonic() - started_s < 2, "nothing waits for the other end of a pipe"
 
@@ -310,16 +289,8 @@ def ended_process() -> str:
 
 
 def claim_as(fake: FakeVLLM, run_id: str, **fields: Any) -> dict[str, Any]:
-    run = {
-        "id": run_id,
-        "output_dir": "/runs/A",
-        "host": "node3",
-        "pid": 12,
-        "process": "elsewhere",
-        **fields,
-    }
-    message = Message(ServerKey(KEY, "a test"), {"do": "claim", "run": run})
-    return message.opened(fake.worker.colocate_receive(*message.call(1)["args"]))
+    run = {"output_dir": "/runs/A", "host": "node3", "pid": 12, "process": "elsewhere", **fields}
+    return fake.message("claim", run={"id": run_id, **run})
 
 
 def test_a_second_run_is_refused_and_the_first_goes_on(make_engine, fake, monkeypatch):

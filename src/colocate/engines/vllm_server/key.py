@@ -24,7 +24,6 @@ from pathlib import Path
 
 VARIABLE = "COLOCATE_SERVER_KEY"
 _FORM = re.compile(r"[!-~]{16,512}")
-_FORM_IN_WORDS = "16 to 512 printable ASCII characters without blanks"
 
 
 class ServerKey:
@@ -37,8 +36,8 @@ class ServerKey:
     def __init__(self, text: str, source: str) -> None:
         if _FORM.fullmatch(text) is None:
             raise ValueError(
-                f"The server's key in {source} has {len(text)} characters; it must be {_FORM_IN_WORDS}, such "
-                "as `openssl rand -hex 32` writes."
+                f"The server's key in {source} has {len(text)} characters; it must be 16 to 512 printable "
+                "ASCII characters without blanks, such as `openssl rand -hex 32` writes."
             )
         self._key = text.encode()
         self.source = source

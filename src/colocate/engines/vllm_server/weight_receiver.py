@@ -136,13 +136,11 @@ class _Receiver:
     def describe(self) -> dict[str, Any]:
         """Facts with which the trainer checks that this is its model and chooses a transport."""
         config = self._worker.vllm_config
-        model_config, parallel_config = config.model_config, config.parallel_config
-        text_config = model_config.hf_text_config
+        model_config, text_config = config.model_config, config.model_config.hf_text_config
         uuids = visible_gpus()
         return {
             "rank": self._worker.rank,
-            "num_workers": parallel_config.world_size,
-            "num_replicas": parallel_config.data_parallel_size,
+            "num_replicas": config.parallel_config.data_parallel_size,
             "logprobs_mode": str(getattr(model_config.logprobs_mode, "value", model_config.logprobs_mode)),
             "generation_config": model_config.generation_config,
             "dtype": str(model_config.dtype).removeprefix("torch."),
@@ -238,12 +236,7 @@ class _Receiver:
         return ready
 
     def receive_chunk(
-        self,
-        push_id: str,
-        chunk: int,
-        places: list[dict[str, Any]],
-        size_bytes: int,
-        offer: dict[str, Any],
+        self, push_id: str, chunk: int, places: list[dict[str, Any]], size_bytes: int, offer: dict[str, Any]
     ) -> dict[str, Any]:
         """Load chunk number `chunk`, unless that was done already.
 
