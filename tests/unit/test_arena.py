@@ -223,18 +223,15 @@ def test_another_failure_of_the_driver_also_rolls_back(device, arena):
 
 def test_one_per_device_and_purpose_and_a_new_one_after_close(device):
     first = Arena(DEVICE, HANDLE, HANDLE, driver=device)
-    with pytest.raises(
-        RuntimeError, match=r"cuda:0 has an arena for its KV cache already: <Arena on cuda:0.*0x280>.*close"
-    ):
+    message = r"cuda:0 has an arena for its KV cache already: <Arena on cuda:0.*0x280>.*close"
+    with pytest.raises(RuntimeError, match=message):
         Arena(DEVICE, HANDLE, HANDLE, driver=PretendedDevice(HANDLE))
     elsewhere = Arena(torch.device("cuda", 1), HANDLE, HANDLE, driver=PretendedDevice(HANDLE))
     weights = Arena(DEVICE, HANDLE, HANDLE, driver=PretendedDevice(HANDLE), purpose="rollout weights")
     first.close()
     second = Arena(DEVICE, HANDLE, HANDLE, driver=device)
     first.close()
-    with pytest.raises(
-        RuntimeError, match="already"
-    ):  # closing the first again did not unregister the second
+    with pytest.raises(RuntimeError, match="already"):  # a second close has not unregistered the second
         Arena(DEVICE, HANDLE, HANDLE, driver=PretendedDevice(HANDLE))
     for arena in (second, elsewhere, weights):
         arena.close()
@@ -301,9 +298,14 @@ class ArenaCache(KVCache):
 SIZES = dict(num_layers=3, num_kv_heads=2, head_dim=4, page_size=8)
 
 
+def make_cache(num_pages, kind=ArenaCache, scratch_bytes=0):
+    cache = kind(**SIZES, scratch_bytes=scratch_bytes)
+    cache.allocate(num_pages, torch.float32, CPU)
+    return cache
+
+
 def test_a_smaller_cache_is_a_prefix_of_the_same_addresses():
-    cache = ArenaCache(**SIZES, scratch_bytes=1024)
-    cache.allocate(20, torch.float32, CPU)
+    cache = make_cache(20, scratch_bytes=1024)
     page_bytes = cache.page_bytes(torch.float32)
     assert page_bytes == 3 * 2 * 2 * 8 * 4 * 4
     assert cache.num_bytes == -(-(1024 + 20 * page_bytes) // CACHE_HANDLE) * CACHE_HANDLE
@@ -333,8 +335,7 @@ def test_a_smaller_cache_is_a_prefix_of_the_same_addresses():
 
 
 def test_what_the_cache_may_keep_is_not_more_than_it_has():
-    cache = ArenaCache(**SIZES)
-    cache.allocate(3, torch.float32, CPU)
+    cache = make_cache(num_pages=3)
     taken = cache.num_bytes
     cache.free(keep_bytes=2**30)
     assert (cache.num_pages, cache.num_bytes) == (3, taken)
@@ -345,8 +346,7 @@ def test_what_the_cache_may_keep_is_not_more_than_it_has():
 
 
 def test_exhausted_it_is_as_it_was():
-    cache = ArenaCache(**SIZES)
-    cache.allocate(3, torch.float32, CPU)
+    cache = make_cache(num_pages=3)
     cache.layer(0)[0][:3] = 1.5
     with pytest.raises(ArenaExhausted):
         cache.allocate(2**20, torch.float32, CPU)
@@ -369,8 +369,7 @@ def take(monkeypatch):
 @pytest.mark.parametrize("had_pages", [0, 5])
 @pytest.mark.parametrize("num_handles_free", [2, 3, 10, 40])
 def test_memory_taken_meanwhile_cuts_the_cache_to_what_is_left(take, caplog, had_pages, num_handles_free):
-    cache = ArenaCache(**SIZES, scratch_bytes=1024)
-    cache.allocate(1 + had_pages, torch.float32, CPU)
+    cache = make_cache(1 + had_pages, scratch_bytes=1024)
     device = cache.pretended
     device.total = (num_handles_free * CACHE_HANDLE) + cache.num_bytes
     num_pages = take(cache, 200, usable_bytes=2**20)
@@ -388,8 +387,7 @@ def test_memory_taken_meanwhile_cuts_the_cache_to_what_is_left(take, caplog, had
 
 
 def test_what_memory_allows_is_known_beforehand_as_a_rule(take, caplog):
-    cache = ArenaCache(**SIZES)
-    cache.allocate(1, torch.float32, CPU)
+    cache = make_cache(num_pages=1)
     page_bytes = cache.page_bytes(torch.float32)
     assert take(cache, 200, usable_bytes=10 * CACHE_HANDLE - 1) == 9 * CACHE_HANDLE // page_bytes
     assert take(cache, 3, usable_bytes=10 * CACHE_HANDLE) == 3 == cache.num_pages
@@ -398,8 +396,7 @@ def test_what_memory_allows_is_known_beforehand_as_a_rule(take, caplog):
 
 
 def test_with_no_room_for_a_handle_the_cache_stays_as_it_was(take):
-    cache = ArenaCache(**SIZES, scratch_bytes=1024)
-    cache.allocate(1, torch.float32, CPU)
+    cache = make_cache(1, scratch_bytes=1024)
     cache.free()
     cache.pretended.total = CACHE_HANDLE - 1
     with pytest.raises(ArenaExhausted, match=r"was asked for.*Set kv_cache_tokens or max_num_seqs lower"):
@@ -417,8 +414,7 @@ def test_copied_pages_are_equal_in_all_layers_and_others_untouched(kind, data):
     num_copies = data.draw(st.integers(1, num_pages // 2))
     destinations = order[:num_copies]
     sources = [data.draw(st.sampled_from(order[num_copies:])) for _ in destinations]
-    cache = kind(**SIZES)
-    cache.allocate(num_pages, torch.float32, CPU)
+    cache = make_cache(num_pages, kind)
     before = [[tensor[:num_pages].normal_().clone() for tensor in cache.layer(i)] for i in range(3)]
     copy_in_pieces = data.draw(st.integers(1, 5))
     with pytest.MonkeyPatch.context() as patch:

@@ -52,6 +52,15 @@ def test_a_missing_vllm_is_an_error_with_remedies(monkeypatch):
 # ── Arguments ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+GIB = 2**30
+
+
+@pytest.fixture
+def device_memory(monkeypatch):
+    """Sets the bytes that a device of 140 GiB seems to have free."""
+    return lambda free: monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 140 * GIB))
+
+
 @pytest.fixture
 def with_vllm(monkeypatch):
     monkeypatch.setattr(engine_module, "check_installed", lambda: Version("0.32.0"))
@@ -72,10 +81,9 @@ def test_groups_must_divide_the_processes(with_vllm):
 
 
 def test_memory_is_a_share_of_what_is_free_less_what_training_will_take():
-    gib = 2**30
-    assert arguments.memory_share(100 * gib, 140 * gib, reserve_bytes=20 * gib) == pytest.approx(70 / 140)
+    assert arguments.memory_share(100 * GIB, 140 * GIB, reserve_bytes=20 * GIB) == pytest.approx(70 / 140)
     with pytest.raises(ValueError, match=r"0\.9 × 10\.00 GiB free - 12\.00 GiB .* = -3\.00 GiB"):
-        arguments.memory_share(10 * gib, 140 * gib, reserve_bytes=12 * gib)
+        arguments.memory_share(10 * GIB, 140 * GIB, reserve_bytes=12 * GIB)
 
 
 @given(num_seqs=st.integers(1, 2000), num_tokens=st.integers(1, 5000))
@@ -93,54 +101,51 @@ def unstarted(**attributes):
 
 
 @pytest.mark.parametrize(("usable", "is_given"), [(19, True), (21, False), (None, False)])
-def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch):
-    gib = 2**30
-    engine = unstarted(_model=object(), _group=SimpleNamespace(size=2))
-    engine._source = SimpleNamespace(wants_sharing=True)
-    monkeypatch.setattr(engine_module, "all_bytes", lambda model: 10 * gib)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
-    usable_bytes = None if usable is None else usable * gib
-    kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})
+def test_no_more_kv_cache_than_is_of_use(usable, is_given, monkeypatch, device_memory):
+    source = SimpleNamespace(wants_sharing=True)
+    engine = unstarted(_model=object(), _group=SimpleNamespace(size=2), _source=source)
+    monkeypatch.setattr(engine_module, "all_bytes", lambda model: 10 * GIB)
+    device_memory(free=100 * GIB)
+    usable_bytes = None if usable is None else usable * GIB
+    kwargs = engine._memory_kwargs(None, 50 * GIB, usable_bytes, {})
     assert kwargs.pop("gpu_memory_utilization") == pytest.approx(40 / 140)
     assert kwargs == ({"kv_cache_memory_bytes": usable_bytes} if is_given else {})
     # A copy of the weights takes its part of the share first: half of 40 - 10 / 2 GiB is left.
-    engine._source.wants_sharing = False
-    assert "kv_cache_memory_bytes" not in engine._memory_kwargs(None, 50 * gib, 18 * gib, {})
-    assert "kv_cache_memory_bytes" in engine._memory_kwargs(None, 50 * gib, 17 * gib, {})
-    engine._source.wants_sharing = True
+    source.wants_sharing = False
+    assert "kv_cache_memory_bytes" not in engine._memory_kwargs(None, 50 * GIB, 18 * GIB, {})
+    assert "kv_cache_memory_bytes" in engine._memory_kwargs(None, 50 * GIB, 17 * GIB, {})
+    source.wants_sharing = True
     # An engine that never sleeps has 0.3 × 140 GiB, and half of that for a KV cache of a given size.
     engine._frees_memory = False
-    kwargs = engine._memory_kwargs(None, 50 * gib, usable_bytes, {})
-    assert kwargs == {"gpu_memory_utilization": 0.3} | (
-        {} if usable is None or usable >= 21 else {"kv_cache_memory_bytes": usable_bytes}
-    )
+    kwargs = engine._memory_kwargs(None, 50 * GIB, usable_bytes, {})
+    size = {"kv_cache_memory_bytes": usable_bytes} if is_given else {}
+    assert kwargs == {"gpu_memory_utilization": 0.3, **size}
     # Not beside a size or a share that the user has given.
-    assert engine._memory_kwargs(0.3, 0, 19 * gib, {}) == {"gpu_memory_utilization": 0.3}
-    assert engine._memory_kwargs(None, 0, 19 * gib, {"kv_cache_memory_bytes": 5}) == {}
+    assert engine._memory_kwargs(0.3, 0, 19 * GIB, {}) == {"gpu_memory_utilization": 0.3}
+    assert engine._memory_kwargs(None, 0, 19 * GIB, {"kv_cache_memory_bytes": 5}) == {}
 
 
 @pytest.mark.parametrize("make", [make_gpt2, lambda: make_model("qwen3")], ids=["no layout", "not fused"])
-def test_a_copy_of_any_model_has_a_share(make, monkeypatch):
-    gib = 2**30
-    engine = unstarted(_model=make(), _group=SimpleNamespace(size=1))
-    engine._source = SimpleNamespace(wants_sharing=False)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * gib, 140 * gib))
+def test_a_copy_of_any_model_has_a_share(make, device_memory):
+    source = SimpleNamespace(wants_sharing=False)
+    engine = unstarted(_model=make(), _group=SimpleNamespace(size=1), _source=source)
+    device_memory(free=100 * GIB)
     assert engine._memory_kwargs(None, 0, None, {}) == {"gpu_memory_utilization": pytest.approx(90 / 140)}
-    assert engine._memory_kwargs(None, 0, gib, {})["kv_cache_memory_bytes"] == gib
+    assert engine._memory_kwargs(None, 0, GIB, {})["kv_cache_memory_bytes"] == GIB
 
 
 @pytest.mark.parametrize(("free_gib", "is_emptied"), [(10.5, True), (11.5, False)])
-def test_pytorch_gives_back_only_what_waking_up_needs(free_gib, is_emptied, monkeypatch):
-    gib, calls = 2**30, []
+def test_pytorch_gives_back_only_what_waking_up_needs(free_gib, is_emptied, monkeypatch, device_memory):
+    calls = []
     engine = unstarted(_is_awake=False, _is_stale=False, shares_weights=False)
-    monkeypatch.setattr(internals, "unmapped_bytes", lambda: 10 * gib)
+    monkeypatch.setattr(internals, "unmapped_bytes", lambda: 10 * GIB)
 
     def wake_up(tags):
         calls.extend(tags)
         torch.cuda.empty_cache()  # as vLLM does, of late in waking up, too
 
     engine._llm = SimpleNamespace(wake_up=wake_up)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * gib), 140 * gib))
+    device_memory(free=int(free_gib * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     engine.wake_up()
     assert calls == ["empty"] * is_emptied + ["weights", "kv_cache"]
@@ -198,9 +203,8 @@ def test_what_vllm_sets_for_the_process_is_put_back():
         knobs.runtime.jit_post_compile_hook = print
         knobs.autotuning.print = True
         raise KeyError("as if vLLM had failed to start")
-    assert before == (
-        torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads
-    )  # fmt: skip
+    after = torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads
+    assert after == before
     assert knobs.runtime.jit_post_compile_hook is None and not knobs.autotuning.print
 
 
@@ -216,11 +220,8 @@ def test_a_launchers_environment_is_kept(monkeypatch):
     ("before", "without"),
     [
         ("expandable_segments:True", "expandable_segments:False"),
-        (
-            "max_split_size_mb:512, expandable_segments:True",
-            "max_split_size_mb:512,expandable_segments:False",
-        ),
-        ("max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:False"),
+        ("max_split_size_mb:9, expandable_segments:True", "max_split_size_mb:9,expandable_segments:False"),
+        ("max_split_size_mb:9", "max_split_size_mb:9,expandable_segments:False"),
     ],
 )
 def test_only_expandable_segments_are_turned_off(before, without):
@@ -238,17 +239,12 @@ class Pool:
 def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
     given_back = []
     pool = Pool()
-    data = {
-        address: SimpleNamespace(handle=(0, 10 * address), is_asleep=is_asleep)
-        for address, is_asleep in ((1, False), (2, True), (3, False))
-    }
+    data = {i: SimpleNamespace(handle=(0, 10 * i), is_asleep=i == 2) for i in (1, 2, 3)}
     allocator = SimpleNamespace(allocator_and_pools={"weights": (pool, None)}, pointer_to_data=data)
+    kind = SimpleNamespace(instance=allocator, get_instance=itertools.repeat(allocator).__next__)
     modules = {
         "vllm.device_allocator.cumem": SimpleNamespace(
-            CuMemAllocator=SimpleNamespace(
-                instance=allocator, get_instance=itertools.repeat(allocator).__next__
-            ),
-            unmap_and_release=given_back.append,
+            CuMemAllocator=kind, unmap_and_release=given_back.append
         ),
         "vllm.model_executor.layers.rotary_embedding": SimpleNamespace(_ROPE_DICT={"key": "angles"}),
     }
@@ -268,7 +264,7 @@ def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
     internals.free_pools()
     assert given_back == [(0, 10), (0, 30)] and not data
     is_alive = weakref.ref(pool)
-    del pool, allocator, modules
+    del pool, allocator, kind, modules
     monkeypatch.undo()
     gc.collect()
     assert is_alive() is not None
@@ -291,9 +287,8 @@ def test_memory_is_given_back_once_and_pools_are_never_dropped(monkeypatch):
 def test_why_weights_cannot_be_shared(make, options, reason, monkeypatch):
     if "cpu" not in str(reason):  # no CUDA here: a device without memory stands in for it
         monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "meta")
-    why = shared_weights.why_not_shared(
-        make(), **{"tensor_parallel_size": 1, "model_impl": "vllm", **options}
-    )
+    options = {"tensor_parallel_size": 1, "model_impl": "vllm", **options}
+    why = shared_weights.why_not_shared(make(), **options)
     assert (why is None) if reason is None else (reason in why)
 
 
@@ -323,10 +318,10 @@ def test_vllms_first_copy_has_the_size_of_the_model(name):
 
 
 def test_a_share_of_memory_is_corrected_for_weights_that_vllm_counts_twice(monkeypatch):
-    engine = unstarted(_model=make_model("qwen3"), _device=torch.device("cpu"))
-    engine._source = shared_weights.WeightSource(engine._model, wants_sharing=True)
-    fuse_parameters(layout_for(engine._model))
-    size = shared_weights.num_bytes(engine._model)
+    model = make_model("qwen3")
+    engine = unstarted(_model=model, _source=shared_weights.WeightSource(model, wants_sharing=True))
+    fuse_parameters(layout_for(model))
+    size = shared_weights.num_bytes(model)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * size, 10 * size))
     for is_counted, share in ((True, 0.4), (False, 0.5)):
         monkeypatch.setattr(internals, "counts_freed_weights", lambda is_counted=is_counted: is_counted)

@@ -98,10 +98,8 @@ def test_ready_line_and_signal(stand_in, capfd):
         arguments.remove(flag)
     options = dict(zip(arguments[1:-2:2], arguments[2:-2:2], strict=True))
     assert options["--host"] == "127.0.0.1", "for this machine alone, unless it is said"
-    assert options["--port"] == str(port)
-    assert options["--tensor-parallel-size"] == "2"
-    assert options["--logprobs-mode"] == "processed_logprobs"
-    assert options["--generation-config"] == "vllm"
+    assert (options["--port"], options["--tensor-parallel-size"]) == (str(port), "2")
+    assert (options["--logprobs-mode"], options["--generation-config"]) == ("processed_logprobs", "vllm")
     assert options["--max-num-seqs"] == "512"
     for option in ("--worker-extension-cls", "--middleware"):
         module, _, name = options[option].rpartition(".")
@@ -132,7 +130,7 @@ def test_an_address_that_others_reach_is_said_to_be_one(stand_in, capfd, monkeyp
     said = capfd.readouterr().out
     assert "every request needs the key in the environment variable COLOCATE_SERVER_KEY" in said
     assert "0.0.0.0 is reached from other machines" in said and "Nothing is encrypted" in said
-    assert "a-key-from-the-environment" not in said
+    assert "a-key-from-the-environment" not in said and "ready" not in said
     _, environment = json.loads((stand_in / "called.json").read_text())
     assert environment["COLOCATE_SERVER_KEY"] == "a-key-from-the-environment"
     assert "VLLM_API_KEY" not in environment
@@ -149,11 +147,6 @@ def test_no_option_of_vllm_goes_past_the_gate(stand_in, option, capsys):
     assert not (stand_in / "called.json").exists()
 
 
-def test_a_server_that_fails_to_start(stand_in, capfd):
-    assert serve("--", "--fail", port=free_port()) == 3
-    assert "ready" not in capfd.readouterr().out
-
-
 def test_port_taken(stand_in, capsys):
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
         assert serve(port=other.server_port) == 1
@@ -162,16 +155,14 @@ def test_port_taken(stand_in, capsys):
     assert not (stand_in / "called.json").exists()
 
 
-def test_no_vllm(monkeypatch, capsys):
-    monkeypatch.setattr(serve_module, "installed_version", lambda: None)
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [(None, "vLLM is not installed in this environment"), (Version("0.20"), "vLLM 0.20 is too old")],
+)
+def test_without_a_suitable_vllm(monkeypatch, capsys, version, message):
+    monkeypatch.setattr(serve_module, "installed_version", lambda: version)
     assert serve(port=free_port()) == 1
-    assert "vLLM is not installed in this environment" in capsys.readouterr().err
-
-
-def test_vllm_too_old(monkeypatch, capsys):
-    monkeypatch.setattr(serve_module, "installed_version", lambda: Version("0.20"))
-    assert serve(port=free_port()) == 1
-    assert "vLLM 0.20 is too old" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
