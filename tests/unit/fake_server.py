@@ -403,6 +403,19 @@ def error_500(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answ
     send_json(handler, 500, {"error": {"message": "out of luck"}})
 
 
+@pytest.fixture(name="hang")
+def hanging_fault() -> Iterator[Callable[..., None]]:
+    """A fault that leaves a request without an answer until the test ends."""
+    release = threading.Event()
+
+    def fault(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+        release.wait(20)
+        handler.close_connection = True
+
+    yield fault
+    release.set()
+
+
 def changed(change: Callable[[dict[str, Any]], object]) -> Callable[..., None]:
     """A fault that spoils an answer."""
 

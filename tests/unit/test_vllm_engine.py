@@ -8,6 +8,7 @@ import os
 import sys
 import weakref
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -295,13 +296,10 @@ def test_why_weights_cannot_be_shared(make, options, reason, monkeypatch):
 def test_parameters_are_fused_before_vllm_has_its_pools(with_vllm, monkeypatch):
     # What is allocated while vLLM loads would be discarded when it sleeps.
     class Started(Exception):
-        pass
-
-    def start(*_, **__):
-        raise Started
+        """Raised in place of vLLM's start."""
 
     monkeypatch.setattr(shared_weights, "SHARING_DEVICE", "cpu")
-    monkeypatch.setattr(engine_module.VLLMEngine, "_start", start)
+    monkeypatch.setattr(engine_module.VLLMEngine, "_start", Mock(side_effect=Started))
     model = make_model("qwen3", vocab_size=128)
     with pytest.raises(RuntimeError, match="not slices of one storage"):
         shared_weights.vllm_views(model)

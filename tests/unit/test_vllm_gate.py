@@ -21,13 +21,22 @@ from typing import Any
 import pytest
 import torch
 from engine_models import make_prompts
-from fake_server import KEY, FakeVLLM, engines_of_fake, fake_vllm, send_json, served_model  # noqa: F401
+from fake_server import (  # noqa: F401
+    KEY,
+    FakeVLLM,
+    engines_of_fake,
+    fake_vllm,
+    hanging_fault,
+    send_json,
+    served_model,
+)
 from hostile_client import POISON, ask, attack_as_nobody, attacks
 from safetensors.torch import save_file
 
 from colocate.engines.vllm import arguments
 from colocate.engines.vllm_server import key as key_module
 from colocate.engines.vllm_server import lease as lease_module
+from colocate.engines.vllm_server import weight_receiver
 from colocate.engines.vllm_server.client import HttpClient, WorkerError
 from colocate.engines.vllm_server.engine import ServerPaused, VLLMServerEngine
 from colocate.engines.vllm_server.gate import Refused, check_token_ids
@@ -220,9 +229,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_key_is_made_once_and_is_its_users_alone(cache):
-    with pytest.raises(
-        ValueError, match=r"no key for the vLLM server at localhost:8123.*COLOCATE_SERVER_KEY"
-    ):
+    message = r"no key for the vLLM server at localhost:8123.*COLOCATE_SERVER_KEY"
+    with pytest.raises(ValueError, match=message):
         key_of_server_at("localhost", 8123)
     made = key_of_new_server(8123)
     path = key_file(socket.gethostname(), 8123)
@@ -298,9 +306,8 @@ def test_a_second_run_is_refused_and_the_first_goes_on(make_engine, fake, monkey
     expected = first.generate(make_prompts([3]), SAMPLING)
     # As from another process of this machine.
     monkeypatch.setattr("colocate.engines.vllm_server.lease.process_identity", lambda pid: "a/b/1/2")
-    with pytest.raises(
-        ServerHeld, match=rf"belongs to the run in /runs/A \(process {os.getpid()} on .*\), since .*--port"
-    ):
+    message = rf"belongs to the run in /runs/A \(process {os.getpid()} on .*\), since .*--port"
+    with pytest.raises(ServerHeld, match=message):
         make_engine(run_id="second", output_dir="/runs/B")
     assert ask(port_of(fake), "POST", "/pause", {**BEARER, "X-Colocate-Run": "second"}, None)[0] == 409
     assert first.generate(make_prompts([3]), SAMPLING) == expected
@@ -357,9 +364,7 @@ def test_a_server_that_came_back_with_another_key(make_engine, fake, model, cach
         monkeypatch.setenv("COLOCATE_SERVER_KEY", text)
         fake.restart()
         monkeypatch.delenv("COLOCATE_SERVER_KEY")
-        monkeypatch.setattr(
-            "colocate.engines.vllm_server.weight_receiver.key_from_environment", lambda: fake.gate._key
-        )
+        monkeypatch.setattr(weight_receiver, "key_from_environment", lambda: fake.gate._key)
 
     restart_with("the-first-key-of-a-server")
     engine = make_engine(on_server_loss="wait")
@@ -387,23 +392,14 @@ def test_a_pause_ends_when_its_run_is_silent_and_not_before(fake, monkeypatch):
     assert not fake.worker._colocate_receiver._is_reloading, "a model in the middle of a push cannot run"
 
 
-def test_a_server_that_somebody_paused_is_noticed(make_engine, fake, caplog):
+def test_a_server_that_somebody_paused_is_noticed(make_engine, fake, caplog, hang):
     engine = make_engine(server_timeout_s=0.4)
     engine.generate(make_prompts([3]), SAMPLING)
-    release = threading.Event()
-
-    def wait_as_long_as_it_is_paused(fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
-        release.wait(20)
-        handler.close_connection = True
-
-    fake.faults["/v1/completions"] = [wait_as_long_as_it_is_paused] * 9
+    fake.faults["/v1/completions"] = [hang] * 9
     fake.is_paused = True
     started_s = time.monotonic()
-    try:
-        with pytest.raises(ServerPaused, match=r"paused for 0\.4 s \(vllm_server_timeout\).*POST /resume"):
-            engine.generate(make_prompts([3]), SAMPLING)
-    finally:
-        release.set()
+    with pytest.raises(ServerPaused, match=r"paused for 0\.4 s \(vllm_server_timeout\).*POST /resume"):
+        engine.generate(make_prompts([3]), SAMPLING)
     assert time.monotonic() - started_s < 3
     assert "is paused in the middle of a rollout" in caplog.text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from fake_server import (  # noqa: F401
     error_500,
     fake_vllm,
     half_of_it,
+    hanging_fault,
     nothing,
     restart,
     restart_before,
@@ -85,18 +86,9 @@ def test_one_process_pushes_and_all_wait(make_engine, fake, model):
 
 def test_processes_that_start_together_push_once(make_engine, fake, model):
     engines = [make_engine(run_id="run") for _ in range(4)]
-    results: list[Any] = [None] * 4
-    threads = [
-        threading.Thread(
-            target=lambda i=i: results.__setitem__(i, engines[i].generate(make_prompts([4]), SAMPLING))
-        )
-        for i in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results[0] is not None and all(result == results[0] for result in results)
+    with ThreadPoolExecutor(len(engines)) as pool:
+        results = list(pool.map(lambda engine: engine.generate(make_prompts([4]), SAMPLING), engines))
+    assert len(results) == 4 and all(result == results[0] for result in results)
     assert set(fake.loaded.num_loads.values()) == {1}
 
 
@@ -111,9 +103,8 @@ def test_a_member_draws_the_same_in_whatever_request(make_engine, limits, first,
     (prompt,) = make_prompts([5])
     samples = range(first, first + len(limits))
     sampling = dataclasses.replace(SAMPLING, temperature=temperature)
-    together = engine.generate(
-        [dataclasses.replace(prompt, samples=samples, max_tokens=tuple(limits))], sampling
-    )
+    group = dataclasses.replace(prompt, samples=samples, max_tokens=tuple(limits))
+    together = engine.generate([group], sampling)
     for sample, limit, completion in zip(samples, limits, together, strict=True):
         (alone,) = engine.generate([dataclasses.replace(prompt, samples=range(sample, sample + 1))], sampling)
         assert completion.token_ids == alone.token_ids[:limit]
@@ -268,23 +259,14 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_said(make_engine,
         engine.generate(make_prompts([3]), SAMPLING)
 
 
-def test_a_server_that_hangs_is_noticed(make_engine, fake, monkeypatch):
+def test_a_server_that_hangs_is_noticed(make_engine, fake, monkeypatch, hang):
     monkeypatch.setattr(server_module, "_CALL_S", 0.4)
     engine = make_engine()
     engine.generate(make_prompts([3]), SAMPLING)
-    release = threading.Event()
-
-    def hang(fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
-        release.wait(20)
-        handler.close_connection = True
-
     fake.faults[COMPLETIONS] = [hang] * 10
     fake.faults["/health"] = [hang] * 10
-    try:
-        with pytest.raises(RuntimeError, match=r"(?s)/health had no usable answer.*vllm_on_server_loss"):
-            engine.generate(make_prompts([3]), SAMPLING)
-    finally:
-        release.set()
+    with pytest.raises(RuntimeError, match=r"(?s)/health had no usable answer.*vllm_on_server_loss"):
+        engine.generate(make_prompts([3]), SAMPLING)
 
 
 def test_a_server_that_always_falls_is_given_up(make_engine, fake):
@@ -307,10 +289,8 @@ def test_no_server(model, caplog):
 def test_another_model_is_served(make_engine, fake):
     fake.config = make_model("qwen3", num_hidden_layers=3, vocab_size=50).config
     fake.restart()
-    with pytest.raises(
-        ValueError,
-        match=r"another model, 'served'.*vocab_size 50 instead of 97, num_hidden_layers 3 instead of 2",
-    ):
+    message = r"another model, 'served'.*vocab_size 50 instead of 97, num_hidden_layers 3 instead of 2"
+    with pytest.raises(ValueError, match=message):
         make_engine()
 
 
@@ -358,9 +338,8 @@ def test_another_precision_is_said(make_engine, fake, caplog):
     fake.settings = {"dtype": torch.bfloat16}
     fake.restart()
     make_engine()
-    assert (
-        "computes in bfloat16 and the policy is float32" in caplog.text and "--dtype float32" in caplog.text
-    )
+    assert "computes in bfloat16 and the policy is float32" in caplog.text
+    assert "--dtype float32" in caplog.text
 
 
 def test_too_old(make_engine, fake):
@@ -370,18 +349,15 @@ def test_too_old(make_engine, fake):
 
 
 def test_plain_vllm_serve_is_told_what_it_lacks(make_engine, fake, monkeypatch):
-    real = fake._do
-    monkeypatch.setattr(
-        fake, "_do", lambda path, body: (404, None) if path == "/collective_rpc" else real(path, body)
-    )
+    real, lacks = fake._do, "/collective_rpc"
+    monkeypatch.setattr(fake, "_do", lambda path, body: (404, None) if path == lacks else real(path, body))
     with pytest.raises(RuntimeError, match=r"(?s)takes no weights.*VLLM_SERVER_DEV_MODE=1.*WeightReceiver"):
         make_engine()
 
 
 def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
-    monkeypatch.setattr(
-        "colocate.engines.vllm_server.weight_receiver._Receiver.share", lambda self, **_: {"is_shared": False}
-    )
+    receiver = "colocate.engines.vllm_server.weight_receiver._Receiver"
+    monkeypatch.setattr(f"{receiver}.share", lambda self, **_: {"is_shared": False})
     engine = make_engine()
     with pytest.raises(ValueError, match="it does not see"):
         engine.generate(make_prompts([3]), SAMPLING)
