@@ -96,56 +96,47 @@ def test_another_forward_is_refused_with_the_difference(monkeypatch, changed, fo
         check_stack(model)
 
 
-@pytest.mark.parametrize("where", ["model", "layers", "norm", "head"])
-def test_what_happens_between_layers_and_after_them_is_seen(monkeypatch, where):
+@pytest.mark.parametrize(
+    ("place", "where"),
+    [("model", "layer"), ("layers", "layer"), ("norm", "the last norm's"), ("head", "the logits")],
+)
+def test_what_happens_between_layers_and_after_them_is_seen(monkeypatch, place, where):
     model, doubled = make_model("llama3"), lambda module, args, output: 2 * output
-    if where == "model":  # Gemma scales what the embedding says, outside of it
-        embed = model.model.embed_tokens
-        original = LlamaModel.forward
-        monkeypatch.setattr(
-            LlamaModel,
-            "forward",
-            lambda self, input_ids=None, **kw: original(
-                self, **{**kw, "inputs_embeds": 2 * embed(input_ids)}
-            ),
-        )
-    elif where == "layers":
+    if place == "model":  # Gemma scales what the embedding says, outside of it
+        embed, original = model.model.embed_tokens, LlamaModel.forward
+
+        def scaled(self, input_ids=None, inputs_embeds=None, **kwargs):
+            return original(self, inputs_embeds=2 * embed(input_ids), **kwargs)
+
+        monkeypatch.setattr(LlamaModel, "forward", scaled)
+    elif place == "layers":
         model.model.layers[1].register_forward_pre_hook(lambda module, args: (2 * args[0], *args[1:]))
-    elif where == "norm":
-        model.model.norm.register_forward_hook(doubled, prepend=True)
     else:
-        model.lm_head.register_forward_hook(doubled)
-    with pytest.raises(
-        ValueError, match={"head": "the logits", "norm": "the last norm's"}.get(where, "layer")
-    ):
+        module = model.model.norm if place == "norm" else model.lm_head
+        module.register_forward_hook(doubled, prepend=True)
+    with pytest.raises(ValueError, match=where):
         check_stack(model)
 
 
-class TestDropout:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("place", ["residual", "embedding", "attention"])
-    def test_dropout_that_the_stack_does_not_apply_is_refused_unless_it_is_off(self, place, dtype):
-        model = make_model("llama3").to(dtype).eval()
-        drop = nn.Dropout(0.1)
-        if place == "attention":
-            model.model.layers[1].self_attn.attention_dropout = 0.5
-        elif place == "embedding":
-            model.model.embed_drop = drop
-            model.model.layers[0].register_forward_pre_hook(lambda module, args: (drop(args[0]), *args[1:]))
-        else:
-            model.model.layers[1].mlp.resid_dropout = drop
-            model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: drop(output))
-        with pytest.raises(ValueError, match=r"dropout that the stack does not apply.*disable_dropout=True"):
-            check_stack(model)
-        disable_dropout(model)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["resid_dropout", "embed_drop", "attention_dropout", "resid_attn_dropout"])
+def test_dropout_that_the_stack_does_not_apply_is_refused_unless_it_is_off(name, dtype):
+    model = make_model("phi3", resid_pdrop=0.1) if name == "resid_attn_dropout" else make_model("llama3")
+    model, drop = model.to(dtype).eval(), nn.Dropout(0.1)
+    rate = 0.5 if name == "attention_dropout" else 0.1
+    if name == "attention_dropout":
+        model.model.layers[1].self_attn.attention_dropout = rate
+    elif name == "embed_drop":
+        model.model.embed_drop = drop
+        model.model.layers[0].register_forward_pre_hook(lambda module, args: (drop(args[0]), *args[1:]))
+    elif name == "resid_dropout":
+        model.model.layers[1].mlp.resid_dropout = drop
+        model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: drop(output))
+    message = rf"dropout that the stack does not apply .*{name} = {rate}\): set disable_dropout=True"
+    with pytest.raises(ValueError, match=message):
         check_stack(model)
-
-    def test_phi3s_residual_dropout_is_refused_unless_it_is_off(self):
-        model = make_model("phi3", resid_pdrop=0.1)
-        with pytest.raises(ValueError, match=r"resid_attn_dropout = 0.1\): set disable_dropout=True"):
-            check_stack(model)
-        disable_dropout(model)
-        check_stack(model)
+    disable_dropout(model)
+    check_stack(model)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
