@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,6 +136,12 @@ def read_records(directory: Path, part: PartOf = lambda record: "") -> list[Reco
                     "belong, or pass another --records."
                 )
     return records
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The median of every figure that a row has by name; a row without it counts as 0."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}
 
 
 def origin(commit: str | None = None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.common.results import Record, read_records
+from benchmarks.common.results import Record, medians, read_records
 from benchmarks.common.suite import Claims, Suite, visible_gpus
 from benchmarks.common.vllm_server import vllm_server
 from benchmarks.modes.cases import PARTS, ModeCase, all_cases, cases, largest
@@ -173,12 +173,6 @@ def ratio(records: list[Record], ours: ModeCase, theirs: ModeCase) -> float | No
     return ours_per_s / theirs_per_s
 
 
-def engine_median_s(records: list[Record], case: ModeCase, method: str) -> float | None:
-    """Median seconds that the first process's engine spent in a method, per step."""
-    steps = timed_steps(records, case)
-    return statistics.median(step["engine_s"].get(method, 0.0) for step in steps) if steps else None
-
-
 def sleep_share(records: list[Record], case: ModeCase) -> float | None:
     """Median share of a step that falling asleep and waking up take, without the publication in between."""
     shares = [
@@ -201,6 +195,7 @@ def compute_claims(records: list[Record], num_gpus: int) -> Claims:
         for mode in ("colocate", "server", "native")
     )
     published = [step["published_bytes"] for step in timed_steps(records, colocate["1p5b"])]
+    copying = timed_steps(records, largest("7b", "colocate", num_gpus, "buckets"))
     shares = [sleep_share(records, case) for case in colocate.values()]
     known_shares = [share for share in shares if share is not None]
     return {
@@ -208,9 +203,7 @@ def compute_claims(records: list[Record], num_gpus: int) -> Claims:
         "colocate_vs_server_7b": ratio(records, colocate["7b"], server["7b"]),
         "native_vs_server_1p5b": ratio(records, native["1p5b"], server["1p5b"]),
         "publish_shared_bytes": max(published) if published else None,
-        "publish_bucketed_7b_s": engine_median_s(
-            records, largest("7b", "colocate", num_gpus, "buckets"), "_publish"
-        ),
+        "publish_bucketed_7b_s": medians([step["engine_s"] for step in copying]).get("_publish"),
         "sleep_wake_overhead": max(known_shares) if len(known_shares) == len(shares) else None,
     }
 
@@ -223,7 +216,6 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
         if per_s is None:
             continue
         steps = timed_steps(records, case)
-        names = dict.fromkeys(name for step in steps for name in step["phases_s"])
         server = dataclasses.replace(case, mode="server", tensor_parallel_size=1, weights="auto")
         vs_server = ratio(records, case, server)
         rows.append(
@@ -240,14 +232,8 @@ def summary(records: list[Record], num_gpus: int) -> list[dict[str, Any]]:
                 "vs_server": vs_server,
                 # The server's rate as if serving took no GPU.
                 "vs_server_normalised": vs_server and vs_server * server.num_trainers / case.num_trainers,
-                "phases_s": {
-                    name: statistics.median(step["phases_s"].get(name, 0.0) for step in steps)
-                    for name in names
-                },
-                "engine_s": {
-                    method: engine_median_s(records, case, method)
-                    for method in dict.fromkeys(name for step in steps for name in step["engine_s"])
-                },
+                "phases_s": medians([step["phases_s"] for step in steps]),
+                "engine_s": medians([step["engine_s"] for step in steps]),
             }
         )
     return rows

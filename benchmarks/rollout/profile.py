@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.common.results import committed, machine, write_result
+from benchmarks.common.results import committed, machine, medians, write_result
 from benchmarks.common.timing import copy_bytes_per_s, median_s
 from benchmarks.rollout.cases import CASES, SHAPES, Case, model_directory
 from benchmarks.rollout.floor import kv_bytes_per_step
@@ -220,23 +220,17 @@ def main() -> None:
         with traced(first=case.completion_tokens // 2 - NUM_STEPS // 2) as kernels:
             native.rollout(case, prompts, limits, seed=1 + number)
         steps = split_steps(kernels)
-        by_role = [seconds_by_role(step) for step in steps]
         repetitions.append(
             {
                 "rollout_s": rollout_s,
                 "traced_step_s": statistics.median(step[-1].end_s - step[0].start_s for step in steps),
                 "num_kernels": len(steps[0]),
-                "seconds": {
-                    role: statistics.median(one.get(role, 0.0) for one in by_role) for role in by_role[0]
-                },
+                "seconds": medians([seconds_by_role(step) for step in steps]),
                 "names": dict(names(steps[0])),
             }
         )
     flops_per_s, bytes_per_s = product_flops_per_s(), copy_bytes_per_s()
-    seconds = {
-        role: statistics.median(one["seconds"][role] for one in repetitions)
-        for role in repetitions[0]["seconds"]
-    }
+    seconds = medians([one["seconds"] for one in repetitions])
     least = least_s(case, flops_per_s, bytes_per_s)
     # What a product does on the way to its result moves no bytes of its own.
     for kernel, role in PASSES.items():
