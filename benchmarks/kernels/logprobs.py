@@ -1,6 +1,6 @@
 """Log-probs of tokens from hidden states, forward and backward, beside Liger and Cut Cross-Entropy.
 
-    python -m benchmarks.kernels.logprobs --hardware h200 --peers-site DIR [--models 1.5b 7b] [--only TEXT]
+    python -m benchmarks.kernels.logprobs --hardware h200 --peers-site DIR
 
 DIR holds the packages `liger_kernel` and `cut_cross_entropy` (github.com/apple/ml-cross-entropy); without it
 or where one of them fails, the result says so. All compute the policy-gradient loss -Σ_i A_i log p_i / N
@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.common.results import committed, write_result
 from colocate.policy.logprobs import OutputHead, token_logprobs
 
-MODELS = {"1.5b": (1536, 151_936), "7b": (3584, 152_064), "tiny": (64, 1000)}
+MODELS = {"1.5b": (1536, 151_936), "7b": (3584, 152_064)}
 """Hidden size and vocabulary of Qwen2.5."""
 NUM_SEQUENCES, LENGTH = 16, 1024
 NUM_EXACT = 1024
@@ -205,7 +205,7 @@ def relative_error(grad: Tensor | None, exact: Tensor) -> float | None:
     return math.sqrt(float(squares)) / float(exact.norm())
 
 
-def compare(model: str, trains_head: bool, wanted: str, failures: dict[str, str]) -> list[dict[str, Any]]:
+def compare(model: str, trains_head: bool, failures: dict[str, str]) -> list[dict[str, Any]]:
     """Every variant's errors, then all of them in turns."""
     inputs = make_inputs(*MODELS[model], NUM_SEQUENCES * LENGTH, trains_head)
     few = inputs.first(NUM_EXACT)
@@ -213,7 +213,7 @@ def compare(model: str, trains_head: bool, wanted: str, failures: dict[str, str]
     losses: dict[str, Loss] = {}
     errors: dict[str, dict[str, float | None]] = {}
     for name, build in VARIANTS.items():
-        if wanted not in name or (name == "colocate, softmax kept" and not trains_head):
+        if name == "colocate, softmax kept" and not trains_head:
             continue
         try:
             loss = build()
@@ -284,8 +284,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", default="h200", help="name of the result")
     parser.add_argument("--peers-site", type=Path, help="directory with the peers' packages")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["1.5b", "7b"])
-    parser.add_argument("--only", default="", help="variants whose name contains this")
     options = parser.parse_args()
     commit = committed()
     if options.peers_site:
@@ -293,9 +291,9 @@ def main() -> None:
     failures: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     claims: dict[str, float] = {}
-    for model in options.models:
+    for model in MODELS:
         for trains_head in (False, True):
-            case_rows = compare(model, trains_head, options.only, failures)
+            case_rows = compare(model, trains_head, failures)
             rows += case_rows
             claims |= claims_of(case_rows) if case_rows else {}
     path = write_result(
@@ -305,9 +303,7 @@ def main() -> None:
         rows,
         commit,
         num_tokens=NUM_SEQUENCES * LENGTH,
-        shapes={
-            model: dict(zip(("hidden", "vocab"), MODELS[model], strict=True)) for model in options.models
-        },
+        shapes={model: dict(zip(("hidden", "vocab"), sizes, strict=True)) for model, sizes in MODELS.items()},
         chosen=CHOSEN,
         peers={name: peer_version(name) for name in ("liger-kernel", "cut-cross-entropy")},
         failures=failures,

@@ -45,7 +45,6 @@ class RolloutSuite(Suite):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--cases", nargs="+", choices=CASES, help="of the rollouts, only these")
         parser.add_argument("--rounds", type=int, default=2)
         parser.add_argument("--first", choices=("vllm", "native"), default="vllm", help="of the first round")
         parser.add_argument("--repetitions", type=int, default=2, help="of each case in a round")
@@ -74,8 +73,6 @@ class RolloutSuite(Suite):
 
     def rollouts(self, size: str) -> None:
         names = [name for name, case in CASES.items() if case.model == size]
-        if self.options.cases:
-            names = [name for name in names if name in self.options.cases]
         native_names = [name for name in names if CASES[name].logprobs]
         self.model(size)  # not within a measurement
         for number in range(self.options.rounds):

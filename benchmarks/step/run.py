@@ -45,8 +45,8 @@ STANDBY_BLOCK = 4
 """Steps in a row with the hand-over, then without. The first wakes up to what the step before left."""
 
 VLLM_MEMORY = 0.6
-"""Share of the GPU for vLLM while it is awake: its KV cache then holds every sequence of every case at once,
-so more would not be used, and asleep it gives all of it back."""
+"""Share of the GPU for TRL's vLLM while it is awake: its KV cache then holds every sequence of every case at
+once, so more would not be used, and asleep it gives all of it back."""
 
 
 ENGINE_METHODS = ("wake_up", "generate", "sleep", "update_weights", "_publish")
@@ -326,7 +326,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
     vllm = dict(
         use_vllm=True,
         vllm_mode="colocate",
-        vllm_gpu_memory_utilization=options.vllm_memory,
+        vllm_gpu_memory_utilization=VLLM_MEMORY,
         vllm_enable_sleep_mode=True,
         vllm_max_model_length=work.prompt_tokens + work.new_tokens + 8,
         generation_kwargs={"ignore_eos": True},
@@ -359,16 +359,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
             for step_s, phase, log in zip(trainer.clock.step_s(), phases, logs, strict=True)
         ],
         "liger": args.use_liger_kernel,
-        "vllm_memory": options.vllm_memory,
-    }
-
-
-def torch_peaks() -> dict[str, int]:
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "torch_peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-        "torch_reserved_bytes": torch.cuda.memory_reserved(),
+        "vllm_memory": VLLM_MEMORY,
     }
 
 
@@ -383,7 +374,9 @@ def assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def add_work_options(parser: argparse.ArgumentParser) -> None:
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--framework", choices=("colocate", "trl"), required=True)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--generations", type=int, default=8)
@@ -393,6 +386,19 @@ def add_work_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="the work made tiny, to try the script")
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "colocate-models")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--micro-batch", type=int, default=16, help="completions")
+    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=False, help="TRL's")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before those that count")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--keep", choices=("learnt", "nothing", "in-turns"), default="learnt", help="asleep")
+    parser.add_argument("--made-up-completions", action="store_true", help="TRL's; only training is compared")
+    parser.add_argument("--watch-engine", action="store_true", help="seconds in its methods, by rank")
+    parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--label", default="", help="tells records of one case apart")
+    options = parser.parse_args()
+    options.option = dict(options.option)
+    return options
 
 
 def chosen_work(options: argparse.Namespace) -> Work:
@@ -411,26 +417,6 @@ def check_division(options: argparse.Namespace, work: Work) -> None:
             f"--micro-batch {options.micro_batch} × {num_processes()} processes = {micro_step} does not "
             f"divide {work.num_completions} completions."
         )
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--framework", choices=("colocate", "trl"), required=True)
-    add_work_options(parser)
-    parser.add_argument("--micro-batch", type=int, default=16, help="completions")
-    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=False, help="TRL's")
-    parser.add_argument("--vllm-memory", type=float, default=VLLM_MEMORY, help="TRL's share for vLLM")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before those that count")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--keep", choices=("learnt", "nothing", "in-turns"), default="learnt", help="asleep")
-    parser.add_argument("--made-up-completions", action="store_true", help="TRL's; only training is compared")
-    parser.add_argument("--watch-engine", action="store_true", help="seconds in its methods, by rank")
-    parser.add_argument("--option", type=assignment, action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--label", default="", help="tells records of one case apart")
-    options = parser.parse_args()
-    options.option = dict(options.option)
-    return options
 
 
 def main() -> None:
@@ -460,8 +446,9 @@ def main() -> None:
     if not is_main_process():
         return
     record["total_s"] = time.perf_counter() - start_s
-    record |= torch_peaks()
     if watch is not None:
+        record["torch_peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        record["torch_reserved_bytes"] = torch.cuda.memory_reserved()
         record["driver_peak_bytes"] = watch.peak_bytes()
         watch.close()
     lengths = {step["mean_length"] for step in record["steps"]}

@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common.results import Record, read_records
+from benchmarks.common.results import Record, medians, read_records
 from benchmarks.common.suite import Claims, Suite
 from benchmarks.rollout.cases import model_directory
 from benchmarks.step.cases import (
@@ -54,9 +54,7 @@ class StepSuite(Suite):
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--cases", nargs="+", choices=COMPARISONS, default=COMPARISONS, help="to tune")
         parser.add_argument("--rounds", type=int, default=1)
-        parser.add_argument("--first", choices=("trl", "colocate"), default="trl", help="of the first round")
         parser.add_argument("--micro-batch", type=int, default=16, help="ours, in completions")
         parser.add_argument(
             "--option", action="append", default=[], metavar="NAME=VALUE", help="of our configuration"
@@ -83,19 +81,16 @@ class StepSuite(Suite):
         else:
             peer = best_settings(read_records(self.records, self.part_of), part)
             for number in range(self.options.rounds):
-                frameworks = ["trl", "colocate"]
-                if (number % 2 == 0) != (self.options.first == "trl"):
-                    frameworks.reverse()
-                for framework in frameworks:
+                for framework in ("trl", "colocate") if number % 2 == 0 else ("colocate", "trl"):
                     words = peer.words() if framework == "trl" else self._own_words()
                     self._step(framework, work, part, num_warm_up, num_timed, *words)
 
     def tune(self) -> None:
         """The training half of TRL's step with each of its settings, on made-up completions."""
-        for name in self.options.cases:
-            work = COMPARISONS[name].work
+        for name, comparison in COMPARISONS.items():
+            work = comparison.work
             work = dataclasses.replace(work, num_prompts=work.num_prompts // TUNING_SHARE)
-            for settings in COMPARISONS[name].candidates:
+            for settings in comparison.candidates:
                 self._step("trl", work, f"tune-{name}", 1, 1, *settings.words(), "--made-up-completions")
 
     def claims(self, records: list[Record]) -> Claims:
@@ -198,10 +193,7 @@ def summary(records: list[Record]) -> dict[str, Any]:
         steps = list(timed_steps(records, framework, label))
         work = Work(**record["work"])
         row = {"num_steps": len(steps), "step_s": median_of(steps)}
-        names = list(dict.fromkeys(name for step in steps for name in step["phases_s"]))
-        row["phases_s"] = {
-            name: statistics.median(step["phases_s"].get(name, 0.0) for step in steps) for name in names
-        }
+        row["phases_s"] = medians([step["phases_s"] for step in steps])
         row["trained_tokens_per_s"] = work.num_tokens / row["phases_s"]["train"]
         row["driver_peak_gib"] = record.get("driver_peak_bytes", math.nan) / 2**30
         if framework == "colocate":
