@@ -21,15 +21,9 @@ def record(mode: str, seed: int, final: float, gap: float = 0.001) -> dict[str, 
     """Fifteen rollouts that start at 0.3 and end with `NUM_FINAL` of the reward given on average."""
     end = [final - 0.05, final + 0.05] * (curves.NUM_FINAL // 2)
     reward = [0.3] * 5 + end
-    return {
-        "mode": mode,
-        "seed": seed,
-        "step": [1 + 4 * i for i in range(len(reward))],
-        "reward": reward,
-        "gap_mean": [gap] * len(reward),
-        "gap_max": [10 * gap] * len(reward),
-        "total_s": 60.0,
-    }
+    gaps = {"gap_mean": [gap] * len(reward), "gap_max": [10 * gap] * len(reward)}
+    steps = [1 + 4 * i for i in range(len(reward))]
+    return {"mode": mode, "seed": seed, "step": steps, "reward": reward, "total_s": 60.0, **gaps}
 
 
 def records(finals: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -68,37 +62,32 @@ def test_a_record_has_the_rollouts_of_its_run(tmp_path: Path) -> None:
     )
 
 
-def drawn(svg: str) -> ElementTree.Element:
-    return ElementTree.fromstring(svg)
+def drawn(svg: str) -> tuple[ElementTree.Element, list[str]]:
+    """The picture, and the classes of its lines."""
+    picture = ElementTree.fromstring(svg)
+    return picture, [e.get("class", "") for e in picture.iter() if e.tag.endswith("path")]
 
 
 def test_the_picture_of_the_curves_has_a_line_for_each_run_and_mode() -> None:
     result = json.loads(json.dumps({"repetitions": records(FINALS)}))
-    picture = drawn(pictures.picture(pictures.curves_panels(result)))
-    lines = [e.get("class", "") for e in picture.iter() if e.tag.endswith("path")]
+    _, lines = drawn(pictures.picture(pictures.curves_panels(result)))
     assert sum(line.startswith("faint") for line in lines) == 2 * 9
     assert sum(line.startswith("curve") for line in lines) == 2 * (3 + 3)  # and the legend's
 
 
 def test_the_picture_of_the_modes_has_a_panel_for_each_model() -> None:
+    plain = {"tensor_parallel_size": 1, "weights": "auto"}
     rows = [
-        {
-            "model": model,
-            "mode": mode,
-            "tensor_parallel_size": 1,
-            "weights": "auto",
-            "num_completions": size,
-            "completions_per_s": size / 10,
-        }
+        plain | {"model": model, "mode": mode, "num_completions": size, "completions_per_s": size / 10}
         for model in ("1p5b", "7b")
         for mode in FINALS
         for size in (64, 256)
     ]
     rows += [rows[2] | {"tensor_parallel_size": 2}, rows[2] | {"weights": "buckets"}]
-    picture = drawn(pictures.picture(pictures.modes_panels({"setup": {"num_gpus": 2, "summary": rows}})))
+    panels = pictures.modes_panels({"setup": {"num_gpus": 2, "summary": rows}})
+    picture, lines = drawn(pictures.picture(panels))
     titles = {element.text for element in picture.iter() if element.get("class") == "title"}
     assert titles == {"1.5B on 2 GPUs", "7B on 2 GPUs"}
-    lines = [e.get("class", "") for e in picture.iter() if e.tag.endswith("path")]
     assert sum(line.startswith("curve") for line in lines) == 2 * (3 + 3)
     dots = [e.get("class", "") for e in picture.iter() if e.tag.endswith("circle")]
     assert dots.count("dot f-green") == dots.count("dot f-purple") == 2  # one is the legend's

@@ -17,13 +17,10 @@ from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 GIB = 2**30
-MODELS = ("llama-3.1-8b", "qwen3-32b", "qwen2.5-14b")
+MODELS = {"llama-3.1-8b": 8_030_261_248, "qwen3-32b": 32_762_123_264, "qwen2.5-14b": 14_770_033_664}
 
 
-@pytest.mark.parametrize(
-    ("model", "num_parameters"),
-    [("llama-3.1-8b", 8_030_261_248), ("qwen3-32b", 32_762_123_264), ("qwen2.5-14b", 14_770_033_664)],
-)
+@pytest.mark.parametrize(("model", "num_parameters"), MODELS.items())
 def test_models_have_the_published_number_of_parameters(model: str, num_parameters: int) -> None:
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(memory_cases.config_of(model))
@@ -113,14 +110,11 @@ def test_sequence_is_divided_in_two_ways() -> None:
 
 
 def context(case: str, length: int, teacher_forced: bool, passed: bool, peak: int = 0) -> dict[str, Any]:
-    return {
-        "kind": "context",
-        "case": case,
-        "length": length,
-        "teacher_forced": teacher_forced,
-        "passed": passed,
-        "driver_peak_bytes": peak,
-    }
+    divided = dict(case=case, length=length, teacher_forced=teacher_forced)
+    return divided | dict(kind="context", passed=passed, driver_peak_bytes=peak)
+
+
+PLAN: dict[str, Any] = dict(kind="plan", model="m", method="lora", length=9, num_generations=2, passed=True)
 
 
 def test_a_length_counts_when_both_divisions_pass() -> None:
@@ -152,16 +146,7 @@ def test_peak_is_the_higher_of_both_divisions() -> None:
 
 def test_plan_error_is_the_largest_of_enough_configurations() -> None:
     records = [
-        {
-            "kind": "plan",
-            "model": "m",
-            "method": "lora",
-            "length": length,
-            "num_generations": 2,
-            "passed": True,
-            "predicted_peak_bytes": 100 + length,
-            "driver_peak_bytes": 100,
-        }
+        PLAN | {"length": length, "predicted_peak_bytes": 100 + length, "driver_peak_bytes": 100}
         for length in (1, -3, 2, 0, 1, 2)
     ]
     assert memory.compute_claims(records)["plan_error"] is None  # two are of the same configuration
@@ -179,18 +164,10 @@ def test_at_least_six_configurations_are_planned() -> None:
 
 
 def test_without_a_gpu_there_is_no_error_of_a_plan_and_no_peak() -> None:
-    plan = {
-        "kind": "plan",
-        "model": "tiny",
-        "method": "full",
-        "length": 9,
-        "num_generations": 2,
-        "passed": True,
-    }
     rehearsed = [context("14b-lora", 32768, teacher_forced, True) for teacher_forced in (False, True)]
     for record in rehearsed:
         del record["driver_peak_bytes"]
-    claims = memory.compute_claims([plan, *rehearsed])
+    claims = memory.compute_claims([PLAN, *rehearsed])
     assert claims["plan_error"] is None and claims["context_14b_lora_80gb"] is None
 
 

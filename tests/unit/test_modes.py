@@ -25,20 +25,18 @@ CLAIMS = {  # as the project's table names them
 ORIGIN = {"commit": "c", "machine": "m", "hardware": {}, "python": "3.12", "versions": {"vllm": "0.25.1"}}
 
 
+PLAIN: dict[str, Any] = dict(phases_s={"rollout": 0.5, "train": 1.0}, engine_s={}, published_bytes=None)
+
+
 def record(
     label: str, num_completions: int, *steps: float | dict[str, Any], warm_up: int = 0
 ) -> dict[str, Any]:
-    plain: dict[str, Any] = {
-        "phases_s": {"rollout": 0.5, "train": 1.0},
-        "engine_s": {},
-        "published_bytes": None,
-    }
     return {
         "label": label,
         **ORIGIN,
         "num_warm_up": warm_up,
         "work": {"num_prompts": num_completions // 8, "num_generations": 8},
-        "steps": [plain | (step if isinstance(step, dict) else {"step_s": step}) for step in steps],
+        "steps": [PLAIN | (step if isinstance(step, dict) else {"step_s": step}) for step in steps],
     }
 
 
@@ -91,30 +89,25 @@ def test_ratios_are_of_median_steps_at_the_largest_batch() -> None:
     assert claims["colocate_vs_server_7b"] is None  # two steps of three
 
 
-def test_what_the_engine_spends_and_moves() -> None:
+@pytest.mark.parametrize("num_bytes", [0, 3])
+def test_what_the_engine_spends_and_moves(num_bytes: int) -> None:
     records = [
         record(
             "1p5b-colocate-1024",
             1024,
             engine_step(90.0, 9.0, 9.0, 0.0, num_bytes=77),  # the warm-up
-            engine_step(10.0, 0.2, 0.1, 0.0),
-            engine_step(10.0, 0.3, 0.1, 0.0),
-            engine_step(20.0, 0.3, 0.1, 0.0),
+            *[engine_step(10.0, s, 0.1, 0.0) for s in (0.2, 0.3)],
+            engine_step(20.0, 0.3, 0.1, 0.0, num_bytes),
             warm_up=1,
         ),
         record("7b-colocate-512", 512, *[engine_step(10.0, 0.5, 0.25, 0.01) for _ in range(3)]),
         record("7b-colocate-buckets-512", 512, *[engine_step(5.0, 2.0, 2.0, s) for s in (0.3, 0.2, 0.9)]),
     ]
     claims = modes.compute_claims(records, 2)
-    assert claims["publish_shared_bytes"] == 0
+    assert claims["publish_shared_bytes"] == num_bytes  # a copy where weights should be shared is not hidden
     assert claims["publish_bucketed_7b_s"] == 0.3
     assert claims["sleep_wake_overhead"] == pytest.approx(0.075)  # 7B's; 1.5B's is 0.03
     assert modes.compute_claims(records[:1], 2)["sleep_wake_overhead"] is None
-
-
-def test_a_copy_where_weights_should_be_shared_is_not_hidden() -> None:
-    steps = [engine_step(10.0, 0.2, 0.1, 0.1, num_bytes=num_bytes) for num_bytes in (3, 3, 3)]
-    assert modes.compute_claims([record("1p5b-colocate-1024", 1024, *steps)], 2)["publish_shared_bytes"] == 3
 
 
 @pytest.mark.parametrize(("num_gpus", "factor"), [(2, 2.0), (4, 4 / 3)])

@@ -11,13 +11,8 @@ import pytest
 from benchmarks.common import results
 from benchmarks.common.suite import Suite
 
-ORIGIN = {
-    "commit": "abc",
-    "machine": "m",
-    "hardware": {"num_cores": 16},
-    "python": "3.12",
-    "versions": {"torch": "2.11"},
-}
+WHERE = {"commit": "abc", "machine": "m", "versions": {"torch": "2.11"}}
+ORIGIN = WHERE | {"hardware": {"num_cores": 16}, "python": "3.12"}
 RECORDS = [
     ORIGIN | {"step_s": 2.0},
     ORIGIN | {"step_s": 3.0, "versions": {"torch": "2.11", "vllm": "0.25"}},
@@ -62,11 +57,7 @@ def test_parts_may_be_of_different_commits_and_one_part_may_not(tmp_path, monkey
     results.write_suite_result("step", "h200", {"ratio": 1.5}, records, part=part)
     written = json.loads((tmp_path / "step-h200.json").read_text())
     assert written["commit"] == "def"
-    assert written["setup"]["origins"]["a"] == {
-        "commit": "abc",
-        "machine": "m",
-        "versions": {"torch": "2.11"},
-    }
+    assert written["setup"]["origins"]["a"] == WHERE
 
 
 def test_without_every_claim_nothing_is_written(tmp_path, monkeypatch, capsys):
