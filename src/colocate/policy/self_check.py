@@ -33,8 +33,9 @@ PROMPT_TOKENS = 4
 COMPLETION_TOKENS = (6, 3)
 
 FINEST_UNIT, FINEST_CUDA_UNIT = 2.0**-20, 2.0**-10
-"""Rounding units that stand for finer ones: transformers' norms are in float32 whatever a model's type is,
-and a GPU may multiply float32 matrices in TF32."""
+"""The finest rounding units that are assumed, on a CPU and on a GPU, whatever the model's type is:
+transformers' norms are in float32 even in a float64 model, and a GPU may multiply float32 matrices in
+TF32."""
 
 
 def check_stack(model: nn.Module) -> None:
@@ -72,14 +73,19 @@ def check_stack(model: nn.Module) -> None:
 
 
 def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Iterator[tuple[str, float, float]]:
-    """Place by place, the norm of the difference over the norm of the model's own, and the difference over
-    what rounding may make of it."""
+    """The differences between stack and model: each layer's output and gradients, the last norm's, logits.
+
+    Each is the place, the norm of the difference over the norm of the model's own result, and the difference
+    over the largest that rounding may make; above 1 the two do not agree. Both start each layer from the
+    model's own state, so that a difference shows at the layer that makes it.
+    """
     finest = FINEST_CUDA_UNIT if layout.device.type == "cuda" else FINEST_UNIT
     unit = max(torch.finfo(layout.dtype).eps, finest)
     tolerance, gradient_tolerance = (max(num_units * unit, 1e-3) for num_units in (6, 32))
 
     def by_token(ours: Tensor, own: Tensor, passed: Tensor | float, tolerance: float) -> tuple[float, float]:
-        """Compare [T, C] by tokens: what was added to `passed`, and the rounding of the sum."""
+        """Compare [T, C] token by token. A difference may be `tolerance` of what was added to `passed`, and
+        one rounding unit of the sum."""
         ours, own = ours.detach().double(), own.detach().double()
         difference = (ours - own).norm(dim=1)
         allowed = tolerance * (own - passed).norm(dim=1) + unit * own.norm(dim=1)
@@ -91,7 +97,8 @@ def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Itera
     generator = torch.Generator().manual_seed(0)
     layers = {f"layer {index}": layer for index, layer in enumerate(causal_lm(model).model.layers)}
     for index, (where, module) in enumerate([*layers.items(), ("the last norm", layout.norm)]):
-        # The embedding itself, whose gradient is compared, too; from there on the model's own states.
+        # Layer 0 reads the stack's own embedding, whose gradient is compared, too; later layers read the
+        # model's states.
         x = (stack.embedded(pack) if index == 0 else states[index].detach()).requires_grad_()
         compared = {where: module} | ({"the embedding": layout.embed_tokens} if index == 0 else {})
         groups = {name: [p for p in m.parameters() if p.requires_grad] for name, m in compared.items()}
@@ -106,7 +113,7 @@ def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Itera
             )
             for y, x in ((ours, x), (own, states[index]))
         )
-        # Past a layer the gradient goes on as it is, beside what comes through the layer.
+        # The residual connection passes the gradient on unchanged; the layer adds its own to it.
         passed = grad if is_layer else 0.0
         yield f"the gradient of {where}'s input", *by_token(ours_x, own_x, passed, gradient_tolerance)
         for name, group in groups.items():
@@ -119,11 +126,11 @@ def _differences(model: nn.Module, layout: Layout, stack: DecoderStack) -> Itera
 
 
 def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pack, list[Tensor], Tensor]:
-    """The tokens packed, and of the model's own forward pass over them as padded rows, in one graph, the
-    outputs of embedding, layers and last norm, each [T, hidden], and the logits [T, V].
+    """The compared tokens, packed, and what the model's own forward pass makes of them as padded rows: the
+    outputs of embedding, layers and last norm, each [T, hidden], in one graph, and the logits [T, V].
 
-    Every output goes through the pack on its way to the next layer, so that a shared prompt's gradient is the
-    sum over its rows there, too.
+    Every output is packed and padded again on its way to the next layer, so that a shared prompt's gradient
+    is the sum over its rows in the model, too.
     """
     lm, device, vocab_size = causal_lm(model), layout.device, layout.embed_tokens.num_embeddings
     shape = num_rows, length = len(COMPLETION_TOKENS), PROMPT_TOKENS + max(COMPLETION_TOKENS)
@@ -131,7 +138,7 @@ def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pa
     ids = (7 * places + 1) % vocab_size
     ids[:, :PROMPT_TOKENS] = ids[0, :PROMPT_TOKENS]
     ids[:, [1, PROMPT_TOKENS]] = layout.embed_tokens.padding_idx or 0
-    # Packed are not tokens but their places: so the pack tells where each of its tokens comes from.
+    # Places are packed instead of tokens, so that the pack tells where each of its tokens comes from.
     samples = [
         Sample(row[:PROMPT_TOKENS], row[PROMPT_TOKENS:][:n], torch.ones(n), advantage=0.0, prompt_key=0)
         for row, n in zip(places, COMPLETION_TOKENS, strict=True)
@@ -147,7 +154,7 @@ def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pa
 
     def note(module: nn.Module, args: Any, output: Any) -> Any:
         state = (output[0] if isinstance(output, tuple) else output).flatten(0, 1)[packed]
-        # Before the first adapter there is no graph where the embedding is frozen.
+        # With a frozen embedding there is no graph before the first adapter.
         states.append(state.requires_grad_())
         return (state[tokens], *output[1:]) if isinstance(output, tuple) else state[tokens]
 
@@ -167,7 +174,7 @@ def _own_pass(model: nn.Module, layout: Layout, stack: DecoderStack) -> tuple[Pa
 
 
 def _advice(model: nn.Module) -> str:
-    # LoRA's dropout is the stack's own.
+    # The names and rates of all dropout modules and attributes; LoRA's dropout is the stack's own.
     rates = [
         (name if key == "p" else f"{name}.{key}", rate)
         for name, module in model.named_modules()
@@ -190,7 +197,8 @@ def _advice(model: nn.Module) -> str:
 
 @contextmanager
 def _modes_kept(model: nn.Module) -> Iterator[None]:
-    """Give every module its mode back; and its checkpointing, whose re-entrant way keeps no graph."""
+    """Restore every module's training mode and checkpointing afterwards; within, checkpointing is off,
+    because its re-entrant way keeps no graph."""
     names = ("training", "gradient_checkpointing")
     kept = [(m, name, vars(m)[name]) for m in model.modules() for name in names if name in vars(m)]
     for module, name, value in kept:
