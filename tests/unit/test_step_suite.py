@@ -76,19 +76,12 @@ def test_of_the_1p5b_shape_six_flop_per_parameter_and_token() -> None:
 
 
 def record(framework: str, label: str, *steps: dict[str, Any] | float, warm_up: int = 0) -> dict[str, Any]:
-    return {
-        "kind": "step",
-        "framework": framework,
-        "label": label,
-        "num_warm_up": warm_up,
-        "steps": [
-            step
-            if isinstance(step, dict)
-            else {"step_s": step, "phases_s": {"train": step / 2}, "keeps_kv_cache": False}
-            for step in steps
-        ],
-        "flop": {"total": 990e12},
-    }
+    made = [
+        step if isinstance(step, dict) else {"step_s": step, "phases_s": {"train": step / 2}}
+        for step in steps
+    ]
+    process = dict(kind="step", framework=framework, label=label, num_warm_up=warm_up)
+    return process | {"steps": made, "flop": {"total": 990e12}}
 
 
 def test_names_are_those_of_the_table() -> None:
@@ -106,13 +99,11 @@ def test_ratio_is_of_medians_after_the_warm_up_over_all_rounds() -> None:
     claims = step_suite.compute_claims(records)
     assert claims["step_1p5b_vs_trl"] == 16.0 / 5.0
     assert claims["step_7b_lora_vs_trl"] is None and claims["step_1p5b_longprompt_vs_trl"] is None
+    # Fewer steps than the case asks for make no claim.
+    few = [record("trl", "1p5b", 15.0, 16.0), record("colocate", "1p5b", 4.0, 5.0, 6.0)]
+    assert step_suite.compute_claims(few)["step_1p5b_vs_trl"] is None
     # One second's work of the GPU in 2, 2.5 and 4 seconds.
     assert claims["train_mfu_1p5b"] == pytest.approx(1 / 2.5)
-
-
-def test_fewer_steps_than_the_case_asks_for_make_no_claim() -> None:
-    records = [record("trl", "1p5b", 15.0, 16.0), record("colocate", "1p5b", 4.0, 5.0, 6.0)]
-    assert step_suite.compute_claims(records)["step_1p5b_vs_trl"] is None
 
 
 def test_standby_leaves_out_the_first_step_of_each_block() -> None:
