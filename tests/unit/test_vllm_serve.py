@@ -168,7 +168,7 @@ def test_without_a_suitable_vllm(monkeypatch, capsys, version, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "model", "--dtype", "auto"], "go behind --"),
+        (["serve", "model", "--dtype", "auto"], "go after --"),
         (["serve"], "model"),
         (["report", "somewhere", "--", "--dtype"], "unrecognized arguments: --dtype"),
     ],
