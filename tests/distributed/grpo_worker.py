@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from small_runs import make_trainer
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from small_runs import make_model, make_trainer
 
