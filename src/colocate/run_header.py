@@ -51,7 +51,7 @@ def _size(model: nn.Module) -> str:
 
 def _in_words(count: int) -> str:
     for name, size in (("billion", 1e9), ("million", 1e6)):
-        if count >= size / 10:
+        if count >= size:
             return f"{count / size:.3g} {name}"
     return f"{count:,}"
 

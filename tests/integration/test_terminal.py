@@ -14,6 +14,7 @@ from small_runs import make_config, make_dataset, make_trainer, share_of_early_l
 from transformers import TrainerCallback
 
 from colocate import GRPOTrainer
+from colocate.run_header import _in_words
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,14 @@ def test_ctrl_c_saves_the_step_and_the_run_goes_on_as_if_nothing_had_been(capsys
     whole.train()
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(223_424, "223,424"), (494_032_768, "494 million"), (1_543_714_304, "1.54 billion")],
+)
+def test_numbers_of_parameters_are_said_as_people_say_them(count, words):
+    assert _in_words(count) == words
 
 
 def test_a_start_that_fails_moves_nothing_and_a_new_run_says_what_it_does(tmp_path, capsys):
