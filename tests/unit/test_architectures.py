@@ -108,7 +108,7 @@ def test_the_routers_loss_of_a_step_counts_each_micro_batch_by_its_sequences(tmp
 
 
 def test_a_routers_loss_that_the_model_does_not_have(tmp_path, caplog):
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.1, but Qwen3ForCausalLM is no mixture"):
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef=0\.1, but Qwen3ForCausalLM is not a mixture"):
         make_trainer(tmp_path, router_aux_loss_coef=0.1)
     make_trainer(tmp_path, model=make_model(config_of("Llama4Text", **STARTS["Llama4Text"])))
     assert "Llama4ForCausalLM is trained without an auxiliary loss of its routers" in caplog.text

@@ -459,7 +459,7 @@ def test_every_optimizer_of_transformers_is_taken_or_refused_with_a_reason():
     [
         (dict(optim_args="momentum=0.9"), "'adamw_torch_fused' does not read momentum: it reads none"),
         (dict(optim="sgd", optim_args="momentun=0.9"), "may set momentum, dampening, nesterov"),
-        (dict(optim="sgd", optim_args="momentum"), "no list like"),
+        (dict(optim="sgd", optim_args="momentum"), "must be a list like"),
         (dict(optim="galore_adamw"), "name them in optim_target_modules"),
         (dict(optim="sgd", optim_target_modules=["q_proj"]), "only read with optim=galore_adamw"),
     ],
