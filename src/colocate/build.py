@@ -125,15 +125,15 @@ def build_optimizer(
     Raises:
         ValueError: a model that `check_trainable` refuses, or `sync_ref_model` with an adapter.
     """
-    if not runs_packed(model):  # packed models are compared with their layout when the policy is made
+    if runs_packed(model):  # such a model is compared with its layout when the policy is made
+        tell_fallbacks(model)
+    else:
         check_trainable(model)
     if args.sync_ref_model and hasattr(model, "peft_config"):
         raise ValueError(
             "sync_ref_model=True, but with an adapter the reference is the frozen weights under it, which "
             "cannot move. Set sync_ref_model=False, or train the whole model without an adapter."
         )
-    if runs_packed(model):
-        tell_fallbacks(model)
     return PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
 
 
