@@ -1,0 +1,82 @@
+"""Which rank holds which part: the mesh of a run's ranks.
+
+Two numbers describe every layout: one copy of the bf16 weights is split over t consecutive ranks of a node
+(t = 1: every rank holds it whole), and fp32 masters, moments and gradients are split over all N ranks. With P
+parameters and fp32 Adam that is 2 P / t + 16 P / N bytes per GPU (ZeRO, Rajbhandari et al. 2020,
+arXiv:1910.02054: t = 1 is stage 2, and t = N stage 3).
+
+    rank                    0  1  2  3      N = 4, t = 2
+    part of the weights     0  1  0  1      `weight_group`: {0, 1} and {2, 3}
+    part of the masters     0  0  1  1      of that part; `replica_group`: {0, 2} and {1, 3}
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks that share one copy of the weights, and those that hold the same part of it."""
+
+    device_mesh: DeviceMesh | None
+    """[replicas N / t, parts t], named "replica" and "weight"; None: there is one rank."""
+
+    @classmethod
+    def of(cls, device_type: str, num_weight_parts: int = 1) -> Mesh:
+        """The mesh of all ranks of the process group, with t = `num_weight_parts`.
+
+        Every rank must call it with the same arguments.
+
+        Raises:
+            ValueError: the number of ranks is no multiple of t.
+        """
+        num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if num_weight_parts < 1 or num_ranks % num_weight_parts:
+            raise ValueError(
+                f"shard={num_weight_parts} splits the weights {num_weight_parts} ways, and {num_ranks} "
+                f"processes cannot be divided into groups of {num_weight_parts}. Set shard to a divisor of "
+                f"{num_ranks}, or start another number of processes."
+            )
+        if num_ranks == 1:
+            return cls(None)
+        shape = num_ranks // num_weight_parts, num_weight_parts
+        return cls(init_device_mesh(device_type, shape, mesh_dim_names=("replica", "weight")))
+
+    @property
+    def num_weight_parts(self) -> int:
+        """The number t of ranks that share one copy of the weights."""
+        return 1 if self.device_mesh is None else self.device_mesh["weight"].size()
+
+    @property
+    def num_replicas(self) -> int:
+        """The number N / t of ranks that hold the same part of the weights."""
+        return 1 if self.device_mesh is None else self.device_mesh["replica"].size()
+
+    @property
+    def weight_part(self) -> int:
+        """Which of the t parts of the weights this rank holds."""
+        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank("weight")
+
+    @property
+    def replica(self) -> int:
+        """Which of the N / t copies of its part this rank holds, and so which part of its masters."""
+        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank("replica")
+
+    @property
+    def weight_group(self) -> ProcessGroup | None:
+        """The ranks that share one copy of the weights with this one; None where each rank has it whole."""
+        return None if self.num_weight_parts == 1 else self._group("weight")
+
+    @property
+    def replica_group(self) -> ProcessGroup | None:
+        """The ranks with the same part of the weights, which split its masters; None where there is one."""
+        return None if self.num_replicas == 1 else self._group("replica")
+
+    def _group(self, name: str) -> ProcessGroup:
+        assert self.device_mesh is not None, "one rank has no groups"
+        return self.device_mesh.get_group(name)
