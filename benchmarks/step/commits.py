@@ -59,10 +59,11 @@ class CommitsSuite(Suite):
         ).stdout.strip()
         commits = ((options.base, base), (ROOT, self.environment["COLOCATE_COMMIT"]))
         for turn in range(options.turns):
-            for directory, commit in commits:
+            for place, (directory, commit) in enumerate(commits):
                 paths = [str(directory.resolve() / "src"), os.environ.get("PYTHONPATH", "")]
                 for kind, words in RUNS.items():
-                    out = options.records.resolve() / f"{turn}-{kind}-{commit[:7]}.json"
+                    # Records are read in the order of their names, and claims take the first commit as older.
+                    out = options.records.resolve() / f"{turn}-{place}-{kind}-{commit[:7]}.json"
                     command = [*program(directory, kind), *words, "--out", out]
                     subprocess.run(
                         [sys.executable, *command, "--model-dir", options.model_dir.resolve()],
