@@ -14,6 +14,7 @@ measured is then everything that the other processes take, their CUDA contexts i
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import sys
@@ -25,18 +26,23 @@ BALLAST_UNIT_BYTES = 2 * 2**20
 
 
 class DeviceWatch:
-    """Watches device 0, or the first of CUDA_VISIBLE_DEVICES.
+    """Watches one device.
 
     Args:
         leave_bytes: the cap: at most so much stays free for others, less than 2 MiB below. None: all.
+        gpu: the device as CUDA_VISIBLE_DEVICES names it; None: device 0, or the first of
+            CUDA_VISIBLE_DEVICES.
 
     Raises:
         RuntimeError: there is no GPU, or less than `leave_bytes` of it is free.
     """
 
-    def __init__(self, leave_bytes: int | None = None) -> None:
+    def __init__(self, leave_bytes: int | None = None, gpu: str | None = None) -> None:
         command = [sys.executable, __file__, *([] if leave_bytes is None else [str(leave_bytes)])]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         start = self._read()
         self.total_bytes: int = start["total_bytes"]
         self.free_bytes: int = start["free_bytes"]

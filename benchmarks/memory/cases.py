@@ -97,6 +97,13 @@ def config_of(model: str) -> PretrainedConfig:
             rms_norm_eps=1e-5, tie_word_embeddings=False,
             rope_parameters=dict(rope_type="default", rope_theta=1e6), **ends,
         )  # fmt: skip
+    if model == "qwen2.5-72b":
+        return Qwen2Config(
+            vocab_size=152064, hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
+            num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=131072,
+            rms_norm_eps=1e-5, tie_word_embeddings=False,
+            rope_parameters=dict(rope_type="default", rope_theta=1e6), **ends,
+        )  # fmt: skip
     return Qwen2Config(
         **SHAPES[model], max_position_embeddings=131072, rms_norm_eps=1e-6,
         rope_parameters=dict(rope_type="default", rope_theta=1e6), **ends,

@@ -10,12 +10,15 @@ backward, optimizer. A sequence of `--length` tokens can be divided in two ways:
   tokens one by one would take many minutes.
 - `--teacher-forced`: the prompt has 512 tokens and the completions all others, made up instead of generated.
   Training then has nothing to share: it sees every token of every sequence and takes log-probs of nearly all.
+
+Under torchrun each process takes its share of the completions, and the first prints the record.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import tempfile
 import time
@@ -30,7 +33,7 @@ from transformers import PretrainedConfig
 from benchmarks.common.random_model import make_tokenizer
 from benchmarks.memory.cases import LORA_RANK, config_of, make_model
 from benchmarks.step.cases import LORA_TARGETS
-from benchmarks.step.run import assignment, reward
+from benchmarks.step.run import assignment, is_main_process, num_processes, reward
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.types import Completion, Prompt, SamplingParams
 
@@ -99,7 +102,7 @@ def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.d
             output_dir=directory,
             max_steps=NUM_STEPS,
             engine="native",
-            per_device_train_batch_size=options.generations,
+            per_device_train_batch_size=options.generations // num_processes(),
             num_generations=options.generations,
             max_completion_length=new_tokens,
             max_prompt_length=prompt_tokens,
@@ -164,14 +167,18 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     config = config_of("tiny" if options.tiny else options.model)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     record = train(options, config, device)
     if device.type == "cuda":
         record["torch_peak_allocated_bytes"] = max(
             span["peak_allocated_bytes"] for step in record["steps"] for span in step["memory"]["spans"]
         )
         record["torch_reserved_bytes"] = torch.cuda.memory_reserved()
-    print(json.dumps(record), flush=True)
+    if is_main_process():
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

@@ -331,11 +331,11 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
         vllm_max_model_length=work.prompt_tokens + work.new_tokens + 8,
         generation_kwargs={"ignore_eos": True},
     )
+    own = vllm if has_vllm else {"generation_kwargs": {"min_new_tokens": work.new_tokens}}
     args = GRPOConfig(
-        **settings(options, work, directory),
         model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32", "attn_implementation": "sdpa"},
         use_liger_kernel=options.liger and on_gpu,
-        **(vllm if has_vllm else {"generation_kwargs": {"min_new_tokens": work.new_tokens}}),
+        **(own | settings(options, work, directory)),
     )
     made_up = made_up_rollout(work) if options.made_up_completions else None
     trainer, stopwatch = make_trainer(GRPOTrainer, args, options, work, rollout_func=made_up), Stopwatch()
@@ -359,7 +359,7 @@ def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str
             for step_s, phase, log in zip(trainer.clock.step_s(), phases, logs, strict=True)
         ],
         "liger": args.use_liger_kernel,
-        "vllm_memory": VLLM_MEMORY,
+        "vllm_memory": args.vllm_gpu_memory_utilization if has_vllm else None,
     }
 
 
