@@ -47,6 +47,19 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 @dataclass(frozen=True)
+class WeightPart:
+    """Which part of the weights a model holds (`colocate.weights.weight_parts`)."""
+
+    index: int
+    count: int
+    """The number of equal parts, of which each of as many ranks holds one."""
+
+
+WHOLE = WeightPart(0, 1)
+"""The part that a model holds whose weights were not split: all of them."""
+
+
+@dataclass(frozen=True)
 class LayerLayout:
     """The modules of one decoder layer.
 
@@ -97,6 +110,8 @@ class Layout:
     """The causal language model itself; a weak reference, so that its layout does not keep it alive."""
     parts: tuple[object, ...] = field(repr=False)
     """Every module and parameter below `base`, and their types, when the layout was found."""
+    part: WeightPart = WHOLE
+    """The part of the weights that the modules hold. The numbers above are the whole model's."""
 
     def is_current(self) -> bool:
         """Whether the model still consists of the modules and parameters that it had."""
@@ -105,6 +120,21 @@ class Layout:
             return False
         parts = _parts(base)
         return len(parts) == len(self.parts) and all(map(operator.is_, parts, self.parts))
+
+    @property
+    def num_local_heads(self) -> int:
+        """Query heads of this rank's part of the weights."""
+        return self.num_heads // self.part.count
+
+    @property
+    def num_local_kv_heads(self) -> int:
+        """Key heads of this rank's part of the weights."""
+        return self.num_kv_heads // self.part.count
+
+    @property
+    def local_vocab_size(self) -> int:
+        """Tokens of this rank's part of embedding and head: those from `part.index` times as many on."""
+        return self.vocab_size // self.part.count
 
     @property
     def device(self) -> torch.device:
@@ -184,7 +214,7 @@ def _layout_or_reason(model: nn.Module) -> Layout | str:
 
 def _parts(base: Any) -> list[object]:
     """Every module and parameter below `base`, in an order that depends on nothing else, and their types."""
-    parts: list[object] = [base.model.embed_tokens.weight.dtype]
+    parts: list[object] = [base.model.embed_tokens.weight.dtype, vars(base).get("weight_part")]
     waiting = [base]
     while waiting:
         module = waiting.pop()
@@ -201,6 +231,7 @@ def _resolved(base: Any) -> Layout:
     config = base.config
     max_position, max_position_reason = _max_position(config)
     attention = base.model.layers[0].self_attn
+    part = vars(base).get("weight_part", WHOLE)
     return Layout(
         architecture=type(base).__name__,
         embed_tokens=base.model.embed_tokens,
@@ -211,13 +242,14 @@ def _resolved(base: Any) -> Layout:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
-        vocab_size=base.lm_head.weight.shape[0],
+        vocab_size=base.lm_head.weight.shape[0] * part.count,
         rms_norm_eps=config.rms_norm_eps,
         scaling=attention.scaling,
         max_position=max_position,
         max_position_reason=max_position_reason,
         base=weakref.ref(base),
         parts=tuple(_parts(base)),
+        part=part,
     )
 
 

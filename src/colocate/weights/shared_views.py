@@ -24,7 +24,8 @@ def fuse_parameters(layout: Layout, *, room_for_adapters: bool = False) -> None:
     """Make q/k/v and gate/up weights and biases contiguous row slices of one [sum of rows, hidden] storage.
 
     With `room_for_adapters` the storage of every projection has rows for an `AdapterStack` below the weights,
-    zeros at first (see `stacked_view`).
+    zeros at first (see `stacked_view`). Split weights have no such rows, because the adapters are whole; and
+    their o and down stay as they are, transposed.
 
     The `nn.Parameter` objects stay the same, so optimizers, hooks and `.grad` keep working; only `.data`
     moves. A second call finds the storage fused and does nothing. `model.to(...)` undoes the fusion, and the
@@ -32,11 +33,15 @@ def fuse_parameters(layout: Layout, *, room_for_adapters: bool = False) -> None:
     with 4-bit codes are not fused, because products read its dequantised weights elsewhere.
     """
     # Inference mode is left, because tensors made in it cannot be trained.
+    is_split = layout.part.count > 1
     with torch.inference_mode(False):
         for layer in layout.layers:
             for modules in layer.projection_groups():
+                if is_split and len(modules) == 1:
+                    continue
                 linears = [base_linear(module) for module in modules]
-                stack = AdapterStack.of(projection_adapters(modules)) if room_for_adapters else None
+                has_room = room_for_adapters and not is_split
+                stack = AdapterStack.of(projection_adapters(modules)) if has_room else None
                 num_spare = 0 if stack is None else stack.num_rows
                 if not any(map(is_4bit, linears)):
                     _fuse([linear.weight for linear in linears], num_spare)

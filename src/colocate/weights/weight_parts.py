@@ -1,0 +1,195 @@
+"""A model's weights split over ranks, so that the trainer's part is what tensor-parallel decode reads.
+
+With t parts and the names of `weights.layouts`, part r of a model is
+
+    q, k, v, gate, up, embedding, head     rows r·n/t to (r+1)·n/t - 1, and those entries of their biases
+    o, down                                as many columns, stored transposed: [in/t, out]
+    norms, biases of o and down, adapters  all of them
+
+in natural order, so that part r of q, k and v are the heads r·H/t to (r+1)·H/t - 1 with the keys that they
+read. Products of a rank's part need one sum over ranks after o and one after down (Megatron-LM, Shoeybi et
+al. 2019, arXiv:1909.08053). Every part is a range of rows in memory: gathered behind one another the parts
+are the whole matrix without another copy (o and down transposed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from colocate.weights.adapters import base_linear
+from colocate.weights.layouts import WHOLE, Layout, WeightPart, causal_lm, has_layout, layout_for
+from colocate.weights.quantized import is_4bit
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one parameter is split."""
+
+    dim: Literal[0, 1] | None
+    """0: by rows; 1: by columns, and its part is stored transposed; None: every rank holds all of it."""
+    part: WeightPart
+
+    def of_full(self, full: Tensor) -> Tensor:
+        """This rank's part of a parameter's full tensor, a view of it."""
+        if self.dim is None:
+            return full
+        size = full.shape[self.dim] // self.part.count
+        return full.narrow(self.dim, self.part.index * size, size)
+
+    def full_shape(self, local: torch.Size) -> torch.Size:
+        """The shape of the full tensor, given the shape of a part as the module holds it."""
+        if self.dim is None:
+            return local
+        return torch.Size(
+            size * self.part.count if dim == self.dim else size for dim, size in enumerate(local)
+        )
+
+
+def splits_of(model: nn.Module) -> dict[str, Split]:
+    """How every parameter of `model.named_parameters()` is split, by its name.
+
+    In a model whose weights were not split every part is the whole.
+    """
+    if not has_layout(model):
+        return {name: Split(None, WHOLE) for name, _ in model.named_parameters()}
+    layout = layout_for(model)
+    dims = {id(parameter): dim for parameter, dim in _split_parameters(layout)}
+    return {name: Split(dims.get(id(p)), layout.part) for name, p in model.named_parameters()}
+
+
+def storage_of(parameter: Tensor) -> Tensor:
+    """A parameter as it lies in memory, contiguous, without autograd: itself, or [in/t, out] where a part of
+    o or down is stored transposed.
+
+    Raises:
+        ValueError: neither the parameter nor its transpose is contiguous.
+    """
+    tensor = parameter.detach()
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.ndim == 2 and tensor.t().is_contiguous():
+        return tensor.t()
+    raise ValueError(f"a parameter of shape {tuple(tensor.shape)} has the strides {tensor.stride()}")
+
+
+def why_not_split(layout: Layout, count: int) -> str | None:
+    """What keeps a model's weights from being split into `count` parts; None: nothing does."""
+    first = layout.layers[0]
+    if len(first.qkv) == 1:
+        return f"{layout.architecture} keeps the queries', keys' and values' weights in one matrix"
+    if any(is_4bit(base_linear(module)) for module in chain(*first.projection_groups())):
+        return "weights in 4 bits are not split"
+    mlp_size = len(base_linear(first.gate_up[0]).weight) * layout.part.count
+    for name, size in (
+        ("num_attention_heads", layout.num_heads),
+        ("num_key_value_heads", layout.num_kv_heads),
+        ("intermediate_size", mlp_size),
+    ):
+        if size % count:
+            return f"its {name}={size} cannot be divided by {count}"
+    if layout.vocab_size % count:
+        return (
+            f"its {layout.vocab_size} rows of embedding and head cannot be divided by {count}: load it, call "
+            f"model.resize_token_embeddings({-(-layout.vocab_size // count) * count}), and pass the model"
+        )
+    return None
+
+
+@torch.no_grad()
+def split_weights(model: nn.Module, part: WeightPart) -> None:
+    """Keep one part of a model's weights, in place.
+
+    The `nn.Parameter` objects stay; their `.data` is the part. The numbers that modules keep
+    (`in_features`, `num_embeddings`, ...) stay those of the whole model, by which PEFT makes whole adapters.
+    Parts of q, k and v are row slices of one storage, as after `fuse_parameters`; gate's and up's too. One
+    matrix at a time exists as a whole and as a part.
+
+    Raises:
+        ValueError: the weights cannot be split, or are split already; the message says why and what to set.
+    """
+    layout = layout_for(model)
+    if layout.part != WHOLE:
+        raise ValueError(f"the model holds one of {layout.part.count} parts of its weights already")
+    if (reason := why_not_split(layout, part.count)) is not None:
+        raise ValueError(
+            f"shard={part.count} splits the weights of {layout.architecture} over {part.count} processes, "
+            f"but {reason}. Set shard to another number, or to 1, which splits the optimizer alone."
+        )
+    # Inference mode is left, because tensors made in it cannot be trained.
+    with torch.inference_mode(False):
+        for layer in layout.layers:
+            for modules in layer.projection_groups():
+                linears = [base_linear(module) for module in modules]
+                if len(linears) == 1:
+                    weight = linears[0].weight
+                    weight.data = Split(1, part).of_full(weight.detach()).t().contiguous().t()
+                    continue
+                _keep_rows([linear.weight for linear in linears], part)
+                if linears[0].bias is not None:
+                    _keep_rows([linear.bias for linear in linears], part)
+        # A tied head is the embedding's own parameter.
+        for parameter in {layout.embed_tokens.weight, layout.lm_head.weight}:
+            _keep_rows([parameter], part)
+    base: Any = causal_lm(model)
+    base.weight_part = part
+
+
+def _keep_rows(parameters: Sequence[Tensor], part: WeightPart) -> None:
+    kept = torch.cat([Split(0, part).of_full(parameter.detach()) for parameter in parameters])
+    sizes = [len(parameter) // part.count for parameter in parameters]
+    for parameter, rows in zip(parameters, kept.split(sizes), strict=True):
+        parameter.data = rows
+
+
+def _split_parameters(layout: Layout) -> Iterator[tuple[Tensor, Literal[0, 1]]]:
+    """The parameters of which each rank holds a part, with the dimension that is split."""
+    for layer in layout.layers:
+        for modules in layer.projection_groups():
+            is_row_parallel = len(modules) == 1
+            for linear in map(base_linear, modules):
+                yield linear.weight, 1 if is_row_parallel else 0
+                if linear.bias is not None and not is_row_parallel:
+                    yield linear.bias, 0
+    yield layout.embed_tokens.weight, 0
+    yield layout.lm_head.weight, 0
+
+
+def random_parts(
+    config: PretrainedConfig,
+    part: WeightPart,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> Any:
+    """A causal language model that holds one part of random weights, which never exist as a whole.
+
+    Matrices are drawn from a normal distribution with the configuration's `initializer_range`, norms are ones
+    and biases zeros. Ranks that hold the same part have the same weights.
+
+    Raises:
+        ValueError: as `split_weights`.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if part != WHOLE:
+        split_weights(model, part)  # on the meta device only shapes change
+    model.to_empty(device=device)
+    model.tie_weights()
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config).to(device)  # its frequencies are a buffer, empty by now
+    generator = torch.Generator(device).manual_seed(seed + part.index)
+    for name, parameter in model.named_parameters():
+        weights = storage_of(parameter)
+        if weights.ndim == 2:
+            weights.normal_(0.0, getattr(config, "initializer_range", 0.02), generator=generator)
+        else:
+            weights.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
