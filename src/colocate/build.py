@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers.training_args import OptimizerNames
 
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.entropy import EntropyController
@@ -34,11 +35,13 @@ from colocate.memory.timeline import Category, Timeline
 from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
 from colocate.options import check_support
+from colocate.parallel.mesh import Mesh
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import planner_for, wishes_of
 from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
 from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer_names import WHOLE_MATRIX
 from colocate.policy.policy import Policy, check_trainable
 from colocate.policy.reference import Reference, make_reference
 from colocate.policy.router_loss import router_loss_coef
@@ -51,6 +54,7 @@ from colocate.run_identity import RunIdentity
 from colocate.trainer_arguments import check_reward_columns
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm
+from colocate.weights.weight_parts import splits_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +82,7 @@ def build_run(
     check_reward_columns(reward_funcs, train_dataset, eval_dataset, args)
     set_up_process(args)
     accelerator = Accelerator(cpu=args.use_cpu)
-    device, has_new_adapter = accelerator.device, peft_config is not None
+    device, mesh, has_new_adapter = accelerator.device, mesh_of(args, accelerator), peft_config is not None
     batches = prompt_batches(train_dataset, args)
     num_steps = steps_of(args, batches.num_batches_per_epoch)
     model, originals = prepare_model(model, args, device, quantization_config, peft_config)
@@ -87,7 +91,7 @@ def build_run(
     # An engine may take all memory that it finds free: whatever else needs memory is made first.
     planner = planner_for(model, args)
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
-    optimizer = build_optimizer(model, args, num_steps.of_run, originals, optimizers)
+    optimizer = build_optimizer(model, args, num_steps.of_run, originals, optimizers, mesh)
     engine = build_engine(model, args, accelerator, sampling)
     journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
     timeline = build_timeline(device, model, optimizer, engine, journal)
@@ -97,7 +101,7 @@ def build_run(
     rewards = build_rewards(reward_funcs, reward_processing_classes, args, device)
     entropy = entropy_controller(args)
     return Run(
-        args, accelerator, tokenizer, train_dataset, eval_dataset,
+        args, accelerator, mesh, tokenizer, train_dataset, eval_dataset,
         batches=batches,
         requests=build_requests(tokenizer, model, args, train_dataset, eval_dataset),
         engine=engine,
@@ -117,13 +121,28 @@ def build_run(
     )  # fmt: skip
 
 
+def mesh_of(args: GRPOConfig, accelerator: Accelerator) -> Mesh:
+    """How this run's ranks share the weights.
+
+    Raises:
+        ValueError: the processes cannot be divided as `shard` says.
+    """
+    return Mesh.of(accelerator.device.type, args.shard if isinstance(args.shard, int) else 1)
+
+
 def build_optimizer(
-    model: nn.Module, args: GRPOConfig, max_steps: int, originals: dict[str, torch.Tensor], optimizers: Any
+    model: nn.Module,
+    args: GRPOConfig,
+    max_steps: int,
+    originals: dict[str, torch.Tensor],
+    optimizers: Any,
+    mesh: Mesh,
 ) -> PolicyOptimizer:
     """The optimizer of a model that can be trained.
 
     Raises:
-        ValueError: a model that `check_trainable` refuses, or `sync_ref_model` with an adapter.
+        ValueError: a model that `check_trainable` refuses; `sync_ref_model` with an adapter; a number in
+            `shard`, and an optimizer whose state cannot be split.
     """
     if runs_packed(model):  # such a model is compared with its layout when the policy is made
         tell_fallbacks(model)
@@ -134,7 +153,40 @@ def build_optimizer(
             "sync_ref_model=True, but with an adapter the reference is the frozen weights under it, which "
             "cannot move. Set sync_ref_model=False, or train the whole model without an adapter."
         )
-    return PolicyOptimizer(model, args, max_steps, original_weights=originals, optimizers=optimizers)
+    return PolicyOptimizer(
+        model,
+        args,
+        max_steps,
+        original_weights=originals,
+        optimizers=optimizers,
+        mesh=mesh if splits_state(args, optimizers, mesh) else None,
+        splits=splits_of(model),
+    )
+
+
+def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:
+    """Whether the ranks split the optimizer's state.
+
+    Raises:
+        ValueError: `shard` is a number, and the optimizer's state cannot be split.
+    """
+    if mesh.device_mesh is None or args.shard == "none":
+        return False
+    name = OptimizerNames(args.optim).value
+    if optimizers[0] is not None:
+        reason = f"your {type(optimizers[0]).__name__} in `optimizers` steps on whole parameters"
+    elif name in WHOLE_MATRIX:
+        reason = f"optim={name!r} steps on a value by others of its matrix"
+    else:
+        return True
+    if args.shard != "auto":
+        raise ValueError(
+            f"shard={args.shard} splits the optimizer's state by rows, but {reason}. Set shard='none', or "
+            "optim='adamw_torch_fused'."
+        )
+    if args.process_index == 0:
+        logger.warning(f"Every process keeps all of the optimizer's state: {reason}.")
+    return False
 
 
 def build_policy(

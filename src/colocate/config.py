@@ -56,6 +56,8 @@ from colocate.requirements import (
 
 logger = logging.getLogger(__name__)
 
+SHARD_CHOICES: tuple[Any, ...] = ("auto", "none", 1, 2, 4, 8)
+
 _Record = TypeVar("_Record", AdvantageOptions, ObjectiveParams)
 
 _TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
@@ -152,6 +154,11 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     With Adam that leaves the KV cache 12 more bytes per parameter trained in bf16. The copy back runs while
     rewards are computed and during forward and backward. None: only where the KV cache would be too small
     otherwise."""
+    shard: Annotated[int | str, OneOf(SHARD_CHOICES)] = "auto"
+    """How several processes split the training state. "none": each has all of it. 1: masters, moments and
+    reduced gradients are split over all of them, the weights are whole. 2, 4 or 8: so many processes of one
+    machine share one copy of the weights, too, and decode together. "auto": 1, as far as the optimizer steps
+    on each value by itself."""
     max_skipped_steps: Annotated[int, AT_LEAST_ONE] = 3
     """A step whose loss or gradient is not finite is skipped; this many of them in a row stop the run."""
 

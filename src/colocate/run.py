@@ -23,6 +23,7 @@ from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
 from colocate.memory.timeline import Timeline
+from colocate.parallel.mesh import Mesh
 from colocate.policy.policy import Policy
 from colocate.reporting.journal import Journal
 from colocate.run_identity import RunIdentity
@@ -35,6 +36,7 @@ class Run:
 
     args: GRPOConfig
     accelerator: Accelerator
+    mesh: Mesh
     tokenizer: PreTrainedTokenizerBase
     train_dataset: TrainDataset
     eval_dataset: EvalDataset | None

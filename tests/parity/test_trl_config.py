@@ -28,7 +28,7 @@ OWN = {
         "packing and what of a step is in memory at a time",
     ),
     **dict.fromkeys(
-        ("offload_optimizer", "max_skipped_steps", "reward_timeout_s"),
+        ("offload_optimizer", "shard", "max_skipped_steps", "reward_timeout_s"),
         "memory and safety",
     ),
     **dict.fromkeys(("activation_policy", "share_prompts"), "what training keeps, and computes once"),

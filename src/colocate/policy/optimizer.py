@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from transformers import Trainer, TrainingArguments, get_scheduler
-from transformers.training_args import OptimizerNames
+from transformers import TrainingArguments
 
 from colocate.memory.offload import HostStore
-from colocate.option_values import shown
-from colocate.policy.optimizer_names import shortcomings
+from colocate.parallel.mesh import Mesh
+from colocate.policy.gradients import all_reduce_mean, is_distributed
+from colocate.policy.master_shards import MasterShards, sum_over
+from colocate.policy.optimizer_building import build_optimizer, build_scheduler, checked_optimizer
+from colocate.weights.layouts import WHOLE
+from colocate.weights.weight_parts import Split
 
 SMALLEST_OFFLOADED_BYTES = 2048
 """Smaller state stays on the device: step counters, and tables that an optimizer also refers to elsewhere."""
 
-logger = logging.getLogger(__name__)
+UNSPLIT = Split(None, WHOLE)
+"""How a parameter is split that every rank holds whole."""
 
 
 class PolicyOptimizer:
@@ -37,6 +40,9 @@ class PolicyOptimizer:
     Gradients of a bf16 parameter are moved into the master's fp32 `.grad` as soon as backward has made them,
     so they add up over micro-batches in fp32 and no second set in bf16 outlives a layer's backward. An fp32
     parameter is its own master.
+
+    With a mesh the ranks split masters, moments and reduced gradients by rows (`master_shards`). Gradients
+    of whole parameters add up on every rank; `reduce_gradients` leaves this rank's rows of their mean.
 
     Between steps, masters and moments can be on the host (`offload`); the parameters, which the engine reads,
     and the gradients always stay on the device.
@@ -49,6 +55,9 @@ class PolicyOptimizer:
         original_weights: by parameter name, what the weights were before a cast to bf16
             (`loading.cast_to_bf16`); they become the masters, so the cast loses nothing.
         optimizers: the user's own (optimizer, scheduler), used as they are over the model's own parameters.
+        mesh: how the ranks split the state; None: every rank has all of it.
+        splits: by parameter name, how the weights are split over `mesh.weight_group`; parameters without an
+            entry are whole.
 
     Raises:
         ImportError: the library that `optim` needs is not installed.
@@ -65,6 +74,8 @@ class PolicyOptimizer:
         *,
         original_weights: Mapping[str, Tensor] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        mesh: Mesh | None = None,
+        splits: Mapping[str, Split] | None = None,
     ) -> None:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trainable:
@@ -75,18 +86,26 @@ class PolicyOptimizer:
         own_optimizer, own_scheduler = optimizers
         self._parameters = trainable
         self._host = HostStore(self._device)
+        self._mesh, self._splits = mesh, splits or {}
+        self._shards = None if mesh is None else MasterShards(mesh)
+        self._gradients: dict[str, Tensor] = {}
+        """With shards, the float32 gradients of whole parameters that have added up so far, by name."""
         self._masters: dict[str, nn.Parameter] = {}
+        self._views: dict[str, nn.Parameter] = {}
+        """With shards, this rank's rows of float32 parameters, which are their own masters."""
         if own_optimizer is None:
-            self._masters = _make_masters(trainable, original_weights or {})
-            self.optimizer = _build_optimizer(model, args, trainable | self._masters)
+            self._masters, self._views = self._make_masters(original_weights or {})
+            self.optimizer = build_optimizer(model, args, self._leaves_by_name())
         else:
-            self.optimizer = _checked(own_optimizer, trainable)
+            assert mesh is None, "a user's own optimizer steps on whole parameters"
+            self.optimizer = checked_optimizer(own_optimizer, trainable)
         self._hyperparameters = _hyperparameters(self.optimizer)  # before a schedule scales them
+        self._names = {id(parameter): name for name, parameter in trainable.items()}
         self._hooks = [
-            trainable[name].register_post_accumulate_grad_hook(_move_gradient_to(master))
-            for name, master in self._masters.items()
+            trainable[name].register_post_accumulate_grad_hook(self._move_gradient)
+            for name in (*self._masters, *self._views)
         ]
-        self.scheduler = own_scheduler or _build_scheduler(self.optimizer, args, num_training_steps)
+        self.scheduler = own_scheduler or build_scheduler(self.optimizer, args, num_training_steps)
         if "metrics" in inspect.signature(self.scheduler.step).parameters:
             raise ValueError(
                 f"{type(self.scheduler).__name__} follows an evaluation metric, but the schedule here "
@@ -105,7 +124,33 @@ class PolicyOptimizer:
         return list(self._leaves_by_name().values())
 
     def _leaves_by_name(self) -> dict[str, nn.Parameter]:
-        return self._parameters | self._masters
+        return self._parameters | self._views | self._masters
+
+    def _make_masters(
+        self, originals: Mapping[str, Tensor]
+    ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """The masters of bf16 parameters, and with shards this rank's rows of float32 parameters."""
+        masters, views = {}, {}
+        for name, parameter in self._parameters.items():
+            is_low = parameter.dtype in (torch.bfloat16, torch.float16)
+            weights = parameter.detach()
+            if is_low and name in originals:
+                weights = self._splits.get(name, UNSPLIT).of_full(originals[name])
+            if self._shards is not None:
+                weights = self._shards.own_rows(_rows_of(weights, parameter))
+            if is_low:
+                # A copy even where there is nothing to convert: rows must not keep a whole original alive.
+                keeps = self._shards is not None
+                masters[name] = nn.Parameter(weights.to(parameter.device, torch.float32, copy=keeps))
+            elif self._shards is not None:
+                views[name] = nn.Parameter(weights)
+        return masters, views
+
+    def _own_rows(self, name: str) -> Tensor:
+        """This rank's rows of a parameter, or all of them."""
+        if self._shards is None:
+            return self._parameters[name].detach()
+        return self._shards.own_rows(_rows_of(self._parameters[name]))
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +168,80 @@ class PolicyOptimizer:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients accumulated so far."""
-        return sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
+        reduced = sum(leaf.grad.nbytes for leaf in self.leaves if leaf.grad is not None)
+        return reduced + sum(gradient.nbytes for gradient in self._gradients.values())
+
+    def _move_gradient(self, parameter: Tensor) -> None:
+        """Move a gradient that backward has just made to where gradients add up in float32."""
+        assert parameter.grad is not None, "called after a gradient was accumulated"
+        self.add_gradient(parameter, _rows_of(parameter.grad, parameter))
+        parameter.grad = None
+
+    @torch.no_grad()
+    def add_gradient(self, parameter: Tensor, value: Tensor) -> None:
+        """Add to a parameter's gradient, float32.
+
+        Args:
+            value: shaped as the parameter lies in memory (`storage_of`); it may be kept, and must not be
+                changed any more.
+        """
+        name = self._names[id(parameter)]
+        if self._shards is None:
+            master = self._masters[name]
+            if master.grad is None:
+                master.grad = value.float().view_as(master)
+            else:
+                master.grad += value.view_as(master)
+        elif name in self._gradients:
+            self._gradients[name] += value
+        else:
+            self._gradients[name] = value.float().contiguous()
+
+    def reduce_gradients(self) -> Tensor:
+        """Make the leaves' gradients the means over all ranks, and return their norm over all parameters.
+
+        A rank whose samples miss a parameter takes part in its reduction with zeros.
+
+        Returns:
+            The norm, a float32 scalar that is equal on all ranks.
+        """
+        if self._shards is None:
+            gradients = self.gradients()
+            if is_distributed():
+                all_reduce_mean(gradients)
+            return nn.utils.get_total_norm(gradients).float()
+        assert self._mesh is not None, "shards are those of a mesh"
+        # In the order of the parameters, which is common to all ranks.
+        accumulated: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            own = self._gradients.pop(name, None)
+            rows = _rows_of(parameter)
+            accumulated[name] = torch.zeros_like(rows, dtype=torch.float32) if own is None else own
+        if self._mesh.weight_group is not None:
+            whole = [gradient for name, gradient in accumulated.items() if self._is_whole(name)]
+            sum_over(whole, self._mesh.weight_group)
+        leaves, num_ranks = self._leaves_by_name(), self._mesh.num_replicas * self._mesh.num_weight_parts
+        for name, rows in self._shards.reduce(accumulated, num_ranks):
+            leaves[name].grad = rows
+        return self._norm()
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether every rank of a weight group has all of a parameter."""
+        return self._splits.get(name, UNSPLIT).dim is None
+
+    def _norm(self) -> Tensor:
+        """The norm of the gradient of which each rank has its rows."""
+        assert self._mesh is not None, "shards are those of a mesh"
+        leaves = self._leaves_by_name()
+        gradients = [leaves[name].grad for name in self._parameters]
+        norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
+        # Whole parameters' rows are counted by every rank of a weight group.
+        parts = self._mesh.num_weight_parts
+        shares = [1 / parts if self._is_whole(name) else 1.0 for name in self._parameters]
+        total = (torch.stack(norms).square() * torch.tensor(shares, device=self._device)).sum()
+        if self._mesh.device_mesh is not None:
+            dist.all_reduce(total)
+        return total.sqrt()
 
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients, one per leaf; zeros where backward has not been.
@@ -209,6 +327,7 @@ class PolicyOptimizer:
         """Free the gradients: the KV cache uses their memory during rollouts."""
         for leaf in self.leaves:
             leaf.grad = None
+        self._gradients.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to continue bit for bit: moments, schedule and weights by parameter name.
@@ -264,7 +383,7 @@ class PolicyOptimizer:
         """Make the masters what the parameters are now, after somebody else has changed them."""
         self._host.fetch()
         for name, master in self._masters.items():
-            master.copy_(self._parameters[name])
+            master.copy_(self._own_rows(name))
 
     def _changed_hyperparameters(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """For each parameter group, this optimizer's hyperparameters that differ from the saved ones."""
@@ -307,11 +426,13 @@ class PolicyOptimizer:
         return next(iter(self._parameters.values())).device
 
     def _publish(self) -> None:
+        """Round the masters into the parameters' own storage, where the engine reads them, on every rank."""
         if self._masters:
-            # Copied into the parameter's own storage: the rollout engine reads it there.
             torch._foreach_copy_(
-                [self._parameters[name] for name in self._masters], list(self._masters.values())
+                [self._own_rows(name) for name in self._masters], list(self._masters.values())
             )
+        if self._shards is not None:
+            self._shards.gather([_rows_of(parameter) for parameter in self._parameters.values()])
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -331,112 +452,13 @@ def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _make_masters(
-    trainable: Mapping[str, nn.Parameter], originals: Mapping[str, Tensor]
-) -> dict[str, nn.Parameter]:
-    masters = {}
-    for name, parameter in trainable.items():
-        if parameter.dtype in (torch.bfloat16, torch.float16):
-            weights = originals.get(name, parameter.detach()).to(parameter.device, torch.float32)
-            masters[name] = nn.Parameter(weights)
-    return masters
-
-
-def _move_gradient_to(master: nn.Parameter) -> Callable[[Tensor], None]:
-    def move(parameter: Tensor) -> None:
-        assert parameter.grad is not None, "called after a gradient was accumulated"
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad += parameter.grad
-        parameter.grad = None
-
-    return move
-
-
-def _build_scheduler(optimizer: Optimizer, args: TrainingArguments, num_training_steps: int) -> LRScheduler:
-    try:
-        return get_scheduler(
-            args.lr_scheduler_type,
-            optimizer=optimizer,
-            num_warmup_steps=args.get_warmup_steps(num_training_steps),
-            num_training_steps=num_training_steps,
-            scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]
-        )
-    except TypeError as error:
-        raise ValueError(
-            f"The schedule {shown(args.lr_scheduler_type)} refuses lr_scheduler_kwargs="
-            f"{shown(args.lr_scheduler_kwargs)}: {error}"
-        ) from error
-
-
-def _build_optimizer(
-    model: nn.Module, args: TrainingArguments, leaves: Mapping[str, nn.Parameter]
-) -> Optimizer:
-    name = OptimizerNames(args.optim).value
-    optimizer_class, kwargs = _class_and_kwargs(name, model, args)
-    is_plain = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
-    if not is_plain or {"model", "optimizer_dict"} & kwargs.keys():
-        raise ValueError(
-            f"optim={name!r} steps on the model's own modules, which cannot be combined with fp32 "
-            "masters and gradients that are reduced before the step. Choose another, such as "
-            "'adamw_torch_fused'."
-        )
-    if (line := shortcomings(name)) is not None and args.process_index == 0:
-        logger.warning(line)
-    if optimizer_class in (torch.optim.AdamW, torch.optim.SGD):
-        # In place, in one kernel. The other implementations hold temporaries as large as all the weights, and
-        # may run out of memory between one weight and the next.
-        kwargs["fused"] = True
-    elif optimizer_class in (torch.optim.Adagrad, torch.optim.RMSprop):
-        kwargs["foreach"] = False  # so temporaries are as large as one weight, and not as all weights
-    if "params" in kwargs:  # GaLore and APOLLO project some of the model's parameters
-        return optimizer_class(_over_leaves(kwargs.pop("params"), model, leaves), **kwargs)
-    # The method does not use the trainer that it belongs to. Calling it makes the groups that the installed
-    # transformers would make.
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    groups = [
-        {"params": [p for n, p in leaves.items() if n in decayed], "weight_decay": args.weight_decay},
-        {"params": [p for n, p in leaves.items() if n not in decayed], "weight_decay": 0.0},
-    ]
-    return optimizer_class([group for group in groups if group["params"]], **kwargs)
-
-
-def _class_and_kwargs(name: str, model: nn.Module, args: TrainingArguments) -> tuple[Any, dict[str, Any]]:
-    """The optimizer class that transformers chooses for `optim`, and its keyword arguments.
-
-    Raises:
-        ImportError: the library is not installed.
-    """
-    try:
-        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
-    except (ImportError, ValueError) as error:
-        # If some libraries are missing, transformers raises a ValueError.
-        if isinstance(error, ValueError) and not re.search("install|failed to import", str(error)):
-            raise
-        remedy = "pip install 'bitsandbytes>=0.46'" if "bitsandbytes" in str(error) else str(error)
-        raise ImportError(f"optim={name!r} needs a library that is not installed: {remedy}") from error
-    # `optim_args` reaches some optimizers as text.
-    return optimizer_class, {key: _number(x) if isinstance(x, str) else x for key, x in kwargs.items()}
-
-
-def _number(text: str) -> float | bool | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        return text
-
-
-def _over_leaves(
-    groups: list[dict[str, Any]], model: nn.Module, leaves: Mapping[str, nn.Parameter]
-) -> list[dict[str, Any]]:
-    """The parameter groups with masters in place of the bf16 parameters, and without frozen parameters."""
-    of_parameter = {id(parameter): leaves.get(name) for name, parameter in model.named_parameters()}
-    groups = [group | {"params": [of_parameter[id(p)] for p in group["params"]]} for group in groups]
-    groups = [group | {"params": [leaf for leaf in group["params"] if leaf is not None]} for group in groups]
-    return [group for group in groups if group["params"]]
+def _rows_of(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A parameter, or a tensor shaped `like` it, as rows [n, ...] in the order in which the parameter lies
+    in memory, without autograd."""
+    parameter = tensor if like is None else like
+    if parameter.ndim == 0:
+        return tensor.detach().view(1)
+    return tensor.detach().t() if not parameter.is_contiguous() else tensor.detach()
 
 
 def _initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None:
@@ -450,22 +472,3 @@ def _initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None
         # The function also fills lists for the step, one for each state tensor.
         num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
         optimizer._init_group(group, *([] for _ in range(num_lists)))
-
-
-def _checked(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter]) -> Optimizer:
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in trainable.values()):
-        raise ValueError(
-            f"The {type(optimizer).__name__} in `optimizers` holds none of the {len(trainable)} trainable "
-            "parameters of the model. Build it over the very model object that is passed to the trainer."
-        )
-    low = [name for name, p in trainable.items() if p.dtype != torch.float32]
-    if low:
-        logger.warning(
-            "Your optimizer steps on %d %s parameters themselves: at small learning rates most of its "
-            "updates round to nothing. Set bf16=False, or choose the optimizer by `optim` to get fp32 "
-            "masters.",
-            len(low),
-            trainable[low[0]].dtype,
-        )
-    return optimizer

@@ -46,6 +46,10 @@ OPTIMIZERS: tuple[str, ...] = (
     *_NEEDS_MEMORY,
 )
 
+WHOLE_MATRIX = ("adafactor", "grokadamw", *LOW_RANK)
+"""Optimizers whose step on a value depends on others of its matrix, so that ranks cannot step on rows of it:
+on the means of rows and columns, on a projection, on the norm of a gradient."""
+
 _GALORE_ARGUMENTS = ("rank", "update_proj_gap", "scale", "proj_type")
 _LOW_BIT_ARGUMENTS = ("block_size", "bf16_stochastic_round")
 _ADEMAMIX_ARGUMENTS = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")

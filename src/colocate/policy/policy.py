@@ -16,7 +16,7 @@ from colocate.data.packing import pack, pack_padded
 from colocate.memory.recovery import Recovery, Remedy
 from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
-from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
+from colocate.policy.gradients import any_rank
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
@@ -156,7 +156,7 @@ class Policy:
         loss, metrics, logprobs = self._retry(lambda: self._accumulate_all(samples, objective))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
-        grad_norm = self._reduced_gradient_norm()
+        grad_norm = self.optimizer.reduce_gradients()
         metrics.add_mean("grad_norm", grad_norm, 1)
         skipped = any_rank(not bool(torch.isfinite(loss + grad_norm)), self._device)
         metrics.add_mean("skipped_updates", float(skipped), 1)
@@ -406,12 +406,6 @@ class Policy:
             return pack_padded(lengths, budget)
         groups = groups_of(samples, share_prompts=self._share_prompts)
         return pack(groups, [len(sample.prompt_ids) for sample in samples], lengths, budget)
-
-    def _reduced_gradient_norm(self) -> Tensor:
-        gradients = self.optimizer.gradients()
-        if is_distributed():
-            all_reduce_mean(gradients)
-        return nn.utils.get_total_norm(gradients).float()
 
     @property
     def _device(self) -> torch.device:
