@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 
-from colocate.checkpoints import changes, sealed, snapshot
+from colocate.checkpoints import changes, sealed, shards, snapshot
 from colocate.checkpoints.finite import check_finite_weights
 from colocate.run import Run
 
@@ -34,17 +35,19 @@ def save(run: Run) -> Path:
     state, output_dir = run.journal.state, run.args.run_dir
     directory = output_dir / f"checkpoint-{state.global_step}"
     is_main = run.accelerator.is_main_process
-    with sealed.writing(directory, is_main=is_main, gather=gather_object) as partial:
-        write_model(run, partial)
+    with sealed.writing(directory, is_main=is_main, gather=gather_object) as unsealed:
+        write_model(run, unsealed)
         run.best.note_saving(state, directory)
         run.journal.note_callbacks()
         if is_main:
-            run.journal.save_state(partial)
+            run.journal.save_state(unsealed)
         if not run.args.save_only_model:
+            if run.policy.optimizer.is_split:
+                shards.save(unsealed, run.policy.optimizer.tensors())
             if is_main:
-                changes.save(partial, run.identity.describe(run.journal.run_id))
-                snapshot.save_policy(partial, run.policy.state_dict())
-            snapshot.save_rank_state(partial, run.accelerator.process_index, _resumable_parts(run))
+                changes.save(unsealed, run.identity.describe(run.journal.run_id))
+                snapshot.save_policy(unsealed, run.policy.state_dict())
+            snapshot.save_rank_state(unsealed, run.accelerator.process_index, _resumable_parts(run))
     if is_main:
         sealed.rotate(output_dir, run.args.save_total_limit, state.best_model_checkpoint, written=directory)
     return directory
@@ -68,7 +71,9 @@ def load(run: Run, directory: Path) -> None:
     snapshot.load_rank_state(directory, run.accelerator.process_index, _resumable_parts(run))
     run.journal.load_state(directory)
     run.journal.run_id = changed.run_id
-    run.policy.load_state_dict(policy_state)
+    is_split = shards.is_in(directory)
+    left_out = (shards.shapes(directory), partial(shards.load, directory)) if is_split else None
+    run.policy.load_state_dict(policy_state, left_out)
     num_dropped = run.window.clear() if changed.concern_waiting_completions else 0
     if changed.changes and run.accelerator.is_main_process:
         logger.warning(changed.told(num_dropped))

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from colocate.checkpoints.changes import BATCH, PROCESSES
 from colocate.checkpoints.snapshot import checksum
 from colocate.config import GRPOConfig
 from colocate.data.fingerprint import fingerprint
@@ -23,14 +24,11 @@ from colocate.rewards.base import RewardFunctions
 from colocate.version import __version__
 from colocate.weights.layouts import causal_lm
 
-FIXED_OPTIONS = (
-    *("num_generations", "num_iterations", "steps_per_generation", "gradient_accumulation_steps"),
-    "per_device_train_batch_size",
-)
+FIXED_OPTIONS = ("num_generations", "num_iterations", "steps_per_generation", "gradient_accumulation_steps")
 """Options that decide which completions a step trains on. If one changed in the middle of a rollout, it would
 be unknown which completions were still to be used."""
 
-_NOT_COMPARED = ("output_dir", "resume_from_checkpoint")
+_NOT_COMPARED = ("output_dir", "resume_from_checkpoint", "per_device_train_batch_size")
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft", "bitsandbytes", "vllm")
 _ADAPTER_OPTIONS = ("peft_type", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
 """Options of PEFT that the shapes of an adapter's parameters do not show."""
@@ -71,7 +69,7 @@ class RunIdentity:
         description = {
             "run_id": run_id,
             "fixed": {
-                "number of processes": self._accelerator.num_processes,
+                BATCH: self._accelerator.num_processes * args.per_device_train_batch_size,
                 "optim (the optimizer)": type(self._policy.optimizer.optimizer).__qualname__,
                 "parameter": {
                     name: tuple(p.shape) for name, p in model.named_parameters() if not is_of_reference(name)
@@ -80,6 +78,7 @@ class RunIdentity:
             },
             "checksums": self._checksums,
             "others": {
+                PROCESSES: self._accelerator.num_processes,
                 "option": {n: redacted(getattr(args, n), n) for n in names if hasattr(args, n)},
                 "model": redacted(causal_lm(model).config.name_or_path),
                 "adapter": _adapter(model),

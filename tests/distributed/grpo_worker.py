@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -66,8 +67,11 @@ def main() -> None:
         torch.save(dict(trainer.model.named_parameters()), directory / case / f"params{rank}.pt")
 
 
-def resume_checkpoint_of_one(trainer: Any, directory: Path) -> None:
-    trainer.train(resume_from_checkpoint=str(directory / "one" / "resumed" / "checkpoint-3"))
+def load_checkpoint_of_one(trainer: Any, directory: Path) -> None:
+    trainer.load_checkpoint(directory / "one" / "resumed" / "checkpoint-3")
+    tensors = {name: x.full_tensor() if isinstance(x, DTensor) else x
+               for name, x in trainer.policy.optimizer.tensors().items()}  # fmt: skip
+    torch.save(tensors, directory / f"from_one{trainer.accelerator.process_index}.pt")
 
 
 def fill_disk_of_rank_1(trainer: Any, directory: Path) -> None:
@@ -101,7 +105,7 @@ def evaluate(trainer: Any, directory: Path) -> None:
 
 ENDINGS = {
     "evaluated": evaluate,
-    "refused": resume_checkpoint_of_one,
+    "from_one": load_checkpoint_of_one,
     "full_disk": fill_disk_of_rank_1,
     "terminated": terminate_rank_1,
 }

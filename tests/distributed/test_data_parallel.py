@@ -10,8 +10,9 @@ import pytest
 import torch
 from grpo_worker import CASES, build
 from small_runs import read_metrics, without_timings
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from colocate.checkpoints.sealed import CheckpointError, list_checkpoints, verify
+from colocate.checkpoints.sealed import list_checkpoints, verify
 from processes import TORCHRUN, run_python
 
 pytestmark = pytest.mark.early
@@ -40,7 +41,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         single[case] = build(directory / "one", case, num_ranks=1)
         single[case].train()
     launch(
-        "torchrun", directory, "dapo", "grpo", "resumed", "refused", "full_disk", "terminated", "evaluated"
+        "torchrun", directory, "dapo", "grpo", "resumed", "from_one", "full_disk", "terminated", "evaluated"
     )
     launch("accelerate", directory, "accelerate")
     return directory, single
@@ -90,14 +91,34 @@ def test_two_processes_write_one_checkpoint(runs):
         assert {"rank0.pt", "rank1.pt"} <= {file.name for file in written.iterdir()}
 
 
-def test_another_number_of_processes_is_refused(runs):
+def whole_state(optimizer: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in optimizer.tensors().items()}
+
+
+def test_one_process_goes_on_from_two(runs, caplog):
     directory, _ = runs
     one = build(directory / "again", "resumed", num_ranks=1)
     written_by_two = directory / "resumed" / "checkpoint-3"
-    with pytest.raises(CheckpointError, match="number of processes was 2 when it was written and is 1 now"):
-        one.train(resume_from_checkpoint=str(written_by_two))
-    refusals = [json.loads((directory / f"refused{rank}.json").read_text())[1] for rank in range(2)]
-    assert "number of processes was 1 when it was written and is 2 now" in refusals[0] == refusals[1]
+    one.load_checkpoint(written_by_two)
+    # PyTorch's own tool reads the shards, without a trainer.
+    dcp_to_torch_save(written_by_two / "shards", directory / "shards.pt")
+    expected = torch.load(directory / "shards.pt")
+    state = whole_state(one.policy.optimizer)
+    assert state.keys() == expected.keys() and len(state) > 3 * len(list(one.model.parameters()))
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
+    assert one.state.global_step == 3 and "number of processes" in caplog.text
+
+
+def test_two_processes_go_on_from_one(runs):
+    directory, _ = runs
+    one = build(directory / "again", "resumed", num_ranks=1)
+    one.load_checkpoint(directory / "one" / "resumed" / "checkpoint-3")
+    expected = whole_state(one.policy.optimizer)
+    for rank in range(2):
+        state = torch.load(directory / f"from_one{rank}.pt")
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_full_disk_of_one_rank_ends_all(runs):

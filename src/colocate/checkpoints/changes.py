@@ -23,6 +23,8 @@ from colocate.checkpoints.sealed import CheckpointError
 RUN_FILE = "run.json"
 _MAX_REASONS, _MAX_ROWS = 3, 40
 
+PROCESSES, BATCH = "number of processes", "completions of a micro-step"
+
 _FROZEN = "checksum of the frozen weights (an adapter's base, the reference model)"
 
 _IN_COMPLETIONS = frozenset(
@@ -32,8 +34,8 @@ _IN_COMPLETIONS = frozenset(
         *("loss_type", "beta", "mask_truncated_completions", "scale_rewards", "reward_weights"),
         "multi_objective_aggregation",
     )
-) | {"reward functions"}
-"""Options with which waiting completions were generated, scored and weighted."""
+) | {"reward functions", PROCESSES}
+"""Options with which waiting completions were generated, scored and weighted, and divided among processes."""
 
 
 def save(directory: Path, description: Mapping[str, Any]) -> None:
@@ -118,6 +120,7 @@ def compare(directory: Path, current: Mapping[str, Any]) -> Changes:
     """
     try:
         saved = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+        _read_as_now(saved)
         refused = [*_differences(saved["fixed"], current["fixed"]), *_frozen_differences(saved, current)]
         applied = list(_differences(saved["others"], current["others"]))
         run_id = str(saved["run_id"])
@@ -127,6 +130,14 @@ def compare(directory: Path, current: Mapping[str, Any]) -> Changes:
         ) from error
     changes = [Change(*d, refused=True) for d in refused] + [Change(*d, refused=False) for d in applied]
     return Changes(directory, run_id, tuple(changes))
+
+
+def _read_as_now(saved: dict[str, Any]) -> None:
+    """Earlier checkpoints were bound to a number of processes, now only to the batch of all of them."""
+    fixed = saved["fixed"]
+    if PROCESSES in fixed:
+        saved["others"][PROCESSES] = fixed.pop(PROCESSES)
+        fixed[BATCH] = saved["others"][PROCESSES] * fixed["option"].pop("per_device_train_batch_size")
 
 
 def _differences(

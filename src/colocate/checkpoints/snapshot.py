@@ -8,6 +8,7 @@ generated but not yet trained on, the metrics that were not yet logged, and the 
         trainer_state.json                              transformers' TrainerState
         run.json                                        what run this is (`changes.py`)
         optimizer.pt                                    masters, moments, schedule
+        shards/                                         masters and moments, where ranks split them
         rank0.pt, rank1.pt, ...                         each rank's share of the rest
         manifest.json                                   sizes and checksums (`sealed.py`)
 
@@ -61,12 +62,14 @@ def save_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
 
 
 def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) -> None:
-    """Restore every part, and the random generators.
+    """Restore every part, and the random generators; of another number of ranks, those of the rank with this
+    number, counted round.
 
     Raises:
         CheckpointError: the checkpoint holds other objects than data.
     """
-    state = read_data(directory / f"rank{rank}.pt")
+    num_saved = len(list(directory.glob("rank*.pt")))
+    state = read_data(directory / f"rank{rank % num_saved if num_saved else rank}.pt")
     for name, part in parts.items():
         part.load_state_dict(state["parts"][name])
     _restore_random_state(state["random"])

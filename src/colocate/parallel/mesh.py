@@ -13,6 +13,7 @@ arXiv:1910.02054: t = 1 is stage 2, and t = N stage 3).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -56,6 +57,29 @@ class Mesh:
     def num_replicas(self) -> int:
         """The number N / t of ranks that hold the same part of the weights."""
         return 1 if self.device_mesh is None else self.device_mesh["replica"].size()
+
+    @property
+    def num_ranks(self) -> int:
+        """The number N of ranks."""
+        return self.num_weight_parts * self.num_replicas
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.replica * self.num_weight_parts + self.weight_part
+
+    @cached_property
+    def by_part(self) -> DeviceMesh:
+        """[parts t, replicas N / t]: the mesh whose order is that of the rows of a split parameter.
+
+        All ranks must ask for it together the first time.
+        """
+        assert self.device_mesh is not None, "one rank has no mesh"
+        return DeviceMesh(
+            self.device_mesh.device_type,
+            self.device_mesh.mesh.t(),
+            mesh_dim_names=("part", "replica_of_part"),
+        )
 
     @property
     def weight_part(self) -> int:

@@ -24,6 +24,18 @@ from colocate.parallel.mesh import Mesh
 from colocate.policy.gradients import all_reduce_mean, is_distributed
 from colocate.policy.master_shards import MasterShards, sum_over
 from colocate.policy.optimizer_building import build_optimizer, build_scheduler, checked_optimizer
+from colocate.policy.optimizer_state import (
+    Placement,
+    Read,
+    Shapes,
+    names_by_index,
+    numbers_of,
+    read_state,
+    reader_of_whole,
+    shapes_of,
+    tensors_of,
+    tensors_of_whole,
+)
 from colocate.weights.layouts import WHOLE
 from colocate.weights.weight_parts import Split
 
@@ -86,7 +98,8 @@ class PolicyOptimizer:
         own_optimizer, own_scheduler = optimizers
         self._parameters = trainable
         self._host = HostStore(self._device)
-        self._mesh, self._splits = mesh, splits or {}
+        self._mesh = mesh
+        self._splits = {name: split for name, split in (splits or {}).items() if split.part != WHOLE}
         self._shards = None if mesh is None else MasterShards(mesh)
         self._gradients: dict[str, Tensor] = {}
         """With shards, the float32 gradients of whole parameters that have added up so far, by name."""
@@ -124,6 +137,8 @@ class PolicyOptimizer:
         return list(self._leaves_by_name().values())
 
     def _leaves_by_name(self) -> dict[str, nn.Parameter]:
+        for name, view in self._views.items():
+            view.data = self._own_rows(name)  # parameters may have moved: fused, to another device
         return self._parameters | self._views | self._masters
 
     def _make_masters(
@@ -291,6 +306,7 @@ class PolicyOptimizer:
                 of `optim` do not allocate there; some (`optimizer_names.shortcomings`) and a user's own may.
         """
         self._host.fetch()
+        self._leaves_by_name()  # rows are looked up where the parameters are now
         self._make_state()
         try:
             self.optimizer.step()
@@ -377,6 +393,63 @@ class PolicyOptimizer:
             group.update(values)
         self._restore_schedule(state["scheduler"])
         self._publish()
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the ranks split the state: then it is `tensors` and `data`, and not `state_dict`."""
+        return self._mesh is not None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and moments by name, this rank's rows of each (`optimizer_state`), on the device."""
+        self._host.fetch()
+        mesh = self._mesh or Mesh(None)
+        return tensors_of(self.optimizer, self._leaves_by_name(), self._places(mesh), mesh)
+
+    def data(self) -> dict[str, Any]:
+        """The rest of the state, equal on all ranks."""
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "hyperparameters": self._hyperparameters,
+            "numbers": numbers_of(self.optimizer, self._leaves_by_name()),
+        }
+
+    @torch.no_grad()
+    def load_tensors(self, found: Shapes, read: Read, data: Mapping[str, Any]) -> None:
+        """Restore `tensors` and `data`, of any number of ranks, the model's parameters included.
+
+        Args:
+            found: shapes and types of what was saved.
+            read: reads it into tensors of these names.
+
+        Raises:
+            ValueError: as `load_state_dict`; or the state cannot be divided among this number of ranks.
+        """
+        mesh, leaves = self._mesh or Mesh(None), self._leaves_by_name()
+        changed = self._changed_hyperparameters(data["hyperparameters"])
+        self._host.fetch()
+        state = read_state(leaves, found, read, self._places(mesh), mesh)
+        names = names_by_index(self.optimizer, leaves)
+        states = {index: state[name] | data["numbers"].get(name, {}) for index, name in enumerate(names)}
+        own = self.optimizer.state_dict()
+        self.optimizer.load_state_dict(own | {"state": {i: values for i, values in states.items() if values}})
+        for group, values in zip(self.optimizer.param_groups, changed, strict=True):
+            group.update(values)
+        self._restore_schedule(data["scheduler"])
+        self._publish()
+
+    def load_whole(self, saved: Mapping[str, Any]) -> None:
+        """Restore this rank's rows of the `state_dict` of an optimizer that is not split; raises as
+        `load_tensors`."""
+        names = names_by_index(self.optimizer, self._leaves_by_name())
+        tensors, numbers = tensors_of_whole(saved, names)
+        places = self._places(self._mesh or Mesh(None))
+        self.load_tensors(shapes_of(tensors), reader_of_whole(tensors, places), {**saved, "numbers": numbers})
+
+    def _places(self, mesh: Mesh) -> dict[str, Placement]:
+        return {
+            name: Placement(mesh, parameter, self._splits.get(name, UNSPLIT))
+            for name, parameter in self._parameters.items()
+        }
 
     @torch.no_grad()
     def take_parameters(self) -> None:

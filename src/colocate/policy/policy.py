@@ -20,6 +20,7 @@ from colocate.policy.gradients import any_rank
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
+from colocate.policy.optimizer_state import Read, Shapes
 from colocate.policy.pack import groups_of, to_device
 from colocate.policy.reference import FrozenCopy, Reference, is_of_reference
 from colocate.policy.self_check import check_stack
@@ -247,16 +248,28 @@ class Policy:
         self.version += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, masters, moments, schedule and version; the reference if it has moved."""
+        """Weights, masters, moments, schedule and version; the reference if it has moved. Where ranks split
+        the optimizer's state its tensors are left out: they are `optimizer.tensors()`."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.data() if self.optimizer.is_split else self.optimizer.state_dict(),
             "version": self.version,
             "num_skipped_updates": self.num_skipped_updates,
             "reference": {} if self.reference is None else self.reference.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+    def load_state_dict(self, state: dict[str, Any], left_out: tuple[Shapes, Read] | None = None) -> None:
+        """Restore a `state_dict`, whether or not ranks split the optimizer's state then or now.
+
+        Args:
+            left_out: shapes and types of `optimizer.tensors()`, and what reads them; None: they are in the
+                state.
+        """
+        if left_out is not None:
+            self.optimizer.load_tensors(*left_out, state["optimizer"])
+        elif self.optimizer.is_split:
+            self.optimizer.load_whole(state["optimizer"])
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
         self.num_skipped_updates = state["num_skipped_updates"]
         if self.reference is not None:
