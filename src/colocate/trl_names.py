@@ -311,7 +311,8 @@ class TRLNames:
         Args:
             model: the trainer's model.
             inputs: this rank's rows of the generation batch that the slice is from, one per completion; empty
-                for completions that were generated before the run was resumed.
+                for completions that were generated before the run was resumed, and for a slice whose
+                completions are all on other ranks.
             num_items_in_batch: not read; loss weights are worked out over the whole step.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The one place where the ranks of a run gather their parts of a rollout.
+"""The one place where the ranks of a run gather and exchange their parts of a rollout.
 
 The completions of a rollout are numbered over all ranks, group after group: rank 0 has the first of them,
 rank 1 the next, and so on. A group may span ranks.
@@ -10,9 +10,12 @@ rank 1 the next, and so on. A group may span ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from colocate.reporting.metrics import Metrics
 
@@ -41,6 +44,19 @@ def by_group(local: list[Item], first: int, num_groups: int, num_generations: in
     for number, item in enumerate(local, start=first):
         groups[number // num_generations].append(item)
     return groups
+
+
+def exchanged(flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """What all ranks have for this one, in the order of ranks.
+
+    Args:
+        flat: what this rank has for all, in the order of ranks.
+        sent: the number of elements for each rank.
+        received: the number of elements from each rank.
+    """
+    result = flat.new_empty(sum(received))
+    dist.all_to_all_single(result, flat, list(received), list(sent))
+    return result
 
 
 def totals(metrics: Metrics) -> dict[str, float]:

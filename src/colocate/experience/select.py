@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from colocate.experience.dealing import dealt
 from colocate.experience.judge import Rollout
 from colocate.experience.weighting import (
     WeightingOptions,
@@ -28,13 +30,21 @@ class Selector:
         self._options = options
 
     def slices(self, rollout: Rollout, number: int) -> list[list[Sample]]:
-        """This rank's samples in slices of `per_device_train_batch_size`, with loss weights and the
-        reference's log-probs.
+        """The samples that this rank trains on, in slices, with loss weights and the reference's log-probs.
+
+        A slice has `per_device_train_batch_size` samples of each rank. They are weighed as the ranks have
+        generated them, and then dealt over the ranks by their tokens.
 
         Args:
             number: the number of the generation batch in the run.
         """
-        return shuffled_slices(self._with_reference(rollout.samples), self._options, number)
+        options = self._options
+        assert options.steps_per_generation is not None, "GRPOConfig derives it"
+        # A step begins at a multiple of both numbers: slices in such a stretch are never in different steps.
+        num_together = math.gcd(options.gradient_accumulation_steps, options.steps_per_generation)
+        slices = self._dealt(shuffled_slices(rollout.samples, options, number), num_together)
+        samples = iter(self._with_reference([sample for samples in slices for sample in samples]))
+        return [[next(samples) for _ in part] for part in slices]
 
     def for_step(self, slices: Sequence[list[Sample]]) -> list[Sample]:
         """The samples of the optimizer step that trains on `slices`, which come from the window."""
@@ -44,11 +54,22 @@ class Selector:
         return [sample for samples in slices for sample in samples]
 
     def for_evaluation(self, rollout: Rollout) -> list[Sample]:
-        """This rank's samples, weighed as if the whole evaluation were one optimizer step."""
-        samples = weighted_for_evaluation(self._with_reference(rollout.samples), self._options)
+        """The samples that this rank evaluates, weighed as if all were one optimizer step."""
+        (samples,) = self._dealt([weighted_for_evaluation(rollout.samples, self._options)], 1)
+        samples = self._with_reference(samples)
         if self._options.top_entropy_quantile < 1.0:
             samples = with_entropy_threshold(samples, self._policy, self._options, num_accumulated=1)
         return samples
+
+    def _dealt(self, slices: list[list[Sample]], num_together: int) -> list[list[Sample]]:
+        return dealt(
+            slices,
+            num_together=num_together,
+            share_prompts=self._policy.shares_prompts,
+            rank=self._options.process_index,
+            num_ranks=self._options.world_size,
+            device=self._policy.device,
+        )
 
     def _with_reference(self, samples: list[Sample]) -> list[Sample]:
         """The samples with the reference's log-probs, if the KL penalty needs them."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colocate.experience import ranks
 from colocate.experience.requests import RolloutRequest
 from colocate.experience.window import TrainingWindow
 from colocate.policy.policy import UpdateResult
@@ -28,12 +29,15 @@ class SliceRows:
         rows = [row for row, _ in request.per_completion()]
         held = self._window.prompt_keys()
         self._rows = {key: rows for key, rows in self._rows.items() if key in held}
-        self._rows.update((prompt.key, rows) for prompt in request.prompts)
+        # This rank may train on completions of prompts that another has completed.
+        keys = ranks.of_all_ranks([prompt.key for prompt in request.prompts])
+        self._rows.update((key, rows) for key in keys)
 
     def of_next_step(self) -> list[list[dict[str, Any]]]:
         """For each slice of the next optimizer step, the rows of its whole generation batch.
 
-        The rows are empty for completions that were generated before the run was resumed.
+        The rows are empty for completions that were generated before the run was resumed, and for a slice
+        whose completions are all on other ranks.
         """
         keys = [next((s.prompt_key for s in samples), None) for samples in self._window.peek()]
         return [[] if key is None else self._rows.get(key, []) for key in keys]

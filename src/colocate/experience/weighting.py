@@ -99,12 +99,11 @@ def with_entropy_threshold(
     threshold = float(
         entropy_threshold(torch.tensor(ranks.of_all_ranks(local)), options.top_entropy_quantile)
     )
-    kept = [int((mask & (x >= threshold)).sum()) for x, mask in zip(entropies, masks, strict=True)]
-    bonuses = entropy_weights(torch.tensor(kept), num_accumulated=num_accumulated).tolist()
-    return [
-        replace(sample, entropy_threshold=threshold, entropy_weight=bonus)
-        for sample, bonus in zip(samples, bonuses, strict=True)
-    ]
+    kept = [float((mask & (x >= threshold)).sum()) for x, mask in zip(entropies, masks, strict=True)]
+    # Over all ranks, because which of them has a sample is a matter of speed.
+    num_kept = torch.tensor([sum(ranks.of_all_ranks(kept))])
+    bonus = options.world_size * entropy_weights(num_kept, num_accumulated=num_accumulated).item()
+    return [replace(sample, entropy_threshold=threshold, entropy_weight=bonus) for sample in samples]
 
 
 def _token_counts(samples: Sequence[Sample]) -> list[float]:

@@ -42,6 +42,7 @@ class TrainingWindow:
         self.num_iterations = num_iterations
         self._device = device
         self._queue: deque[Slice] = deque()  # one entry per visit; the visits of a slice share one object
+        self._has_moved = False  # whether the policy has since the front of the queue was generated
 
     @property
     def ready(self) -> bool:
@@ -53,21 +54,23 @@ class TrainingWindow:
     ) -> None:
         """Queue a rollout's slices, `num_iterations` times over.
 
+        A slice may be empty, where its samples are on other ranks; all ranks ask for old log-probs together.
+
         Args:
             slices: freshly generated and scored samples.
             old_logprobs: computes the current policy's log-probs of samples; called only for slices whose
                 first visit comes after the policy has moved.
         """
+        self._has_moved = self._has_moved and bool(self._queue)
         added = [Slice(list(samples), self.num_iterations) for samples in slices]
         num_on_policy = max(0, self.slices_per_step - len(self._queue))
-        if self._queue and self._queue[0].samples[0].old_logprobs is not None:
+        if self._has_moved:
             # The new slices share a step with older completions, and then all samples of the step need old
             # log-probs.
             num_on_policy = 0
-        later = [sample for entry in added[num_on_policy:] for sample in entry.samples]
-        if later:
-            logprobs = iter(old_logprobs(later))
-            for entry in added[num_on_policy:]:
+        if later := added[num_on_policy:]:
+            logprobs = iter(old_logprobs([sample for entry in later for sample in entry.samples]))
+            for entry in later:
                 entry.samples = [replace(sample, old_logprobs=next(logprobs)) for sample in entry.samples]
         for _ in range(self.num_iterations):
             self._queue.extend(added)
@@ -86,6 +89,7 @@ class TrainingWindow:
         Args:
             policy_logprobs: the step's log-probs [C] of each sample in `peek()`, in their order.
         """
+        self._has_moved = True
         logprobs = iter(policy_logprobs)
         for _ in range(self.slices_per_step):
             entry = self._queue.popleft()
@@ -104,6 +108,7 @@ class TrainingWindow:
         return sum(len(entry.samples) for entry in slices.values())
 
     def state_dict(self) -> dict[str, Any]:
+        """What waits between two steps: whatever it is, the policy has moved since."""
         slices = list({id(entry): entry for entry in self._queue}.values())
         order = [next(i for i, entry in enumerate(slices) if entry is visit) for visit in self._queue]
         return {
@@ -116,6 +121,7 @@ class TrainingWindow:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         slices = [Slice([self._restored(s) for s in e["samples"]], e["passes_left"]) for e in state["slices"]]
         self._queue = deque(slices[i] for i in state["order"])
+        self._has_moved = True
 
     def _restored(self, fields: dict[str, Any]) -> Sample:
         on_device: dict[str, Any] = {

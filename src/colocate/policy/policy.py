@@ -148,18 +148,20 @@ class Policy:
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
         """Take one optimizer step on `samples`, whose loss is the sum of the micro-batches' losses.
 
-        All ranks must call it together; their gradients are averaged. If the loss or the gradient of any rank
-        is not finite, all ranks skip the step: parameters, masters, moments and schedule stay as they are.
+        All ranks must call it together, with samples or without; their gradients are averaged. If the loss or
+        the gradient of any rank is not finite, all ranks skip the step: parameters, masters, moments and
+        schedule stay as they are.
         """
         if self.planner is not None:
-            longest = max(len(sample.prompt_ids) for sample in samples)
+            longest = max((len(sample.prompt_ids) for sample in samples), default=1)
             self._plan = self.planner.with_prompts(self._plan, longest)
-        loss, metrics, logprobs = self._retry(lambda: self._accumulate_all(samples, objective))
+        size = self._step_size(samples)
+        loss, metrics, logprobs = self._retry(lambda: self._accumulate_all(samples, objective, size))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         grad_norm = self.optimizer.reduce_gradients()
         metrics.add_mean("grad_norm", grad_norm, 1)
-        skipped = any_rank(not bool(torch.isfinite(loss + grad_norm)), self._device)
+        skipped = any_rank(not bool(torch.isfinite(loss + grad_norm)), self.device)
         metrics.add_mean("skipped_updates", float(skipped), 1)
         if skipped:
             self.optimizer.zero_grad()
@@ -179,7 +181,8 @@ class Policy:
 
         Unlike an update it may be called with no samples.
         """
-        metrics, loss = Metrics(), torch.zeros((), device=self._device)
+        metrics, loss = Metrics(), torch.zeros((), device=self.device)
+        size = self._step_size(samples)
         for indices in self._microbatches(samples, packed=self._runs_packed):
             microbatch = [samples[i] for i in indices]
             logprobs, entropies = zip(*self.logprobs(microbatch), strict=True)
@@ -190,7 +193,7 @@ class Policy:
             )
             if self.router_loss_coef:
                 _, router_loss = self._retry(partial(padded_with_router_loss, self.model, microbatch))
-                share = len(microbatch) / len(samples)
+                share = len(microbatch) / size
                 part = part + self._weighted(router_loss, share, part_metrics)
             loss += part
             metrics.merge(part_metrics)
@@ -307,9 +310,10 @@ class Policy:
         return named[bad[0]][0] if bad else None
 
     def _accumulate_all(
-        self, samples: Sequence[Sample], objective: LossFunction
+        self, samples: Sequence[Sample], objective: LossFunction, size: float
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
-        """Forward and backward of all micro-batches: loss, metrics, log-probabilities by sample."""
+        """Forward and backward of all micro-batches of a step of `size` sequences: loss, metrics,
+        log-probabilities by sample."""
         self.model.train()
         # An attempt that ran out of memory leaves gradients and activations behind.
         self.optimizer.zero_grad()
@@ -318,10 +322,10 @@ class Policy:
         stack = self._stack(self.model, "update")
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
-        loss = torch.zeros((), device=self._device)
+        loss = torch.zeros((), device=self.device)
         for indices in self._microbatches(samples, packed=stack is not None):
             microbatch = [samples[i] for i in indices]
-            share = len(indices) / len(samples)
+            share = len(indices) / size
             part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective, share)
             loss += part
             metrics.merge(part_metrics)
@@ -420,8 +424,24 @@ class Policy:
         groups = groups_of(samples, share_prompts=self._share_prompts)
         return pack(groups, [len(sample.prompt_ids) for sample in samples], lengths, budget)
 
+    def _step_size(self, samples: Sequence[Sample]) -> float:
+        """The mean number of samples per rank: the ranks' losses are averaged, however many samples each has.
+
+        Only the router loss needs it.
+        """
+        if not self.router_loss_coef or not is_distributed():
+            return len(samples)
+        size = torch.tensor(float(len(samples)), device=self.device)
+        all_reduce_mean([size])
+        return float(size)
+
     @property
-    def _device(self) -> torch.device:
+    def shares_prompts(self) -> bool:
+        """Whether a prompt that several samples of a micro-batch have is computed once."""
+        return self._share_prompts and self._runs_packed
+
+    @property
+    def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
 
