@@ -1,6 +1,6 @@
 """One rank of the steps in test_dealing.py: `dealing_worker.py <directory>`.
 
-Rank 0 has generated long completions and rank 1 short ones. Trains every case on them for two rollouts, and
+Rank 0 has generated long completions and rank 1 short ones. Trains every case on them for one rollout, and
 leaves the parameters, the metrics and what each rank has trained on in the directory.
 """
 
@@ -30,15 +30,16 @@ from colocate.policy.reference import make_reference
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
 
-SLICE_SIZE, NUM_SLICES, SLICES_PER_STEP, NUM_ITERATIONS, NUM_ROLLOUTS = 3, 4, 2, 2, 2
+SLICE_SIZE, NUM_SLICES, SLICES_PER_STEP, NUM_ITERATIONS, NUM_ROLLOUTS = 3, 4, 2, 2, 1
 NUM_STEPS = NUM_ROLLOUTS * NUM_SLICES * NUM_ITERATIONS // SLICES_PER_STEP
-LEARNING_RATE = 0.1
+LEARNING_RATE = 0.05
 NUM_GENERATIONS = 8  # with 12 completions of each rank, the second of three groups spans both
 
 # "threshold" weighs tokens by the entropies of all ranks. "router" has a loss that is no sum over tokens:
 # only with one sequence in each micro-batch it is the same for every cut.
 CASES: dict[str, dict[str, Any]] = {
     **{name: dict(loss_type=name) for name in LOSSES},
+    "cispo": dict(loss_type="cispo", epsilon_high=5.0),
     "masked": dict(loss_type="grpo", off_policy_mask_threshold=0.05),
     "threshold": dict(loss_type="dapo", entropy_coef=0.05),
     "router": dict(loss_type="grpo"),
@@ -91,8 +92,10 @@ def policy_of(case: str) -> Policy:
                 num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1,
             )
         )  # fmt: skip
+    # LUSPO sums over tokens where others take means.
+    learning_rate = LEARNING_RATE / 20 if case == "luspo" else LEARNING_RATE
     args = TrainingArguments(
-        output_dir="unused", use_cpu=True, report_to=[], optim="sgd", learning_rate=LEARNING_RATE,
+        output_dir="unused", use_cpu=True, report_to=[], optim="sgd", learning_rate=learning_rate,
         lr_scheduler_type="constant",
     )  # fmt: skip
     return Policy(
