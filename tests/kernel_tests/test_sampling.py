@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rounding import examples
 
+from colocate.engines.native import sampler
 from colocate.engines.native.sampler import BLOCK_SIZE, Sampler, gumbel_noise, philox
 from colocate.kernels import sampling
-from colocate.kernels.sampling import sample
+from colocate.kernels.sampling import choose, draw_candidates, sample
 from colocate.types import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -176,6 +177,88 @@ def test_finished_rows_are_skipped_and_nan_stays_in_the_vocabulary(device, tempe
     assert torch.equal(tokens[live], every_token[live])
     assert torch.equal(logprobs[live], every_logprob[live])
     assert ((every_token >= 0) & (every_token < 700)).all()
+
+
+def of_parts(logits: torch.Tensor, num_parts: int, finished: torch.Tensor | None = None, **options):
+    """What `num_parts` ranks draw together, each from its own columns of the logits [B, V]."""
+    parts = enumerate(logits.chunk(num_parts, dim=1))
+    candidates = [draw_candidates(part, part=i, finished=finished, **options) for i, part in parts]
+    return choose(torch.stack(candidates), finished)
+
+
+@examples(10)
+@given(
+    num_rows=st.integers(1, 4),
+    num_parts=st.sampled_from([2, 4, 8]),
+    part_size=st.sampled_from([256, 512, 1280]),
+    temperature=st.sampled_from([0.0, 0.5, 1.0]),
+    scale=st.sampled_from([0.0, 3.0, 30.0]),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    data_seed=st.integers(0, 2**31),
+)
+def test_ranks_of_whole_blocks_draw_what_one_draws(
+    device, num_rows, num_parts, part_size, temperature, scale, seed, data_seed
+):
+    """Every token is the same, also where ties are near: blocks are reduced alike and have the same noise."""
+    generator = torch.Generator().manual_seed(data_seed)
+    logits = (scale * torch.randn(num_rows, num_parts * part_size, generator=generator)).to(device)
+    keys = dict(zip(("prompt_keys", "samples", "positions"), rows_of(generator, num_rows), strict=True))
+    options = dict(seed=seed, temperature=temperature, **{name: row.to(device) for name, row in keys.items()})
+    tokens, logprobs = of_parts(logits, num_parts, **options)
+    expected_tokens, expected_logprobs = sample(logits, **options)
+    assert torch.equal(tokens, expected_tokens)
+    # A sum of the parts' sums: a few last bits of values as large as the logits are.
+    largest = float(logits.abs().max()) / (temperature or 1.0)
+    torch.testing.assert_close(logprobs, expected_logprobs, rtol=1e-5, atol=1e-5 + 5e-7 * largest)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_candidates_are_the_samplers(device, temperature):
+    """Ranks with a block and 44 tokens each, and noise that begins in the middle of four columns."""
+    generator = torch.Generator().manual_seed(2)
+    logits, rows = 3 * torch.randn(8, 900, generator=generator), rows_of(generator, 8)
+    params = SamplingParams(max_tokens=1, temperature=temperature, seed=77)
+    options = dict(seed=77, temperature=temperature)
+    keys = dict(zip(("prompt_keys", "samples", "positions"), (row.to(device) for row in rows), strict=True))
+    both = []
+    for part, own in enumerate(logits.chunk(3, dim=1)):
+        expected = Sampler(params).candidates(own, *rows, part=part)
+        candidates = draw_candidates(own.to(device), part=part, **options, **keys)
+        assert torch.equal(candidates[:, 1].cpu(), expected[:, 1])
+        torch.testing.assert_close(candidates.cpu(), expected, rtol=1e-5, atol=1e-5)
+        both.append((candidates, expected))
+    found, expected = (torch.stack(side) for side in zip(*both, strict=True))
+    tokens, logprobs = choose(found)
+    expected_tokens, expected_logprobs = sampler.choose(expected)
+    assert torch.equal(tokens.cpu().long(), expected_tokens) and expected_tokens.max() > 600
+    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_finished_rows_of_ranks_are_skipped_and_nan_stays_in_the_vocabulary(device):
+    logits = torch.randn(12, 600, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[4] = torch.nan
+    logits[5, :300] = -torch.inf
+    index = torch.arange(12, device=device)
+    finished = (index % 2).int() * (index > 5)
+    options = dict(seed=3, temperature=1.0, prompt_keys=index, samples=index, positions=index)
+    tokens, logprobs = of_parts(logits, 2, finished, **options)
+    is_dead = finished != 0
+    assert (tokens[is_dead] == -1).all() and (logprobs[is_dead] == 0).all()
+    assert ((tokens[~is_dead] >= 0) & (tokens[~is_dead] < 600)).all()
+    assert logprobs[4].isnan() and tokens[5] >= 300
+    expected = logits.double().log_softmax(1).gather(1, tokens.clamp(min=0).long()[:, None])[:, 0].float()
+    live = ~is_dead & (index != 4)
+    torch.testing.assert_close(logprobs[live], expected[live], rtol=1e-5, atol=1e-5)
+
+
+def test_candidates_of_many_rows(device):
+    """More rows than one program chooses for."""
+    candidates = torch.randn(4, 300, 4, generator=torch.Generator().manual_seed(0))
+    candidates[..., 1] = torch.arange(1200).view(4, 300)
+    tokens, logprobs = choose(candidates.to(device))
+    expected_tokens, expected_logprobs = sampler.choose(candidates)
+    assert torch.equal(tokens.cpu().long(), expected_tokens)
+    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, rtol=1e-5, atol=1e-5)
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float, float]:

@@ -18,7 +18,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from colocate.engines.native.sampler import BLOCK_SIZE, Sampler, gumbel_noise, philox, process_logits
+from colocate.engines.native.sampler import (
+    BLOCK_SIZE,
+    Sampler,
+    choose,
+    gumbel_noise,
+    philox,
+    process_logits,
+)
 from colocate.types import SamplingParams
 
 
@@ -76,12 +83,18 @@ def test_filters_are_transformers_own(data, temperature, top_k, top_p, min_p, pe
     assert actual.isfinite().any(dim=1).all(), "every row keeps a token"
 
 
-def _draw(logits: torch.Tensor, num_draws: int, **options) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw(
+    logits: torch.Tensor, num_draws: int, num_parts: int = 1, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`num_draws` tokens and log-probabilities from one row of logits [V]: draws differ in key and
-    position."""
+    position. With `num_parts` of several ranks that split the vocabulary."""
     index = torch.arange(num_draws)
     sampler = Sampler(SamplingParams(max_tokens=1, **options))
-    return sampler(logits.expand(num_draws, -1), index % 101, index % 7, index // 707, None)
+    logits, rows = logits.expand(num_draws, -1), (index % 101, index % 7, index // 707)
+    if num_parts == 1:
+        return sampler(logits, *rows, None)
+    parts = enumerate(logits.chunk(num_parts, dim=1))
+    return choose(torch.stack([sampler.candidates(part, *rows, part=i) for i, part in parts]))
 
 
 def _chi_square_deviations(observed: torch.Tensor, expected: torch.Tensor) -> float:
@@ -119,6 +132,41 @@ def test_draws_follow_the_softmax(vocab_size, options):
         assert _chi_square_deviations(observed, expected) < 4
     policy = (logits / options.get("temperature", 1.0)).log_softmax(0)  # that nothing was filtered out of
     torch.testing.assert_close(logprobs, policy[tokens], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("vocab_size", "num_parts"), [(600, 2), (1024, 4)])
+def test_draws_of_ranks_follow_the_softmax(vocab_size, num_parts):
+    """Also where a rank's last block is a part of one, and where a rank has next to no probability."""
+    num_draws = 12_000
+    index = torch.arange(vocab_size)
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2
+    rank = index // (vocab_size // num_parts)
+    logits -= 1.2 * rank + 5 * (rank == 2)
+    tokens, logprobs = _draw(logits, num_draws, num_parts)
+    expected = logits.double().softmax(0) * num_draws
+    observed = torch.bincount(tokens, minlength=vocab_size).double()
+    assert _chi_square_deviations(observed, expected) < 4
+    by_rank = torch.zeros(num_parts, dtype=torch.double)
+    assert (
+        _chi_square_deviations(by_rank.index_add(0, rank, observed), by_rank.index_add(0, rank, expected)) < 4
+    )
+    torch.testing.assert_close(logprobs, logits.log_softmax(0)[tokens], atol=1e-5, rtol=1e-5)
+    if vocab_size == 1024:  # whole blocks, which have the noise that they have on one rank
+        assert torch.equal(tokens, _draw(logits, num_draws)[0])
+
+
+def test_greedy_takes_the_first_of_equals_on_all_ranks():
+    logits = torch.zeros(3, 40)
+    logits[1, [7, 25]] = 2.0
+    logits[2, [39, 31]] = 1.0
+    rows = torch.zeros(3, dtype=torch.long)
+    sampler = Sampler(SamplingParams(max_tokens=1, temperature=0))
+    parts = enumerate(logits.chunk(4, dim=1))
+    tokens, logprobs = choose(
+        torch.stack([sampler.candidates(p, rows, rows, rows, part=i) for i, p in parts])
+    )
+    assert tokens.tolist() == [0, 7, 31]
+    torch.testing.assert_close(logprobs, logits.log_softmax(1).amax(1))
 
 
 def test_noise_is_standard_gumbel_and_uncorrelated():

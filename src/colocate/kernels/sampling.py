@@ -5,6 +5,9 @@ token. So the pass over the logits (B * V * itemsize bytes: nearly all of the ti
 to maximum and sum of exponentials and does nothing else, and a second, tiny kernel draws: V / 256 + 256
 noises a row, where one noise per token would cost several times what reading the logits does. For many rows
 the product that makes the logits has done this pass's work already (`head.py`).
+
+Where ranks split the vocabulary, each draws a candidate from its own tokens (`draw_candidates`), and `choose`
+picks one of the ranks' candidates. That is `sample` with the blocks of all ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from colocate.kernels.definitions import BLOCK_SIZE
 PART_SIZE = BLOCK_SIZE // 2
 """Tokens that are reduced together, the columns of a tile of `head.py`'s product. A block is two parts."""
 LOG2_E = 1.4426950408889634
+_CHOOSE_ROWS = 128
 _TILE_PARTS = 32
 """Parts that one program of the pass over the logits reduces. A part is what one warp loads at once (128
 values of 4 bytes), so its sums need no exchange between warps."""
@@ -66,6 +70,87 @@ def sample(
     Returns:
         Tokens [B] int32 and their log-probs [B] float32 under the distribution drawn from.
     """
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    _draw(
+        logits, tokens, logprobs, seed=seed, temperature=temperature, prompt_keys=prompt_keys,
+        samples=samples, positions=positions, finished=finished, parts=parts,
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+def draw_candidates(
+    logits: Tensor,
+    *,
+    part: int,
+    seed: int | Tensor,
+    temperature: float,
+    prompt_keys: Tensor,
+    samples: Tensor,
+    positions: Tensor,
+    finished: Tensor | None = None,
+    parts: Parts | None = None,
+) -> Tensor:
+    """Draw one candidate per row from the tokens of this rank, for `choose`.
+
+    The ranks' blocks are numbered one rank after the other, and a block's number decides its noise. So where
+    a rank's tokens are whole blocks, the noise of each block is the one that `sample` gives it.
+
+    Args:
+        logits: [B, V / t], those of tokens part * V / t and following.
+        part: which of the t parts of the vocabulary these are.
+
+    The rest is that of `sample`.
+
+    Returns:
+        [B, 4] float32: the noisy maximum of the blocks, the token drawn from that block (whole numbers below
+        2^24 are exact), its logit / temperature, and the log-sum-exp of all logits / temperature. Rows that
+        have finished are undefined.
+    """
+    candidates = torch.empty(len(logits), 4, dtype=torch.float32, device=logits.device)
+    _draw(
+        logits, candidates, None, seed=seed, temperature=temperature, prompt_keys=prompt_keys,
+        samples=samples, positions=positions, finished=finished, parts=parts, part=part,
+    )  # fmt: skip
+    return candidates
+
+
+def choose(candidates: Tensor, finished: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose among the candidates of all ranks, the first of equals.
+
+    Args:
+        candidates: [t, B, 4], what `draw_candidates` returned on each rank, contiguous.
+        finished: [B] int32; rows where it is not 0 get token -1 and log-prob 0.
+
+    Returns:
+        Tokens [B] int32 and their log-probs [B] float32, as of `sample`.
+    """
+    num_parts, num_rows, _ = candidates.shape
+    assert candidates.is_contiguous(), "the ranks' candidates must lie one after the other"
+    tokens = torch.empty(num_rows, dtype=torch.int32, device=candidates.device)
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=candidates.device)
+    _choose_kernel[(triton.cdiv(num_rows, _CHOOSE_ROWS),)](
+        candidates, finished, tokens, logprobs, num_rows,
+        NUM_PARTS=num_parts, BLOCK_ROWS=_CHOOSE_ROWS, num_warps=4,
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+def _draw(
+    logits: Tensor,
+    drawn: Tensor,
+    logprobs: Tensor | None,
+    *,
+    seed: int | Tensor,
+    temperature: float,
+    prompt_keys: Tensor,
+    samples: Tensor,
+    positions: Tensor,
+    finished: Tensor | None,
+    parts: Parts | None,
+    part: int = 0,
+) -> None:
+    """Write the rows' tokens to `drawn` and their log-probs, or without `logprobs` their candidates."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
@@ -73,8 +158,6 @@ def sample(
     temperature = 1.0 if greedy else float(temperature)
     if not isinstance(seed, Tensor):
         seed = torch.tensor([(seed + 2**63) % 2**64 - 2**63], device=logits.device)
-    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if parts is None:
         parts = Parts.empty(num_rows, vocab_size, logits.device)
         num_parts = parts.sums.shape[1]
@@ -82,13 +165,13 @@ def sample(
             logits, finished, *parts, logits.stride(0), vocab_size, num_parts, temperature,
             PART_SIZE=PART_SIZE, TILE_PARTS=_TILE_PARTS, LOG2_E=LOG2_E, num_warps=4,
         )  # fmt: skip
+    first_block = part * num_blocks
     _draw_kernel[(num_rows,)](
-        logits, finished, *parts, prompt_keys, samples, positions, seed, tokens, logprobs, logits.stride(0),
-        vocab_size, num_blocks, parts.sums.shape[1], temperature,
-        GREEDY=greedy, BLOCK_SIZE=BLOCK_SIZE, MAX_BLOCKS=max(triton.next_power_of_2(num_blocks), 4),
-        num_warps=4,
+        logits, finished, *parts, prompt_keys, samples, positions, seed, drawn, logprobs, logits.stride(0),
+        vocab_size, num_blocks, parts.sums.shape[1], temperature, part * vocab_size,
+        GREEDY=greedy, BLOCK_SIZE=BLOCK_SIZE, FIRST_BLOCK=first_block,
+        MAX_BLOCKS=max(triton.next_power_of_2(num_blocks + first_block % 4), 4), num_warps=4,
     )  # fmt: skip
-    return tokens, logprobs
 
 
 @triton.jit
@@ -118,28 +201,36 @@ def _reduce_parts_kernel(
 
 @triton.jit
 def _draw_kernel(
-    logits, finished, part_maxima, part_sums, prompt_keys, samples, positions, seed, tokens, logprobs, stride,
-    vocab_size, num_blocks, num_parts, temperature,
-    GREEDY: tl.constexpr, BLOCK_SIZE: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    logits, finished, part_maxima, part_sums, prompt_keys, samples, positions, seed, drawn, logprobs, stride,
+    vocab_size, num_blocks, num_parts, temperature, first_token,
+    GREEDY: tl.constexpr, BLOCK_SIZE: tl.constexpr, FIRST_BLOCK: tl.constexpr, MAX_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Draw one row's token: pick the block by the blocks' log-sum-exps, then the token by its logits."""
+    """Draw one row's token: pick the block by the blocks' log-sum-exps, then the token by its logits.
+
+    Without `logprobs` what is written is the row's candidate (see `draw_candidates`).
+    """
     row = tl.program_id(0).to(tl.int64)
     if finished is not None:  # noqa: SIM102, this one is decided at compile time
         if tl.load(finished + row) != 0:
-            tl.store(tokens + row, -1)
-            tl.store(logprobs + row, 0.0)
+            if logprobs is not None:
+                tl.store(drawn + row, -1)
+                tl.store(logprobs + row, 0.0)
             return
-    blocks = tl.arange(0, MAX_BLOCKS)
-    parts = 2 * blocks[:, None] + tl.arange(0, 2)[None, :]
+    # Noise comes in fours: the first lanes may be blocks of the rank before, which this one does not have.
+    num_before: tl.constexpr = FIRST_BLOCK % 4
+    parts = 2 * (tl.arange(0, MAX_BLOCKS) - num_before)[:, None] + tl.arange(0, 2)[None, :]
     pointers = row * num_parts + parts
-    in_parts = tl.load(part_maxima + pointers, mask=parts < num_parts, other=-float("inf"))
+    is_part = (parts >= 0) & (parts < num_parts)
+    in_parts = tl.load(part_maxima + pointers, mask=is_part, other=-float("inf"))
     maxima = tl.max(in_parts, axis=1)
     # Sums are relative to the block's maximum; where all logits are -inf they are 0.
     below = in_parts - tl.where(maxima == -float("inf"), 0.0, maxima)[:, None]
-    sums = tl.load(part_sums + pointers, mask=parts < num_parts, other=0.0) * tl.exp(below / temperature)
+    sums = tl.load(part_sums + pointers, mask=is_part, other=0.0) * tl.exp(below / temperature)
     totals = maxima / temperature + tl.log(tl.sum(sums, axis=1))
     highest = tl.max(totals, axis=0)
     total = highest + tl.log(tl.sum(tl.exp(totals - highest), axis=0))
+    # NaN would otherwise come from -inf - -inf: a rank may have nothing but impossible tokens.
+    total = tl.where(highest == -float("inf"), highest, total)
     if GREEDY:
         scores = maxima
     else:
@@ -150,11 +241,12 @@ def _draw_kernel(
         seed_low, seed_high = words.to(tl.uint32), (words >> 32).to(tl.uint32)
         # Columns 0 .. BLOCK_SIZE - 1 of the noise are a block's tokens, those from BLOCK_SIZE on are blocks.
         scores = totals + gumbel_noise(
-            key, member, position, seed_low, seed_high, BLOCK_SIZE // 4, MAX_BLOCKS // 4
+            key, member, position, seed_low, seed_high, (BLOCK_SIZE + FIRST_BLOCK) // 4, MAX_BLOCKS // 4
         )
     # Comparisons with NaN may choose a lane outside, and what is drawn becomes an address: here, then in the
     # embedding.
-    block = tl.minimum(tl.argmax(scores, axis=0), num_blocks - 1)
+    block = tl.minimum(tl.maximum(tl.argmax(scores, axis=0) - num_before, 0), num_blocks - 1)
+    score = tl.max(scores, axis=0)
 
     columns = tl.arange(0, BLOCK_SIZE)
     in_block = block * BLOCK_SIZE + columns < vocab_size
@@ -165,8 +257,47 @@ def _draw_kernel(
         scores = chosen + gumbel_noise(key, member, position, seed_low, seed_high, 0, BLOCK_SIZE // 4)
     column = tl.argmax(scores, axis=0)
     logit = tl.sum(tl.where(columns == column, chosen, 0.0), axis=0)
-    tl.store(tokens + row, tl.minimum(block * BLOCK_SIZE + column, vocab_size - 1))
-    tl.store(logprobs + row, logit - total)
+    token = first_token + tl.minimum(block * BLOCK_SIZE + column, vocab_size - 1)
+    if logprobs is not None:
+        tl.store(drawn + row, token)
+        tl.store(logprobs + row, logit - total)
+    else:
+        tl.store(drawn + 4 * row, score)
+        tl.store(drawn + 4 * row + 1, token.to(tl.float32))
+        tl.store(drawn + 4 * row + 2, logit)
+        tl.store(drawn + 4 * row + 3, total)
+
+
+@triton.jit
+def _choose_kernel(
+    candidates, finished, tokens, logprobs, num_rows, NUM_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    """`choose` for some rows."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    in_batch = rows < num_rows
+    pointers = candidates + 4 * rows
+    best = tl.load(pointers, mask=in_batch, other=0.0)
+    token = tl.load(pointers + 1, mask=in_batch, other=0.0)
+    logit = tl.load(pointers + 2, mask=in_batch, other=0.0)
+    highest = tl.load(pointers + 3, mask=in_batch, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        theirs = pointers + 4 * part * num_rows
+        score = tl.load(theirs, mask=in_batch, other=0.0)
+        is_better = score > best  # and not as good: the first rank has the lower tokens
+        best = tl.where(is_better, score, best)
+        token = tl.where(is_better, tl.load(theirs + 1, mask=in_batch, other=0.0), token)
+        logit = tl.where(is_better, tl.load(theirs + 2, mask=in_batch, other=0.0), logit)
+        highest = tl.maximum(highest, tl.load(theirs + 3, mask=in_batch, other=0.0))
+    sums = tl.zeros([BLOCK_ROWS], tl.float32)
+    for part in tl.static_range(0, NUM_PARTS):
+        sums += tl.exp(tl.load(pointers + 4 * part * num_rows + 3, mask=in_batch, other=0.0) - highest)
+    logprob = logit - (highest + tl.log(sums))
+    token = token.to(tl.int32)
+    if finished is not None:
+        is_dead = tl.load(finished + rows, mask=in_batch, other=0) != 0
+        token, logprob = tl.where(is_dead, -1, token), tl.where(is_dead, 0.0, logprob)
+    tl.store(tokens + rows, token, mask=in_batch)
+    tl.store(logprobs + rows, logprob, mask=in_batch)
 
 
 @triton.jit
