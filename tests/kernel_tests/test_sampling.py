@@ -252,8 +252,8 @@ def test_finished_rows_of_ranks_are_skipped_and_nan_stays_in_the_vocabulary(devi
 
 
 def test_candidates_of_many_rows(device):
-    """More rows than one program chooses for."""
-    candidates = torch.randn(4, 300, 4, generator=torch.Generator().manual_seed(0))
+    """More rows than one program chooses for, the ranks' candidates of a row side by side."""
+    candidates = torch.randn(300, 4, 4, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
     candidates[..., 1] = torch.arange(1200).view(4, 300)
     tokens, logprobs = choose(candidates.to(device))
     expected_tokens, expected_logprobs = sampler.choose(candidates)

@@ -119,18 +119,18 @@ def choose(candidates: Tensor, finished: Tensor | None = None) -> tuple[Tensor, 
     """Choose among the candidates of all ranks, the first of equals.
 
     Args:
-        candidates: [t, B, 4], what `draw_candidates` returned on each rank, contiguous.
+        candidates: [t, B, 4], what `draw_candidates` returned on each rank, each four contiguous.
         finished: [B] int32; rows where it is not 0 get token -1 and log-prob 0.
 
     Returns:
         Tokens [B] int32 and their log-probs [B] float32, as of `sample`.
     """
     num_parts, num_rows, _ = candidates.shape
-    assert candidates.is_contiguous(), "the ranks' candidates must lie one after the other"
+    assert candidates.stride(2) == 1, "a candidate must be contiguous"
     tokens = torch.empty(num_rows, dtype=torch.int32, device=candidates.device)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=candidates.device)
     _choose_kernel[(triton.cdiv(num_rows, _CHOOSE_ROWS),)](
-        candidates, finished, tokens, logprobs, num_rows,
+        candidates, finished, tokens, logprobs, num_rows, candidates.stride(0), candidates.stride(1),
         NUM_PARTS=num_parts, BLOCK_ROWS=_CHOOSE_ROWS, num_warps=4,
     )  # fmt: skip
     return tokens, logprobs
@@ -270,18 +270,19 @@ def _draw_kernel(
 
 @triton.jit
 def _choose_kernel(
-    candidates, finished, tokens, logprobs, num_rows, NUM_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
+    candidates, finished, tokens, logprobs, num_rows, part_stride, row_stride,
+    NUM_PARTS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
     """`choose` for some rows."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_batch = rows < num_rows
-    pointers = candidates + 4 * rows
+    pointers = candidates + rows * row_stride
     best = tl.load(pointers, mask=in_batch, other=0.0)
     token = tl.load(pointers + 1, mask=in_batch, other=0.0)
     logit = tl.load(pointers + 2, mask=in_batch, other=0.0)
     highest = tl.load(pointers + 3, mask=in_batch, other=0.0)
     for part in tl.static_range(1, NUM_PARTS):
-        theirs = pointers + 4 * part * num_rows
+        theirs = pointers + part * part_stride
         score = tl.load(theirs, mask=in_batch, other=0.0)
         is_better = score > best  # and not as good: the first rank has the lower tokens
         best = tl.where(is_better, score, best)
@@ -290,7 +291,7 @@ def _choose_kernel(
         highest = tl.maximum(highest, tl.load(theirs + 3, mask=in_batch, other=0.0))
     sums = tl.zeros([BLOCK_ROWS], tl.float32)
     for part in tl.static_range(0, NUM_PARTS):
-        sums += tl.exp(tl.load(pointers + 4 * part * num_rows + 3, mask=in_batch, other=0.0) - highest)
+        sums += tl.exp(tl.load(pointers + part * part_stride + 3, mask=in_batch, other=0.0) - highest)
     logprob = logit - (highest + tl.log(sums))
     token = token.to(tl.int32)
     if finished is not None:

@@ -76,12 +76,17 @@ class Decoder:
         """The stop tokens on the device by (temperature, stop tokens) of the captured draws: one entry."""
         self._logits = backend.bind(cache.scratch, layout, capacity, cache.page_size)
         self._pool: Any = None
-        self._forget_graphs()
+        self.forget_graphs()
 
     def fits(self, layout: Layout, *, max_len: int) -> bool:
         """Whether this decoder can run sequences of up to `max_len` tokens of the model in `layout`."""
         is_same_kind = (layout.device, layout.dtype) == (self.batch.device, self._dtype)
         return is_same_kind and max_len <= self.max_len
+
+    @property
+    def num_graphs(self) -> int:
+        """Steps that are captured."""
+        return len(self._graphs)
 
     def refresh(self, layout: Layout) -> None:
         """Look the weights up again, and forget the graphs if a weight has moved."""
@@ -89,7 +94,7 @@ class Decoder:
         identity = runner.identity()
         if identity != self._identity:
             self.runner, self._identity = runner, identity
-            self._forget_graphs()
+            self.forget_graphs()
 
     def start_rollout(self, sampling: SamplingParams) -> None:
         """Forget all rows, and draw tokens as `sampling` says from now on."""
@@ -102,7 +107,7 @@ class Decoder:
             drawing = sampling.temperature, sampling.stop_token_ids
             if drawing not in self._captured:
                 self._captured = {drawing: self._stops}
-                self._forget_graphs()
+                self.forget_graphs()
             self._stops = self._captured[drawing]
 
     def begin_window(self) -> None:
@@ -139,7 +144,8 @@ class Decoder:
         if batch.seen is not None:
             batch.seen[rows].scatter_(1, tokens[:, None].long(), True)
 
-    def _forget_graphs(self) -> None:
+    def forget_graphs(self) -> None:
+        """Capture every step anew."""
         self._graphs.clear()
         # PyTorch frees a pool of memory with the last graph in it, so new graphs need a new pool.
         self._pool = torch.cuda.graph_pool_handle() if self.backend.captures_graphs else None
@@ -148,13 +154,15 @@ class Decoder:
         # This first step compiles kernels and makes cuBLAS take its workspace, neither of which can be
         # captured. Its changes to the rows are undone; the keys and values that it stored will be stored
         # again, equal and in the same places.
-        before = self.batch.save()
+        before, parallel = self.batch.save(), self.backend.parallel
         self._captured_step(bucket)
         self.batch.restore(before)
         torch.cuda.synchronize()
+        parallel.least(0)  # raises if memory ran out on a rank
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             self._captured_step(bucket)
+        parallel.least(0)
         return graph
 
     def _captured_step(self, bucket: int) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from colocate.engines.base import BaseEngine
+from colocate.engines.native.all_reduce import make_sum
 from colocate.engines.native.backends import backend_for, default_sizes
 from colocate.engines.native.capacity import (
     FREE_MEMORY_FRACTION,
@@ -22,9 +25,10 @@ from colocate.engines.native.decoder import Decoder, capacity_for
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
+from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank, TensorParallel, joined_groups
 from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.layouts import layout_for
+from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 SMALLEST_PREFILL_TOKENS = 512
@@ -45,8 +49,13 @@ class NativeEngine(BaseEngine):
     prefilled and stored once. A completion depends only on (seed, prompt key, member) and not on the rest of
     the batch, up to the rounding of differently shaped matrix products.
 
+    Where ranks split the weights (`weights.weight_parts`), they are one engine: all of them must call
+    `generate` together, each with its own prompts, and decode the prompts of all. `max_num_seqs` and
+    `kv_cache_tokens` are the engine's then, not a rank's.
+
     Args:
         model: a Hugging Face causal language model with a layout, or a PEFT model around one.
+        group: the ranks that hold the parts of the weights, in the order of parts; None: this rank holds all.
         max_num_seqs: sequences that decode at the same time; None: 64 on a CPU, 512 on a GPU.
         page_size: tokens per page of the KV cache, on a GPU a power of two, at least 16; None: 16 on a CPU,
             64 on a GPU.
@@ -55,7 +64,8 @@ class NativeEngine(BaseEngine):
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
 
     Raises:
-        ValueError: the model has no layout, or a size is out of range.
+        ValueError: the model has no layout, a size is out of range, or `group` has not one rank for each part
+            of the weights.
     """
 
     # PyTorch's allocator does not count the arena, so `pooled_bytes` stays `NOTHING_POOLED`.
@@ -64,6 +74,7 @@ class NativeEngine(BaseEngine):
         self,
         model: nn.Module,
         *,
+        group: ProcessGroup | None = None,
         max_num_seqs: int | None = None,
         page_size: int | None = None,
         kv_cache_tokens: int | None = None,
@@ -98,19 +109,23 @@ class NativeEngine(BaseEngine):
         )
         self._vocab_size = layout.embed_tokens.num_embeddings
         self._layout = layout
+        capacity = capacity_for(max_num_seqs, self._backend)
+        self._parallel = self._backend.parallel = _parallel_for(layout, group, capacity)
         self._cache = KVCache(
             num_layers=len(layout.layers),
-            num_kv_heads=layout.num_kv_heads,
+            num_kv_heads=layout.num_local_kv_heads,
             head_dim=layout.head_dim,
             page_size=page_size,
-            scratch_bytes=self._backend.scratch_bytes(layout, capacity_for(max_num_seqs, self._backend)),
+            scratch_bytes=self._backend.scratch_bytes(layout, capacity),
         )
-        self._weights = RolloutWeights(stacks_adapters=self._backend.stacks_adapters)
+        # Adapters are whole on every rank, and do not fit below a part of the weights.
+        self._stacks_adapters = self._backend.stacks_adapters and self._parallel.num_parts == 1
+        self._weights = RolloutWeights(stacks_adapters=self._stacks_adapters)
         self._decoder: Decoder | None = None
         self._max_pages: int | None = None
         """Upper limit of the KV cache's pages, set when memory ran out with more pages; None: no limit."""
         self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
-        fuse_parameters(layout, room_for_adapters=self._backend.stacks_adapters)
+        fuse_parameters(layout, room_for_adapters=self._stacks_adapters)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -126,22 +141,31 @@ class NativeEngine(BaseEngine):
         Raises:
             ValueError: a request is refused, or one sequence alone would not fit in the KV cache.
         """
+        prompts, own = self._parallel.share(prompts, sampling)
         self._check(prompts, sampling)
         assert self._model is not None
         prompts = [prompt for prompt in prompts if len(prompt.samples)]
         if not prompts:
             return []
+        if self._parallel.num_parts > 1:
+            prompts = joined_groups(prompts, sampling.max_tokens)
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
-        fuse_parameters(self._layout, room_for_adapters=self._backend.stacks_adapters)
-        return self._recovery.run(lambda: self._generate(prompts, sampling))
+        fuse_parameters(self._layout, room_for_adapters=self._stacks_adapters)
+        return self._recovery.run(lambda: self._generate(prompts, sampling))[own]
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        self._size_cache(prompts, sampling.max_tokens)
-        self._weights.prepare(self._layout)
-        decoder = self._decoder_for(prompts, sampling.max_tokens)
-        return Rollout(decoder, prompts, sampling).run(self.policy_version)
+        parallel, max_tokens = self._parallel, sampling.max_tokens
+        parallel.attempt(partial(self._size_cache, prompts, max_tokens), None)
+        # Free memory may differ from rank to rank; the scheduler must not.
+        num_pages = parallel.least(self._num_pages)
+        self._check_pages(num_pages, prompts, max_tokens)
+        decoder = parallel.attempt(partial(self._decoder_for, prompts, max_tokens), None)
+        if not parallel.least(0 if decoder is None else decoder.num_graphs) and decoder is not None:
+            decoder.forget_graphs()  # or one rank would capture a step where another one replays it
+        assert decoder is not None, "a rank without a decoder raises before"
+        return Rollout(decoder, prompts, sampling, num_pages=num_pages).run(self.policy_version)
 
     def _shrink_prefill(self) -> str | None:
         self._decoder = None  # memory may have run out while it was made, and its graphs hold memory
@@ -151,9 +175,10 @@ class NativeEngine(BaseEngine):
         return f"Prompts are now read {self._backend.max_prefill_tokens:,} tokens at a time"
 
     def _shrink_cache(self) -> str | None:
-        if self._cache.num_pages <= 1:
+        num_pages = self._parallel.least(self._cache.num_pages)
+        if num_pages <= 1:
             return None
-        self._max_pages = self._cache.num_pages // 2
+        self._max_pages = num_pages // 2
         self._cache.free()
         return f"The KV cache is cut to {self._max_pages * self._page_size:,} tokens"
 
@@ -199,6 +224,7 @@ class NativeEngine(BaseEngine):
     def _decoder_for(self, prompts: Sequence[Prompt], max_tokens: int) -> Decoder:
         """The decoder of earlier rollouts if it is large enough for this rollout, else a new one."""
         layout, decoder = self._layout, self._decoder
+        self._weights.prepare(layout)
         max_len = longest_sequence(prompts, max_tokens)
         if decoder is not None and decoder.fits(layout, max_len=max_len):
             decoder.refresh(layout)
@@ -218,8 +244,14 @@ class NativeEngine(BaseEngine):
         )
         return self._decoder
 
+    @property
+    def _num_pages(self) -> int:
+        """Pages of the KV cache for weights of the model's present type and device."""
+        layout = self._layout
+        return self._cache.num_pages if self._cache.is_on(layout.dtype, layout.device) else 0
+
     def _size_cache(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
-        """Take memory for this rollout if no size was given, and check that one sequence fits into it."""
+        """Take memory for this rollout if no size was given."""
         page_size, layout = self._page_size, self._layout
         needed = pages_of_longest(prompts, max_tokens, page_size)
         if self._kv_cache_tokens is None:
@@ -229,10 +261,14 @@ class NativeEngine(BaseEngine):
         wanted = min(wanted, self._max_pages or wanted)
         take_weights(self._weights, self._cache, layout, wanted_pages=wanted, needed_pages=needed)
         is_in_place = self._cache.is_on(layout.dtype, layout.device)
-        available = self._cache.num_pages if is_in_place else 0
         # A given size was taken by `wake_up`, unless the model was converted or moved since then.
-        if available < wanted and (self._kv_cache_tokens is None or not is_in_place):
-            available = take_pages(self._cache, wanted, layout.dtype, layout.device)
+        if self._num_pages < wanted and (self._kv_cache_tokens is None or not is_in_place):
+            take_pages(self._cache, wanted, layout.dtype, layout.device)
+
+    def _check_pages(self, available: int, prompts: Sequence[Prompt], max_tokens: int) -> None:
+        """Raises ValueError unless one sequence alone fits into the `available` pages."""
+        page_size, layout = self._page_size, self._layout
+        needed = pages_of_longest(prompts, max_tokens, page_size)
         if available < needed:
             remedy = f"Set kv_cache_tokens to at least {needed * page_size}"
             if self._kv_cache_tokens is None or self._max_pages is not None:
@@ -244,3 +280,21 @@ class NativeEngine(BaseEngine):
                 f"{page_size}) = {needed} pages of KV cache and there are {available}. {remedy}, or lower "
                 "max_completion_length."
             )
+
+
+def _parallel_for(layout: Layout, group: ProcessGroup | None, capacity: int) -> OneRank:
+    """The ranks that decode together with this one, in steps of up to `capacity` rows."""
+    num_ranks = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    part = layout.part
+    if (part.index, part.count) != (rank, num_ranks):
+        raise ValueError(
+            f"The model holds part {part.index} of {part.count} of its weights, and this is rank {rank} of "
+            f"{num_ranks} that decode together. Pass as `group` the ranks that hold its {part.count} parts, "
+            "or None for a model that was not split."
+        )
+    if group is None:
+        return ONE_RANK
+    num_bytes = capacity * layout.embed_tokens.embedding_dim * layout.dtype.itemsize
+    sums = make_sum(group, layout.device, num_bytes=num_bytes, num_rows=capacity)
+    return TensorParallel(sums, layout.device)

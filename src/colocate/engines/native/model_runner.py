@@ -3,68 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, Piece, PrefillContext
 from colocate.engines.native.kv_cache import KVCache
-from colocate.engines.native.rollout_weights import RolloutWeights, joined
+from colocate.engines.native.projections import PartialProjection, Projection
+from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.kernels.definitions import Rotation
-from colocate.weights.adapters import AdaptedLinear, base_linear, projection_adapters
-from colocate.weights.layouts import LayerLayout, Layout
-from colocate.weights.shared_views import stacked_view
-
-
-class Projection:
-    """Linear layers that read the same input: one product for all base weights, plus their adapters."""
-
-    def __init__(self, weights: RolloutWeights, modules: Sequence[nn.Module]) -> None:
-        linears = [base_linear(module) for module in modules]
-        self.weight = weights.of(modules)
-        self.bias = None if linears[0].bias is None else self._bias([linear.bias for linear in linears])
-        self.adapters = projection_adapters(modules)
-
-    def __call__(self, backend: TorchBackend, x: Tensor) -> Tensor:
-        """x [T, in] times the weights, plus biases and adapters; [T, out], layer beside layer."""
-        return backend.linear(x, self._adapted())
-
-    def gated(self, backend: TorchBackend, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """activation(gate) * up from x [T, in], if the layers are gate and up; [T, out / 2]."""
-        return backend.gated_linear(activation, x, self._adapted())
-
-    def _adapted(self) -> AdaptedLinear:
-        return AdaptedLinear(self.weight.read(), self.bias, self.adapters, self.weight.stack)
-
-    def _bias(self, biases: Sequence[Tensor]) -> Tensor:
-        """The joined biases, one element for each row of the weights, those of the adapters' A included."""
-        if self.weight.stack is None:
-            return joined(biases)
-        stacked = stacked_view(biases, self.weight.stack.num_rows)
-        assert stacked is not None, "biases were fused without the room that their weights have"
-        return stacked
-
-    def identity(self) -> Iterator[object]:
-        """The addresses and shapes that a captured graph of this projection depends on."""
-        yield from self.weight.identity()
-        yield None if self.bias is None else self.bias.data_ptr()
-        for columns, adapter in self.adapters:
-            bias = None if adapter.bias is None else adapter.bias.data_ptr()
-            yield columns.start, adapter.a.data_ptr(), adapter.b.data_ptr(), bias, adapter.scaling
-            yield adapter.a.shape, adapter.a.dtype, adapter.b.dtype
+from colocate.weights.layouts import LayerLayout, Layout, WeightPart
 
 
 class LayerWeights:
     """One decoder layer's parameters, looked up when this object is made."""
 
-    def __init__(self, weights: RolloutWeights, layer: LayerLayout) -> None:
-        self.qkv, self.o, self.gate_up, self.down = (
-            Projection(weights, modules) for modules in layer.projection_groups()
-        )
+    def __init__(self, weights: RolloutWeights, layer: LayerLayout, part: WeightPart) -> None:
+        qkv, o, gate_up, down = layer.projection_groups()
+        self.qkv, self.gate_up = (Projection(weights, modules, part) for modules in (qkv, gate_up))
+        self.o, self.down = (PartialProjection(weights, modules, part) for modules in (o, down))
         self.input_norm = _weight(layer.input_norm)
         self.post_attention_norm = _weight(layer.post_attention_norm)
         self.q_norm = None if layer.q_norm is None else _weight(layer.q_norm)
@@ -101,7 +62,7 @@ class ModelRunner:
         self.layout = layout
         self.cache = cache
         self.backend = backend
-        self._layers = [LayerWeights(weights, layer) for layer in layout.layers]
+        self._layers = [LayerWeights(weights, layer, layout.part) for layer in layout.layers]
         self._norm = _weight(layout.norm)
         self.rotary_table = rotary_table
 
@@ -119,7 +80,7 @@ class ModelRunner:
 
     @property
     def head(self) -> Tensor:
-        """The weight of the output head, [V, hidden]."""
+        """The weight of the output head, [V, hidden]; this rank's rows, where ranks split the weights."""
         return self.layout.lm_head.weight
 
     def prefill(self, items: Sequence[Prefill]) -> Tensor:
@@ -128,7 +89,10 @@ class ModelRunner:
         Items are packed in order, so an item may read pages that an earlier item fills.
 
         Returns:
-            The logits after the last token of each item, [items, V] float32.
+            The logits after the last token of each item, [items, V] float32; this rank's columns.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out, here or on a rank that decodes together with this one.
         """
         logits = [self._prefill(pieces) for pieces in _packs(items, self.backend.max_prefill_tokens)]
         return torch.cat(logits)
@@ -163,9 +127,11 @@ class ModelRunner:
             scale = self.layout.scaling
             return self.backend.prefill_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
 
+        parallel = self.backend.parallel
         x, residual = self._forward(context.tokens[0], attend)
-        last = context.last_tokens
-        return self.backend.logits(self._normed(x[last], residual[last]), self.head)
+        logits = parallel.attempt(partial(self._last_logits, context.last_tokens, x, residual), x)
+        parallel.least(0)  # raises if memory ran out on a rank
+        return logits
 
     def _forward(self, token_ids: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """Run all decoder layers over token ids [T].
@@ -180,21 +146,36 @@ class ModelRunner:
         Returns:
             The last layer's output and the residual to add it to, each [T, hidden].
         """
-        layout, backend, eps = self.layout, self.backend, self.layout.rms_norm_eps
-        x = F.embedding(token_ids, layout.embed_tokens.weight)
+        parallel = self.backend.parallel
+        x = parallel.embed(token_ids, self.layout.embed_tokens.weight)
         residual: Tensor | None = None
-        cos, sin = self.rotary_table
-        for index, layer in enumerate(self._layers):
-            x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
-            qkv = layer.qkv(backend, x).view(len(x), -1, layout.head_dim)
-            k_cache, v_cache = self.cache.layer(index)
-            rotation = Rotation(cos, sin, layer.q_norm, layer.k_norm, eps)
-            attended = attend(qkv, rotation, k_cache, v_cache, layer.sliding_window)
-            x = layer.o(backend, attended.flatten(1))
-            x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-            x = layer.down(backend, layer.gate_up.gated(backend, layer.activation, x))
+        for index in range(len(self._layers)):
+            for block in (partial(self._attention, index, attend), partial(self._mlp, index)):
+                x, residual = parallel.attempt(partial(block, x, residual), (x, x))
+                x = parallel.sum(x)
         assert residual is not None, "the model has no layers"
         return x, residual
+
+    def _attention(
+        self, index: int, attend: Callable[..., Tensor], x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The attention block of a layer without its sum over ranks: its output and the residual."""
+        layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
+        x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
+        qkv = layer.qkv(backend, x).view(len(x), -1, self.layout.head_dim)
+        rotation = Rotation(*self.rotary_table, layer.q_norm, layer.k_norm, eps)
+        attended = attend(qkv, rotation, *self.cache.layer(index), layer.sliding_window)
+        return layer.o(backend, attended.flatten(1)), residual
+
+    def _mlp(self, index: int, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The MLP of a layer without its sum over ranks: its output and the residual."""
+        layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
+        x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
+        return layer.down(backend, layer.gate_up.gated(backend, layer.activation, x)), residual
+
+    def _last_logits(self, last: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+        """The logits [items, V] at the tokens `last` [items] of T."""
+        return self.backend.logits(self._normed(x[last], residual[last]), self.head)
 
     def _normed(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)[0]

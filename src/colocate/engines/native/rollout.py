@@ -19,19 +19,21 @@ MAX_ROWS_PER_START = 64
 
 
 class Rollout:
-    """Completes a list of prompts.
+    """Completes a list of prompts on `num_pages` pages of the decoder's cache.
 
     The host reads tokens later than the device draws them. It launches a window of steps first and then reads
     the tokens of the window before, so that the device never waits for the host. In return a row whose
     sequence has finished idles until the host has read its last token and removes it.
     """
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    def __init__(
+        self, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_pages: int
+    ) -> None:
         cache, self.backend = decoder.cache, decoder.backend
         self.decoder = decoder
         self.batch = decoder.batch
         self.cache = cache
-        self.pool = PagePool(cache.num_pages)
+        self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(
             prompts,
             pool=self.pool,

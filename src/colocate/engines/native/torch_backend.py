@@ -15,7 +15,8 @@ from torch import Tensor
 from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
-from colocate.engines.native.sampler import Sampler
+from colocate.engines.native.sampler import Sampler, choose
+from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank
 from colocate.kernels import definitions
 from colocate.kernels.definitions import Rotation
 from colocate.weights.adapters import AdaptedLinear
@@ -27,7 +28,7 @@ class TorchBackend:
     """Operations on tensors, which `TritonBackend` replaces by kernels.
 
     Letters in shapes: T tokens, B rows, H query heads, K key-value heads, D head size, I width of the MLP, V
-    vocabulary.
+    vocabulary. Where ranks split the weights, H, K, I and V are this rank's.
     """
 
     steps_per_look = 1
@@ -44,6 +45,8 @@ class TorchBackend:
     """Tokens of a prefill's forward pass at most."""
 
     def __init__(self) -> None:
+        self.parallel: OneRank = ONE_RANK
+        """The ranks that split the weights, if any do."""
         self._attention = PagedAttention()
 
     def check_page_size(self, page_size: int) -> None:
@@ -67,13 +70,16 @@ class TorchBackend:
     def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
         """Note each running prompt's rows, and how many leading pages these rows have in common."""
 
-    def linear(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
-        """x [T, in] times the weights, plus the bias and each adapter's product in its columns; [T, out]."""
+    def linear(self, x: Tensor, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
+        """x [T, in] times the weights, plus the bias and each adapter's product in its columns; [T, out].
+
+        It is written to `out` if that is given.
+        """
         weight, bias = adapted.weight, adapted.bias
         if adapted.stack is not None:
             weight = weight[: -adapted.stack.num_rows]
             bias = None if bias is None else bias[: -adapted.stack.num_rows]
-        output = F.linear(x, weight, bias)
+        output = product(x, weight, bias, out)
         for columns, adapter in adapted.adapters:
             adapter.add_to(output[:, columns], x)
         return output
@@ -203,14 +209,16 @@ class TorchBackend:
     def sample(
         self, logits: Tensor, sampler: Sampler, batch: DecodeBatch, rows: slice
     ) -> tuple[Tensor, Tensor]:
-        """Draw a token for each of `rows` from logits [B, V]: tokens [B], log-probabilities [B] float32."""
-        return sampler(
-            logits,
-            batch.prompt_keys[rows],
-            batch.samples[rows].long(),
-            batch.num_generated[rows].long(),
-            None if batch.seen is None else batch.seen[rows],
-        )
+        """Draw a token for each of `rows` from logits [B, V]: tokens [B], log-probabilities [B] float32.
+
+        Where ranks split the vocabulary, they exchange candidates, or all logits if the draw filters them.
+        """
+        keys = batch.prompt_keys[rows], batch.samples[rows].long(), batch.num_generated[rows].long()
+        if self.parallel.num_parts > 1 and sampler.is_plain:
+            candidates = sampler.candidates(logits, *keys, part=self.parallel.part)
+            return choose(self.parallel.gather(candidates))
+        seen = None if batch.seen is None else batch.seen[rows]
+        return sampler(self.parallel.whole_vocabulary(logits), *keys, seen)
 
     def end_step(
         self,
@@ -235,3 +243,10 @@ class TorchBackend:
         if len(stop_token_ids):
             is_last |= torch.isin(token_ids, stop_token_ids)
         batch.finished[rows] |= is_last
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """`F.linear`, whose result [T, out] is written to `out` if that is given."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

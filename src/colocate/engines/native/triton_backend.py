@@ -62,29 +62,30 @@ class TritonBackend(TorchBackend):
 
     def scratch_bytes(self, layout: Layout, capacity: int) -> int:
         partials_bytes = DecodeScratch.num_bytes(**_sizes(layout, capacity))
-        return _aligned(capacity * layout.vocab_size * 4) + _aligned(partials_bytes)
+        return _aligned(capacity * layout.local_vocab_size * 4) + _aligned(partials_bytes)
 
     def bind(self, scratch: Tensor, layout: Layout, capacity: int, page_size: int) -> Tensor:
-        logits_bytes = capacity * layout.vocab_size * 4
+        logits_bytes = capacity * layout.local_vocab_size * 4
         self._scratch = DecodeScratch(scratch[_aligned(logits_bytes) :], **_sizes(layout, capacity))
         self._prefixes = SharedPrefixes(
             max_num_seqs=capacity,
-            num_heads=layout.num_heads,
-            num_kv_heads=layout.num_kv_heads,
+            num_heads=layout.num_local_heads,
+            num_kv_heads=layout.num_local_kv_heads,
             page_size=page_size,
             device=layout.device,
         )
         self.shares_prefixes = False
-        return scratch[:logits_bytes].view(torch.float32).view(capacity, layout.vocab_size)
+        return scratch[:logits_bytes].view(torch.float32).view(capacity, layout.local_vocab_size)
 
     def share_prefixes(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> None:
         assert self._prefixes is not None, "the backend is not bound to a decoder"
         self.shares_prefixes = self._prefixes.update(rows_by_group) > 0
 
-    def linear(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
+    def linear(self, x: Tensor, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         stack = adapted.stack
         if stack is None or len(x) > lora.MAX_ROWS:
-            return super().linear(x, adapted)
+            return super().linear(x, adapted, out)
+        assert out is None, "weights with adapters below them are whole, and their products are not summed"
         output, reduced = _split(F.linear(x, adapted.weight, adapted.bias), stack)
         lora.expand(output, reduced, stack)
         return output
@@ -268,16 +269,20 @@ class TritonBackend(TorchBackend):
     ) -> tuple[Tensor, Tensor]:
         if not sampler.is_plain:
             return super().sample(logits, sampler, batch, rows)
-        return sampling.sample(
-            logits,
-            seed=batch.seed,
-            temperature=sampler.sampling.temperature,
-            prompt_keys=batch.prompt_keys[rows],
-            samples=batch.samples[rows],
-            positions=batch.num_generated[rows],
-            finished=batch.finished[rows],
-            parts=parts,
-        )
+        options: dict[str, Any] = {
+            "seed": batch.seed,
+            "temperature": sampler.sampling.temperature,
+            "prompt_keys": batch.prompt_keys[rows],
+            "samples": batch.samples[rows],
+            "positions": batch.num_generated[rows],
+            "finished": batch.finished[rows],
+            "parts": parts,
+        }
+        parallel = self.parallel
+        if parallel.num_parts == 1:
+            return sampling.sample(logits, **options)
+        candidates = sampling.draw_candidates(logits, part=parallel.part, **options)
+        return sampling.choose(parallel.gather(candidates), batch.finished[rows])
 
     def end_step(
         self,
@@ -310,8 +315,8 @@ def _split(product: Tensor, stack: AdapterStack) -> tuple[Tensor, Tensor]:
 def _sizes(layout: Layout, capacity: int) -> dict[str, int]:
     return {
         "max_num_seqs": capacity,
-        "num_heads": layout.num_heads,
-        "num_kv_heads": layout.num_kv_heads,
+        "num_heads": layout.num_local_heads,
+        "num_kv_heads": layout.num_local_kv_heads,
         "head_dim": layout.head_dim,
     }
 

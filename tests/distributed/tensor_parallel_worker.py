@@ -1,0 +1,201 @@
+"""Processes that split the weights and decode together, over gloo, for `test_tensor_parallel.py`.
+
+Every process writes what it was given, and what all of them drew, as `<case>-<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from engine_models import make_lora, make_model, make_prompts
+
+from colocate.engines.native import capacity
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.model_runner import ModelRunner
+from colocate.engines.native.rollout import Rollout
+from colocate.parallel.mesh import Mesh
+from colocate.types import Completion, Prompt, SamplingParams
+from colocate.weights.layouts import WeightPart
+from colocate.weights.weight_parts import split_weights
+
+MODELS: dict[str, Callable[[], Any]] = {
+    # Parts of 512 and 256 tokens: whole blocks of the sampler. Biases everywhere, also of o and down.
+    "qwen2": lambda: make_model("qwen2", vocab_size=1024, num_key_value_heads=4),
+    "llama": lambda: make_lora("llama-biases", vocab_size=1024, num_key_value_heads=4),
+    "qwen3": lambda: make_lora("qwen3-tied", vocab_size=1024, num_key_value_heads=4),
+    # Parts of a block and 44 tokens; a window, so that attention does not see all of a prompt.
+    "odd": lambda: make_model("qwen2-window", vocab_size=600, num_key_value_heads=4),
+}
+
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=16, temperature=0),
+    "drawn": SamplingParams(max_tokens=16, temperature=0.9, seed=2**40 + 3),
+    "filtered": SamplingParams(max_tokens=16, seed=5, top_k=50, top_p=0.95, min_p=0.01),
+    "penalty": SamplingParams(max_tokens=16, temperature=0, repetition_penalty=1.7),
+}
+STOPPED = SamplingParams(
+    max_tokens=16, temperature=0.9, seed=2**40 + 3, stop_token_ids=tuple(range(0, 600, 9))
+)
+
+
+def share_of(rank: int, num_ranks: int) -> list[Prompt]:
+    """A rank's part of `all_prompts`: groups span ranks, and of four ranks the last one has none."""
+    prompts = all_prompts()
+    members = [(prompt, member) for prompt in prompts for member in prompt.samples]
+    num_sharing = min(num_ranks, 3)
+    own = members[rank * len(members) // num_sharing : (rank + 1) * len(members) // num_sharing]
+    parts = []
+    for prompt in prompts:
+        held = [member for other, member in own if other is prompt]
+        if held:
+            limits = None if prompt.max_tokens is None else tuple(prompt.max_tokens[m] for m in held)
+            parts.append(Prompt(prompt.token_ids, prompt.key, range(held[0], held[-1] + 1), limits))
+    return parts
+
+
+def all_prompts() -> list[Prompt]:
+    """Prompts of ragged lengths, some with limits."""
+    return [
+        Prompt(prompt.token_ids, prompt.key, range(4), None if prompt.key % 2 else (9, 16, 1, 12))
+        for prompt in make_prompts([1, 40, 9, 16, 6])
+    ]
+
+
+class Recorder:
+    """What all ranks drew together in the last rollout, and how many tokens they prefilled for it."""
+
+    def __init__(self) -> None:
+        self.drawn: list[Completion] = []
+        self.num_prefilled = 0
+        run, prefill = Rollout.run, ModelRunner.prefill
+
+        def recorded(rollout: Rollout, version: int) -> list[Completion]:
+            self.drawn = run(rollout, version)
+            return self.drawn
+
+        def counted(runner: ModelRunner, items: Any) -> Any:
+            self.num_prefilled += sum(len(item.token_ids) - item.num_cached for item in items)
+            return prefill(runner, items)
+
+        Rollout.run, ModelRunner.prefill = recorded, counted  # type: ignore[method-assign]
+
+
+def plain(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:
+    return [(c.token_ids, c.logprobs, c.finish_reason) for c in completions]
+
+
+def check_sums(engine: NativeEngine) -> list[bool]:
+    """From now on every sum of the engine is compared over its ranks; returns where the answers appear."""
+    equal: list[bool] = []
+    parallel: Any = engine._parallel
+    added = parallel.sum
+
+    def checked(partial: torch.Tensor) -> torch.Tensor:
+        total = added(partial)
+        equal.append(parallel._sum.is_equal_everywhere(total))
+        return total
+
+    parallel.sum = checked
+    return equal
+
+
+def rollouts(name: str, mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
+    model = MODELS[name]()
+    whole_page_bytes = NativeEngine(model, page_size=4)._cache.page_bytes(torch.float32)
+    split_weights(model, WeightPart(mesh.weight_part, mesh.num_weight_parts))
+    # Three rows for twenty completions; pages for one and a half sequences; prompts in pieces of 7 tokens.
+    engine = NativeEngine(model, group=mesh.weight_group, max_num_seqs=3, page_size=4, kv_cache_tokens=88)
+    engine._backend.max_prefill_tokens = 7
+    engine.wake_up()
+    found: dict[str, Any] = {"page_bytes": [engine._cache.page_bytes(torch.float32), whole_page_bytes]}
+    prompts = share_of(mesh.weight_part, mesh.num_weight_parts)
+    for kind, sampling in {**SAMPLINGS, "stopped": STOPPED}.items():
+        own = engine.generate(prompts, sampling)
+        found[kind] = plain(own), plain(recorder.drawn)
+    engine.close()
+    roomy = NativeEngine(model, group=mesh.weight_group, max_num_seqs=32, page_size=4)
+    roomy.wake_up()
+    found["sums"] = check_sums(roomy)
+    recorder.num_prefilled = 0
+    found["roomy"] = plain(roomy.generate(prompts, SAMPLINGS["drawn"])), plain(recorder.drawn)
+    found["num_prefilled"] = recorder.num_prefilled
+    roomy.close()
+    return found
+
+
+def without_memory(mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
+    """One rank has little memory for pages, and none in its third MLP; then after a step all go on."""
+    model = MODELS["qwen2"]()
+    part = WeightPart(mesh.weight_part, mesh.num_weight_parts)
+    split_weights(model, part)
+    engine = NativeEngine(model, group=mesh.weight_group, max_num_seqs=8, page_size=4)
+    engine._backend.max_prefill_tokens = 1024
+    usable = capacity._usable_bytes
+    if part.index == 1:
+        page_bytes = engine._cache.page_bytes(torch.float32)
+        capacity._usable_bytes = lambda held, device: 30 * page_bytes
+    engine.wake_up()
+    gated, num_calls = engine._backend.gated_linear, 0
+
+    def failing(*arguments: Any) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if part.index == 1 and num_calls == 3:
+            raise torch.OutOfMemoryError("injected")
+        return gated(*arguments)
+
+    engine._backend.gated_linear = failing  # type: ignore[method-assign]
+    prompts = share_of(mesh.weight_part, mesh.num_weight_parts)
+    engine.generate(prompts, SAMPLINGS["drawn"])
+    found: dict[str, Any] = {
+        "drawn": plain(recorder.drawn),
+        "max_prefill": engine._backend.max_prefill_tokens,
+    }
+    capacity._usable_bytes = usable
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    engine.generate(prompts, SAMPLINGS["greedy"])
+    found["after a step"] = plain(recorder.drawn)
+    found["nothing"] = engine.generate([], SAMPLINGS["greedy"])
+    found["errors"] = [
+        message_of(engine.generate, prompts, SamplingParams(max_tokens=9 + part.index)),
+        message_of(engine.generate, [] if part.index else [Prompt((), 7)], SAMPLINGS["greedy"]),
+        message_of(NativeEngine, model),
+    ]
+    return found
+
+
+def message_of(work: Callable[..., Any], *arguments: Any) -> str:
+    try:
+        work(*arguments)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, recorder = dist.get_rank(), Recorder()
+    for num_parts in (2, 4):
+        mesh = Mesh.of("cpu", num_parts)
+        for name in MODELS if num_parts == 2 else ("llama", "qwen3"):
+            torch.save(rollouts(name, mesh, recorder), directory / f"{name}{num_parts}-{rank}.pt")
+    mesh = Mesh.of("cpu", 2)
+    torch.save(without_memory(mesh, recorder), directory / f"memory-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
