@@ -36,13 +36,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 SAMPLINGS = {
-    "greedy": SamplingParams(max_tokens=16, temperature=0),
-    "drawn": SamplingParams(max_tokens=16, temperature=0.9, seed=2**40 + 3),
-    "filtered": SamplingParams(max_tokens=16, seed=5, top_k=50, top_p=0.95, min_p=0.01),
-    "penalty": SamplingParams(max_tokens=16, temperature=0, repetition_penalty=1.7),
+    "greedy": SamplingParams(max_tokens=10, temperature=0),
+    "drawn": SamplingParams(max_tokens=10, temperature=0.9, seed=2**40 + 3),
+    "filtered": SamplingParams(max_tokens=10, seed=5, top_k=50, top_p=0.95, min_p=0.01),
+    "penalty": SamplingParams(max_tokens=10, temperature=0, repetition_penalty=1.7),
 }
-STOPPED = SamplingParams(
-    max_tokens=16, temperature=0.9, seed=2**40 + 3, stop_token_ids=tuple(range(0, 600, 9))
+SAMPLINGS["stopped"] = SamplingParams(
+    max_tokens=10, temperature=0.9, seed=2**40 + 3, stop_token_ids=tuple(range(0, 600, 9))
 )
 
 
@@ -64,7 +64,7 @@ def share_of(rank: int, num_ranks: int) -> list[Prompt]:
 def all_prompts() -> list[Prompt]:
     """Prompts of ragged lengths, some with limits."""
     return [
-        Prompt(prompt.token_ids, prompt.key, range(4), None if prompt.key % 2 else (9, 16, 1, 12))
+        Prompt(prompt.token_ids, prompt.key, range(3), None if prompt.key % 2 else (9, 1, 10))
         for prompt in make_prompts([1, 40, 9, 16, 6])
     ]
 
@@ -107,26 +107,37 @@ def check_sums(engine: NativeEngine) -> list[bool]:
     return equal
 
 
+TIGHT = ("greedy", "stopped")
+"""What is drawn with few rows, pages and tokens of a prefill; the rest has room."""
+
+
 def rollouts(name: str, mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
     model = MODELS[name]()
     whole_page_bytes = NativeEngine(model, page_size=4)._cache.page_bytes(torch.float32)
     split_weights(model, WeightPart(mesh.weight_part, mesh.num_weight_parts))
-    # Three rows for twenty completions; pages for one and a half sequences; prompts in pieces of 7 tokens.
-    engine = NativeEngine(model, group=mesh.weight_group, max_num_seqs=3, page_size=4, kv_cache_tokens=88)
-    engine._backend.max_prefill_tokens = 7
-    engine.wake_up()
-    found: dict[str, Any] = {"page_bytes": [engine._cache.page_bytes(torch.float32), whole_page_bytes]}
     prompts = share_of(mesh.weight_part, mesh.num_weight_parts)
-    for kind, sampling in {**SAMPLINGS, "stopped": STOPPED}.items():
-        own = engine.generate(prompts, sampling)
-        found[kind] = plain(own), plain(recorder.drawn)
-    engine.close()
+    found: dict[str, Any] = {}
+
+    def generate(engine: NativeEngine, kind: str) -> None:
+        found[kind] = plain(engine.generate(prompts, SAMPLINGS[kind])), plain(recorder.drawn)
+
+    # Five rows for fifteen completions; pages for one and a half sequences; prompts in pieces of 7 tokens.
+    tight = NativeEngine(model, group=mesh.weight_group, max_num_seqs=5, page_size=4, kv_cache_tokens=76)
+    tight._backend.max_prefill_tokens = 7
+    tight.wake_up()
+    for kind in TIGHT:
+        generate(tight, kind)
+    found["page_bytes"] = [tight._cache.page_bytes(torch.float32), whole_page_bytes]
+    tight.close()
     roomy = NativeEngine(model, group=mesh.weight_group, max_num_seqs=32, page_size=4)
     roomy.wake_up()
-    found["sums"] = check_sums(roomy)
     recorder.num_prefilled = 0
-    found["roomy"] = plain(roomy.generate(prompts, SAMPLINGS["drawn"])), plain(recorder.drawn)
+    found["sums"] = check_sums(roomy)
+    generate(roomy, "drawn")
     found["num_prefilled"] = recorder.num_prefilled
+    del roomy._parallel.sum
+    for kind in ("filtered", "penalty"):
+        generate(roomy, kind)
     roomy.close()
     return found
 
@@ -187,12 +198,11 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, recorder = dist.get_rank(), Recorder()
-    for num_parts in (2, 4):
-        mesh = Mesh.of("cpu", num_parts)
-        for name in MODELS if num_parts == 2 else ("llama", "qwen3"):
-            torch.save(rollouts(name, mesh, recorder), directory / f"{name}{num_parts}-{rank}.pt")
-    mesh = Mesh.of("cpu", 2)
-    torch.save(without_memory(mesh, recorder), directory / f"memory-{rank}.pt")
+    by_two, by_four = Mesh.of("cpu", 2), Mesh.of("cpu", 4)
+    cases = ("qwen2", by_two), ("qwen3", by_two), ("odd", by_two), ("llama", by_four)
+    for name, mesh in cases:
+        torch.save(rollouts(name, mesh, recorder), directory / f"{name}-{mesh.num_weight_parts}-{rank}.pt")
+    torch.save(without_memory(by_two, recorder), directory / f"memory-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
