@@ -21,6 +21,7 @@ from quantized_models import make_4bit_model
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import Sampler
+from colocate.engines.native.tensor_parallel import OneRank
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
 from colocate.kernels import prefixes
@@ -97,6 +98,48 @@ def test_log_probs_of_filtered_draws_are_the_policys(device):
     tokens, logprobs = TritonBackend().sample(logits.clone(), Sampler(sampling), batch, slice(0, 4))
     expected = (logits / 0.7).log_softmax(-1).gather(1, tokens[:, None].long())[:, 0]
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+class OneOfTwo(OneRank):
+    """A rank that has the rows of the other one already."""
+
+    num_parts = 2
+
+    def __init__(self, part: int, other: torch.Tensor | None) -> None:
+        self.part = part
+        self.rows = [other, other]
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows[self.part] = x
+        return torch.stack([x if rows is None else rows for rows in self.rows])
+
+    def whole_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        return self.gather(logits).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(3, temperature=0.7, seed=9), SamplingParams(3, top_k=9, seed=9)],
+    ids=["plain", "top-k"],
+)
+@pytest.mark.parametrize("make_backend", [TorchBackend, TritonBackend])
+def test_two_ranks_draw_from_their_halves_what_one_draws(make_backend, top_k, device):
+    sampling = SamplingParams(3, temperature=0.7, top_k=top_k, seed=9)
+    logits = torch.randn(4, 1024, generator=torch.Generator().manual_seed(0)).to(device) * 3
+    zeros = torch.zeros(4, dtype=torch.int32, device=device)
+    keys = dict(
+        prompt_keys=torch.arange(4, device=device), samples=zeros, num_generated=zeros, finished=zeros
+    )
+    batch: Any = SimpleNamespace(**keys, seen=None, seed=torch.tensor([9], device=device))
+    expected = TorchBackend().sample(logits.clone(), Sampler(sampling), batch, slice(0, 4))
+    other = None
+    for part, half in enumerate(logits.chunk(2, dim=1)):
+        backend = make_backend()
+        backend.parallel = rank = OneOfTwo(part, other)
+        tokens, logprobs = backend.sample(half, Sampler(sampling), batch, slice(0, 4))
+        other = rank.rows[part]
+    assert torch.equal(tokens.long(), expected[0])
+    torch.testing.assert_close(logprobs, expected[1], atol=1e-5, rtol=1e-5)
 
 
 PROMPTS = make_prompts([3], 2)

@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from colocate.build import build_engine, sampling_params
 from colocate.config import GRPOConfig
+from colocate.engines import build as engines
+from colocate.engines.build import EngineParts
 from colocate.engines.vllm import engine, environment
 from colocate.process_setup import set_up_process
 
@@ -116,6 +118,14 @@ def test_nothing_says_how_long_sequences_get(build):
 )
 def test_vllm_starts_in_the_mode_that_tells_log_probs_of_the_policy(build, sampling, mode):
     assert build(make_model("qwen3"), engine="vllm", **sampling)["logprobs_mode"] == mode
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_server", "transformers"])
+def test_other_engines_do_not_read_parts_of_weights(name):
+    mesh = SimpleNamespace(num_weight_parts=4)
+    parts = EngineParts(make_model("qwen3"), None, None, None, {}, mesh)
+    with pytest.raises(ValueError, match=rf"engine='{name}' cannot generate where 4 processes.*shard=4"):
+        engines.build_engine(name, parts)
 
 
 def test_the_engines_are_known_by_name_before_anything_heavy_is_loaded():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from colocate.engines.base import RolloutEngine
+    from colocate.parallel.mesh import Mesh
     from colocate.types import SamplingParams
 
 
@@ -55,6 +56,7 @@ class EngineParts:
         model: the policy, possibly inside a PEFT wrapper, on the device to use.
         sampling: how training's completions will be drawn.
         generate_kwargs: arguments that only transformers' `model.generate` knows.
+        mesh: which ranks share one copy of the weights; None: each rank has one.
     """
 
     model: nn.Module
@@ -62,6 +64,7 @@ class EngineParts:
     accelerator: Accelerator
     sampling: SamplingParams
     generate_kwargs: Mapping[str, Any]
+    mesh: Mesh | None = None
 
 
 def _native(parts: EngineParts) -> RolloutEngine:
@@ -69,6 +72,7 @@ def _native(parts: EngineParts) -> RolloutEngine:
 
     return NativeEngine(
         parts.model,
+        group=None if parts.mesh is None else parts.mesh.weight_group,
         max_num_seqs=parts.options.max_num_seqs,
         page_size=parts.options.page_size,
         kv_cache_tokens=parts.options.kv_cache_tokens,
@@ -148,7 +152,15 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
 
     Raises:
         ImportError: `name` is "vllm" without a vLLM that is supported.
+        ValueError: another engine than the native one would have to read weights that ranks share.
     """
+    num_parts = 1 if parts.mesh is None else parts.mesh.num_weight_parts
+    if num_parts > 1 and name != "native":
+        raise ValueError(
+            f"engine={name!r} cannot generate where {num_parts} processes share one copy of the weights "
+            f"(shard={num_parts}); the native engine can. Set engine='native', or shard=1, with which every "
+            "process has a copy."
+        )
     return ENGINES[name](parts)
 
 

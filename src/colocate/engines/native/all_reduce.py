@@ -7,6 +7,8 @@ same on all of them, bit for bit:
     one-shot     every rank reads all parts and adds them in the order of the ranks
     two-shot     each rank adds its share of the elements in the order of the ranks, and writes it to all
 
+A sum of t parts in bfloat16 is rounded t - 1 times.
+
 The last two are PyTorch's kernels on symmetric memory (`torch.ops.symm_mem`, torch 2.11 and 2.13). One-shot
 has the least latency, two-shot moves t / 2 times fewer bytes. On two H200, 256 rows of 3,584 bfloat16 take
 NCCL 32 us, one-shot 17 us and two-shot 12.7 us.

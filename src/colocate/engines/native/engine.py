@@ -152,7 +152,8 @@ class NativeEngine(BaseEngine):
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
         fuse_parameters(self._layout, room_for_adapters=self._stacks_adapters)
-        return self._recovery.run(lambda: self._generate(prompts, sampling))[own]
+        rollout = partial(self._generate, prompts, sampling)
+        return self._recovery.run(partial(self._parallel.together, rollout))[own]
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:

@@ -9,7 +9,7 @@ on all ranks (prompts, tokens, the number of pages), and what may differ is agre
 
 A rank that runs out of memory may not leave the others waiting in a sum. Within `attempt` it goes on with
 results that mean nothing, and the next `least` raises the error on all ranks. This holds for what takes much
-memory: the cache, prefills and graphs.
+memory: the cache, prefills and graphs. Elsewhere a shortage ends the rank, and with it the run (`together`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from colocate.memory.arena import ArenaExhausted
 from colocate.types import Prompt, SamplingParams
 
 Result = TypeVar("Result")
+
+
+class Shortage(torch.OutOfMemoryError):
+    """Memory ran out on one of the ranks that decode together, and all of them know."""
 
 
 class OneRank:
@@ -64,9 +68,17 @@ class OneRank:
         """The least `value` of all ranks.
 
         Raises:
-            torch.OutOfMemoryError: memory ran out on a rank since the last call; every rank raises.
+            Shortage: memory ran out on a rank since the last call; every rank raises.
         """
         return value
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """The result of `work`, in which this rank meets the others.
+
+        Raises:
+            RuntimeError: memory ran out on this rank where the others do not learn of it.
+        """
+        return work()
 
     def share(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[list[Prompt], slice]:
         """The prompts of all ranks, in the order of ranks, and where this rank's completions are.
@@ -132,8 +144,19 @@ class TensorParallel(OneRank):
         dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
         is_enough, least = values.tolist()
         if not is_enough:
-            raise torch.OutOfMemoryError(shortage or "another rank of the rollout ran out of memory.")
+            raise Shortage(shortage or "Another rank of the rollout ran out of memory.")
         return least
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        try:
+            return work()
+        except Shortage:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"Memory ran out in a rollout of {self.num_parts} ranks that wait for each other, which can "
+                "therefore not be repeated. Lower max_num_seqs or kv_cache_tokens."
+            ) from error
 
     def share(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> tuple[list[Prompt], slice]:
         shares: list[tuple[list[Prompt], SamplingParams]] = [None] * self.num_parts  # type: ignore[list-item]
