@@ -6,18 +6,23 @@ Every process writes what it was given, and what all of them drew, as `<case>-<r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from engine_models import make_lora, make_model, make_prompts
 
-from colocate.engines.native import capacity
+from colocate.engines.native import all_reduce, capacity
+from colocate.engines.native import engine as native_engine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.rollout import Rollout
@@ -111,6 +116,35 @@ TIGHT = ("greedy", "stopped")
 """What is drawn with few rows, pages and tokens of a prefill; the rest has room."""
 
 
+@contextmanager
+def imitated_symmetric_memory() -> Iterator[None]:
+    """Sums take one shot up to 4 rows, two shots up to 32, and gloo beyond; gloo adds up in place of a GPU.
+
+    As on a GPU, one shot leaves the partial result where it is, and two shots write the sum over it.
+    """
+
+    def one_shot(x: torch.Tensor, how: str, name: str) -> torch.Tensor:
+        return two_shot(x.clone(), how, name)
+
+    def two_shot(x: torch.Tensor, how: str, name: str) -> torch.Tensor:
+        assert how == "sum"
+        dist.all_reduce(x, group=_resolve_process_group(name))
+        return x
+
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        patch(torch.ops.symm_mem, "one_shot_all_reduce", one_shot)
+        patch(torch.ops.symm_mem, "two_shot_all_reduce_", two_shot)
+        patch(_symmetric_memory, "empty", torch.empty)
+        patch(_symmetric_memory, "rendezvous", lambda tensor, group: None)
+        patch(all_reduce, "ONE_SHOT_BYTES", 4 * 32 * 4)
+        patch(native_engine, "make_sum", all_reduce.SymmetricSum)
+        yield
+
+
 def rollouts(name: str, mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
     model = MODELS[name]()
     whole_page_bytes = NativeEngine(model, page_size=4)._cache.page_bytes(torch.float32)
@@ -201,7 +235,9 @@ def main() -> None:
     by_two, by_four = Mesh.of("cpu", 2), Mesh.of("cpu", 4)
     cases = ("qwen2", by_two), ("qwen3", by_two), ("odd", by_two), ("llama", by_four)
     for name, mesh in cases:
-        torch.save(rollouts(name, mesh, recorder), directory / f"{name}-{mesh.num_weight_parts}-{rank}.pt")
+        with imitated_symmetric_memory() if name == "qwen3" else nullcontext():
+            found = rollouts(name, mesh, recorder)
+        torch.save(found, directory / f"{name}-{mesh.num_weight_parts}-{rank}.pt")
     torch.save(without_memory(by_two, recorder), directory / f"memory-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
