@@ -144,7 +144,7 @@ class TensorParallel(OneRank):
         dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
         is_enough, least = values.tolist()
         if not is_enough:
-            raise Shortage(shortage or "Another rank of the rollout ran out of memory.")
+            raise Shortage(shortage or "another rank of the rollout ran out of memory")
         return least
 
     def together(self, work: Callable[[], Result]) -> Result:
