@@ -16,7 +16,7 @@ from colocate.data.packing import pack, pack_padded
 from colocate.memory.recovery import Recovery, Remedy
 from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
-from colocate.policy.gradients import any_rank
+from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
 from colocate.policy.optimizer import PolicyOptimizer
