@@ -8,7 +8,7 @@ a few per cent of a step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -215,7 +215,10 @@ class _TokenLogprobs(torch.autograd.Function):
             unscaled,
             softmax if mode == "kept" else None,
         )
-        ctx.head, ctx.temperature, ctx.chunk_size = head, temperature, chunk_size
+        # Of the weight only type and shape: a graph that referred to a gathered one would keep it until the
+        # layers' backward pass is over.
+        ctx.head = replace(head, weight=weight.detach().to("meta"))
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -235,7 +238,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = grad_bias = None
         if ctx.needs_input_grad[1]:
             scaled = torch.mul(hidden, scales, out=torch.empty_like(hidden))
-            grad_weight = torch.empty_like(ctx.head.weight)
+            grad_weight = torch.empty_like(ctx.head.weight, device=hidden.device)
             multiply(softmax.T, scaled, out=grad_weight)
         if ctx.needs_input_grad[2]:
             grad_bias = torch.empty(len(ctx.head.weight), 1, dtype=scales.dtype, device=scales.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from colocate.parallel.weight_store import GatheredProjection
 from colocate.policy.products import wide_product
 from colocate.weights.adapters import Adapter, active_adapters, base_linear
 from colocate.weights.low_rank import MAX_RANK, LowRank
@@ -38,6 +39,11 @@ class Gradients:
         else:
             total = self._sums[key]
             self._sums[key] = total.to(torch.promote_types(total.dtype, torch.float32)).add_(value)
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """A parameter's sum in the parameter's own type, which is forgotten here; None: it has none."""
+        total = self._sums.pop(id(parameter), None)
+        return None if total is None else total.to(parameter.dtype)
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """The sums in the parameters' own types; None for a parameter that has none."""
@@ -87,10 +93,15 @@ class Projection:
     Args:
         modules: `nn.Linear`s, 4-bit ones, or PEFT's LoRA around them.
         is_training: whether LoRA's dropout applies.
+        gathered: the whole weights, where the modules hold a part of them. Gradients of the base weights are
+            those of the whole matrices as the parts lie in memory: of o and down [in, out].
     """
 
-    def __init__(self, *modules: nn.Module, is_training: bool) -> None:
+    def __init__(
+        self, *modules: nn.Module, is_training: bool, gathered: GatheredProjection | None = None
+    ) -> None:
         self._linears = [base_linear(module) for module in modules]
+        self._gathered = gathered
         self._rows: list[slice] = []
         adapters: list[tuple[slice, Adapter]] = []
         start = 0
@@ -224,7 +235,10 @@ class Projection:
                     gradients.add(adapter.bias, _column_sum(grad[:, rows]).mul_(adapter.scaling))
 
     def _add_base_gradients(self, gradients: Gradients, grad: Tensor, x: Tensor) -> None:
-        if all(linear.weight.requires_grad for linear in self._linears):
+        if self._gathered is not None and len(self._linears) == 1:
+            if self._linears[0].weight.requires_grad:
+                gradients.add(self._linears[0].weight, x.T @ grad)
+        elif all(linear.weight.requires_grad for linear in self._linears):
             joint = grad.T @ x
             for linear, rows in zip(self._linears, self._rows, strict=True):
                 gradients.add(linear.weight, joint[rows])
@@ -237,12 +251,16 @@ class Projection:
                 gradients.add(linear.bias, _column_sum(grad[:, rows]))
 
     def _base_product(self, x: Tensor) -> Tensor:
-        biases = [linear.bias for linear in self._linears]
-        return F.linear(x, self._weight(), None if biases[0] is None else fused_view(biases))
+        bias = None if self._gathered is None else self._gathered.bias()
+        if bias is None and self._linears[0].bias is not None:
+            bias = fused_view([linear.bias for linear in self._linears])
+        return F.linear(x, self._weight(), bias)
 
     def _weight(self) -> Tensor:
         """The joint weight [out, in] in the model's type; for 4-bit weights a copy that lasts for one
         product."""
+        if self._gathered is not None:
+            return self._gathered.weight()
         if any(is_4bit(linear) for linear in self._linears):
             parts = [dequantize(linear) if is_4bit(linear) else linear.weight for linear in self._linears]
             return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -25,18 +25,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from colocate.kernels import fallbacks
 from colocate.memory.train_plan import ActivationPolicy
+from colocate.parallel.weight_store import WeightStore, split_parameters
 from colocate.policy import operations
 from colocate.policy.attention import attention, attention_backward
 from colocate.policy.cudnn_attention import why_not_cudnn
 from colocate.policy.host_activations import HostActivations
+from colocate.policy.logprobs import OutputHead
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
 from colocate.types import Sample
 from colocate.weights.adapters import adapter_state
-from colocate.weights.layouts import LayerLayout, Layout, has_layout, layout_for
+from colocate.weights.layouts import Layout, has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 MLP_TILE_TOKENS = 8192
@@ -69,15 +72,34 @@ class DecoderStack:
     Args:
         host_activations: where "offload" keeps the layers' inputs.
         share_prompts: compute the prompt of a group once.
+        store: gathers the weights of a model that holds a part of them; all ranks of its group must then make
+            the same calls, until one calls `release`.
+
+    Raises:
+        ValueError: the model holds a part of its weights and there is no store, or the other way round.
     """
 
     def __init__(
-        self, model: nn.Module, host_activations: HostActivations, *, share_prompts: bool = True
+        self,
+        model: nn.Module,
+        host_activations: HostActivations,
+        *,
+        share_prompts: bool = True,
+        store: WeightStore | None = None,
     ) -> None:
         layout = layout_for(model)
+        if (store is None) != (layout.part.count == 1):
+            raise ValueError(
+                f"the model holds one of {layout.part.count} parts of its weights, and there is "
+                f"{'no store' if store is None else 'a store'} that gathers them"
+            )
         fuse_parameters(layout)
         self._layout = layout
-        self._layers = [DecoderLayer(layer, layout, is_training=model.training) for layer in layout.layers]
+        self._store = store
+        self._layers = [
+            DecoderLayer(index, layout, is_training=model.training, store=store)
+            for index in range(len(layout.layers))
+        ]
         self._host_activations = host_activations
         self._share_prompts = share_prompts
         self._state = _state(layout, is_training=model.training)
@@ -103,7 +125,24 @@ class DecoderStack:
 
     def embedded(self, pack: Pack) -> Tensor:
         """What the first layer reads, [T, hidden]."""
-        return self._layout.embed_tokens(pack.token_ids)  # the module itself: `padding_idx` has no gradient
+        embedding = self._layout.embed_tokens
+        if self._store is None:
+            return embedding(pack.token_ids)  # the module itself: `padding_idx` has no gradient
+        return F.embedding(pack.token_ids, self._store.whole(embedding.weight), embedding.padding_idx)
+
+    def whole(self, head: OutputHead) -> OutputHead:
+        """The model's head with its whole weight [V, hidden], gathered if it is split."""
+        return head if self._store is None else replace(head, weight=self._store.whole(head.weight))
+
+    def settle(self) -> None:
+        """Add gradients that are still on their way between ranks; needed after a backward pass."""
+        if self._store is not None:
+            self._store.settle()
+
+    def release(self) -> None:
+        """Free the gathered weights, at the end of a pass or after an exception in it."""
+        if self._store is not None:
+            self._store.release()
 
     @torch.no_grad()
     def rotary_tables(self, x: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
@@ -175,9 +214,16 @@ class DecoderLayer:
     where mlp(n) = down(activation(gate(n)) * up(n)).
     """
 
-    def __init__(self, layer: LayerLayout, layout: Layout, *, is_training: bool) -> None:
+    def __init__(
+        self, index: int, layout: Layout, *, is_training: bool, store: WeightStore | None = None
+    ) -> None:
+        layer = layout.layers[index]
+        self._index, self._store = index, store
+        self._split = [] if store is None else [p for p in split_parameters(layer) if p.requires_grad]
+        gathered = [None] * 4 if store is None else store.projections(index)
         self._qkv, self._o, self._gate_up, self._down = (
-            Projection(*modules, is_training=is_training) for modules in layer.projection_groups()
+            Projection(*modules, is_training=is_training, gathered=weights)
+            for modules, weights in zip(layer.projection_groups(), gathered, strict=True)
         )
         self._input_norm: Any = layer.input_norm.weight
         self._mlp_norm: Any = layer.post_attention_norm.weight
@@ -197,6 +243,21 @@ class DecoderLayer:
         norms = (self._input_norm, self._mlp_norm, self._q_norm, self._k_norm)
         own = [norm for norm in norms if norm is not None and norm.requires_grad]
         return own + [p for projection in self._projections() for p in projection.parameters()]
+
+    def load(self, *, is_forward: bool) -> None:
+        """Gather the layer's weights if they are split, before its forward or backward pass."""
+        if self._store is not None:
+            self._store.load(self._index, is_forward=is_forward)
+
+    def hand_over(self, gradients: Gradients, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """What autograd gets of a backward pass's gradients: None for weights that are split, whose gradients
+        go to the ranks that hold the parts. Where one is missing zeros go, since the others wait for it."""
+        if self._store is None:
+            return gradients.of(parameters)
+        self._store.settle()  # of the layer above, which had this layer's time to arrive
+        for parameter in self._split:
+            self._store.reduce(parameter, gradients.take(parameter))
+        return gradients.of(parameters)
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The layer's output [T, h] for its input `x` [T, h], and what its policy keeps beside the input.
@@ -348,6 +409,7 @@ class DecoderLayer:
 class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer, context, *parameters):
+        layer.load(is_forward=True)
         y, kept = layer.forward(x, context)
         ctx.layer, ctx.context, ctx.parameters = layer, context, parameters
         if context.offload is None:
@@ -365,10 +427,11 @@ class _LayerFunction(torch.autograd.Function):
         else:
             store, number = ctx.context.offload
             x, kept = store.take(number), ()
+        ctx.layer.load(is_forward=False)
         gradients = Gradients()
         # Autograd may pass on an expanded scalar; kernels read rows.
         grad_x = ctx.layer.backward(grad.contiguous(), x, tuple(kept), ctx.context, gradients)
-        return grad_x, None, None, *gradients.of(ctx.parameters)
+        return grad_x, None, None, *ctx.layer.hand_over(gradients, ctx.parameters)
 
 
 class _NormFunction(torch.autograd.Function):

@@ -1,0 +1,239 @@
+"""One rank of the cases in test_weight_store.py: `weight_store_worker.py <directory>`.
+
+Every rank has samples of its own. What the stack makes of split weights is compared with transformers' own
+modules on the whole model. The largest differences go into `<directory>/<number of ranks>.<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+import engine_models
+from peft import LoraConfig, get_peft_model
+from test_policy import make_samples, plain, plain_loss
+
+from colocate.parallel.mesh import Mesh
+from colocate.parallel.weight_store import WeightStore, gather_full
+from colocate.policy import stack as stack_module
+from colocate.policy.host_activations import HostActivations
+from colocate.policy.logprobs import output_head, token_logprobs
+from colocate.policy.stack import DecoderLayer, DecoderStack
+from colocate.weights.layouts import WeightPart, layout_for
+from colocate.weights.weight_parts import split_weights, splits_of, storage_of
+
+TEMPERATURE = 0.8
+FAMILIES = ["llama-biases", "qwen2", "qwen3"]
+POLICIES = ["keep", "full"]
+
+
+def make_model(name: str, *, lora: bool = False) -> Any:
+    sizes = dict(vocab_size=64, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=3)
+    model = engine_models.make_model(name, **sizes).train()
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear"))
+        torch.manual_seed(2)
+        engine_models.randomise_adapters(model)
+    return model
+
+
+class Split:
+    """A model's part on this rank, with a stack over it and the sums of its gradients."""
+
+    def __init__(self, whole: Any, mesh: Mesh) -> None:
+        self.model = copy.deepcopy(whole)
+        split_weights(self.model, WeightPart(mesh.weight_part, mesh.num_weight_parts))
+        self.sums: dict[int, Tensor] = {}
+        self.group = mesh.weight_group
+        self.store = WeightStore(layout_for(self.model), self.group, self._add)
+        self.stack = DecoderStack(self.model, HostActivations(), store=self.store)
+
+    def _add(self, parameter: Tensor, value: Tensor) -> None:
+        assert value.shape == storage_of(parameter).shape
+        self.sums[id(parameter)] = self.sums.get(id(parameter), 0) + value
+
+    def logprobs(self, samples: list[Any], policy: Any = "keep") -> tuple[Tensor, Tensor]:
+        hidden = self.stack.hidden_states(self.stack.pack(samples), policy)
+        targets = torch.cat([sample.completion_ids for sample in samples])
+        head = self.stack.whole(output_head(self.model))
+        return token_logprobs(hidden, targets, head, temperature=TEMPERATURE, chunk_size=7)
+
+    def backward(self, samples: list[Any], policy: Any) -> Tensor:
+        """The log-probs [N] of the samples; gradients of the loss of `plain_loss` are added to the sums."""
+        logprobs, entropies = self.logprobs(samples, policy)
+        lengths = [len(sample.completion_ids) for sample in samples]
+        loss = torch.zeros(())
+        for sample, p, h in zip(samples, logprobs.split(lengths), entropies.split(lengths), strict=True):
+            ratio = (p - p.detach()).exp()
+            loss = loss - (ratio * sample.completion_mask).sum() * sample.advantage * sample.loss_weight
+            loss = loss - (h * sample.completion_mask).sum() * sample.entropy_weight
+        loss.backward()
+        self.stack.settle()
+        return logprobs.detach()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By name the gradient of this rank's part, as the module holds it, summed over the ranks."""
+        result = {}
+        for (name, parameter), split in zip(
+            self.model.named_parameters(), splits_of(self.model).values(), strict=True
+        ):
+            if not parameter.requires_grad:
+                continue
+            if split.dim is None:
+                result[name] = parameter.grad.clone()
+                dist.all_reduce(result[name], group=self.group)
+            else:
+                assert parameter.grad is None
+                total = self.sums[id(parameter)]
+                result[name] = total.t() if split.dim == 1 else total
+        return result
+
+
+def expected_gradients(whole: Any, samples: list[Any], ranks: list[int] | None = None) -> dict[str, Tensor]:
+    """The gradients of the whole model, summed over the samples of `ranks` (None: of all)."""
+    whole.zero_grad()
+    plain_loss(whole, samples).backward()
+    result = {}
+    for name, parameter in whole.named_parameters():
+        if parameter.requires_grad:
+            result[name] = parameter.grad.clone()
+            if ranks is not None and dist.get_rank() not in ranks:
+                result[name].zero_()
+            dist.all_reduce(result[name])
+    return result
+
+
+def difference(got: dict[str, Tensor], whole: dict[str, Tensor], split: Split) -> float:
+    """The largest difference of a part's gradient, over the largest gradient of the model."""
+    assert got.keys() == whole.keys()
+    largest = max(gradient.abs().max().item() for gradient in whole.values())
+    assert largest > 1e-2
+    splits = splits_of(split.model)
+    return max((got[n] - splits[n].of_full(whole[n])).abs().max().item() for n in whole) / largest
+
+
+def own_samples() -> list[Any]:
+    lengths = [(3, 5), (1, 1), (9, 2), (2, 12), (6, 6)]
+    samples = make_samples(lengths[: 5 - dist.get_rank()], seed=dist.get_rank())
+    return samples
+
+
+def gradients(mesh: Mesh, name: str, policy: str, *, lora: bool = False) -> Iterator[tuple[str, float]]:
+    """Two micro-batches, the MLP of the recomputed one in tiles."""
+    whole, samples = make_model(name, lora=lora), own_samples()
+    split = Split(whole, mesh)
+    with mock.patch.object(stack_module, "MLP_TILE_TOKENS", 5):
+        first = split.backward(samples[:1], policy)
+        rest = split.backward(samples[1:], policy)
+    want = torch.cat([logprobs for logprobs, _ in plain(whole, samples)])
+    yield "log-probs", (torch.cat([first, rest]) - want).abs().max().item()
+    yield "gradients", difference(split.gradients(), expected_gradients(whole, samples), split)
+    if lora:
+        assert not split.sums
+
+
+def full_parameters(mesh: Mesh, name: str) -> Iterator[tuple[str, float]]:
+    whole = make_model(name)
+    split = Split(whole, mesh)
+    splits = splits_of(split.model)
+    largest = 0.0
+    for key, parameter in split.model.named_parameters():
+        full = gather_full(parameter, splits[key], mesh.weight_group)
+        largest = max(largest, (full - whole.get_parameter(key)).abs().max().item())
+    yield "weights", largest
+
+
+def buffers(mesh: Mesh) -> Iterator[tuple[str, float]]:
+    """Bytes of the buffers over those of one layer's matrices: during a pass, and after it."""
+    whole = make_model("qwen3")
+    split = Split(whole, mesh)
+    layer = sum(p.nbytes for p in whole.model.layers[0].parameters() if p.ndim == 2)
+    seen: list[int] = []
+    forward = DecoderLayer.forward
+
+    def watch(self: DecoderLayer, *arguments: Any) -> Any:
+        seen.append(split.store.num_bytes)
+        return forward(self, *arguments)
+
+    with mock.patch.object(DecoderLayer, "forward", watch), torch.no_grad():
+        split.logprobs(own_samples())
+    assert len(seen) == 3
+    yield "during", max(seen) / layer
+    split.stack.release()
+    yield "after", split.store.num_bytes / layer
+
+
+def ghost(mesh: Mesh) -> Iterator[tuple[str, float]]:
+    """The last rank has no second micro-batch, and goes along with the others."""
+    whole, samples = make_model("qwen2"), own_samples()
+    split = Split(whole, mesh)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    split.backward(samples[:1], "full")
+    if last:
+        split.store.walk(has_backward=True)
+    else:
+        split.backward(samples[1:2], "full")
+    want = expected_gradients(whole, samples[: 1 if last else 2])
+    yield "gradients", difference(split.gradients(), want, split)
+    with torch.no_grad():
+        split.store.walk(has_backward=False) if last else split.logprobs(samples)
+
+
+def interrupted(mesh: Mesh) -> Iterator[tuple[str, float]]:
+    """An exception inside a layer's backward pass, and one inside a forward pass; then all is repeated."""
+    whole, samples = make_model("qwen3"), own_samples()
+    split = Split(whole, mesh)
+    for where in ("_mlp_backward", "forward"):
+        calls = 0
+        method: Callable[..., Any] = getattr(DecoderLayer, where)
+
+        def fail(*arguments: Any, method: Any = method, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise torch.OutOfMemoryError("injected")
+            return method(*arguments, **options)
+
+        with mock.patch.object(DecoderLayer, where, fail):
+            try:
+                split.backward(samples, "keep")
+            except torch.OutOfMemoryError:
+                split.stack.release()
+        assert calls == 2
+        split.sums.clear()
+        split.model.zero_grad()
+    split.backward(samples, "keep")
+    yield "gradients", difference(split.gradients(), expected_gradients(whole, samples), split)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = Mesh.of("cpu", dist.get_world_size())
+    results: dict[str, dict[str, float]] = {}
+    for name in FAMILIES:
+        for policy in POLICIES:
+            results[f"{name} {policy}"] = dict(gradients(mesh, name, policy))
+        results[f"{name} lora"] = dict(gradients(mesh, name, "keep", lora=True))
+        results[f"{name} gathered"] = dict(full_parameters(mesh, name))
+    results["buffers"] = dict(buffers(mesh))
+    results["ghost"] = dict(ghost(mesh))
+    results["interrupted"] = dict(interrupted(mesh))
+    file = Path(sys.argv[1]) / f"{dist.get_world_size()}.{dist.get_rank()}.json"
+    file.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
