@@ -17,9 +17,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from colocate.policy.loading import disable_dropout
-from colocate.policy.self_check import check_stack
+from colocate.policy.self_check import check_stack, small_model_of
 from colocate.policy.stack import DecoderStack
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import WeightPart, causal_lm, layout_for
+from colocate.weights.weight_parts import split_weights
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -195,4 +196,25 @@ def test_a_model_that_calls_a_layer_twice_is_refused(monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", twice)
     with pytest.raises(ValueError, match="makes 8 calls of its 4 modules"):
+        check_stack(model)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_small_model_of_every_layout_passes_and_has_each_kind_of_layer(name):
+    model = make_model(name, num_hidden_layers=5, pad_token_id=96)
+    small = small_model_of(model)
+    check_stack(small)
+    windows = [layer.sliding_window for layer in layout_for(model).layers]
+    assert [layer.sliding_window for layer in layout_for(small).layers] == [
+        window for window in dict.fromkeys(windows) for _ in range(2)
+    ]
+
+
+def test_a_part_of_a_changed_model_is_refused(monkeypatch):
+    """transformers' modules cannot compute with a part, so it shows on a small model of the class."""
+    model = make_model("qwen3", vocab_size=96)
+    split_weights(model, WeightPart(1, 2))
+    check_stack(model)
+    monkeypatch.setattr(Qwen3Attention, "forward", scaled_attention)
+    with pytest.raises(ValueError, match="layer 0's output"):
         check_stack(model)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_models import config_of, make_model
+from peft import LoraConfig
 
+from colocate.policy.loading import prepare_model
 from colocate.weights.layouts import WHOLE, WeightPart, layout_for
 from colocate.weights.shared_views import fuse_parameters, fused_view
 from colocate.weights.weight_parts import random_parts, split_weights, splits_of, storage_of
@@ -122,3 +125,26 @@ def test_random_parts_have_the_shapes_of_parts_and_belong_to_their_place(name):
     assert torch.equal(first.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
     assert (first.lm_head.weight is first.model.embed_tokens.weight) == (name == "qwen2")
     assert first.model.layers[0].self_attn.q_proj.weight.std().item() == pytest.approx(0.25, rel=0.1)
+
+
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules="all-linear")])
+def test_a_part_is_prepared_for_training_as_the_whole_model_is(adapter):
+    options = SimpleNamespace(
+        bf16=True,
+        model_init_kwargs=None,
+        trust_remote_code=False,
+        disable_dropout=False,
+        gradient_checkpointing=False,
+    )
+    arguments = options, torch.device("cpu"), None, adapter
+    torch.manual_seed(0)
+    whole, originals = prepare_model(make_model("qwen2", **SIZES), *arguments)
+    torch.manual_seed(0)
+    part, same_originals = prepare_model(make_model("qwen2", **SIZES), *arguments, WeightPart(1, 2))
+    splits = splits_of(part)
+    assert {split.dim for split in splits.values()} == {0, 1, None}
+    for name, parameter in part.named_parameters():
+        assert torch.equal(splits[name].of_full(whole.get_parameter(name)), parameter)
+        assert parameter.requires_grad == whole.get_parameter(name).requires_grad
+    assert originals.keys() == same_originals.keys() and bool(originals) == (adapter is None)
+    assert all(torch.equal(originals[name], same_originals[name]) for name in originals)

@@ -114,7 +114,7 @@ class WeightStore:
     def whole(self, parameter: Tensor) -> Tensor:
         """The whole embedding or head [V, hidden], which lasts as long as it is referred to.
 
-        It is differentiable: its gradient goes to `reduce`, and the parameter itself gets none.
+        It is differentiable: its gradient is reduced, and the parameter itself gets none.
         """
         result: Tensor = _Whole.apply(parameter, self)  # type: ignore[no-untyped-call]
         return result
@@ -155,7 +155,7 @@ class WeightStore:
         self._reduce_nothing(head)
         for index in reversed(range(len(self._layers))):
             self.load(index, is_forward=False)
-            self.settle()
+            self.settle()  # what the layer above, or the head, has sent
             for parameter in split_parameters(self._layers[index]):
                 self._reduce_nothing(parameter)
         self._reduce_nothing(embedding)
@@ -280,5 +280,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # The layers' backward pass, where memory is fullest, begins only when this gradient has arrived.
         ctx.store.reduce(ctx.parameter, grad.contiguous())
+        ctx.store.settle()
         return None, None

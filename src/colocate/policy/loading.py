@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from colocate.option_values import shown
-from colocate.weights.layouts import causal_lm, has_layout
+from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout
+from colocate.weights.weight_parts import split_weights
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -46,13 +47,21 @@ class ModelOptions(Protocol):
 
 
 def prepare_model(
-    model: Any, options: ModelOptions, device: torch.device, quantization_config: Any, peft_config: Any
+    model: Any,
+    options: ModelOptions,
+    device: torch.device,
+    quantization_config: Any,
+    peft_config: Any,
+    part: WeightPart = WHOLE,
 ) -> tuple[Any, dict[str, Tensor]]:
-    """A model ready to be trained, and its trainable weights as they were before a cast to bf16.
+    """A model ready to be trained, and its trainable weights as they were before a cast to bf16, whole.
+
+    Args:
+        part: what the model keeps of its weights. It is loaded whole, and split before it goes to the device.
 
     Raises:
-        ValueError: `quantization_config` for a model that is loaded already; or as `load_model` and
-            `add_adapter`.
+        ValueError: `quantization_config` for a model that is loaded already; a model that cannot be split;
+            or as `load_model` and `add_adapter`.
     """
     init_kwargs = dict(options.model_init_kwargs or {})
     if isinstance(model, str):
@@ -75,6 +84,8 @@ def prepare_model(
     if options.gradient_checkpointing and not has_layout(loaded):
         # transformers has read JSON text into a dict by now.
         enable_gradient_checkpointing(loaded, options.gradient_checkpointing_kwargs)
+    if part != WHOLE:
+        split_weights(loaded, part)
     return nn.Module.to(loaded, device), originals
 
 
