@@ -11,29 +11,47 @@ from processes import run_python
 
 pytestmark = pytest.mark.early
 
-CASES = [
-    f"{family} {case}"
-    for family in ("llama-biases", "qwen2", "qwen3")
-    for case in ("keep", "full", "lora", "gathered")
-] + ["ghost", "interrupted"]
+PARTS_OF_A_RUN = ("keep", "full", "lora", "gathered", "steps")
+CASES = {
+    2: [
+        *(f"{family} {case}" for family in ("llama-biases", "qwen2", "qwen3") for case in PARTS_OF_A_RUN),
+        *("qwen3 steps lora", "ghost", "interrupted"),
+    ],
+    4: [
+        *(f"{family} {case}" for family in ("llama-biases", "qwen2", "qwen3") for case in ("keep", "steps")),
+        *("qwen3 steps lora", "qwen2 steps replicas", "qwen2 steps replicas lora"),
+    ],
+}
+"""By the number of processes. "replicas": there are two of each part."""
+
+Results = list[dict[str, dict[str, float]]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def results(request, tmp_path_factory) -> list[dict[str, dict[str, float]]]:
-    """What each rank has found."""
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[int, Results]:
+    """What each rank of two and of four processes has found."""
     directory = tmp_path_factory.mktemp("store")
-    worker = Path(__file__).with_name("weight_store_worker.py")
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={request.param}")
-    run_python(*launcher, worker, directory, timeout_s=240)
-    return [json.loads((directory / f"{request.param}.{r}.json").read_text()) for r in range(request.param)]
+    found = {}
+    for count in CASES:
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+        run_python(*launcher, Path(__file__).with_name("weight_store_worker.py"), directory, timeout_s=240)
+        found[count] = [json.loads((directory / f"{count}.{r}.json").read_text()) for r in range(count)]
+    return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_split_weights_compute_what_whole_ones_do(results, case):
-    for rank in results:
+@pytest.mark.parametrize(("count", "case"), [(count, case) for count in CASES for case in CASES[count]])
+def test_split_weights_compute_what_whole_ones_do(results, count, case):
+    for rank in results[count]:
+        assert rank[case]
         for what, largest_difference in rank[case].items():
             assert largest_difference < 1e-5, what
 
 
 def test_two_layers_are_whole_at_a_time_and_none_after_a_pass(results):
-    assert [rank["buffers"] for rank in results] == [{"during": 2.0, "after": 0.0}] * len(results)
+    for rank in results[2]:
+        assert rank["buffers"] == {"during": 2.0, "after": 0.0}
+
+
+def test_no_embedding_and_no_head_is_whole_while_layers_go_backward(results):
+    for rank in results[2]:
+        assert rank["whole head"] == {"later": 0, "kept": 0, "later lora": 0, "at_once lora": 0}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,25 +19,26 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import engine_models
 from peft import LoraConfig, get_peft_model
-from test_policy import make_samples, plain, plain_loss
+from test_policy import make_policy, make_samples, objective, plain, plain_loss
 
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.weight_store import WeightStore, gather_full
 from colocate.policy import stack as stack_module
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import output_head, token_logprobs
+from colocate.policy.reference import make_reference
 from colocate.policy.stack import DecoderLayer, DecoderStack
 from colocate.weights.layouts import WeightPart, layout_for
 from colocate.weights.weight_parts import split_weights, splits_of, storage_of
 
 TEMPERATURE = 0.8
 FAMILIES = ["llama-biases", "qwen2", "qwen3"]
-POLICIES = ["keep", "full"]
 
 
 def make_model(name: str, *, lora: bool = False) -> Any:
@@ -63,11 +66,11 @@ class Split:
         assert value.shape == storage_of(parameter).shape
         self.sums[id(parameter)] = self.sums.get(id(parameter), 0) + value
 
-    def logprobs(self, samples: list[Any], policy: Any = "keep") -> tuple[Tensor, Tensor]:
+    def logprobs(self, samples: list[Any], policy: Any = "keep", **options: Any) -> tuple[Tensor, Tensor]:
         hidden = self.stack.hidden_states(self.stack.pack(samples), policy)
         targets = torch.cat([sample.completion_ids for sample in samples])
         head = self.stack.whole(output_head(self.model))
-        return token_logprobs(hidden, targets, head, temperature=TEMPERATURE, chunk_size=7)
+        return token_logprobs(hidden, targets, head, temperature=TEMPERATURE, chunk_size=7, **options)
 
     def backward(self, samples: list[Any], policy: Any) -> Tensor:
         """The log-probs [N] of the samples; gradients of the loss of `plain_loss` are added to the sums."""
@@ -174,6 +177,42 @@ def buffers(mesh: Mesh) -> Iterator[tuple[str, float]]:
     yield "after", split.store.num_bytes / layer
 
 
+def whole_head(mesh: Mesh) -> Iterator[tuple[str, float]]:
+    """Whole embeddings and heads that are still in memory when a layer goes backward."""
+    for lora, modes in ((False, ["later", "kept"]), (True, ["later", "at_once"])):
+        split = Split(make_model("qwen3", lora=lora), mesh)
+        for mode in modes:
+            gathered: list[StorageWeakRef] = []
+            alive: list[int] = []
+            gather, backward = WeightStore.gather, DecoderLayer.backward
+
+            def note(*arguments: Any, gather: Any = gather, gathered: Any = gathered) -> Tensor:
+                full: Tensor = gather(*arguments)
+                gathered.append(StorageWeakRef(full.untyped_storage()))
+                return full
+
+            def look(
+                *arguments: Any, backward: Any = backward, gathered: Any = gathered, alive: Any = alive
+            ) -> Any:
+                until = time.monotonic() + 5  # gloo's threads let go of a tensor a little later
+                while not all(r.expired() for r in gathered) and time.monotonic() < until:
+                    time.sleep(0.001)
+                alive.append(sum(not reference.expired() for reference in gathered))
+                return backward(*arguments)
+
+            with (
+                mock.patch.object(WeightStore, "gather", note),
+                mock.patch.object(DecoderLayer, "backward", look),
+            ):
+                logprobs, _ = split.logprobs(
+                    own_samples(), entropy_gradient=mode == "later", keep_softmax=mode == "kept"
+                )
+                logprobs.sum().backward()
+            split.stack.release()
+            assert len(gathered) == 2 and len(alive) == 3
+            yield f"{mode}{' lora' if lora else ''}", max(alive)
+
+
 def ghost(mesh: Mesh) -> Iterator[tuple[str, float]]:
     """The last rank has no second micro-batch, and goes along with the others."""
     whole, samples = make_model("qwen2"), own_samples()
@@ -217,20 +256,67 @@ def interrupted(mesh: Mesh) -> Iterator[tuple[str, float]]:
     yield "gradients", difference(split.gradients(), expected_gradients(whole, samples), split)
 
 
+def steps(mesh: Mesh, name: str, *, lora: bool = False) -> Iterator[tuple[str, float]]:
+    """Three clipped steps by a policy over parts, beside one process with the samples of all ranks."""
+    lengths, num_ranks = [(3, 5), (9, 2), (2, 12), (6, 6)], dist.get_world_size()
+    samples = [make_samples(lengths, seed=rank) for rank in range(num_ranks)]
+    own = samples[dist.get_rank()]
+    everyones = [  # the gradient is the mean over ranks
+        replace(s, loss_weight=s.loss_weight / num_ranks, entropy_weight=s.entropy_weight / num_ranks)
+        for of_rank in samples
+        for s in of_rank
+    ]
+    whole = make_model(name, lora=lora)
+    parts = copy.deepcopy(whole)
+    split_weights(parts, WeightPart(mesh.weight_part, mesh.num_weight_parts))
+    options: dict[str, Any] = dict(max_grad_norm=1.0, learning_rate=0.1)
+    one = make_policy(whole, reference=make_reference(whole, has_new_adapter=lora), **options)
+    with mock.patch.object(dist, "get_world_size", lambda *_: 1):  # the policy of one process
+        for _ in range(3):
+            norm = one.update(everyones, objective).metrics.compute()["grad_norm"]
+            assert norm > 1.1
+    policy = make_policy(parts, reference=make_reference(parts, has_new_adapter=lora), mesh=mesh, **options)
+    for _ in range(3):
+        got = policy.update(own, objective).metrics.compute()["grad_norm"]
+    yield "gradient norm", abs(got / norm - 1)
+    for what, mine, theirs in (
+        ("reference", policy.reference_logprobs(own), one.reference_logprobs(own)),
+        ("log-probs", [x for x, _ in policy.logprobs(own)], [x for x, _ in one.logprobs(own)]),
+    ):
+        yield what, max((a - b).abs().max().item() for a, b in zip(mine, theirs, strict=True))
+    splits, moved = splits_of(parts), 0.0
+    start = make_model(name, lora=lora)
+    for key, parameter in whole.named_parameters():
+        difference = (splits[key].of_full(parameter) - parts.get_parameter(key)).abs().max().item()
+        moved = max(moved, (parameter - start.get_parameter(key)).abs().max().item())
+        yield key, difference
+    assert moved > 1e-2
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = Mesh.of("cpu", dist.get_world_size())
+    num_ranks = dist.get_world_size()
+    mesh = Mesh.of("cpu", num_ranks)
     results: dict[str, dict[str, float]] = {}
     for name in FAMILIES:
-        for policy in POLICIES:
-            results[f"{name} {policy}"] = dict(gradients(mesh, name, policy))
-        results[f"{name} lora"] = dict(gradients(mesh, name, "keep", lora=True))
-        results[f"{name} gathered"] = dict(full_parameters(mesh, name))
-    results["buffers"] = dict(buffers(mesh))
-    results["ghost"] = dict(ghost(mesh))
-    results["interrupted"] = dict(interrupted(mesh))
-    file = Path(sys.argv[1]) / f"{dist.get_world_size()}.{dist.get_rank()}.json"
+        results[f"{name} keep"] = dict(gradients(mesh, name, "keep"))
+        results[f"{name} steps"] = dict(steps(mesh, name))
+        if num_ranks == 2:
+            results[f"{name} full"] = dict(gradients(mesh, name, "full"))
+            results[f"{name} lora"] = dict(gradients(mesh, name, "keep", lora=True))
+            results[f"{name} gathered"] = dict(full_parameters(mesh, name))
+    results["qwen3 steps lora"] = dict(steps(mesh, "qwen3", lora=True))
+    if num_ranks == 4:
+        replicas = Mesh.of("cpu", 2)
+        results["qwen2 steps replicas"] = dict(steps(replicas, "qwen2"))
+        results["qwen2 steps replicas lora"] = dict(steps(replicas, "qwen2", lora=True))
+    else:
+        results["buffers"] = dict(buffers(mesh))
+        results["whole head"] = dict(whole_head(mesh))
+        results["ghost"] = dict(ghost(mesh))
+        results["interrupted"] = dict(interrupted(mesh))
+    file = Path(sys.argv[1]) / f"{num_ranks}.{dist.get_rank()}.json"
     file.write_text(json.dumps(results))
     dist.destroy_process_group()
 

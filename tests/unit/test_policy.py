@@ -31,6 +31,7 @@ from colocate.policy.reference import AdapterOff, FrozenAdapter, FrozenCopy, mak
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
+from colocate.weights.weight_parts import splits_of
 
 VOCAB = 61
 PACKED = [*FAMILIES, "mistral-window", "qwen2-window", "qwen3-tied"]
@@ -96,11 +97,19 @@ def plain_loss(model, samples: list[Sample]) -> Tensor:
 
 
 def make_policy(
-    model, *, budget: int = 32, max_grad_norm=None, reference=None, plan=None, planner=None, **kwargs
+    model,
+    *,
+    budget: int = 32,
+    max_grad_norm=None,
+    reference=None,
+    plan=None,
+    planner=None,
+    mesh=None,
+    **kwargs,
 ) -> Policy:
     defaults = dict(output_dir="unused", use_cpu=True, report_to=[], optim="sgd", learning_rate=1.0)
     args = TrainingArguments(**(defaults | dict(lr_scheduler_type="constant") | kwargs))
-    optimizer = PolicyOptimizer(model, args, 10)
+    optimizer = PolicyOptimizer(model, args, 10, mesh=mesh, splits=splits_of(model))
     return Policy(
         model,
         optimizer,
@@ -109,6 +118,7 @@ def make_policy(
         planner=planner,
         max_grad_norm=max_grad_norm,
         reference=reference,
+        mesh=mesh,
     )
 
 

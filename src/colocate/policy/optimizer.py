@@ -188,7 +188,8 @@ class PolicyOptimizer:
 
     def _move_gradient(self, parameter: Tensor) -> None:
         """Move a gradient that backward has just made to where gradients add up in float32."""
-        assert parameter.grad is not None, "called after a gradient was accumulated"
+        if parameter.grad is None:  # of split weights, whose gradients do not come from autograd
+            return
         self.add_gradient(parameter, _rows_of(parameter.grad, parameter))
         parameter.grad = None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -15,6 +17,8 @@ from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
 from colocate.memory.recovery import Recovery, Remedy
 from colocate.memory.train_plan import TrainPlan, TrainPlanner
+from colocate.parallel.mesh import Mesh
+from colocate.parallel.weight_store import WeightStore
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.host_activations import HostActivations
@@ -27,6 +31,7 @@ from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
+from colocate.weights.layouts import layout_for
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
@@ -91,6 +96,8 @@ class Policy:
         router_loss_coef: weight of a mixture of experts' load-balancing loss; 0 leaves it out.
         remedies: ways to free memory when work has run out of it. They are tried, and the work is repeated,
             before the plan is made smaller.
+        mesh: the ranks that share the weights of a model that holds a part of them (`weights.weight_parts`).
+            Their updates, evaluations and log-probs are made together.
         mark_memory: called with the name of the work that has just been launched and the kind of memory that
             is used only while it runs (`Timeline.mark`).
 
@@ -111,6 +118,7 @@ class Policy:
         reference: Reference | None = None,
         router_loss_coef: float = 0.0,
         remedies: Sequence[Remedy] = (),
+        mesh: Mesh | None = None,
         mark_memory: Callable[[str, str], None] = lambda name, transient: None,
     ) -> None:
         if temperature <= 0:
@@ -133,6 +141,7 @@ class Policy:
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
         self._retry = Recovery([*remedies, self._shrink_plan], OUT_OF_MEMORY_ADVICE).run
+        self._mesh = mesh or Mesh(None)
         self._mark_memory = mark_memory
         self._host_activations = HostActivations()
         self._stacks: dict[str, DecoderStack] = {}
@@ -299,15 +308,20 @@ class Policy:
 
     @torch.no_grad()
     def find_nonfinite_weight(self) -> str | None:
-        """The name of a parameter with a NaN or an infinity, or None; all ranks have the same weights.
+        """The name of a parameter with a NaN or an infinity, or None.
 
-        It reads every parameter once and waits for the device.
+        Ranks with the same weights find the same without asking; those with parts of them ask one another,
+        so that all must call it together. It reads every parameter once and waits for the device.
         """
         named = [(n, p) for n, p in self.model.named_parameters() if p.is_floating_point() and p.numel()]
         # The largest magnitude is NaN or infinite if any is, and needs no second tensor of the weight's size.
         largest = torch.stack([torch.linalg.vector_norm(p, torch.inf).float() for _, p in named])
         bad = (~largest.isfinite()).nonzero().flatten().tolist()
-        return named[bad[0]][0] if bad else None
+        found = [named[bad[0]][0] if bad else None]
+        if (group := self._mesh.weight_group) is not None:
+            mine, found = found[0], found * self._mesh.num_weight_parts
+            dist.all_gather_object(found, mine, group=group)
+        return next((name for name in found if name is not None), None)
 
     def _accumulate_all(
         self, samples: Sequence[Sample], objective: LossFunction, size: float
@@ -319,17 +333,17 @@ class Policy:
         self.optimizer.zero_grad()
         self._host_activations.clear()
         self._largest_microbatch = 0
-        stack = self._stack(self.model, "update")
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
         loss = torch.zeros((), device=self.device)
-        for indices in self._microbatches(samples, packed=stack is not None):
-            microbatch = [samples[i] for i in indices]
-            share = len(indices) / size
-            part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective, share)
-            loss += part
-            metrics.merge(part_metrics)
-            logprobs.update(zip(indices, part_logprobs, strict=True))
+        with self._pass(self.model, "update") as stack:
+            for indices in self._microbatches(samples, packed=stack is not None):
+                microbatch = [samples[i] for i in indices]
+                share = len(indices) / size
+                part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective, share)
+                loss += part
+                metrics.merge(part_metrics)
+                logprobs.update(zip(indices, part_logprobs, strict=True))
         return loss, metrics, [logprobs[i] for i in range(len(samples))]
 
     def _accumulate(
@@ -343,7 +357,9 @@ class Policy:
         else:
             hidden = self._hidden_states(self.model, stack, samples)
         entropy_gradient = getattr(objective, "has_entropy_bonus", True)
-        logprobs, entropies = self._logprobs(self.model, hidden, samples, entropy_gradient=entropy_gradient)
+        logprobs, entropies = self._logprobs(
+            self.model, stack, hidden, samples, entropy_gradient=entropy_gradient
+        )
         del hidden  # [N, hidden] that would stay through the layers' backward pass, where memory is fullest
         loss, metrics = objective(
             pad_sequence(logprobs, batch_first=True),
@@ -353,6 +369,8 @@ class Policy:
         if router_loss is not None:
             loss = loss + self._weighted(router_loss, share, metrics)
         loss.backward()
+        if stack is not None:
+            stack.settle()
         self._mark_memory("backward", "workspace")
         return loss.detach(), metrics, [x.detach() for x in logprobs]
 
@@ -363,14 +381,24 @@ class Policy:
 
     def _evaluate(self, model: nn.Module, samples: Sequence[Sample], use: str) -> list[tuple[Tensor, Tensor]]:
         model.eval()
-        stack = self._stack(model, use)
         results: dict[int, tuple[Tensor, Tensor]] = {}
-        for indices in self._microbatches(samples, packed=stack is not None):
-            microbatch = [samples[i] for i in indices]
-            hidden = self._hidden_states(model, stack, microbatch)
-            logprobs, entropies = self._logprobs(model, hidden, microbatch, entropy_gradient=False)
-            results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
+        with self._pass(model, use) as stack:
+            for indices in self._microbatches(samples, packed=stack is not None):
+                microbatch = [samples[i] for i in indices]
+                hidden = self._hidden_states(model, stack, microbatch)
+                logprobs, entropies = self._logprobs(model, stack, hidden, microbatch, entropy_gradient=False)
+                results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
         return [results[i] for i in range(len(samples))]
+
+    @contextmanager
+    def _pass(self, model: nn.Module, use: str) -> Iterator[DecoderStack | None]:
+        """The stack of `model` for one pass over samples, after which no weights stay gathered."""
+        stack = self._stack(model, use)
+        try:
+            yield stack
+        finally:
+            if stack is not None:
+                stack.release()
 
     def _stack(self, model: nn.Module, use: str) -> DecoderStack | None:
         """The stack of `model` for this use, made anew if the last one is out of date; None: the model runs
@@ -379,9 +407,19 @@ class Policy:
             return None
         stack = self._stacks.get(use)
         if stack is None or not stack.is_current(model):
-            stack = DecoderStack(model, self._host_activations, share_prompts=self._share_prompts)
+            stack = DecoderStack(
+                model, self._host_activations, share_prompts=self._share_prompts, store=self._store(model)
+            )
             self._stacks[use] = stack
         return stack
+
+    def _store(self, model: nn.Module) -> WeightStore | None:
+        """What gathers the weights of `model`; None: it has them whole."""
+        layout, group = layout_for(model), self._mesh.weight_group
+        if layout.part.count == 1:
+            return None
+        assert group is not None, "a part of the weights needs the ranks with the others"
+        return WeightStore(layout, group, self.optimizer.add_gradient if model is self.model else None)
 
     def _hidden_states(self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]) -> Tensor:
         """The last hidden states that predict completion tokens, [N, hidden], sample after sample."""
@@ -392,14 +430,21 @@ class Policy:
         return stack.hidden_states(packed, self._plan.activation_policy)
 
     def _logprobs(
-        self, model: nn.Module, hidden: Tensor, samples: list[Sample], *, entropy_gradient: bool
+        self,
+        model: nn.Module,
+        stack: DecoderStack | None,
+        hidden: Tensor,
+        samples: list[Sample],
+        *,
+        entropy_gradient: bool,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probabilities and entropies of every completion, each [C], from its hidden states."""
         self._mark_memory("layers", "workspace")
+        head = output_head(model)
         logprobs, entropies = token_logprobs(
             hidden,
             torch.cat([sample.completion_ids for sample in samples]),
-            output_head(model),
+            head if stack is None else stack.whole(head),
             temperature=self._temperature,
             chunk_size=self._plan.logprob_chunk_size,
             entropy_gradient=entropy_gradient,
