@@ -15,7 +15,7 @@ PARTS_OF_A_RUN = ("keep", "full", "lora", "gathered", "steps")
 CASES = {
     2: [
         *(f"{family} {case}" for family in ("llama-biases", "qwen2", "qwen3") for case in PARTS_OF_A_RUN),
-        *("qwen3 steps lora", "ghost", "interrupted"),
+        *("qwen3 steps lora", "bf16", "ghost", "interrupted"),
     ],
     4: [
         *(f"{family} {case}" for family in ("llama-biases", "qwen2", "qwen3") for case in ("keep", "steps")),
