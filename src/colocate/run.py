@@ -28,6 +28,7 @@ from colocate.policy.policy import Policy
 from colocate.reporting.journal import Journal
 from colocate.run_identity import RunIdentity
 from colocate.weights.layouts import causal_lm
+from colocate.weights.weight_parts import sizes_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Run:
         lm = causal_lm(self.model)
         return {
             "model": lm.config.name_or_path or type(lm).__name__,
-            "num_parameters": sum(p.numel() for p in self.model.parameters()),
+            "num_parameters": sum(sizes_of(self.model).values()),
             "engine": type(self.engine).__name__,
             "dataset": getattr(self.train_dataset.info, "dataset_name", None),
             "device": f"{self.accelerator.num_processes} x {self.accelerator.device.type}",

@@ -13,6 +13,7 @@ from colocate.engines.base import RolloutEngine
 from colocate.memory.train_plan import TrainPlan
 from colocate.run import Run
 from colocate.weights.layouts import causal_lm, has_layout
+from colocate.weights.weight_parts import sizes_of
 
 _ENGINES = {
     "NativeEngine": "native, which decodes on the trainer's own weights",
@@ -40,11 +41,10 @@ def header_rows(run: Run) -> dict[str, str]:
 
 
 def _size(model: nn.Module) -> str:
-    parameters = list(model.parameters())
-    whole = sum(p.numel() for p in parameters)
-    trained = [p for p in parameters if p.requires_grad]
-    share = sum(p.numel() for p in trained)
-    dtype = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained}))
+    sizes = sizes_of(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    whole, share = sum(sizes.values()), sum(sizes[name] for name in trained)
+    dtype = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trained.values()}))
     words = f"{_in_words(whole)} parameters"
     return f"{words} in {dtype}" if share == whole else f"{words}, {_in_words(share)} trained in {dtype}"
 

@@ -10,10 +10,10 @@ import torch
 from engine_models import config_of, make_model
 from peft import LoraConfig
 
-from colocate.policy.loading import prepare_model
+from colocate.policy.loading import check_vocabulary, prepare_model
 from colocate.weights.layouts import WHOLE, WeightPart, layout_for
 from colocate.weights.shared_views import fuse_parameters, fused_view
-from colocate.weights.weight_parts import random_parts, split_weights, splits_of, storage_of
+from colocate.weights.weight_parts import random_parts, sizes_of, split_weights, splits_of, storage_of
 
 SIZES = {"vocab_size": 96}
 CASES = ["llama-biases", "qwen2", "qwen3"]
@@ -80,7 +80,10 @@ def test_a_part_lies_as_decode_reads_it_and_stays_so(name):
 def test_every_part_is_cut_by_its_record():
     model = make_model("llama-biases", **SIZES)
     assert {split.part for split in splits_of(model).values()} == {WHOLE}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert sizes_of(model) == sizes
     for part in parts_of(model):
+        assert sizes_of(part) == sizes
         splits = splits_of(part)
         for name, parameter in part.named_parameters():
             full = model.get_parameter(name)
@@ -141,6 +144,9 @@ def test_a_part_is_prepared_for_training_as_the_whole_model_is(adapter):
     whole, originals = prepare_model(make_model("qwen2", **SIZES), *arguments)
     torch.manual_seed(0)
     part, same_originals = prepare_model(make_model("qwen2", **SIZES), *arguments, WeightPart(1, 2))
+    check_vocabulary(SimpleNamespace(get_vocab=lambda: {"last": 95}), part)
+    with pytest.raises(ValueError, match=r"0 to 95 \(96 rows\)"):
+        check_vocabulary(SimpleNamespace(get_vocab=lambda: {"one too many": 96}), part)
     splits = splits_of(part)
     assert {split.dim for split in splits.values()} == {0, 1, None}
     for name, parameter in part.named_parameters():

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from colocate.option_values import shown
-from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout
+from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
 from colocate.weights.weight_parts import split_weights
 
 if TYPE_CHECKING:
@@ -319,7 +319,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> No
     An embedding with more rows than the tokenizer has ids is fine: it is often rounded up for the hardware.
     """
     largest = max(tokenizer.get_vocab().values())
-    rows = len(causal_lm(model).get_input_embeddings().weight)  # type: ignore[arg-type]
+    rows = len(causal_lm(model).get_input_embeddings().weight) * weight_part_of(model).count
     if largest >= rows:
         raise ValueError(
             f"The tokenizer's largest token id is {largest}, but the model embeds ids 0 to {rows - 1} "

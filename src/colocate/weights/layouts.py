@@ -173,6 +173,12 @@ def body(model: nn.Module) -> Any:
     return lm.model if hasattr(lm, "model") else body(lm.language_model)
 
 
+def weight_part_of(model: nn.Module) -> WeightPart:
+    """The part of its weights that a model holds, which may have no layout or be inside a PEFT wrapper."""
+    part: WeightPart = vars(causal_lm(model)).get("weight_part", WHOLE)
+    return part
+
+
 _known: weakref.WeakKeyDictionary[nn.Module, Layout] = weakref.WeakKeyDictionary()
 """The layouts found so far, by causal language model."""
 
@@ -231,7 +237,7 @@ def _resolved(base: Any) -> Layout:
     config = base.config
     max_position, max_position_reason = _max_position(config)
     attention = base.model.layers[0].self_attn
-    part = vars(base).get("weight_part", WHOLE)
+    part = weight_part_of(base)
     return Layout(
         architecture=type(base).__name__,
         embed_tokens=base.model.embed_tokens,

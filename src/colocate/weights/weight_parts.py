@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from colocate.weights.adapters import base_linear
-from colocate.weights.layouts import WHOLE, Layout, WeightPart, causal_lm, has_layout, layout_for
+from colocate.weights.layouts import WHOLE, Layout, WeightPart, causal_lm, layout_for, weight_part_of
 from colocate.weights.quantized import is_4bit
 
 
@@ -57,11 +57,17 @@ def splits_of(model: nn.Module) -> dict[str, Split]:
 
     In a model whose weights were not split every part is the whole.
     """
-    if not has_layout(model):
+    if weight_part_of(model) == WHOLE:
         return {name: Split(None, WHOLE) for name, _ in model.named_parameters()}
     layout = layout_for(model)
     dims = {id(parameter): dim for parameter, dim in _split_parameters(layout)}
     return {name: Split(dims.get(id(p)), layout.part) for name, p in model.named_parameters()}
+
+
+def sizes_of(model: nn.Module) -> dict[str, int]:
+    """The elements of every parameter of `model.named_parameters()` as a whole, by its name."""
+    splits = splits_of(model)
+    return {name: splits[name].full_shape(p.shape).numel() for name, p in model.named_parameters()}
 
 
 def storage_of(parameter: Tensor) -> Tensor:
