@@ -53,7 +53,7 @@ from colocate.run import Run
 from colocate.run_identity import RunIdentity
 from colocate.trainer_arguments import check_reward_columns
 from colocate.types import SamplingParams
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import WeightPart, causal_lm
 from colocate.weights.weight_parts import splits_of
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def build_run(
     device, mesh, has_new_adapter = accelerator.device, mesh_of(args, accelerator), peft_config is not None
     batches = prompt_batches(train_dataset, args)
     num_steps = steps_of(args, batches.num_batches_per_epoch)
-    model, originals = prepare_model(model, args, device, quantization_config, peft_config)
+    model, originals = prepare_model(model, args, device, quantization_config, peft_config, part_of(mesh))
     tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
     sampling = sampling_params(args, stop_token_ids(tokenizer, model))
     # An engine may take all memory that it finds free: whatever else needs memory is made first.
@@ -97,7 +97,7 @@ def build_run(
     timeline = build_timeline(device, model, optimizer, engine, journal)
     handover = Handover(engine)
     is_drawn_otherwise = bool(arguments_of_model_generate(args.generation_kwargs))
-    policy = build_policy(model, args, optimizer, planner, reference, handover, timeline)
+    policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh)
     rewards = build_rewards(reward_funcs, reward_processing_classes, args, device)
     entropy = entropy_controller(args)
     return Run(
@@ -128,6 +128,11 @@ def mesh_of(args: GRPOConfig, accelerator: Accelerator) -> Mesh:
         ValueError: the processes cannot be divided as `shard` says.
     """
     return Mesh.of(accelerator.device.type, args.shard if isinstance(args.shard, int) else 1)
+
+
+def part_of(mesh: Mesh) -> WeightPart:
+    """The part of the weights that this rank keeps."""
+    return WeightPart(mesh.weight_part, mesh.num_weight_parts)
 
 
 def build_optimizer(
@@ -197,6 +202,7 @@ def build_policy(
     reference: Reference | None,
     handover: Handover,
     timeline: Timeline,
+    mesh: Mesh,
 ) -> Policy:
     return Policy(
         model,
@@ -209,6 +215,7 @@ def build_policy(
         reference=reference,
         router_loss_coef=router_loss_coef(model, args.router_aux_loss_coef),
         remedies=[handover.take_back],
+        mesh=mesh,
         mark_memory=timeline.mark,
     )
 
