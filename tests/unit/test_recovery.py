@@ -41,7 +41,7 @@ PLACES = {
     "forward": (DecoderLayer, "forward", 4),
     "log-probs": (policy_module, "token_logprobs", 2),
     "backward": (DecoderLayer, "backward", 3),
-    "optimizer": (PolicyOptimizer, "_make_state", 2),
+    "optimizer": (PolicyOptimizer, "prepare_step", 3),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
@@ -35,6 +36,22 @@ class TrainPlan:
     That takes 2 bytes per token and entry of the vocabulary and saves one of the four products with the head
     (`colocate.policy.logprobs`)."""
 
+    def to_numbers(self) -> list[int]:
+        """The plan as numbers that ranks can exchange; `from_numbers` reads them."""
+        return [
+            ACTIVATION_POLICIES.index(self.activation_policy),
+            self.tokens_per_microbatch or 0,
+            self.sequences_per_microbatch,
+            self.logprob_chunk_size,
+            int(self.offload_optimizer),
+            int(self.keep_softmax),
+        ]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> TrainPlan:
+        level, tokens, sequences, chunk, offload, softmax = numbers
+        return cls(ACTIVATION_POLICIES[level], tokens or None, sequences, chunk, bool(offload), bool(softmax))
+
     def budget(self, longest: int) -> int:
         """The most tokens per micro-batch in a step whose longest sequence has `longest` tokens."""
         return self.tokens_per_microbatch or self.sequences_per_microbatch * longest
@@ -65,6 +82,23 @@ class TrainPlan:
         if chunk >= 128:  # below 64 tokens, logits are no longer what fills the memory
             return replace(self, logprob_chunk_size=chunk // 2)
         return None
+
+
+def most_cautious(plans: Sequence[TrainPlan], longest: int) -> TrainPlan:
+    """The plan that takes no more memory than any of `plans`: of every choice the one that takes least.
+
+    Args:
+        longest: tokens of the longest sequence that the plans are for.
+    """
+    counts_sequences = all(plan.tokens_per_microbatch is None for plan in plans)
+    return TrainPlan(
+        ACTIVATION_POLICIES[max(ACTIVATION_POLICIES.index(plan.activation_policy) for plan in plans)],
+        None if counts_sequences else min(plan.budget(longest) for plan in plans),
+        min(plan.sequences_per_microbatch for plan in plans),
+        min(plan.logprob_chunk_size for plan in plans),
+        any(plan.offload_optimizer for plan in plans),
+        all(plan.keep_softmax for plan in plans),
+    )
 
 
 class TrainPlanner(Protocol):

@@ -298,17 +298,27 @@ class PolicyOptimizer:
             self._host.prefetch()
 
     @torch.no_grad()
+    def prepare_step(self) -> None:
+        """Bring the state back from the host, and make what is still missing: all that `step` needs memory
+        for. It changes nothing, and can be repeated.
+
+        Raises:
+            torch.OutOfMemoryError: memory has run out.
+        """
+        self._host.fetch()
+        self._make_state()
+
+    @torch.no_grad()
     def step(self) -> None:
         """Take a step of optimizer and schedule; the parameters change in place, in the storage they have.
 
         Raises:
-            torch.OutOfMemoryError: raised before anything has changed; the same step can be done again.
+            torch.OutOfMemoryError: raised before anything has changed; the same step can be done again. After
+                `prepare_step` it is not raised.
             RuntimeError: memory ran out inside the optimizer, where part of the weights may have moved. Most
                 of `optim` do not allocate there; some (`optimizer_names.shortcomings`) and a user's own may.
         """
-        self._host.fetch()
-        self._leaves_by_name()  # rows are looked up where the parameters are now
-        self._make_state()
+        self.prepare_step()
         try:
             self.optimizer.step()
         except torch.OutOfMemoryError as error:

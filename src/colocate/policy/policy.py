@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
 from colocate.memory.recovery import Recovery, Remedy
-from colocate.memory.train_plan import TrainPlan, TrainPlanner
+from colocate.memory.train_plan import TrainPlan, TrainPlanner, most_cautious
 from colocate.parallel.mesh import Mesh
+from colocate.parallel.verdict import Peers
 from colocate.parallel.weight_store import WeightStore
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
@@ -140,7 +141,15 @@ class Policy:
         self._temperature = temperature
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
+        self._everyone = Peers.all(self._device)
+        # Log-probs need no other rank, and ranks ask for them unequally often; an update is everyone's.
         self._retry = Recovery([*remedies, self._shrink_plan], OUT_OF_MEMORY_ADVICE).run
+        self._retry_together = Recovery(
+            remedies,
+            OUT_OF_MEMORY_ADVICE,
+            joint_remedies=[self._shrink_joint_plan],
+            peers=self._everyone,
+        ).run
         self._mesh = mesh or Mesh(None)
         self._mark_memory = mark_memory
         self._host_activations = HostActivations()
@@ -160,12 +169,20 @@ class Policy:
         All ranks must call it together, with samples or without; their gradients are averaged. If the loss or
         the gradient of any rank is not finite, all ranks skip the step: parameters, masters, moments and
         schedule stay as they are.
+
+        If any rank runs out of memory, all repeat what they were doing, with one smaller plan. No collective
+        is begun before all ranks have what they need for it.
+
+        Raises:
+            PeerError: the update has failed on another rank.
         """
         if self.planner is not None:
             longest = max((len(sample.prompt_ids) for sample in samples), default=1)
             self._plan = self.planner.with_prompts(self._plan, longest)
+        self._longest = _longest(samples)
+        self._join_plans()
         size = self._step_size(samples)
-        loss, metrics, logprobs = self._retry(lambda: self._accumulate_all(samples, objective, size))
+        loss, metrics, logprobs = self._retry_together(lambda: self._accumulate_all(samples, objective, size))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         grad_norm = self.optimizer.reduce_gradients()
@@ -178,7 +195,8 @@ class Policy:
         else:
             if self._max_grad_norm is not None and self._max_grad_norm > 0:
                 nn.utils.clip_grads_with_norm_(self.optimizer.leaves, self._max_grad_norm, grad_norm)
-            self._retry(self.optimizer.step)
+            self._retry_together(self.optimizer.prepare_step)
+            self.optimizer.step()
             self._mark_memory("optimizer step", "workspace")
             self.version += 1
             self.num_skipped_updates = 0
@@ -248,6 +266,22 @@ class Policy:
             f"{smaller.budget(self._longest):,} tokens, {smaller.logprob_chunk_size:,} tokens' logits at "
             f"a time and the softmax {'kept' if smaller.keep_softmax else 'made again'}"
         )
+
+    def _join_plans(self) -> None:
+        """Make the plan, and the longest sequence that it is for, the same on all ranks.
+
+        Each rank plans by the prompts and the memory that it has seen. All wait for the slowest, so that a
+        larger plan on some of them would gain nothing.
+        """
+        if self._everyone.are_several:
+            rows = self._everyone.gather(self._longest, *self._plan.to_numbers())
+            self._longest = max(row[0] for row in rows)
+            self._plan = most_cautious([TrainPlan.from_numbers(row[1:]) for row in rows], self._longest)
+
+    def _shrink_joint_plan(self) -> str | None:
+        """Take the next smaller plan for the samples that all ranks have seen last, or say None on all."""
+        self._join_plans()
+        return self._shrink_plan()
 
     def sync_reference(self, mixup_alpha: float) -> None:
         """Move the reference towards the policy; only a reference that is a model of its own can move."""
@@ -344,6 +378,7 @@ class Policy:
                 loss += part
                 metrics.merge(part_metrics)
                 logprobs.update(zip(indices, part_logprobs, strict=True))
+        self.optimizer.gradients()  # zeros that are still missing are made while memory may run out
         return loss, metrics, [logprobs[i] for i in range(len(samples))]
 
     def _accumulate(
@@ -462,7 +497,7 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
-        self._longest = max(lengths, default=1)
+        self._longest = _longest(samples)
         budget = self._plan.budget(self._longest)
         if not packed:
             return pack_padded(lengths, budget)
@@ -488,6 +523,10 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def _longest(samples: Sequence[Sample]) -> int:
+    return max((sample.num_tokens for sample in samples), default=1)
 
 
 def _loss_batch(samples: Sequence[Sample]) -> LossBatch:
