@@ -36,6 +36,7 @@ from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
 from colocate.options import check_support
 from colocate.parallel.mesh import Mesh
+from colocate.parallel.watch import watched
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import planner_for, wishes_of
@@ -59,6 +60,7 @@ from colocate.weights.weight_parts import splits_of
 logger = logging.getLogger(__name__)
 
 
+@watched(lambda args: "while the run was being built")
 def build_run(
     args: GRPOConfig,
     model: Any,

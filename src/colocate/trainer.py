@@ -19,6 +19,7 @@ from colocate.checkpoints.lock import holding_run_lock
 from colocate.config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.experience.slices import SliceRows
+from colocate.parallel.watch import watched
 from colocate.run_header import header_rows
 from colocate.trainer_arguments import check_arguments, config_or_default, refuse_at_once
 from colocate.trl_names import TRLNames
@@ -102,6 +103,7 @@ class GRPOTrainer(TRLNames):
         self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
         self._slice_rows = SliceRows(self.run.window)
 
+    @watched(lambda trainer: f"after step {trainer.state.global_step}")
     @holding_run_lock
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train until `max_steps`.
@@ -191,10 +193,8 @@ class GRPOTrainer(TRLNames):
         Returns:
             The time now in seconds, and the optimizer steps that were taken before.
         """
-        requested = (
-            self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
-        )
-        directory = sealed.find(requested, self.args.run_dir)
+        own, given = self.args.resume_from_checkpoint, resume_from_checkpoint
+        directory = sealed.find(own if given is None else given, self.args.run_dir)
         self.journal.introduce(header_rows(self.run), resumes=directory is not None)
         if directory is not None:
             self.load_checkpoint(directory)

@@ -1,0 +1,70 @@
+"""One of two ranks, of which rank 1 comes to an end: `watch_worker.py killed|raises|trainer <directory>`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from colocate.checkpoints.interruption import StopRequest
+from colocate.parallel import watch
+
+
+def end(how: str) -> None:
+    """The end of rank 1."""
+    print("the last words of rank 1", file=sys.stderr)
+    threading.Event().wait(2 * watch.BEAT_S)  # what is written less than a beat before is lost
+    if how == "raises":
+        raise ValueError("rank 1 has found something")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work(how: str) -> None:
+    """Rank 0 waits as if for a collective that does not notice that rank 1 is gone."""
+    with watch.watching(60.0, lambda: "after step 6"):
+        dist.barrier()  # of a piece of work that both finish
+    # torchrun sends SIGTERM to the ranks that are left, and a run takes it for a wish to stop after the step.
+    with StopRequest(cast(Any, None)), watch.watching(60.0, lambda: "after step 7"):
+        dist.barrier()
+        if dist.get_rank() == 1:
+            end(how)
+        threading.Event().wait(60)
+        print("nobody has noticed")
+
+
+def train(directory: Path) -> None:
+    """Rank 1 is killed in the second step, while rank 0 goes on to a collective."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import tiny
+
+    trainer: Any = None
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        if trainer.state.global_step == 1 and trainer.args.process_index == 1:
+            end("killed")
+        return tiny.count_digits(completions)
+
+    engine = tiny.StubEngine(lambda prompt, member: [5 + member, tiny.EOS])
+    trainer = tiny.make_trainer(directory, reward_funcs=reward, stub=engine)
+    trainer.train()
+
+
+def main() -> None:
+    how, directory = sys.argv[1], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    watch.GRACE_S = 2.0
+    if how == "trainer":
+        train(directory)
+    else:
+        dist.init_process_group("gloo")
+        work(how)
+
+
+if __name__ == "__main__":
+    main()
