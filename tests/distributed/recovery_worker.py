@@ -21,17 +21,21 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from test_policy import VOCAB, make_model, make_policy, make_samples, objective
+import engine_models
+from test_policy import make_policy, make_samples, objective
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.memory.train_plan import TrainPlan
+from colocate.parallel.mesh import Mesh
 from colocate.policy import policy as policy_module
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import FrozenCopy
 from colocate.policy.stack import DecoderLayer
 from colocate.types import Prompt, SamplingParams
+from colocate.weights.layouts import WeightPart
+from colocate.weights.weight_parts import split_weights
 
 PLAN = TrainPlan("keep", tokens_per_microbatch=40, logprob_chunk_size=128)
 # The ranks have unequal numbers of micro-batches, and the longest sequence is on one of them.
@@ -40,13 +44,16 @@ PLACES: dict[str, tuple[Any, str]] = {
     "forward": (DecoderLayer, "forward"),
     "head": (policy_module, "token_logprobs"),
     "backward": (DecoderLayer, "backward"),
-    "gradients": (PolicyOptimizer, "gradients"),
+    "reduction": (PolicyOptimizer, "prepare_reduction"),
     "optimizer": (PolicyOptimizer, "prepare_step"),
     "state": (PolicyOptimizer, "_make_state"),
     "rollout": (ModelRunner, "prefill"),
 }
-MADE_BEFORE = ("gradients", "optimizer", "state")
+MADE_BEFORE = ("optimizer", "state")
 """Places that are reached twice in a step: the second time, after the verdict, they find everything made."""
+
+LAYOUTS = ("whole", "rows", "parts")
+"""Each rank has everything; masters are split by rows; the weights are split, too."""
 
 
 class Injection:
@@ -74,31 +81,46 @@ class Injection:
         self._patch.stop()
 
 
-def make(plan: TrainPlan = PLAN) -> Policy:
-    model = make_model("qwen2")
-    return make_policy(model, plan=plan, learning_rate=0.1, reference=FrozenCopy(model))
+def places_of(layout: str) -> list[str]:
+    return [place for place in PLACES if place != "rollout" or layout != "parts"]
 
 
-def train(policy: Policy, rank: int) -> list[torch.Tensor]:
-    """Two updates of what a rollout's step does; the log-probs, completions and parameters that it comes to.
+def make(layout: str, plan: TrainPlan = PLAN) -> Policy:
+    sizes = dict(vocab_size=64, num_attention_heads=4, num_key_value_heads=4)
+    model = engine_models.make_model("qwen2", **sizes).train()
+    mesh = None if layout == "whole" else Mesh.of("cpu", 2 if layout == "parts" else 1)
+    if layout == "parts":
+        assert mesh is not None
+        split_weights(model, WeightPart(mesh.weight_part, 2))
+    return make_policy(model, plan=plan, learning_rate=0.1, reference=FrozenCopy(model), mesh=mesh)
 
-    Rank 0 asks for log-probs once more, as an evaluation of an odd number of prompts does.
+
+def train(policy: Policy, layout: str, rank: int) -> list[torch.Tensor]:
+    """Two updates of what a rollout's step does; the log-probs and parameters that it comes to.
+
+    Rank 0 asks for log-probs once more, as in an evaluation where it has one prompt more; ranks that share
+    the weights do so together.
     """
     samples = make_samples(LENGTHS[rank], seed=rank)
-    engine = NativeEngine(policy.model, max_num_seqs=4, page_size=4)
-    prompts = [Prompt(tuple(range(1, 20)), key, range(2)) for key in range(2)]
     results: list[torch.Tensor] = []
     for _ in range(2):
-        engine.wake_up()
-        completions = engine.generate(prompts, SamplingParams(max_tokens=3, seed=1))
-        engine.sleep()
-        assert all(0 <= token < VOCAB for completion in completions for token in completion.token_ids)
+        if layout != "parts":
+            results.append(roll_out(policy))
         results += [logprobs for logprobs, _ in policy.logprobs(samples)]
-        if rank == 0:
-            policy.logprobs(samples[:1])
+        if rank == 0 or layout == "parts":
+            policy.logprobs(samples[: 1 - rank])
         results += policy.reference_logprobs(samples)
         policy.update(samples, objective)
     return results + [p.detach().clone() for p in policy.model.parameters()]
+
+
+def roll_out(policy: Policy) -> torch.Tensor:
+    engine = NativeEngine(policy.model, max_num_seqs=4, page_size=4)
+    prompts = [Prompt(tuple(range(1, 20)), key, range(2)) for key in range(2)]
+    engine.wake_up()
+    completions = engine.generate(prompts, SamplingParams(max_tokens=3, seed=1, temperature=0.0))
+    engine.sleep()
+    return torch.tensor([len(completion.token_ids) for completion in completions])
 
 
 def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
@@ -109,6 +131,12 @@ def checksum(policy: Policy) -> str:
     return repr([p.double().sum().item() for p in policy.model.parameters()])
 
 
+def of_ranks(value: Any) -> list[Any]:
+    values: list[Any] = [None, None]
+    dist.all_gather_object(values, value)
+    return values
+
+
 def main() -> None:
     directory, num_injections = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
@@ -117,44 +145,48 @@ def main() -> None:
     rank, rng = dist.get_rank(), random.Random(0)
     gc.freeze()  # each recovery collects garbage, which would look through all of the imported libraries
     num_calls = {}
-    for place in PLACES:
-        policy = make()
-        with Injection(place, 0, RuntimeError) as counter:
-            train(policy, rank)
-        counts: list[int] = [0, 0]
-        dist.all_gather_object(counts, counter.num_calls)
-        num_calls[place] = counts
-    undisturbed: dict[TrainPlan, list[torch.Tensor]] = {}
+    for layout in LAYOUTS:
+        for place in places_of(layout):
+            policy = make(layout)
+            with Injection(place, 0, RuntimeError) as counter:
+                train(policy, layout, rank)
+            num_calls[layout, place] = of_ranks(counter.num_calls)
+    undisturbed: dict[tuple[str, TrainPlan], list[torch.Tensor]] = {}
     trials = []
     for number in range(num_injections):
-        place, victim = list(PLACES)[number % len(PLACES)], rng.randrange(2)
+        layout = LAYOUTS[number % len(LAYOUTS)]
+        places = places_of(layout)
+        place, victim = places[number // len(LAYOUTS) % len(places)], rng.randrange(2)
         stride = 2 if place in MADE_BEFORE else 1
-        call = 1 + stride * rng.randrange(num_calls[place][victim] // stride)
-        policy = make()
+        call = 1 + stride * rng.randrange(num_calls[layout, place][victim] // stride)
+        policy = make(layout)
         with Injection(place, call if rank == victim else 0, torch.OutOfMemoryError) as injection:
-            results = train(policy, rank)
-        plans: list[Any] = [None, None]
-        dist.all_gather_object(plans, policy.plan)
-        if plans[0] not in undisturbed:  # both ranks come here, or none
-            undisturbed[plans[0]] = train(make(plans[0]), rank)
+            results = train(policy, layout, rank)
+        plan = of_ranks(policy.plan)[0]
+        if (layout, plan) not in undisturbed:  # both ranks come here, or none
+            undisturbed[layout, plan] = train(make(layout, plan), layout, rank)
         trials.append(
             {
-                "case": [place, victim, call],
+                "case": [layout, place, victim, call],
                 "has_failed": rank == victim and injection.num_calls >= call,
                 "plan": repr(policy.plan),
-                "distance": distance(results, undisturbed[plans[0]]),
-                "checksum": checksum(policy),
+                "distance": distance(results, undisturbed[layout, plan]),
+                "checksum": checksum(policy) if layout != "parts" else "",
             }
         )
     endings = []
     for place, error, times in (("backward", ValueError, 1), ("forward", torch.OutOfMemoryError, 10_000)):
-        try:
-            with Injection(place, 3, error, times if rank == 1 else 0):  # type: ignore[arg-type]
-                make().update(make_samples(LENGTHS[rank], seed=rank), objective)
-        except Exception as end:
-            endings.append([type(end).__name__, str(end)])
-    moved = distance(undisturbed[PLAN][-1:], [list(make().model.parameters())[-1].detach()])
-    told = {"trials": trials, "endings": endings, "moved": moved, "num_calls": num_calls}
+        for layout in LAYOUTS:
+            policy = make(layout)
+            try:
+                with Injection(place, 2, error, times if rank == 1 else 0):  # type: ignore[arg-type]
+                    policy.update(make_samples(LENGTHS[rank], seed=rank), objective)
+            except Exception as end:
+                endings.append([type(end).__name__, str(end)])
+    start = [p.detach() for p in make("whole").model.parameters()]
+    whole, rows = (train(make(layout), layout, rank)[-len(start) :] for layout in ("whole", "rows"))
+    told: dict[str, Any] = {"trials": trials, "endings": endings, "moved": distance(whole, start)}
+    told["rows"] = distance(whole, rows)
     (directory / f"rank{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 

@@ -71,13 +71,13 @@ class Recovery:
                 error = failure
             if error is not None:
                 # Outside of the handler the frames of `work` are gone, and the tensors that they held.
-                _free_memory()
+                free_memory()
             shortages = self._peers.short_of_memory(error)
             if not shortages:
                 return results[0]
             if error is None:
                 results.clear()
-                _free_memory()  # of an attempt that is given up for another rank's sake
+                free_memory()  # of an attempt that is given up for another rank's sake
             self._help(shortages, is_short=error is not None)
 
     def _help(self, shortages: list[str], *, is_short: bool) -> None:
@@ -100,7 +100,8 @@ def _first_of(remedies: Sequence[Remedy]) -> str | None:
     return next((done for remedy in remedies if (done := remedy()) is not None), None)
 
 
-def _free_memory() -> None:
+def free_memory() -> None:
+    """Give tensors that nobody refers to back to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

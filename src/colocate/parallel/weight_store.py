@@ -19,8 +19,9 @@ moves as many bytes; but one in bfloat16 rounds every partial sum, and one in fl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ class WeightStore:
         self._count, self._group, self._add_gradient = layout.part.count, group, add_gradient
         self._buffers: list[_Buffer] = []
         self._reductions: list[_Reduction] = []
+        self._num_made = 0
+        """The calls of `load`, `gather` and `reduce` that were made in this micro-batch."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +95,7 @@ class WeightStore:
         following = index + (1 if is_forward else -1)
         if 0 <= following < len(self._layers):
             self._start(following)
+        self._num_made += 1
 
     def _start(self, index: int) -> None:
         # Neighbours never share a buffer. Whatever still reads the layer that was here before is on the
@@ -121,7 +125,9 @@ class WeightStore:
 
     def gather(self, parameter: Tensor) -> Tensor:
         """The parts of an embedding or a head, one below the other: [V, hidden]."""
-        return _gathered(storage_of(parameter), self._count, self._group)
+        full = _gathered(storage_of(parameter), self._count, self._group)
+        self._num_made += 1
+        return full
 
     def reduce(self, parameter: Tensor, gradient: Tensor | None) -> None:
         """Start to bring a gradient to the ranks that hold the parameter's parts.
@@ -135,6 +141,7 @@ class WeightStore:
             part = storage_of(parameter)
             gradient = part.new_zeros(len(part) * self._count, *part.shape[1:])
         self._reductions.append(_Reduction.start(parameter, gradient, self._group))
+        self._num_made += 1
 
     def settle(self) -> None:
         """Wait for the gradients on their way to this rank, and add them to those of its parts."""
@@ -143,27 +150,45 @@ class WeightStore:
             assert self._add_gradient is not None, "nobody asks for gradients of frozen weights"
             self._add_gradient(reduction.parameter, reduction.total(self._count))
 
+    def begin(self) -> None:
+        """Begin a micro-batch, whose calls `finish` can complete."""
+        self._num_made = 0
+
     def walk(self, *, has_backward: bool) -> None:
         """Make the calls of a micro-batch without one: gather for the others, and give zeros as gradients."""
-        embedding, head = self._ends
-        self.gather(embedding)
-        for index in range(len(self._layers)):
-            self.load(index, is_forward=True)
-        self.gather(head)
-        if not has_backward:
-            return
-        self._reduce_nothing(head)
-        for index in reversed(range(len(self._layers))):
-            self.load(index, is_forward=False)
-            self.settle()  # what the layer above, or the head, has sent
-            for parameter in split_parameters(self._layers[index]):
-                self._reduce_nothing(parameter)
-        self._reduce_nothing(embedding)
+        self.begin()
+        self.finish(has_backward=has_backward)
+
+    def finish(self, *, has_backward: bool) -> None:
+        """Make the calls of the micro-batch that were not made, because this rank has none or has failed in
+        it: the others wait for them."""
+        for call in self._calls(has_backward)[self._num_made :]:
+            call()
         self.settle()
 
+    def _calls(self, has_backward: bool) -> list[Callable[[], object]]:
+        """A micro-batch as this class sees it, with zeros as gradients."""
+        embedding, head = self._ends
+        layers = range(len(self._layers))
+        calls: list[Callable[[], object]] = [partial(self.gather, embedding)]
+        calls += [partial(self.load, index, is_forward=True) for index in layers]
+        calls.append(partial(self.gather, head))
+        if not has_backward:
+            return calls
+        calls += self._empty_reductions([head])
+        for index in reversed(layers):
+            calls.append(partial(self.load, index, is_forward=False))
+            calls += self._empty_reductions(split_parameters(self._layers[index]))
+        return calls + self._empty_reductions([embedding])
+
+    def _empty_reductions(self, parameters: Iterable[Tensor]) -> list[Callable[[], object]]:
+        return [
+            partial(self._reduce_nothing, parameter) for parameter in parameters if parameter.requires_grad
+        ]
+
     def _reduce_nothing(self, parameter: Tensor) -> None:
-        if parameter.requires_grad:
-            self.reduce(parameter, None)
+        self.settle()  # what was sent before, so that zeros do not pile up
+        self.reduce(parameter, None)
 
     def release(self) -> None:
         """Free the buffers, and forget gradients that were not added: at the end of a pass, or after an

@@ -88,6 +88,16 @@ class MasterShards:
                 own = self.own_rows(tensor)
                 yield name, share[: own.numel()].view_as(own)
 
+    def exchange_bytes(self, gradients: Sequence[Tensor]) -> int:
+        """The most that `reduce` of these gradients takes at a time, beside what it frees on its way."""
+        small = [tensor for tensor in gradients if not self._travels_alone(tensor)]
+        alone = [tensor.nbytes // self._num_ranks for tensor in gradients if self._travels_alone(tensor)]
+        packed = [
+            4 * sum(self._shares(bucket)) * (self._num_ranks + 1)
+            for bucket in _buckets(small, [tensor.nbytes for tensor in small])
+        ]
+        return max([*alone, *packed], default=0)
+
     @torch.no_grad()
     def gather(self, tensors: Sequence[Tensor]) -> None:
         """Complete contiguous tensors [rows, ...] in place, of which every rank has changed its own rows."""

@@ -138,7 +138,9 @@ class PolicyOptimizer:
 
     def _leaves_by_name(self) -> dict[str, nn.Parameter]:
         for name, view in self._views.items():
-            view.data = self._own_rows(name)  # parameters may have moved: fused, to another device
+            rows = self._own_rows(name)
+            if view.data_ptr() != rows.data_ptr():  # the parameter was moved, into a fused one for example
+                view.data = rows.detach()
         return self._parameters | self._views | self._masters
 
     def _make_masters(
@@ -212,6 +214,24 @@ class PolicyOptimizer:
             self._gradients[name] += value
         else:
             self._gradients[name] = value.float().contiguous()
+
+    def prepare_reduction(self) -> None:
+        """Make gradients that backward has not made, zeros, and see that there is memory for the exchange.
+
+        Every rank must do it before one of them begins `reduce_gradients`. It can be repeated.
+
+        Raises:
+            torch.OutOfMemoryError: memory has run out.
+        """
+        if self._shards is None:
+            self.gradients()
+            return
+        for name, parameter in self._parameters.items():
+            if name not in self._gradients:
+                self._gradients[name] = torch.zeros_like(_rows_of(parameter), dtype=torch.float32)
+        # PyTorch's allocator keeps what is freed here for the tensors of the exchange.
+        num_bytes = self._shards.exchange_bytes(list(self._gradients.values()))
+        torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def reduce_gradients(self) -> Tensor:
         """Make the leaves' gradients the means over all ranks, and return their norm over all parameters.

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
-from colocate.memory.recovery import Recovery, Remedy
+from colocate.memory.recovery import Recovery, Remedy, free_memory
 from colocate.memory.train_plan import TrainPlan, TrainPlanner, most_cautious
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers
@@ -142,15 +142,16 @@ class Policy:
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
         self._everyone = Peers.all(self._device)
-        # Log-probs need no other rank, and ranks ask for them unequally often; an update is everyone's.
-        self._retry = Recovery([*remedies, self._shrink_plan], OUT_OF_MEMORY_ADVICE).run
-        self._retry_together = Recovery(
-            remedies,
-            OUT_OF_MEMORY_ADVICE,
-            joint_remedies=[self._shrink_joint_plan],
-            peers=self._everyone,
-        ).run
         self._mesh = mesh or Mesh(None)
+        self._partners = Peers(self._device, self._mesh.weight_group)
+
+        def recovery(peers: Peers) -> Recovery:
+            shrink = partial(self._shrink_joint_plan, peers)
+            return Recovery(remedies, OUT_OF_MEMORY_ADVICE, joint_remedies=[shrink], peers=peers)
+
+        # An update is everyone's. Log-probs need the ranks that share the weights, if any; the others may ask
+        # for them less often.
+        self._retry, self._retry_together = recovery(self._partners).run, recovery(self._everyone).run
         self._mark_memory = mark_memory
         self._host_activations = HostActivations()
         self._stacks: dict[str, DecoderStack] = {}
@@ -180,7 +181,7 @@ class Policy:
             longest = max((len(sample.prompt_ids) for sample in samples), default=1)
             self._plan = self.planner.with_prompts(self._plan, longest)
         self._longest = _longest(samples)
-        self._join_plans()
+        self._join_plans(self._everyone)
         size = self._step_size(samples)
         loss, metrics, logprobs = self._retry_together(lambda: self._accumulate_all(samples, objective, size))
         metrics.add_mean("loss", loss, 1)
@@ -212,7 +213,10 @@ class Policy:
         size = self._step_size(samples)
         for indices in self._microbatches(samples, packed=self._runs_packed):
             microbatch = [samples[i] for i in indices]
-            logprobs, entropies = zip(*self.logprobs(microbatch), strict=True)
+            evaluated = self.logprobs(microbatch)
+            if not evaluated:
+                continue
+            logprobs, entropies = zip(*evaluated, strict=True)
             part, part_metrics = objective(
                 pad_sequence(list(logprobs), batch_first=True),
                 pad_sequence(list(entropies), batch_first=True),
@@ -267,20 +271,20 @@ class Policy:
             f"a time and the softmax {'kept' if smaller.keep_softmax else 'made again'}"
         )
 
-    def _join_plans(self) -> None:
-        """Make the plan, and the longest sequence that it is for, the same on all ranks.
+    def _join_plans(self, peers: Peers) -> None:
+        """Make the plan, and the longest sequence that it is for, the same on all of some ranks.
 
         Each rank plans by the prompts and the memory that it has seen. All wait for the slowest, so that a
         larger plan on some of them would gain nothing.
         """
-        if self._everyone.are_several:
-            rows = self._everyone.gather(self._longest, *self._plan.to_numbers())
+        if peers.are_several:
+            rows = peers.gather(self._longest, *self._plan.to_numbers())
             self._longest = max(row[0] for row in rows)
             self._plan = most_cautious([TrainPlan.from_numbers(row[1:]) for row in rows], self._longest)
 
-    def _shrink_joint_plan(self) -> str | None:
-        """Take the next smaller plan for the samples that all ranks have seen last, or say None on all."""
-        self._join_plans()
+    def _shrink_joint_plan(self, peers: Peers) -> str | None:
+        """Take the next smaller plan for the samples that the ranks have seen last, or say None on all."""
+        self._join_plans(peers)
         return self._shrink_plan()
 
     def sync_reference(self, mixup_alpha: float) -> None:
@@ -371,14 +375,18 @@ class Policy:
         logprobs: dict[int, Tensor] = {}
         loss = torch.zeros((), device=self.device)
         with self._pass(self.model, "update") as stack:
-            for indices in self._microbatches(samples, packed=stack is not None):
+
+            def accumulate(indices: list[int]) -> None:
                 microbatch = [samples[i] for i in indices]
                 share = len(indices) / size
                 part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective, share)
-                loss += part
+                loss.add_(part)
                 metrics.merge(part_metrics)
                 logprobs.update(zip(indices, part_logprobs, strict=True))
-        self.optimizer.gradients()  # zeros that are still missing are made while memory may run out
+
+            microbatches = self._microbatches(samples, packed=stack is not None)
+            _for_each(stack, microbatches, accumulate, has_backward=True)
+        self.optimizer.prepare_reduction()
         return loss, metrics, [logprobs[i] for i in range(len(samples))]
 
     def _accumulate(
@@ -418,11 +426,15 @@ class Policy:
         model.eval()
         results: dict[int, tuple[Tensor, Tensor]] = {}
         with self._pass(model, use) as stack:
-            for indices in self._microbatches(samples, packed=stack is not None):
+
+            def evaluate(indices: list[int]) -> None:
                 microbatch = [samples[i] for i in indices]
                 hidden = self._hidden_states(model, stack, microbatch)
                 logprobs, entropies = self._logprobs(model, stack, hidden, microbatch, entropy_gradient=False)
                 results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
+
+            microbatches = self._microbatches(samples, packed=stack is not None)
+            _for_each(stack, microbatches, evaluate, has_backward=False)
         return [results[i] for i in range(len(samples))]
 
     @contextmanager
@@ -490,6 +502,11 @@ class Policy:
         return list(logprobs.split(lengths)), list(entropies.split(lengths))
 
     def _microbatches(self, samples: Sequence[Sample], *, packed: bool) -> list[list[int]]:
+        """The indices of the samples in each micro-batch.
+
+        Ranks that share the weights get equally many, since they gather each layer together: those with fewer
+        get empty ones.
+        """
         for number, sample in enumerate(samples):
             if len(sample.prompt_ids) == 0 or len(sample.completion_ids) == 0:
                 raise ValueError(
@@ -502,7 +519,9 @@ class Policy:
         if not packed:
             return pack_padded(lengths, budget)
         groups = groups_of(samples, share_prompts=self._share_prompts)
-        return pack(groups, [len(sample.prompt_ids) for sample in samples], lengths, budget)
+        parts = pack(groups, [len(sample.prompt_ids) for sample in samples], lengths, budget)
+        most = max(count for (count,) in self._partners.gather(len(parts)))
+        return parts + [[] for _ in range(most - len(parts))]
 
     def _step_size(self, samples: Sequence[Sample]) -> float:
         """The mean number of samples per rank: the ranks' losses are averaged, however many samples each has.
@@ -523,6 +542,38 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def _for_each(
+    stack: DecoderStack | None,
+    microbatches: list[list[int]],
+    work: Callable[[list[int]], None],
+    *,
+    has_backward: bool,
+) -> None:
+    """Do the work of each micro-batch.
+
+    Where other ranks hold parts of the weights, a rank that fails, or has an empty micro-batch, goes through
+    the collectives of all micro-batches nevertheless, and raises its error when they are done.
+    """
+    failure: Exception | None = None
+    for indices in microbatches:
+        if stack is None or not stack.has_parts:
+            work(indices)
+            continue
+        stack.begin()
+        if indices and failure is None:
+            try:
+                work(indices)
+            except Exception as error:
+                is_short = isinstance(error, torch.OutOfMemoryError)
+                failure = error.with_traceback(None) if is_short else error
+            if failure is None:
+                continue
+            free_memory()  # the rest takes memory, too
+        stack.finish(has_backward=has_backward)
+    if failure is not None:
+        raise failure
 
 
 def _longest(samples: Sequence[Sample]) -> int:

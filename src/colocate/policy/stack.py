@@ -139,6 +139,22 @@ class DecoderStack:
         if self._store is not None:
             self._store.settle()
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether other ranks hold parts of the weights, and wait for this one in every micro-batch."""
+        return self._store is not None
+
+    def begin(self) -> None:
+        """Begin a micro-batch, forward or forward and backward."""
+        if self._store is not None:
+            self._store.begin()
+
+    def finish(self, *, has_backward: bool) -> None:
+        """Do for the other ranks what this one's micro-batch, which it has not or has failed in, would
+        still have done for them."""
+        if self._store is not None:
+            self._store.finish(has_backward=has_backward)
+
     def release(self) -> None:
         """Free the gathered weights, at the end of a pass or after an exception in it."""
         if self._store is not None:
