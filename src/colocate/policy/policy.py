@@ -141,9 +141,9 @@ class Policy:
         self._temperature = temperature
         self._share_prompts = share_prompts
         self._max_grad_norm = max_grad_norm
-        self._everyone = Peers.all(self._device)
+        self._everyone = Peers.all(self.device)
         self._mesh = mesh or Mesh(None)
-        self._partners = Peers(self._device, self._mesh.weight_group)
+        self._partners = Peers(self.device, self._mesh.weight_group)
 
         def recovery(peers: Peers) -> Recovery:
             shrink = partial(self._shrink_joint_plan, peers)
