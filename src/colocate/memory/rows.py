@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["resident", "rollout", "train"]
-Moment = Literal["head", "layer", "embedding", "step"]
+Moment = Literal["head", "layer", "embedding", "reduce", "step"]
 
 
 @dataclass(frozen=True)

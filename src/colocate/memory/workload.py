@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+
+from colocate.memory.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Workload:
     """Samples of one optimizer step on this rank."""
     num_rollout_sequences: int = 8
     """Completions of one rollout on this rank."""
+    num_iterations: int = 1
+    """How many optimizer steps each completion is trained on in."""
     share_prompts: bool = True
     is_gpu: bool = True
     max_num_seqs: int = 512
@@ -64,6 +68,14 @@ class Workload:
     engine: Literal["native", "vllm", "vllm_server"] = "native"
     """The engine that generates completions; "vllm_server" does so on other devices."""
     vllm: VLLMDemand = VLLMDemand()
+    sharding: Sharding = field(default_factory=Sharding)
+
+    @property
+    def of_engine(self) -> Workload:
+        """What a rank's part of an engine is asked for: the t ranks that share the weights decode the
+        completions of all of them together, each with its part of every matrix and of every head."""
+        num_sequences = self.num_rollout_sequences * self.sharding.num_weight_parts
+        return replace(self, num_rollout_sequences=num_sequences)
 
     @property
     def max_sequence_length(self) -> int:

@@ -24,6 +24,9 @@ it is wrong by more, a step runs out of memory and is repeated with a smaller pl
 LEAST_KV_SHARE = 1 / 4
 """Share of a rollout's sequences that the KV cache should hold at least: with fewer, each decode step reads
 all weights to generate only a few tokens."""
+NCCL_BYTES = 512 * 2**20
+"""Bytes that NCCL takes for the buffers of one group of ranks in a node, and with shared weights the memory
+through which ranks add up in decode steps: a bound that is yet to be measured."""
 FRAGMENTATION = 0.02
 """Memory that PyTorch's allocator holds beyond what tensors ask for, as a share of the latter: it takes
 blocks of whole 2 MiB, and gaps remain between tensors that come and go."""
@@ -98,6 +101,20 @@ class MemoryPlan:
         return self.device_memory_bytes - self.peak_bytes
 
     @property
+    def least_bytes(self) -> int:
+        """The bytes that the run cannot do without: `peak_bytes` with a KV cache of a single sequence."""
+        rollout_rows = (row for row in self.rows if row.phase == "rollout")
+        cache = next((row.size_bytes for row in rollout_rows if row.name == "KV cache"), 0)
+        least = min(cache, self.least_kv_tokens * self.kv_bytes_per_token)
+        rollout = self.phase_bytes("rollout") - cache + least
+        return self.phase_bytes("resident") + max(rollout, self.phase_bytes("train"))
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the run would fit if the prediction were wrong by `MARGIN` of the device."""
+        return self.device_memory_bytes is None or self.least_bytes <= (1 - MARGIN) * self.device_memory_bytes
+
+    @property
     def why_tight(self) -> str | None:
         """Why a run that fits does so only just; None if it fits easily, does not fit, or has no known
         device.
@@ -109,14 +126,9 @@ class MemoryPlan:
         if not self.fits:
             return None
         assert self.device_memory_bytes is not None, "it is known to fit"
-        rollout_rows = (row for row in self.rows if row.phase == "rollout")
-        cache = next((row.size_bytes for row in rollout_rows if row.name == "KV cache"), 0)
-        least = min(cache, self.least_kv_tokens * self.kv_bytes_per_token)
-        rollout = self.phase_bytes("rollout") - cache + least
-        needed = self.phase_bytes("resident") + max(rollout, self.phase_bytes("train"))
-        if needed > (1 - MARGIN) * self.device_memory_bytes:
+        if not self.is_safe:
             return (
-                f"it cannot do with less than {needed / 2**30:.2f} GiB, and the plan may be off by "
+                f"it cannot do with less than {self.least_bytes / 2**30:.2f} GiB, and the plan may be off by "
                 f"{MARGIN:.0%} of the device"
             )
         is_full = self.free_bytes < MARGIN * self.device_memory_bytes
@@ -172,17 +184,18 @@ def account(
         raise ValueError(f"optim={workload.optim!r}: state size unknown; one of {', '.join(MOMENTS_BYTES)}.")
     resident = resident_rows(shapes, workload, train_plan)
     rollout, kv_tokens = engine_turn(shapes, workload, resident, device_memory_bytes)
+    engine, held = workload.of_engine, shapes.part(workload.sharding.num_weight_parts)
     rows = (*resident, *rollout, *_train_rows(shapes, workload, train_plan, correction))
     return MemoryPlan(
         rows=rows,
         train_plan=train_plan,
         num_parameters=shapes.num_parameters,
         num_trained_parameters=shapes.num_trained,
-        kv_bytes_per_token=shapes.kv_bytes_per_token(workload.parameter_dtype),
+        kv_bytes_per_token=held.kv_bytes_per_token(workload.parameter_dtype),
         kv_cache_tokens=kv_tokens,
-        kv_cache_sequences=_num_sequences(workload, kv_tokens),
-        num_running=workload.num_running,
-        least_kv_tokens=least_kv_tokens(workload),
+        kv_cache_sequences=_num_sequences(engine, kv_tokens),
+        num_running=engine.num_running,
+        least_kv_tokens=least_kv_tokens(engine),
         step_tokens=workload.step_tokens,
         device_memory_bytes=device_memory_bytes,
     )
@@ -191,9 +204,12 @@ def account(
 def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan) -> list[Row]:
     """The rows that take memory in rollout and training alike; those of a vLLM that never sleeps are in
     `engine_turn`."""
-    b, dtype = workload.parameter_dtype.itemsize, workload.parameter_dtype
-    count, projections = shapes.num_parameters, shapes.num_projection_weights
-    weights, how = shapes.weight_bytes(dtype), f"{count:,} parameters × {b} B"
+    b, dtype, sharding = workload.parameter_dtype.itemsize, workload.parameter_dtype, workload.sharding
+    held = shapes.part(sharding.num_weight_parts)
+    count, projections = held.num_parameters, shapes.num_projection_weights
+    weights, how = held.weight_bytes(dtype), f"{count:,} parameters × {b} B"
+    if sharding.num_weight_parts > 1:
+        how += f", one of {sharding.num_weight_parts} parts of {shapes.num_parameters:,}"
     if shapes.four_bit is not None:
         scales = "double quantised" if shapes.four_bit.double_quantized else "float32"
         how = f"{projections:,} × 0.5 B and {scales} scales, {count - projections:,} × {b} B"
@@ -207,11 +223,16 @@ def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan
         rows.append(Row("reference", "resident", weights, how))
     if workload.is_gpu:
         if workload.engine == "native":
-            rows += engine_rows(shapes, workload)
+            rows += engine_rows(held, workload.of_engine)
         elif workload.engine == "vllm":
             rows.append(asleep_row())
         context = f"{CONTEXT_BYTES / 2**30:.2f} GiB of context, cuBLAS's workspaces"
         rows.append(Row("CUDA", "resident", CONTEXT_BYTES + CUBLAS_BYTES, context))
+        groups = [size for size in (sharding.num_replicas, sharding.num_weight_parts) if size > 1]
+        if groups:
+            sizes = " and of ".join(map(str, groups))
+            how = f"{NCCL_BYTES / 2**30:.2f} GiB for each group of ranks: of {sizes}"
+            rows.append(Row("NCCL", "resident", len(groups) * NCCL_BYTES, how))
     if not train_plan.offload_optimizer:
         rows += optimizer_rows(shapes, workload, "resident")
     return rows + ([_fragmentation(rows, "resident")] if workload.is_gpu else [])
@@ -230,7 +251,7 @@ def engine_turn(
     room = None if device_memory_bytes is None else device_memory_bytes - total_bytes(resident)
     if workload.engine == "vllm" and workload.is_gpu:
         return vllm_rows(shapes, workload, room_bytes=room, device_memory_bytes=device_memory_bytes)
-    return rollout_rows(shapes, workload, room)
+    return rollout_rows(shapes.part(workload.sharding.num_weight_parts), workload.of_engine, room)
 
 
 def train_room(
@@ -255,12 +276,13 @@ def _train_rows(
     lost = [
         _fragmentation([row for row in rows if row.moment in (None, moment)], "train", moment)
         for moment in get_args(Moment)
+        if any(row.moment == moment for row in rows)
     ]
     return rows + lost
 
 
 def _fragmentation(rows: Iterable[Row], phase: Phase, moment: Moment | None = None) -> Row:
-    size_bytes = sum(row.size_bytes for row in rows if row.name != "CUDA")
+    size_bytes = sum(row.size_bytes for row in rows if row.name not in ("CUDA", "NCCL"))
     how = f"{FRAGMENTATION:.0%} of what tensors ask for"
     return Row("fragmentation", phase, int(FRAGMENTATION * size_bytes), how, moment)
 

@@ -6,6 +6,7 @@ A step is at its peak at one of a few moments, which are all counted:
     head        log-probs forward and backward; what all layers keep is there
     layer       the backward pass of one layer at its widest
     embedding   the gradient of the token embedding, after the layers have let go of all they kept
+    reduce      several ranks add up their gradients, and each keeps its share of the sums
     step        gradients, and nothing else, beside masters and moments
 
 What varies inside a moment is bounded from above; the first measured step corrects what the bounds add
@@ -13,16 +14,21 @@ What varies inside a moment is bounded from above; the first measured step corre
 
 Legend: L layers, H query heads, K key-value heads, D head size, h hidden size, i width of the MLP,
 V vocabulary, T tokens of one micro-batch, N of them predicted, b bytes of a parameter.
+
+Where ranks share the weights, each holds a part of every matrix and of its gradient, and the whole of a
+matrix only while it is in use; the sizes of such a part are `ModelShapes.part`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from colocate.memory.rows import Moment, Phase, Row, total_bytes
+from colocate.memory.sharding import Sharding
 from colocate.memory.train_plan import ActivationPolicy, TrainPlan
 from colocate.memory.workload import Workload
 from colocate.policy.cudnn_attention import workspace_bytes
@@ -38,6 +44,9 @@ _INPUTS_IN_FLIGHT = 2
 _SAMPLE_BYTES = 32
 """Bytes of one token of a step's samples: its id, its mask, and its log-probs under rollout engine, old
 policy, reference and new policy."""
+BUCKET_BYTES = 256 * 2**20
+"""Bytes of a buffer in which ranks reduce gradients or gather weights; two take turns, one filled while the
+other is on its way."""
 _PACK_BYTES = 32
 """Bytes of one token of a micro-batch: id, position, the index of what it predicts, the loss's numbers."""
 
@@ -67,14 +76,36 @@ MOMENTS_BYTES: dict[str, Callable[[int], int]] = {
 """By `optim`, a function from a trained tensor's number of elements to the bytes of its optimizer state."""
 
 
-def optimizer_rows(shapes: ModelShapes, workload: Workload, phase: Phase) -> list[Row]:
+def optimizer_rows(
+    shapes: ModelShapes, workload: Workload, phase: Phase, moment: Moment | None = None
+) -> list[Row]:
     """Masters and moments: resident, or in phase "train" only if they are on the host during rollouts."""
-    trained, rows = shapes.num_trained, []
+    sizes, rows = optimizer_sizes(shapes, workload.sharding), []
+    trained, how = sum(sizes), _share(workload.sharding)
     if workload.parameter_dtype.itemsize < 4 and not shapes.has_adapters:
-        rows.append(Row("float32 masters", phase, trained * 4, f"{trained:,} trained × 4 B"))
-    moments = sum(map(MOMENTS_BYTES[workload.optim], shapes.trained_sizes))
-    rows.append(Row("moments", phase, moments, f"{trained:,} trained × {moments / trained:.3g} B"))
+        rows.append(Row("float32 masters", phase, trained * 4, f"{trained:,} trained × 4 B{how}", moment))
+    moments = _moments_bytes(shapes, workload.sharding, workload.optim)
+    how = f"{trained:,} trained × {moments / trained:.3g} B{how}"
+    rows.append(Row("moments", phase, moments, how, moment))
     return rows
+
+
+@cache
+def optimizer_sizes(shapes: ModelShapes, sharding: Sharding) -> tuple[int, ...]:
+    """Elements of the masters that a rank steps, one number for each trained tensor."""
+    parts = sharding.num_optimizer_parts
+    return tuple(-(-size // parts) for size in shapes.part(sharding.num_weight_parts).trained_sizes)
+
+
+@cache
+def _moments_bytes(shapes: ModelShapes, sharding: Sharding, optim: str) -> int:
+    return sum(map(MOMENTS_BYTES[optim], optimizer_sizes(shapes, sharding)))
+
+
+def _share(sharding: Sharding) -> str:
+    """The words for a rank's share of what the optimizer holds."""
+    parts = sharding.num_optimizer_parts * sharding.num_weight_parts
+    return f", one of {parts} parts" if parts > 1 else ""
 
 
 # ── A step ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,15 +174,56 @@ def train_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan) -> list
     tokens = workload.num_step_sequences * workload.max_sequence_length
     per_token = _PACK_BYTES + 2 * b * shapes.head_size
     how = f"{num_packed:,} tokens × {per_token} B: ids, positions, rotary angles"
+    # A split optimizer's state comes back when activations and whole gradients are gone.
+    back: Moment | None = "step" if workload.sharding.is_split else None
     return [
-        *(optimizer_rows(shapes, workload, "train") if plan.offload_optimizer else []),
+        *(optimizer_rows(shapes, workload, "train", back) if plan.offload_optimizer else []),
         Row("samples", "train", tokens * _SAMPLE_BYTES, f"{tokens:,} tokens × {_SAMPLE_BYTES} B"),
         Row("pack", "train", num_packed * per_token, how, is_transient=True),
         *_head_rows(shapes, workload, plan, microbatch),
         *_layer_rows(shapes, workload, plan, microbatch),
         *_embedding_rows(shapes, workload, num_packed),
-        _gradients_row("step", shapes.num_trained),
+        *_exchange_rows(shapes, workload),
+        _gradients_row("step", sum(optimizer_sizes(shapes, workload.sharding))),
     ]
+
+
+def _exchange_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
+    """What ranks that split the optimizer or the weights hold for each other; nothing for one rank."""
+    sharding, rows = workload.sharding, []
+    if not sharding.is_split:
+        return []
+    num_gradients = shapes.part(sharding.num_weight_parts).num_trained
+    if sharding.num_weight_parts > 1:
+        rows += _gathered_rows(shapes, workload.parameter_dtype.itemsize)
+    if sharding.num_optimizer_parts > 1:
+        buckets = 2 * min(BUCKET_BYTES, 4 * num_gradients)
+        how = f"2 × {buckets / 2**21:.0f} MiB, to reduce gradients and gather weights"
+        users: tuple[Moment, ...] = ("reduce", "step")
+        rows += [Row("buckets", "train", buckets, how, moment) for moment in users]
+    return [*rows, _gradients_row("reduce", num_gradients)]
+
+
+def _gathered_rows(shapes: ModelShapes, b: int) -> list[Row]:
+    """Whole weights in use, and gradients on their way to the ranks that hold the parts
+    (`parallel.weight_store`)."""
+    layer, head = sum(shapes.group_sizes), shapes.num_head_weights
+    of_layer, of_head = f"{layer:,} weights × {b} B", f"{head:,} weights × {b} B"
+    users: tuple[Moment, ...] = ("head", "layer", "embedding")
+    rows = [
+        Row("gathered layers", "train", 2 * layer * b, f"one in use, one on its way: 2 × {of_layer}", moment)
+        for moment in users
+    ]
+    rows.append(Row("gathered head", "train", head * b, of_head, "head"))
+    if head_is_trained(shapes):
+        # What is sent stays until it has left, beside what has come from the other ranks.
+        sent = f"sent and received: 2 × {of_layer}"
+        rows += [
+            Row("gradients on their way", "train", head * b, f"received: {of_head}", "head"),
+            Row("gradients on their way", "train", 2 * layer * b, sent, "layer"),
+            Row("gradients on their way", "train", head * b, f"received: {of_head}", "embedding"),
+        ]
+    return rows
 
 
 def _gradients_row(moment: Moment, num_gradients: int) -> Row:
@@ -176,6 +248,7 @@ def head_is_trained(shapes: ModelShapes) -> bool:
 def _head_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan, microbatch: Microbatch) -> list[Row]:
     b, predicted = workload.parameter_dtype.itemsize, microbatch.num_predicted
     is_only = microbatch.num_tokens >= workload.step_tokens
+    held = shapes.part(workload.sharding.num_weight_parts)
     logprobs = logprob_bytes(
         predicted, shapes.hidden_size, shapes.vocab_size, workload.parameter_dtype,
         chunk_size=plan.logprob_chunk_size, trains_head=head_is_trained(shapes),
@@ -185,7 +258,7 @@ def _head_rows(shapes: ModelShapes, workload: Workload, plan: TrainPlan, microba
     if plan.keep_softmax:
         how += f", and {predicted:,} × {shapes.vocab_size:,} × {b} B kept of the softmax"
     return [
-        _gradients_row("head", 0 if is_only else shapes.num_trained),
+        _gradients_row("head", 0 if is_only else held.num_trained),
         _kept_row("head", shapes, workload, plan, microbatch.num_tokens, shapes.num_layers),
         # The last layer's output where something is predicted, its norm, and the norm's gradient.
         Row(
@@ -212,13 +285,14 @@ def _layer_rows(
     largest at one of the two ends: at the last layer, whose backward pass comes first, or at the first layer.
     From the second micro-batch on all gradients are there from the beginning.
     """
-    tokens, trained = microbatch.num_tokens, shapes.num_trained
-    head = shapes.num_head_weights if head_is_trained(shapes) else 0
+    held = shapes.part(workload.sharding.num_weight_parts)
+    tokens, trained = microbatch.num_tokens, held.num_trained
+    head = held.num_head_weights if head_is_trained(shapes) else 0
     ends = [(trained, shapes.num_layers)]
     if tokens >= workload.step_tokens:
         # The embedding's gradient is made last; a tied head's gradient waits for it. The last layer's own
         # gradients become a part of the sums when its backward pass has ended.
-        of_layer = 0 if shapes.has_adapters else sum(shapes.group_sizes)
+        of_layer = 0 if shapes.has_adapters else sum(held.group_sizes)
         ends = [(0 if shapes.has_tied_head else head, shapes.num_layers), (trained - head - of_layer, 1)]
     pairs = [
         [_gradients_row("layer", gradients), _kept_row("layer", shapes, workload, plan, tokens, num_layers)]
@@ -300,7 +374,8 @@ def _attention_workspace_bytes(
 
 
 def _embedding_rows(shapes: ModelShapes, workload: Workload, tokens: int) -> list[Row]:
-    rows = [_gradients_row("embedding", shapes.num_trained)]
+    held = shapes.part(workload.sharding.num_weight_parts)
+    rows = [_gradients_row("embedding", held.num_trained)]
     if shapes.has_adapters:
         return rows
     b, h = workload.parameter_dtype.itemsize, shapes.hidden_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from typing import Literal
 
@@ -73,6 +74,8 @@ class ModelShapes:
     """Elements of all adapters' A below the weights, where the engine pads their ranks."""
     four_bit: FourBit | None
     """How the projections are stored; None: in the model's type."""
+    has_joint_qkv: bool = False
+    """Whether the weights of queries, keys and values are one matrix (Phi-3)."""
 
     @classmethod
     def of(
@@ -115,6 +118,7 @@ class ModelShapes:
             adapter_sizes=adapter_sizes,
             num_stacked=num_stacked,
             four_bit=four_bit,
+            has_joint_qkv=len(first.qkv) == 1,
         )
         return shapes if lora is None else shapes.with_lora(lora)
 
@@ -138,6 +142,14 @@ class ModelShapes:
         sizes = tuple(lora.rank * size for matrix in adapted for size in matrix) * self.num_layers
         stacked = padded_rank(lora.rank) * sum(num_in for num_in, _ in adapted) * self.num_layers
         return replace(self, trained_sizes=sizes, adapter_sizes=sizes, num_stacked=stacked)
+
+    def part(self, num_parts: int) -> ModelShapes:
+        """The sizes of what a rank holds of a model whose weights are split over `num_parts` ranks.
+
+        Every matrix is split, by heads, by the MLP's width or by the vocabulary; norms and biases count
+        whole, and so do adapters, which every rank has.
+        """
+        return self if num_parts == 1 else _part(self, num_parts)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -195,6 +207,25 @@ class ModelShapes:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's keys and values in all layers, 2 · L · K · D · bytes of `dtype`."""
         return 2 * self.num_layers * self.kv_size * dtype.itemsize
+
+
+@cache  # plans ask for it hundreds of times
+def _part(shapes: ModelShapes, num_parts: int) -> ModelShapes:
+    # The smallest matrix is that of the keys; no vector is as long.
+    smallest = shapes.hidden_size * shapes.kv_size
+    split = shapes.num_projection_weights + shapes.num_head_weights * (1 if shapes.has_tied_head else 2)
+    sizes = shapes.trained_sizes
+    if not shapes.has_adapters:
+        sizes = tuple(-(-size // num_parts) if size >= smallest else size for size in sizes)
+    return replace(
+        shapes,
+        num_heads=shapes.num_heads // num_parts,
+        num_kv_heads=shapes.num_kv_heads // num_parts,
+        mlp_size=shapes.mlp_size // num_parts,
+        vocab_size=shapes.vocab_size // num_parts,
+        num_parameters=shapes.num_parameters - split + split // num_parts,
+        trained_sizes=sizes,
+    )
 
 
 def _projections(layout: Layout) -> Iterable[nn.Module]:
