@@ -129,10 +129,25 @@ def _build_parser() -> argparse.ArgumentParser:
                 help="memory of the device to plan for (default: that of --device_name, or of the one here)",
             )
             command.add_argument(
-                "--device_name", help="the GPU to plan for, such as H100 (default: the one here)"
+                "--gpu",
+                "--device_name",
+                dest="device_name",
+                help="the GPU to plan for, such as H100 (default: the one here)",
+            )
+            command.add_argument(
+                "--num_gpus", type=_count, default=1, help="how many of them train together (default: 1)"
+            )
+            command.add_argument(
+                "--num_nodes", type=_count, help="the machines that they are in (default: one for every 8)"
             )
     _add_serve(commands)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs or machines")
+    return int(text)
 
 
 def _memory_size(text: str) -> float:
@@ -200,6 +215,8 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
         with_model_options(run, options),
         device_name=known.device_name,
         device_memory_gib=known.device_memory_gib,
+        num_gpus=known.num_gpus,
+        num_nodes=known.num_nodes,
         as_json=known.json,
         is_verbose=known.verbose,
     )

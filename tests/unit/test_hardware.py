@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from test_planner import GIB, LARGE_SHAPES, LORA_SHAPES, on_gpu
 
-from colocate.planning.hardware import GPUS, Speed, expected_speed, find_gpu, step_time
+from colocate.planning.hardware import GPUS, find_gpu
 from colocate.planning.planner import Wishes, plan
+from colocate.planning.speed import Speed, expected_speed, step_time
 
 
 @pytest.mark.parametrize(

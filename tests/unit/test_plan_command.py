@@ -201,6 +201,36 @@ def test_without_a_gpu_it_is_said_what_to_give(plan):
     assert "Speed: unknown" in printed
 
 
+def test_several_gpus_are_planned_together(plan, numbers):
+    asked = "--num_gpus 8 --gpu H100"
+    code, printed = plan("Qwen3-32B", asked)
+    assert code == 0 and re.match(r"Fits: .* of the 79\.10 GiB of each of 8 H100; ", printed)
+    assert "Sharding: shard=8, every 8 GPUs share one copy of the weights" in words(printed)
+    assert "shard=1 does not fit" in words(printed) and "shard=8 fits" in words(printed)
+    _, result = numbers("Qwen3-32B", asked)
+    assert (result["num_gpus"], result["num_nodes"]) == (8, 1)
+    assert result["num_weight_parts"] == 8 and result["num_optimizer_parts"] == 1
+    step = result["expected_step"]
+    assert step["seconds"] == pytest.approx(step["rollout_s"] + step["train_s"] + step["exchange_s"])
+    # The optimizer waits on the host, and its masters are an eighth of four bytes for each parameter.
+    masters = result["num_parameters"] * 4 / 8
+    assert rows_of(result)["float32 masters"] == pytest.approx(masters, rel=1e-3)
+    assert f"8 × {3 * masters / 2**30:.2f} GiB on each node" in words(printed)
+    # As many completions of every GPU, of which whole groups need not be on one.
+    _, more = numbers("Qwen3-32B", "--num_gpus 16 --gpu H100 --generation_batch_size 4096")
+    assert more["num_nodes"] == 2 and more["step_tokens"] == result["step_tokens"]
+
+
+def test_more_gpus_are_advice_that_can_be_followed(plan):
+    code, printed = plan("Qwen2.5-7B", "--gpu H100")
+    (num_gpus,) = re.findall(r"it fits --num_gpus (\d+):", words(printed))
+    assert code == 3 and num_gpus == "2"
+    code, printed = plan("Qwen2.5-7B", f"--gpu H100 --num_gpus {num_gpus}")
+    assert code == 0 and "optimizer on the host but for its step" in words(printed)
+    code, printed = plan("Qwen2.5-7B", "--gpu H100 --num_gpus 6 --num_nodes 4")
+    assert code == 1 and "6 GPUs cannot be divided among 4 nodes" in words(printed)
+
+
 def test_exit_codes_are_in_the_help(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
@@ -209,7 +239,8 @@ def test_exit_codes_are_in_the_help(capsys):
 
 
 @pytest.mark.parametrize(
-    "options", ["--device_name RTX4090", "--device_name RTX4090 --use_peft", "--verbose"]
+    "options",
+    ["--device_name RTX4090", "--device_name RTX4090 --use_peft", "--verbose", "--gpu H100 --num_gpus 4"],
 )
 def test_nothing_is_wider_than_a_narrow_console(plan, options):
     _, printed = plan("Qwen2.5-7B", options, columns=60)

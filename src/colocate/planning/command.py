@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from colocate.config import GRPOConfig
-from colocate.planning.hardware import GPUS, Gpu, expected_speed, find_gpu
+from colocate.planning.hardware import GPUS, Cluster, Gpu, find_gpu
 from colocate.planning.plan_text import Answer, print_answer
 from colocate.planning.planner import Case
 from colocate.planning.run_options import wishes_of, workload_of
@@ -22,6 +22,7 @@ from colocate.weights.shapes import FourBit, Lora, ModelShapes
 
 DOES_NOT_FIT = 3
 """Exit code of a run that does not fit; 1 and 2 are the exit codes of errors (`colocate.cli.main`)."""
+MOST_GPUS_OF_NODE = 8
 
 
 def plan_run(
@@ -30,6 +31,8 @@ def plan_run(
     *,
     device_name: str | None = None,
     device_memory_gib: float | None = None,
+    num_gpus: int = 1,
+    num_nodes: int | None = None,
     as_json: bool = False,
     is_verbose: bool = False,
 ) -> int:
@@ -39,6 +42,8 @@ def plan_run(
         options: `GRPOConfig`'s arguments.
         device_name, device_memory_gib: the GPU to plan for, by its name or its memory; if neither is given,
             the GPU of this machine.
+        num_gpus: how many of them train together, in all nodes.
+        num_nodes: the nodes that they are in; None: as few as hold them with `MOST_GPUS_OF_NODE` each.
         as_json: print the numbers as JSON instead of text.
         is_verbose: print every row of the arithmetic.
 
@@ -47,10 +52,11 @@ def plan_run(
 
     Raises:
         OSError: there is no config.json of the model.
-        ValueError: the model is not supported natively, or the device is not known.
+        ValueError: the model is not supported natively, the device is not known, or the weights cannot be
+            split as `shard` says.
     """
     is_elsewhere = device_name is not None or device_memory_gib is not None
-    config = _config(options, is_elsewhere=is_elsewhere)
+    config = _config(options, num_gpus, is_elsewhere=is_elsewhere)
     model_config = _model_config(run, config)
     shapes = ModelShapes.of(
         _model(model_config),
@@ -61,25 +67,28 @@ def plan_run(
     dtype = _dtype(run, config, model_config)
     has_cudnn = gpu is not None and gpu.is_hopper and hopper_has_cudnn(dtype, shapes.head_size)
     workload = workload_of(config, shapes, dtype, is_gpu=device_bytes is not None, has_cudnn=has_cudnn)
-    case = Case(shapes, workload, device_bytes, wishes_of(config))
-    plan = case.plan()
-    speed = None if gpu is None else expected_speed(shapes, workload, plan, gpu)
-    answer = Answer(str(run.model_name_or_path), case, plan, config, gpu, speed)
+    cluster = Cluster(num_gpus, num_nodes or -(-num_gpus // MOST_GPUS_OF_NODE), gpu)
+    case = Case(shapes, workload, device_bytes, wishes_of(config), cluster)
+    answer = Answer(str(run.model_name_or_path), case, cluster, case.sharding_choice(cluster), config)
     if as_json:
         print(json.dumps(answer.to_dict(), indent=2))
     else:
         print_answer(answer, is_verbose=is_verbose)
-    return DOES_NOT_FIT if plan.fits is False else 0
+    return DOES_NOT_FIT if answer.plan.fits is False else 0
 
 
-def _config(options: dict[str, Any], *, is_elsewhere: bool) -> GRPOConfig:
-    """The run's configuration; if the GPU is in another machine, with the precision that `bf16=None` means
-    there."""
+def _config(options: dict[str, Any], num_ranks: int, *, is_elsewhere: bool) -> GRPOConfig:
+    """The configuration of a run of `num_ranks` processes; if the GPU is in another machine, with the
+    precision that `bf16=None` means there."""
+    # transformers counts the processes that there are, and here is one.
+    kind: Any = GRPOConfig
+    if num_ranks > 1:
+        kind = type(GRPOConfig.__name__, (GRPOConfig,), {"world_size": property(lambda _: num_ranks)})
     if not is_elsewhere:
-        return GRPOConfig(**options)
+        return kind(**options)
     # transformers refuses bf16=True where there is no GPU, and None would mean False.
     bf16 = options.get("bf16")
-    config = GRPOConfig(**{name: value for name, value in options.items() if name != "bf16"})
+    config = kind(**{name: value for name, value in options.items() if name != "bf16"})
     config.bf16 = not config.use_cpu if bf16 is None else bf16
     return config
 

@@ -13,12 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from colocate.config import GRPOConfig
-from colocate.memory.rows import Moment, Phase
-from colocate.planning.hardware import GPUS, Gpu, Speed, StepTime, expected_speed, step_time
+from colocate.memory.rows import Moment, Phase, total_bytes
+from colocate.planning.hardware import GPUS, Cluster, Gpu
 from colocate.planning.memory_plan import MemoryPlan
 from colocate.planning.planner import Case
-from colocate.planning.remedies import Remedy, find_remedies, needed_bytes, with_adapters
+from colocate.planning.remedies import Remedy, enough_gpus, find_remedies, needed_bytes, with_adapters
 from colocate.planning.run_options import ASSUMED_PROMPT_TOKENS
+from colocate.planning.sharding import Choice
+from colocate.planning.speed import Speed, StepTime, duration, expected_speed, step_time_of
+from colocate.policy.footprint import optimizer_rows
 
 _LARGEST_ROWS = 3
 """How many rows of each phase the short table names."""
@@ -30,10 +33,24 @@ class Answer:
 
     model_name: str
     case: Case
-    plan: MemoryPlan
+    cluster: Cluster
+    choice: Choice
     config: GRPOConfig
-    gpu: Gpu | None
-    speed: Speed | None
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self.choice.chosen.plan
+
+    @property
+    def gpu(self) -> Gpu | None:
+        return self.cluster.gpu
+
+    @property
+    def speed(self) -> Speed | None:
+        """The speed of one GPU; None if it is unknown."""
+        if self.gpu is None:
+            return None
+        return expected_speed(self.case.shapes, self.choice.chosen.workload, self.plan, self.gpu)
 
     @property
     def verdict(self) -> str:
@@ -48,20 +65,22 @@ class Answer:
         shapes = self.case.shapes
         return "full fine-tuning" if not shapes.has_adapters else "QLoRA" if shapes.four_bit else "LoRA"
 
-    def step_time(self, case: Case | None = None, plan: MemoryPlan | None = None) -> StepTime | None:
-        """The time of a step of the run, or of the changed run `case` with its `plan`; None if the GPU is
-        unknown."""
-        if self.gpu is None:
-            return None
-        case, plan = case or self.case, plan or self.plan
-        speed = expected_speed(case.shapes, case.workload, plan, self.gpu)
-        return step_time(case.shapes, case.workload, speed, self.config.num_iterations)
+    @property
+    def step_time(self) -> StepTime | None:
+        """The time of a step; None if the GPU is unknown."""
+        chosen = self.choice.chosen
+        return step_time_of(self.case.shapes, chosen.workload, chosen.plan, self.cluster)
 
     def to_dict(self) -> dict[str, Any]:
-        step, remedies = self.step_time(), find_remedies(self.case)
-        fits = self.plan.fits is True
+        step, remedies = self.step_time, find_remedies(self.case)
+        fits, sharding = self.plan.fits is True, self.choice.sharding
         return {
             **self.plan.to_dict(),
+            "num_gpus": self.cluster.num_gpus,
+            "num_nodes": self.cluster.num_nodes,
+            "num_weight_parts": sharding.num_weight_parts,
+            "num_optimizer_parts": sharding.num_optimizer_parts,
+            "sharding": self.choice.reason,
             "verdict": self.verdict,
             "why_tight": self.plan.why_tight,
             "expected": None if self.speed is None else vars(self.speed),
@@ -82,6 +101,7 @@ def print_answer(answer: Answer, *, is_verbose: bool) -> None:
             console.print(Padding(text, (0, 0, 0, indent), expand=False) if indent else text)
 
     say([_verdict_line(answer)], styles.get(answer.verdict, "bold"))
+    say(_sharding_lines(answer))
     say(_remedy_lines(answer) if answer.plan.fits is False else _time_lines(answer))
     console.print()
     console.print(_short_table(answer.plan))
@@ -110,10 +130,36 @@ def _verdict_line(answer: Answer) -> str:
         _shown(plan.peak_bytes),
         _shown(plan.device_memory_bytes),
     )
-    device = "the device" if answer.gpu is None else f"one {answer.gpu.name}"
+    device = _devices(answer.cluster)
     if not plan.fits:
         return f"{verdict}: {what}, needs {peak}; {device} has {size}, {_shown(-plan.free_bytes)} too little."
     return f"{verdict}: {what}, takes {peak} of the {size} of {device}; {_free(plan)}."
+
+
+def _devices(cluster: Cluster) -> str:
+    if cluster.num_gpus == 1:
+        return "the device" if cluster.gpu is None else f"one {cluster.gpu.name}"
+    nodes = f" in {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else ""
+    return f"each of {cluster.num_gpus} {'devices' if cluster.gpu is None else cluster.gpu.name}{nodes}"
+
+
+def _sharding_lines(answer: Answer) -> Iterator[str]:
+    """How many GPUs split the run, and what the planner has compared; nothing for one GPU."""
+    if answer.cluster.num_gpus > 1:
+        yield f"Sharding: {_split(answer.choice, answer.case)}."
+        if len(answer.choice.considered) + len(answer.choice.impossible) > 1:
+            yield f"Compared, per GPU: {answer.choice.reason}"
+
+
+def _split(choice: Choice, case: Case) -> str:
+    sharding, parts = choice.sharding, choice.sharding.num_weight_parts
+    if not sharding.splits_optimizer:
+        return "shard=none, every GPU holds all weights and all of the optimizer"
+    weights = (
+        "every GPU holds all weights" if parts == 1 else f"every {parts} GPUs share one copy of the weights"
+    )
+    what = "the adapters' moments" if case.shapes.has_adapters else "masters, moments and gradients"
+    return f"shard={parts}, {weights}; {what} are split over all {sharding.num_ranks}"
 
 
 def _free(plan: MemoryPlan) -> str:
@@ -135,15 +181,15 @@ def _remedy_lines(answer: Answer) -> Iterator[str]:
 
 
 def _result_of(answer: Answer, remedy: Remedy) -> str:
-    plan, step = remedy.plan, answer.step_time(remedy.case, remedy.plan)
-    time = "" if step is None else f", about {_duration(step.seconds)} a step"
+    plan, step_s = remedy.plan, remedy.case.sharding_choice(answer.cluster).chosen.step_s
+    time = "" if step_s is None else f", about {duration(step_s)} a step"
     tight = "" if plan.why_tight is None else f"; tight: {plan.why_tight}"
     return f"{_shown(plan.peak_bytes)}, {_free(plan)}{time}{tight}"
 
 
 def _larger_devices(answer: Answer, *, is_only_way: bool) -> Iterator[str]:
-    """The memory of a device that the run needs unchanged, and if no setting helps, that it needs with
-    adapters."""
+    """The memory of a device that the run needs unchanged, or the number of GPUs like this one, and if no
+    setting helps, the memory that it needs with adapters."""
     shapes, ways, added = answer.case.shapes, [("Unchanged, it", answer.case)], ""
     if is_only_way and not shapes.has_adapters:
         added = "use_peft=True "
@@ -156,8 +202,19 @@ def _larger_devices(answer: Answer, *, is_only_way: bool) -> Iterator[str]:
             larger = [gpu for gpu in GPUS if gpu.memory_gib * 2**30 >= size]
             example = "more than any GPU in the table has"
             if larger:
-                example = f"such as one {min(larger, key=lambda gpu: gpu.memory_gib).name}"
-            yield f"{what} needs a device of {size / 2**30:.1f} GiB, {example}."
+                one = "one" if answer.cluster.num_gpus == 1 else "the"
+                example = f"such as {one} {min(larger, key=lambda gpu: gpu.memory_gib).name}"
+            devices = "a device" if answer.cluster.num_gpus == 1 else f"{answer.cluster.num_gpus} devices"
+            yield f"{what} needs {devices} of {size / 2**30:.1f} GiB, {example}."
+    more = enough_gpus(answer.case)
+    if more is not None:
+        cluster, choice = more
+        step_s = choice.chosen.step_s
+        time = "" if step_s is None else f", about {duration(step_s)} a step"
+        yield (
+            f"Unchanged, with as many completions on each GPU, it fits --num_gpus {cluster.num_gpus}: "
+            f"{_shown(choice.chosen.plan.peak_bytes)} each{time}; {_split(choice, answer.case)}."
+        )
 
 
 # ── Time ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -168,28 +225,24 @@ def _time_lines(answer: Answer) -> Iterator[str]:
         yield f"Tight: {answer.plan.why_tight}."
     if answer.plan.fits is None:
         return
-    step, speed, load = answer.step_time(), answer.speed, answer.case.workload
+    step, speed, load = answer.step_time, answer.speed, answer.case.workload
     if step is None or speed is None:
         yield "Speed: unknown, as no GPU in the table is named."
         return
     rollout = "rollout on the server, not counted"
     if speed.rollout_tokens_per_s is not None:
-        rollout = f"{_duration(step.rollout_s)} rollout at {speed.rollout_tokens_per_s:,.0f} tokens/s"
+        rollout = f"{duration(step.rollout_s)} rollout at {speed.rollout_tokens_per_s:,.0f} tokens/s"
+    exchange, each = "", ""
+    if answer.cluster.num_gpus > 1:
+        exchange, each = f", {duration(step.exchange_s)} exchange of gradients and weights", " a GPU"
     yield (
-        f"About {_duration(step.seconds)} a step: {rollout}, {_duration(step.train_s)} training at "
-        f"{speed.train_tokens_per_s:,.0f} tokens/s, for {load.num_step_sequences:,} completions of "
-        f"{load.completion_tokens:,} tokens, the longest allowed."
+        f"About {duration(step.seconds)} a step: {rollout}{each}, {duration(step.train_s)} training at "
+        f"{speed.train_tokens_per_s:,.0f} tokens/s{each}{exchange}, for {load.num_step_sequences:,} "
+        f"completions of {load.completion_tokens:,} tokens{each}, the longest allowed."
     )
     if answer.config.max_steps > 0:
-        steps, total = answer.config.max_steps, _duration(step.seconds * answer.config.max_steps)
+        steps, total = answer.config.max_steps, duration(step.seconds * answer.config.max_steps)
         yield f"The run of max_steps={steps:,}: about {total}, without rewards and evaluation."
-
-
-def _duration(seconds: float) -> str:
-    units = ((120, 1, "s"), (2 * 3600, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
-    size, name = next((size, name) for limit, size, name in units if seconds < limit)
-    value = seconds / size
-    return f"{value:.1f} {name}" if value < 10 else f"{value:,.0f} {name}"
 
 
 # ── Arithmetic ───────────────────────────────────────────────────────────────────────────────────────────
@@ -220,7 +273,7 @@ def _decisions(answer: Answer) -> Iterator[str]:
         f"Training: micro-batches of {tokens} (a step has up to {result.step_tokens:,}), "
         f"activation_policy={plan.activation_policy}, log-probs of {plan.logprob_chunk_size:,} tokens at a "
         f"time{' with their softmax kept for backward' if plan.keep_softmax else ''}; optimizer "
-        f"{'on the host in rollout' if plan.offload_optimizer else 'on the device'}."
+        f"{_place_of_optimizer(answer) if plan.offload_optimizer else 'on the device'}."
     )
     if result.fits is False:
         return
@@ -229,8 +282,16 @@ def _decisions(answer: Answer) -> Iterator[str]:
     yield _rollout_line(answer)
 
 
+def _place_of_optimizer(answer: Answer) -> str:
+    load, num_gpus = answer.choice.chosen.workload, answer.cluster.gpus_per_node
+    if not load.sharding.is_split:
+        return "on the host in rollout"
+    size_bytes = total_bytes(optimizer_rows(answer.case.shapes, load, "train"))
+    return f"on the host but for its step, {num_gpus} × {_shown(size_bytes)} on each node"
+
+
 def _rollout_line(answer: Answer) -> str:
-    plan, load = answer.plan, answer.case.workload
+    plan, load, parts = answer.plan, answer.case.workload, answer.choice.sharding.num_weight_parts
     if load.engine == "vllm_server":
         return "Rollout: on the devices of the vLLM server; it takes nothing of this one."
     engine = ""
@@ -239,6 +300,9 @@ def _rollout_line(answer: Answer) -> str:
         engine = f" by vLLM with {has}"
     elif answer.config.engine == "transformers":
         engine = " by model.generate, planned as if by the native engine"
+    if parts > 1:
+        heads = answer.case.shapes.num_kv_heads
+        engine = f" by {parts} GPUs together, each with {heads // parts} of {heads} key-value heads"
     return (
         f"Rollout{engine}: the KV cache holds {plan.kv_cache_tokens:,} tokens, {plan.kv_cache_sequences:,} "
         "sequences of full length side by side."
@@ -256,7 +320,7 @@ def _table(answer: Answer) -> Table:
             if row.size_bytes and row.moment in (None, result.widest_moment):
                 table.add_row(phase, row.name, _shown(row.size_bytes), row.how)
         if phase == "train":
-            others = [m for m in get_args(Moment) if m != result.widest_moment]
+            others = [m for m in get_args(Moment) if m != result.widest_moment and result.moment_bytes(m)]
             sizes = ", ".join(f"{m} {_shown(result.moment_bytes(m))}" for m in others)
             table.add_row(phase, f"(peak in: {result.widest_moment})", "", f"the largest; rest: {sizes}")
         table.add_row(phase, "total", _shown(result.phase_bytes(phase)), "", style="bold", end_section=True)

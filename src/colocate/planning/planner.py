@@ -18,9 +18,16 @@ from typing import Any
 
 from colocate.engines.native.footprint import useful_kv_tokens
 from colocate.memory.rows import total_bytes
-from colocate.memory.train_plan import ACTIVATION_POLICIES, ENOUGH_TOKENS, ActivationPolicy, TrainPlan
+from colocate.memory.train_plan import (
+    ACTIVATION_POLICIES,
+    ENOUGH_TOKENS,
+    OVERHEAD_TOKENS,
+    ActivationPolicy,
+    TrainPlan,
+)
 from colocate.memory.workload import Workload
 from colocate.planning.cut_groups import CutGroup
+from colocate.planning.hardware import Cluster
 from colocate.planning.memory_plan import (
     LEAST_KV_SHARE,
     MARGIN,
@@ -31,6 +38,7 @@ from colocate.planning.memory_plan import (
     train_bytes,
     train_room,
 )
+from colocate.planning.sharding import Choice, Shard, choose_sharding
 from colocate.policy.footprint import MOMENTS_BYTES, Microbatch, head_is_trained, train_flops_per_token
 from colocate.weights.shapes import ModelShapes
 
@@ -42,10 +50,6 @@ TOKEN_STEP = 1024
 MAX_TOKENS_FOR_GROUP = 2**17
 """The most tokens of a micro-batch that is larger than `MAX_TOKENS_PER_MICROBATCH` to hold a whole group. The
 limit exists because "offload" keeps the inputs of all layers for all of these tokens in the host's memory."""
-OVERHEAD_TOKENS = 512
-"""The fixed cost of a micro-batch, as the number of tokens that could be computed in its time. For a 1.5B
-model on an H200, reading all weights and adding to all float32 gradients takes as long as 230 tokens, and
-launching the kernels takes about as long again."""
 
 LOGPROB_CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_LOGPROB_BYTES = 2 * 2**30
@@ -68,6 +72,7 @@ class Wishes:
     sequences_per_microbatch: int = 1
     """Micro-batches hold this many times the tokens of the longest sequence if there is no GPU to plan
     for."""
+    shard: Shard = "auto"
 
 
 def plan(
@@ -117,6 +122,27 @@ def choose_train_plan(
     offload = wishes.offload_optimizer
     if offload is None:
         offload = _offload_helps(shapes, workload, device_memory_bytes)
+    chosen = _fastest(shapes, workload, device_memory_bytes, wishes, offload, correction)
+    if wishes.offload_optimizer is None and not offload and workload.sharding.is_split:
+        # Unlike a whole one, a split optimizer's state stays away during forward and backward. Its way to
+        # the host and back takes less time than recomputing activations on each GPU.
+        moved = _fastest(shapes, workload, device_memory_bytes, wishes, True, correction)
+        before, after = _rank(chosen), _rank(moved)
+        room = train_room(shapes, workload, chosen, device_memory_bytes)
+        if after[0] > before[0] or train_bytes(shapes, workload, chosen, correction) > room:
+            return moved
+    return chosen
+
+
+def _fastest(
+    shapes: ModelShapes,
+    workload: Workload,
+    device_memory_bytes: int,
+    wishes: Wishes,
+    offload: bool,
+    correction: float,
+) -> TrainPlan:
+    """The choice of `choose_train_plan` with the optimizer's state on the host during rollouts or not."""
     start = TrainPlan(
         logprob_chunk_size=wishes.logprob_chunk_size or LOGPROB_CHUNKS[0], offload_optimizer=offload
     )
@@ -165,11 +191,33 @@ class Case:
     workload: Workload
     device_memory_bytes: int | None = None
     wishes: Wishes = Wishes()
+    cluster: Cluster | None = None
+    """The GPUs for which the planner chooses how they split the run; None: the workload's sharding stands."""
 
     def plan(self, correction: float = 1.0) -> MemoryPlan:
-        return plan(
+        """The memory of one device.
+
+        Raises:
+            ValueError: the optimizer's state is not known, or the weights cannot be split as wished for.
+        """
+        if self.cluster is not None:
+            return self.sharding_choice(self.cluster, correction).chosen.plan
+        return self._plan_of(self.workload, correction)
+
+    def sharding_choice(self, cluster: Cluster, correction: float = 1.0) -> Choice:
+        """How the run is best split over the GPUs of `cluster` (`choose_sharding`)."""
+        return choose_sharding(
             self.shapes,
             self.workload,
+            cluster,
+            self.wishes.shard,
+            lambda workload: self._plan_of(workload, correction),
+        )
+
+    def _plan_of(self, workload: Workload, correction: float) -> MemoryPlan:
+        return plan(
+            self.shapes,
+            workload,
             device_memory_bytes=self.device_memory_bytes,
             wishes=self.wishes,
             correction=correction,
@@ -355,7 +403,7 @@ def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes:
     rollout, kv_tokens = engine_turn(shapes, workload, resident, device_memory_bytes)
     return total_bytes(
         [*resident, *rollout]
-    ) > device_memory_bytes or kv_tokens < LEAST_KV_SHARE * useful_kv_tokens(workload)
+    ) > device_memory_bytes or kv_tokens < LEAST_KV_SHARE * useful_kv_tokens(workload.of_engine)
 
 
 def _repeated_prompts(

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from colocate.engines.native.footprint import decode_bytes
+from colocate.planning.hardware import Cluster
 from colocate.planning.memory_plan import MemoryPlan
 from colocate.planning.planner import Case
+from colocate.planning.sharding import Choice, with_sharding
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.shapes import FourBit, Lora
 
@@ -19,6 +21,8 @@ MOST_CHANGES = 4
 """The most changes in one remedy; with more of them it would be a different run."""
 SHORTEST = 256
 """The fewest tokens to which a remedy shortens prompts or completions."""
+MOST_GPUS = 64
+"""The most GPUs that `enough_gpus` tries, in nodes of eight."""
 _RANK = 16
 """Rank of the adapters that a remedy adds, which is `lora_r`'s default."""
 
@@ -92,11 +96,29 @@ def needed_bytes(case: Case) -> int | None:
     return most
 
 
+def enough_gpus(case: Case) -> tuple[Cluster, Choice] | None:
+    """The fewest GPUs, two, four or more times as many as now, that the run fits with as many completions on
+    each, and how it is split over them; None if `MOST_GPUS` are too few."""
+    now = case.cluster or Cluster()
+    more = now
+    while (num_gpus := 2 * more.num_gpus) <= MOST_GPUS:
+        is_full = num_gpus // more.num_nodes > max(8, now.gpus_per_node)
+        more = Cluster(num_gpus, more.num_nodes * (2 if is_full else 1), now.gpu)
+        choice = case.sharding_choice(more)
+        if choice.chosen.plan.fits and choice.chosen.plan.is_safe:
+            return more, choice
+    return None
+
+
 def with_adapters(case: Case, *, in_4bit: bool) -> Case:
     """The run with LoRA on the matrices that PEFT chooses, with frozen weights in 4 bits or in their own
     type."""
     shapes = case.shapes if case.shapes.has_adapters else case.shapes.with_lora(Lora(_RANK))
     shapes = replace(shapes, four_bit=FourBit()) if in_4bit else shapes
+    if in_4bit:  # such weights are not split
+        sharding = replace(case.workload.sharding, num_weight_parts=1)
+        case = replace(case, workload=with_sharding(shapes, case.workload, sharding))
+        case = case if case.wishes.shard == "none" else _of_wishes(shard="auto")(case)
     return _without_sharing(replace(case, shapes=shapes))
 
 
@@ -120,16 +142,18 @@ def _combinations(case: Case) -> list[tuple[Change, ...]]:
 def _kinds(case: Case) -> Iterator[list[Change]]:
     """The possible changes, in lists of which at most one can be made; a remedy names them in this order."""
     workload, shapes = case.workload, case.shapes
+    whole = () if case.wishes.shard in ("auto", "none", 1) else ("shard=auto",)
     if shapes.has_adapters and shapes.four_bit is None:
-        yield [Change(("load_in_4bit=True",), 5, _in_4bit)]
+        yield [Change(("load_in_4bit=True", *whole), 5, _in_4bit)]
     elif not shapes.has_adapters:
-        in_4bit = Change(("use_peft=True", "load_in_4bit=True"), 14, _in_4bit)
+        in_4bit = Change(("use_peft=True", "load_in_4bit=True", *whole), 14, _in_4bit)
         yield [Change(("use_peft=True",), 9, _adapted), in_4bit]
     yield from ([change] for change in _unset_wishes(case))
     if workload.parameter_dtype.itemsize == 4:
         yield [Change(("dtype=bfloat16",), 2, _of_workload(parameter_dtype=torch.bfloat16))]
     if workload.engine == "native" and workload.max_num_seqs > 64:
-        scratch = decode_bytes(shapes, 64) if workload.is_gpu else 0
+        held = shapes.part(workload.sharding.num_weight_parts)
+        scratch = decode_bytes(held, 64) if workload.is_gpu else 0
         fewer = _of_workload(max_num_seqs=64, decode_rows=64, decode_scratch_bytes=scratch)
         yield [Change(("max_num_seqs=64",), 2, fewer)]
     if workload.has_reference and not shapes.has_adapters:
@@ -153,6 +177,8 @@ def _unset_wishes(case: Case) -> Iterator[Change]:
     memory."""
     wishes, workload = case.wishes, case.workload
     longest = workload.max_sequence_length
+    if wishes.shard != "auto" and case.cluster is not None and case.cluster.num_gpus > 1:
+        yield Change(("shard=auto",), 1, _of_wishes(shard="auto"))
     if wishes.activation_policy not in (None, "offload"):
         yield Change(("activation_policy=auto",), 1, _of_wishes(activation_policy=None))
     if (wishes.tokens_per_microbatch or 0) > longest:

@@ -48,6 +48,7 @@ def workload_of(
         num_generations=args.num_generations,
         num_step_sequences=args.per_device_train_batch_size * args.gradient_accumulation_steps,
         num_rollout_sequences=args.generation_batch_size // args.world_size,
+        num_iterations=args.num_iterations,
         share_prompts=args.share_prompts,
         is_gpu=is_gpu,
         max_num_seqs=max_num_seqs,
