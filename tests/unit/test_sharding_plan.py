@@ -9,8 +9,9 @@ from statistics import median
 
 import pytest
 import torch
+from engine_models import FAMILIES, config_of
 from test_planner import GIB, LARGE_SHAPES, allocated, on_gpu, size_of, workload
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from colocate.memory.sharding import Sharding
 from colocate.memory.train_plan import TrainPlan
@@ -19,10 +20,12 @@ from colocate.planning.hardware import Cluster, find_gpu
 from colocate.planning.memory_plan import account
 from colocate.planning.planner import Case, Wishes, choose_train_plan, plan
 from colocate.planning.remedies import enough_gpus, find_remedies, with_adapters
-from colocate.planning.sharding import NUM_WEIGHT_PARTS, WORTH_A_SPLIT, with_sharding
+from colocate.planning.sharding import NUM_WEIGHT_PARTS, WORTH_A_SPLIT, obstacle, with_sharding
 from colocate.planning.speed import expected_speed, step_time_of
 from colocate.policy.footprint import BUCKET_BYTES
-from colocate.weights.shapes import FourBit, Lora
+from colocate.weights.layouts import WeightPart, layout_for
+from colocate.weights.shapes import FourBit, Lora, ModelShapes
+from colocate.weights.weight_parts import split_weights, storage_of, why_not_split
 from tiny import shapes_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -98,7 +101,9 @@ def test_parts_are_what_splitting_a_model_gives(num_parts):
     )  # fmt: skip
     model, shapes = AutoModelForCausalLM.from_config(config), shapes_of(config)
     num_ranks = 8
-    held = [p.chunk(num_parts)[0].clone() if p.ndim > 1 else p for p in model.parameters()]
+    split_weights(model, WeightPart(0, num_parts))
+    assert ModelShapes.of(model) == shapes
+    held = [storage_of(p).clone() for p in model.parameters()]
     masters = [p.chunk(num_ranks // num_parts)[0].clone() for p in held]
     load = replace(workload(parameter_dtype=torch.bfloat16), sharding=Sharding(num_ranks, num_parts))
     result = plan(shapes, load)
@@ -334,13 +339,15 @@ def test_what_cannot_be_split_is_refused_with_the_arithmetic(shapes, changes, nu
     assert (reason in choice.reason) == (num_gpus == 8)
 
 
-def test_a_joint_matrix_of_queries_keys_and_values_is_not_split():
-    config = Phi3Config(
-        vocab_size=96, hidden_size=32, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, pad_token_id=0,
-    )  # fmt: skip
-    asked = Case(shapes_of(config), on_gpu(), 80 * GIB, Wishes(), Cluster(2, 1, H100))
-    assert "one matrix" in asked.sharding_choice(asked.cluster).reason
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("vocab_size", [96, 97])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_the_plan_refuses_what_splitting_refuses(name, vocab_size, num_kv_heads):
+    config = config_of(name, vocab_size=vocab_size, num_attention_heads=8, num_key_value_heads=num_kv_heads)
+    layout = layout_for(AutoModelForCausalLM.from_config(config))
+    for parts in (2, 4, 8):
+        refusal = obstacle(shapes_of(config), on_gpu(), Cluster(8, 1, H100), parts)
+        assert (refusal is None) == (why_not_split(layout, parts) is None)
 
 
 def test_without_a_known_gpu_the_fewest_parts_that_fit_are_taken():

@@ -14,6 +14,7 @@ from torch import nn
 from colocate.weights.adapters import active_adapters, base_linear, padded_rank
 from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.quantized import is_4bit
+from colocate.weights.weight_parts import splits_of
 
 _DEFAULT_LORA_TARGETS = ("q_proj", "v_proj")
 """The matrices that PEFT adapts in Llama, Mistral and Qwen models when no target is named."""
@@ -83,6 +84,8 @@ class ModelShapes:
     ) -> ModelShapes:
         """The sizes of a model, which may be loaded or on the meta device.
 
+        Of a model that holds a part of its weights they are those of the whole (`ModelShapes.part`).
+
         Args:
             lora, four_bit: adapters, and the quantisation, that the model will get and does not have yet.
 
@@ -100,9 +103,10 @@ class ModelShapes:
         adapter_sizes = tuple(x.numel() for x in adapter_tensors if x is not None)
         num_stacked = sum(padded_rank(len(adapter.a)) * adapter.a.shape[1] for adapter in adapters)
         not_counted = {id(tensor) for tensor in (*adapter_tensors, *(p.weight for p in projections))}
-        trained = (p for p in model.parameters() if p.requires_grad)
-        # `parameters` yields a tied head once, and it takes memory once.
-        others = sum(p.numel() for p in model.parameters() if id(p) not in not_counted)
+        # `named_parameters` yields a tied head once, and it takes memory once.
+        splits, parameters = splits_of(model), dict(model.named_parameters())
+        sizes = {name: splits[name].full_shape(p.shape).numel() for name, p in parameters.items()}
+        others = sum(sizes[name] for name, p in parameters.items() if id(p) not in not_counted)
         shapes = cls(
             num_layers=len(layout.layers),
             num_heads=layout.num_heads,
@@ -114,7 +118,7 @@ class ModelShapes:
             has_qk_norm=first.q_norm is not None,
             has_tied_head=layout.lm_head.weight is layout.embed_tokens.weight,
             num_parameters=others + sum(p.in_features * p.out_features for p in projections),
-            trained_sizes=tuple(p.numel() for p in trained),
+            trained_sizes=tuple(sizes[name] for name, p in parameters.items() if p.requires_grad),
             adapter_sizes=adapter_sizes,
             num_stacked=num_stacked,
             four_bit=four_bit,
