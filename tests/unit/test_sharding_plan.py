@@ -13,13 +13,15 @@ from engine_models import FAMILIES, config_of
 from test_planner import GIB, LARGE_SHAPES, allocated, on_gpu, size_of, workload
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from colocate.config import GRPOConfig
 from colocate.memory.sharding import Sharding
 from colocate.memory.train_plan import TrainPlan
 from colocate.planning.communication import all_reduce_s, exchange_s, gathers_s, link_bytes_per_s
 from colocate.planning.hardware import Cluster, find_gpu
-from colocate.planning.memory_plan import account
-from colocate.planning.planner import Case, Wishes, choose_train_plan, plan
+from colocate.planning.memory_plan import account, train_bytes
+from colocate.planning.planner import Case, Planner, Wishes, choose_train_plan, plan
 from colocate.planning.remedies import enough_gpus, find_remedies, with_adapters
+from colocate.planning.run_options import cluster_of, sharding_choice
 from colocate.planning.sharding import NUM_WEIGHT_PARTS, WORTH_A_SPLIT, obstacle, with_sharding
 from colocate.planning.speed import expected_speed, step_time_of
 from colocate.policy.footprint import BUCKET_BYTES
@@ -378,3 +380,32 @@ def test_remedies_are_found_for_all_gpus_together():
     assert (
         quantized.plan().fits and quantized.sharding_choice(quantized.cluster).sharding.num_weight_parts == 1
     )
+
+
+# ── A run ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_run_chooses_before_its_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOConfig, "world_size", 8)
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, optim="adafactor")
+    assert cluster_of(args, torch.device("cpu")) == Cluster(8, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert cluster_of(args, torch.device("cpu")) == Cluster(8, 2)
+    # On a CPU there is no memory to plan for, and so no reason to split the weights.
+    choice = sharding_choice(LARGE_SHAPES, args, torch.float32, torch.device("cpu"))
+    assert choice.sharding == Sharding(8, 1) and choice.sharding.num_optimizer_parts == 8
+
+
+def test_a_measured_step_corrects_the_plan_where_tokens_were_its_peak():
+    shapes = MODELS["7B"]
+    planner = Planner(shapes, under(2, 1, shapes), int(79.1 * GIB))
+    chosen = planner.plan().train_plan
+    predicted = train_bytes(shapes, planner.workload, chosen, 1.0)
+    assert chosen.offload_optimizer and planner.refine(chosen, predicted, chosen.budget(0)) == chosen
+    smaller = planner.refine(chosen, int(1.2 * predicted), chosen.budget(0))
+    assert smaller.budget(0) < chosen.budget(0) or smaller.activation_policy != chosen.activation_policy
+    # The step of 72B on 8 GPUs is its peak, whatever the micro-batches.
+    shapes = MODELS["72B"]
+    planner = Planner(shapes, under(8, 8, shapes), int(139.8 * GIB))
+    chosen = planner.plan().train_plan
+    assert planner.refine(chosen, 2 * train_bytes(shapes, planner.workload, chosen, 1.0), 1024) == chosen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
@@ -287,9 +287,16 @@ def _fragmentation(rows: Iterable[Row], phase: Phase, moment: Moment | None = No
     return Row("fragmentation", phase, int(FRAGMENTATION * size_bytes), how, moment)
 
 
-def train_bytes(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan, correction: float) -> int:
+def train_bytes(
+    shapes: ModelShapes,
+    workload: Workload,
+    train_plan: TrainPlan,
+    correction: float,
+    moments: Sequence[Moment] = get_args(Moment),
+) -> int:
+    """Bytes of a training step at the largest of some of its moments."""
     rows = _train_rows(shapes, workload, train_plan, correction)
-    of_moments = (total_bytes(row for row in rows if row.moment == moment) for moment in get_args(Moment))
+    of_moments = (total_bytes(row for row in rows if row.moment == moment) for moment in moments)
     return total_bytes(row for row in rows if row.moment is None) + max(of_moments)
 
 

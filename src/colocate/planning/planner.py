@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from colocate.engines.native.footprint import useful_kv_tokens
-from colocate.memory.rows import total_bytes
+from colocate.memory.rows import Moment, total_bytes
 from colocate.memory.train_plan import (
     ACTIVATION_POLICIES,
     ENOUGH_TOKENS,
@@ -56,6 +56,7 @@ MAX_LOGPROB_BYTES = 2 * 2**30
 MAX_LOGPROB_SHARE = 1 / 16
 """The largest share of the memory left by the resident rows that the logits of one chunk may take."""
 
+_MICROBATCH_MOMENTS: tuple[Moment, ...] = ("head", "layer", "embedding")
 _MAX_CORRECTION = 2.0
 _NEGLIGIBLE = 0.05
 """A share of a step's memory, or of its work, that is too small to act upon."""
@@ -314,6 +315,8 @@ class Planner:
         may_grow = self._may_grow and train_plan == self.plan().train_plan
         self._may_grow = False
         predicted_bytes, transient_bytes = self._prediction(train_plan, num_tokens)
+        if measured_bytes <= (1 + _NEGLIGIBLE) * self._exchange_bytes(train_plan):
+            return train_plan  # the peak was no larger than what takes as much for any number of tokens
         ratio = 1.0 + (measured_bytes - predicted_bytes) / max(transient_bytes, 1)
         floor = 1 / _MAX_CORRECTION if may_grow else self._correction
         self._correction = min(max(ratio, floor), _MAX_CORRECTION)
@@ -334,8 +337,16 @@ class Planner:
             )
         # An optimizer state that was on the host is back before the step begins: the step does not add it.
         step = replace(train_plan, tokens_per_microbatch=num_tokens, offload_optimizer=False)
-        whole, fixed = (train_bytes(self._shapes, workload, step, scale) for scale in (1.0, 0.0))
+        moments = _MICROBATCH_MOMENTS if workload.sharding.is_split else get_args(Moment)
+        whole, fixed = (train_bytes(self._shapes, workload, step, scale, moments) for scale in (1.0, 0.0))
         return whole, whole - fixed
+
+    def _exchange_bytes(self, train_plan: TrainPlan) -> int:
+        """Predicted bytes of the moments after the last micro-batch, in which ranks that split the optimizer
+        exchange gradients and step; 0 if nothing is split."""
+        if not self.workload.sharding.is_split:
+            return 0
+        return train_bytes(self._shapes, self.workload, train_plan, 1.0, ("reduce", "step"))
 
 
 # ── What the choice stands on ────────────────────────────────────────────────────────────────────────────

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +16,12 @@ from colocate.engines.native.backends import default_sizes
 from colocate.engines.native.decoder import bucket_for
 from colocate.engines.native.footprint import decode_bytes
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.memory.sharding import Sharding
 from colocate.memory.workload import VLLMDemand, Workload
+from colocate.planning.hardware import Cluster, find_gpu
 from colocate.planning.memory_plan import CONTEXT_BYTES
-from colocate.planning.planner import Planner, Wishes
+from colocate.planning.planner import Case, Planner, Wishes
+from colocate.planning.sharding import Choice, with_sharding
 from colocate.policy import cudnn_attention
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.layouts import has_layout
@@ -88,11 +94,48 @@ def wishes_of(args: GRPOConfig) -> Wishes:
     )
 
 
-def planner_for(model: nn.Module, args: GRPOConfig) -> Planner | None:
+def cluster_of(args: GRPOConfig, device: torch.device) -> Cluster:
+    """The GPUs of the run that this process is a rank of, in nodes of torchrun's LOCAL_WORLD_SIZE."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    gpu = None
+    if device.type == "cuda":
+        with contextlib.suppress(ValueError):  # too old for the kernels, which only the native engine needs
+            gpu = find_gpu(torch.cuda.get_device_name(device))
+    return Cluster(args.world_size, args.world_size // per_node, gpu)
+
+
+def sharding_choice(
+    shapes: ModelShapes, args: GRPOConfig, parameter_dtype: torch.dtype, device: torch.device
+) -> Choice:
+    """How a run's ranks split the model, before it is loaded.
+
+    Every rank comes to the same choice, since it depends on no memory that happens to be free.
+
+    Args:
+        shapes: of the model as it will be trained, with adapters and in 4 bits if it will be so.
+        parameter_dtype: the type of its weights.
+
+    Raises:
+        ValueError: the weights cannot be split as `shard` says.
+    """
+    is_gpu = device.type == "cuda"
+    has_cudnn = is_gpu and cudnn_attention.has_cudnn(device, parameter_dtype, shapes.head_size)
+    workload = workload_of(args, shapes, parameter_dtype, is_gpu=is_gpu, has_cudnn=has_cudnn)
+    if workload.optim not in MOMENTS_BYTES:
+        workload = replace(workload, optim="adamw_torch_fused")  # few keep more than Adam
+    device_bytes = torch.cuda.get_device_properties(device).total_memory if is_gpu else None
+    return Case(shapes, workload, device_bytes, wishes_of(args)).sharding_choice(cluster_of(args, device))
+
+
+def planner_for(model: nn.Module, args: GRPOConfig, sharding: Sharding | None = None) -> Planner | None:
     """The planner of a loaded model on a GPU.
 
-    None if nothing can be planned: on a CPU, for a model that is not supported natively, which trains padded,
-    and with an optimizer whose state is not known.
+    Args:
+        sharding: what the run's ranks split; None: nothing.
+
+    Returns:
+        None if nothing can be planned: on a CPU, for a model that is not supported natively, which trains
+        padded, and with an optimizer whose state is not known.
     """
     parameter = next(model.parameters())
     if parameter.device.type != "cuda" or not has_layout(model):
@@ -103,6 +146,8 @@ def planner_for(model: nn.Module, args: GRPOConfig) -> Planner | None:
     dtype = model.get_input_embeddings().weight.dtype  # type: ignore[operator]
     has_cudnn = cudnn_attention.has_cudnn(parameter.device, dtype, shapes.head_size)
     workload = workload_of(args, shapes, dtype, is_gpu=True, has_cudnn=has_cudnn)
+    if sharding is not None:
+        workload = with_sharding(shapes, workload, sharding)
     return Planner(shapes, workload, _device_bytes(parameter.device), wishes_of(args))
 
 
