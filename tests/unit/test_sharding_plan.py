@@ -24,7 +24,6 @@ from colocate.planning.remedies import enough_gpus, find_remedies, with_adapters
 from colocate.planning.run_options import cluster_of, sharding_choice
 from colocate.planning.sharding import NUM_WEIGHT_PARTS, WORTH_A_SPLIT, obstacle, with_sharding
 from colocate.planning.speed import expected_speed, step_time_of
-from colocate.policy.footprint import BUCKET_BYTES
 from colocate.weights.layouts import WeightPart, layout_for
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
 from colocate.weights.weight_parts import split_weights, storage_of, why_not_split
@@ -141,9 +140,10 @@ def test_whole_weights_are_there_while_they_are_used():
         assert size_of(result, "gathered layers", moment) == 2 * 2 * layer
     assert size_of(result, "gathered head", "head") == 2 * 152064 * 5120
     assert size_of(result, "gradients on their way", "layer") == 2 * 2 * layer
-    assert size_of(result, "buckets", "reduce") == 2 * BUCKET_BYTES
+    # Of the embedding's part each of two ranks gets a half, in float32.
+    assert size_of(result, "reduced gradients", "reduce") == 4 * 152064 * 5120 // (4 * 2)
     names = {row.name for row in account(shapes, under(8, 8, shapes), TrainPlan()).rows}
-    assert "buckets" not in names  # nobody else holds this part
+    assert "reduced gradients" not in names  # nobody else holds this part
     frozen = shapes.with_lora(Lora(32))
     names = {row.name for row in account(frozen, under(8, 4, frozen), TrainPlan()).rows}
     assert "gathered layers" in names and "gradients on their way" not in names

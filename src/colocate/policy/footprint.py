@@ -44,9 +44,6 @@ _INPUTS_IN_FLIGHT = 2
 _SAMPLE_BYTES = 32
 """Bytes of one token of a step's samples: its id, its mask, and its log-probs under rollout engine, old
 policy, reference and new policy."""
-BUCKET_BYTES = 256 * 2**20
-"""Bytes of a buffer in which ranks reduce gradients or gather weights; two take turns, one filled while the
-other is on its way."""
 _PACK_BYTES = 32
 """Bytes of one token of a micro-batch: id, position, the index of what it predicts, the loss's numbers."""
 
@@ -193,15 +190,14 @@ def _exchange_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     sharding, rows = workload.sharding, []
     if not sharding.is_split:
         return []
-    num_gradients = shapes.part(sharding.num_weight_parts).num_trained
     if sharding.num_weight_parts > 1:
         rows += _gathered_rows(shapes, workload.parameter_dtype.itemsize)
     if sharding.num_optimizer_parts > 1:
-        buckets = 2 * min(BUCKET_BYTES, 4 * num_gradients)
-        how = f"2 × {buckets / 2**21:.0f} MiB, to reduce gradients and gather weights"
-        users: tuple[Moment, ...] = ("reduce", "step")
-        rows += [Row("buckets", "train", buckets, how, moment) for moment in users]
-    return [*rows, _gradients_row("reduce", num_gradients)]
+        # One tensor after the other is reduced and let go of, so that the first share is beside all of them.
+        share = max(optimizer_sizes(shapes, sharding))
+        how = f"the largest tensor's share: {share:,} × 4 B"
+        rows.append(Row("reduced gradients", "train", 4 * share, how, "reduce"))
+    return [*rows, _gradients_row("reduce", shapes.part(sharding.num_weight_parts).num_trained)]
 
 
 def _gathered_rows(shapes: ModelShapes, b: int) -> list[Row]:
