@@ -38,11 +38,12 @@ class Candidate:
     @property
     def result(self) -> str:
         """Whether it fits, and its time, in a few words."""
-        if self.plan.fits is False:
-            return f"does not fit, {self.plan.peak_bytes / 2**30:.2f} GiB"
+        size = f"{self.plan.peak_bytes / 2**30:.2f} GiB"
+        if not self.plan.fits:
+            return f"takes {size}" if self.plan.fits is None else f"does not fit, {size}"
         tight = "" if self.plan.is_safe else " but tight"
         time = "" if self.step_s is None else f", {duration(self.step_s)} a step"
-        return f"fits{tight}, {self.plan.peak_bytes / 2**30:.2f} GiB{time}"
+        return f"fits{tight}, {size}{time}"
 
 
 @dataclass(frozen=True)
