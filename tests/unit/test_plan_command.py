@@ -221,6 +221,24 @@ def test_several_gpus_are_planned_together(plan, numbers):
     assert more["num_nodes"] == 2 and more["step_tokens"] == result["step_tokens"]
 
 
+def test_the_option_shard_is_kept_or_refused(plan, numbers):
+    asked = "--num_gpus 8 --gpu H100 --use_peft"
+    _, result = numbers("Qwen3-32B", f"{asked} --shard 4")
+    assert (result["num_weight_parts"], result["num_optimizer_parts"]) == (4, 2)
+    _, none = numbers("Qwen3-32B", f"{asked} --shard none")
+    assert (none["num_weight_parts"], none["num_optimizer_parts"]) == (1, 1)
+    assert rows_of(none)["moments"] == 2 * rows_of(result)["moments"]
+    code, printed = plan("Qwen2.5-7B", f"{asked} --shard 8")
+    assert (
+        code == 1
+        and "28 attention heads cannot be divided by 8. Set shard=auto, or one of 1, 2, 4." in printed
+    )
+    code, printed = plan("Qwen2.5-7B", f"{asked} --engine transformers --shard 2")
+    assert code == 1 and "engine='transformers' reads whole weights" in words(printed)
+    _, generating = numbers("Qwen2.5-7B", f"{asked} --engine transformers")
+    assert generating["num_weight_parts"] == 1
+
+
 def test_more_gpus_are_advice_that_can_be_followed(plan):
     code, printed = plan("Qwen2.5-7B", "--gpu H100")
     (num_gpus,) = re.findall(r"it fits --num_gpus (\d+):", words(printed))

@@ -21,7 +21,7 @@ from colocate.memory.workload import VLLMDemand, Workload
 from colocate.planning.hardware import Cluster, find_gpu
 from colocate.planning.memory_plan import CONTEXT_BYTES
 from colocate.planning.planner import Case, Planner, Wishes
-from colocate.planning.sharding import Choice, with_sharding
+from colocate.planning.sharding import Choice, Shard, with_sharding
 from colocate.policy import cudnn_attention
 from colocate.policy.footprint import MOMENTS_BYTES
 from colocate.weights.layouts import has_layout
@@ -91,7 +91,25 @@ def wishes_of(args: GRPOConfig) -> Wishes:
         logprob_chunk_size=args.logprob_chunk_size,
         offload_optimizer=args.offload_optimizer,
         sequences_per_microbatch=args.per_device_train_batch_size,
+        shard=_shard_of(args),
     )
+
+
+def _shard_of(args: GRPOConfig) -> Shard:
+    """The option `shard`; "auto" splits no weights where `model.generate` reads them.
+
+    Raises:
+        ValueError: engine="transformers" with weights that are to be split.
+    """
+    if args.engine != "transformers" or args.shard in ("none", 1):
+        return args.shard  # type: ignore[return-value]  # the option's range
+    if args.shard != "auto":
+        raise ValueError(
+            f"shard={args.shard} splits the weights over {args.shard} GPUs of a node, but "
+            "engine='transformers' reads whole weights. Set shard=1, which splits the optimizer alone, or "
+            "engine='native'."
+        )
+    return 1
 
 
 def cluster_of(args: GRPOConfig, device: torch.device) -> Cluster:
