@@ -52,6 +52,7 @@ from colocate.reporting.journal import Journal
 from colocate.rewards.base import RewardFunctions
 from colocate.run import Run
 from colocate.run_identity import RunIdentity
+from colocate.start_checks import check_ranks
 from colocate.trainer_arguments import check_reward_columns
 from colocate.types import SamplingParams
 from colocate.weights.layouts import WeightPart, causal_lm
@@ -82,8 +83,8 @@ def build_run(
     """
     train_dataset, eval_dataset = check_datasets(train_dataset, eval_dataset, args)
     check_reward_columns(reward_funcs, train_dataset, eval_dataset, args)
-    set_up_process(args)
-    accelerator = Accelerator(cpu=args.use_cpu)
+    accelerator = set_up_process(args)
+    check_ranks(args, model, train_dataset, eval_dataset)
     device, mesh, has_new_adapter = accelerator.device, mesh_of(args, accelerator), peft_config is not None
     batches = prompt_batches(train_dataset, args)
     num_steps = steps_of(args, batches.num_batches_per_epoch)

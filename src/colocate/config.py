@@ -35,6 +35,7 @@ from colocate.options import (
     check_support,
     default_of,
 )
+from colocate.parallel.meeting import meet
 from colocate.redaction import check_complete, redacted
 from colocate.requirements import (
     AT_LEAST_ONE,
@@ -332,6 +333,8 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
             )
 
         is_metric_given = self.metric_for_best_model is not None
+        # transformers connects the ranks: whoever is missing is named before.
+        meet(self.ddp_timeout, use_cpu=self.use_cpu, backend=self.ddp_backend)
         TrainingArguments.__post_init__(self)
         self._launch_dir = os.getcwd()
 

@@ -8,22 +8,27 @@ import os
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DistributedType
 from transformers import enable_full_determinism, set_seed
 from transformers.utils import logging as transformers_logging
 
 from colocate.config import GRPOConfig
 from colocate.redaction import check_complete
 
+_PLUGINS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
-def set_up_process(args: GRPOConfig) -> None:
-    """Seeds every global generator and sets how much is logged, as transformers' trainers do.
+
+def set_up_process(args: GRPOConfig) -> Accelerator:
+    """Seeds every global generator and sets how much is logged, as transformers' trainers do; returns the
+    process's place among the ranks.
 
     On CUDA, PyTorch's allocator is set to expandable segments unless the environment configures it: memory
     that one phase frees can then be used by another phase in pieces of any size, so that fragmentation loses
     gigabytes less.
 
     Raises:
-        ValueError: `args` were read from a file that has a placeholder where a secret was.
+        ValueError: `args` were read from a file that has a placeholder where a secret was; or the script has
+            made an `Accelerator` with a plugin of DeepSpeed, FSDP or Megatron.
     """
     check_complete(vars(args))
     atexit.unregister(leave_process_group)
@@ -38,6 +43,13 @@ def set_up_process(args: GRPOConfig) -> None:
     level = args.get_process_log_level()
     transformers_logging.set_verbosity(level)
     logging.getLogger("colocate").setLevel(level)
+    accelerator = Accelerator(cpu=args.use_cpu)
+    if accelerator.distributed_type in _PLUGINS:
+        raise ValueError(
+            f"The script has made an Accelerator for {accelerator.distributed_type.value}, and colocate "
+            "splits model and optimizer itself (shard). Remove that Accelerator."
+        )
+    return accelerator
 
 
 def leave_process_group() -> None:

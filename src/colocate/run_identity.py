@@ -6,6 +6,7 @@ import enum
 import importlib.metadata
 import json
 import platform
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +30,7 @@ FIXED_OPTIONS = ("num_generations", "num_iterations", "steps_per_generation", "g
 be unknown which completions were still to be used."""
 
 _NOT_COMPARED = ("output_dir", "resume_from_checkpoint", "per_device_train_batch_size")
-_LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft", "bitsandbytes", "vllm")
+LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft", "bitsandbytes", "vllm")
 _ADAPTER_OPTIONS = ("peft_type", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
 """Options of PEFT that the shapes of an adapter's parameters do not show."""
 
@@ -86,7 +87,7 @@ class RunIdentity:
                 "device": self._accelerator.device.type,
                 "dataset": self._dataset,
                 "reward functions": self._reward_names,
-                "version of": _versions(),
+                "version of": versions(),
             },
         }
         return json.loads(json.dumps(description, default=_as_json))
@@ -103,14 +104,15 @@ def _adapter(model: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in _ADAPTER_OPTIONS if hasattr(config, name)}
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"colocate": __version__, "python": platform.python_version()}
-    for name in _LIBRARIES:
+def versions(libraries: Iterable[str] = LIBRARIES) -> dict[str, str | None]:
+    """The versions of colocate, Python and these packages; None for one that is not installed."""
+    found: dict[str, str | None] = {"colocate": __version__, "python": platform.python_version()}
+    for name in libraries:
         try:
-            versions[name] = importlib.metadata.version(name)
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+            found[name] = None
+    return found
 
 
 def _as_json(value: Any) -> Any:

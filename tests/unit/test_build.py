@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator, DistributedType
 from engine_models import make_gpt2, make_model
 from packaging.version import Version
 from transformers.utils import logging as transformers_logging
@@ -42,6 +43,13 @@ def test_seed_full_determinism_and_log_level(tmp_path, process_as_before):
     assert torch.are_deterministic_algorithms_enabled()
     assert logging.getLogger("colocate").level == logging.ERROR
     assert transformers_logging.get_verbosity() == logging.ERROR
+
+
+def test_a_plugin_that_the_script_has_made_is_refused(tmp_path, process_as_before, monkeypatch):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(ValueError, match=r"an Accelerator for FSDP, and colocate splits .* \(shard\)"):
+        set_up_process(args)
 
 
 # ── engine="auto" with use_vllm=True: the model decides ──────────────────────────────────────────────────
