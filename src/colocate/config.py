@@ -23,6 +23,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.engines.build import ENGINES
+from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
 from colocate.option_values import coerce, types_of
@@ -279,6 +280,17 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     log_unique_prompts: bool = False
     """Print and save only one completion of each prompt with log_completions=True."""
 
+    # ── Configurations of DeepSpeed and FSDP, whose meaning `shard` and `offload_optimizer` take over ────
+
+    deepspeed: dict[str, Any] | str | None = None
+    """A DeepSpeed configuration, as a mapping or a JSON file. It is read as `shard` (stage 0: "none"; 1 and
+    2: 1; 3: "auto") and `offload_optimizer`; DeepSpeed itself is not used."""
+    fsdp: bool | list[str] | str | None = None  # type: ignore[assignment]  # True is documented
+    """True, or the strategies of FSDP's older form ("full_shard auto_wrap"). Read as `shard` ("auto", or 1
+    where the weights are not to be split); FSDP itself is not used."""
+    fsdp_config: dict[str, Any] | str | None = None
+    """What goes with `fsdp`, as a mapping or a JSON file; `reshard_after_forward` decides about `shard`."""
+
     # ── Accepted so that existing scripts run, or refused: `options.py` says which and why ───────────────
 
     accelerator_config: AcceleratorConfig | dict[str, Any] | str | None = None  # type: ignore[assignment]
@@ -309,7 +321,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     def __post_init__(self) -> None:
         check_complete(vars(self))
         self._read_values()
-        notices = self._resolve_renamed()
+        notices = translate(self, os.environ) + self._resolve_renamed()
         if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
             self.engine = "vllm_server"
         notices += check_support(self)
@@ -472,7 +484,6 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         Raises:
             ValueError: with the option, its value and what to set.
         """
-        self._check_launcher()
         for name, requirement in (RANGES | ranges_of(GRPOConfig)).items():
             check_range(name, getattr(self, name), requirement)
         if self.num_train_epochs <= 0 and self.max_steps <= 0:
@@ -523,11 +534,3 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
             record: the base class of `GRPOConfig` that declares them, such as `ObjectiveParams`.
         """
         return record(**{field.name: getattr(self, field.name) for field in fields(record)})
-
-    def _check_launcher(self) -> None:
-        for variable, plugin in (("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")):
-            if os.environ.get(variable, "false").lower() in ("1", "true"):
-                raise ValueError(
-                    f"The launcher asks for {plugin} ({variable}={os.environ[variable]}), which is not "
-                    "supported yet: a model must fit on one device. Use `accelerate launch --multi_gpu`."
-                )

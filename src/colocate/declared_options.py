@@ -12,7 +12,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from colocate.option_values import nearest, shown
 
@@ -58,11 +58,11 @@ def options_of(class_name: str) -> Iterator[Option]:
         text = str(following.value.value) if is_documented else ""  # type: ignore[union-attr]
         annotation = ast.unparse(node.annotation)
         if table := re.search(r"OneOf\((\w+)\)", annotation):
-            text = f"{text} One of {', '.join(_names_of(table[1], module))}."
+            text = f"{text} One of {', '.join(map(str, _names_of(table[1], module)))}."
         yield Option(ast.unparse(node.target), _default(node.value), text, heading, annotation)
 
 
-def _names_of(table: str, module: ast.Module) -> list[str]:
+def _names_of(table: str, module: ast.Module) -> list[Any]:
     """The keys of the dictionary, or the members of the tuple, called `table` in a module, or in the module
     that it imports `table` from."""
     for node in module.body:

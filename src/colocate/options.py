@@ -156,8 +156,6 @@ UNNECESSARY_WITH_LAYOUT: dict[str, str] = dict.fromkeys(
 """Options that are on by default and that a natively supported model does not read. Their value does not show
 whether the user has set them: only the run file or the command line does."""
 
-_ONE_GPU_MODEL = "a model must fit on one device in this version; use fewer parameters or use_peft"
-
 REFUSED: dict[str, str] = {
     "vllm_mode": "with this engine, or without use_vllm=True, no server is asked. Set engine='vllm_server', "
     "or vllm_mode='colocate'",
@@ -175,10 +173,7 @@ REFUSED: dict[str, str] = {
     "torch_compile": "not supported yet; remove it",
     "torch_compile_backend": "torch_compile is not supported yet; remove it",
     "torch_compile_mode": "torch_compile is not supported yet; remove it",
-    "fsdp": _ONE_GPU_MODEL,
-    "fsdp_config": _ONE_GPU_MODEL,
-    "deepspeed": _ONE_GPU_MODEL,
-    "parallelism_config": _ONE_GPU_MODEL,
+    "parallelism_config": "the weights are split over GPUs in one way; set shard, or let it choose",
     "debug": "not supported; steps that are not finite are reported by name (see max_skipped_steps)",
     "save_on_each_node": "a checkpoint is one directory for all nodes; put output_dir on shared storage",
     "ignore_data_skip": "a resumed run continues its data where it stopped; start a new run instead",

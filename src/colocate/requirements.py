@@ -44,9 +44,9 @@ INTERVAL = Requirement(
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """The names that an option takes, in the order in which an error lists them."""
+    """The values that an option takes, names or numbers, in the order in which an error lists them."""
 
-    names: Collection[str]
+    names: Collection[Any]
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def ranges_of(record: type) -> dict[str, Requirement]:
 
 
 @functools.cache
-def choices_of(record: type) -> dict[str, Collection[str]]:
+def choices_of(record: type) -> dict[str, Collection[Any]]:
     """The names that an option takes, for each option for which a dataclass or a base class declares them."""
     return {name: choice.names for name, choice in _declared(record, OneOf).items()}
 
@@ -76,7 +76,7 @@ def check_range(name: str, value: Any, requirement: Requirement) -> None:
         raise ValueError(f"{name}={shown(value)} {requirement.words}.")
 
 
-def check_choice(option: str, value: object, choices: Collection[str]) -> None:
+def check_choice(option: str, value: object, choices: Collection[Any]) -> None:
     """Refuse a value that is not one of `choices`.
 
     Raises:
@@ -84,6 +84,7 @@ def check_choice(option: str, value: object, choices: Collection[str]) -> None:
     """
     if value in choices:
         return
-    nearest = difflib.get_close_matches(str(value)[:100], choices, n=1)
+    names = [str(choice) for choice in choices]
+    nearest = difflib.get_close_matches(str(value)[:100], names, n=1)
     suggestion = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(f"{option}={shown(value)} is unknown; it is one of {', '.join(choices)}.{suggestion}")
+    raise ValueError(f"{option}={shown(value)} is unknown; it is one of {', '.join(names)}.{suggestion}")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from colocate.checkpoints.snapshot import checksum
 from colocate.config import GRPOConfig
@@ -34,6 +34,7 @@ from colocate.option_values import shown
 from colocate.parallel.meeting import in_words, meeting
 from colocate.redaction import redacted
 from colocate.run_identity import LIBRARIES, versions
+from colocate.weights.layouts import causal_lm
 
 _MAY_DIFFER = (
     *("local_rank", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project"),
@@ -55,12 +56,14 @@ _REMEDIES["eval_dataset"] = _REMEDIES["train_dataset"]
 
 
 def check_ranks(args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Compare the ranks; nothing happens with one.
+    """Compare the ranks, of which there may be one, and whether the model can be split over them as asked.
 
     Raises:
-        ValueError: ranks differ, or two of them have the same GPU. Every rank raises the same error.
+        ValueError: `check_split`; ranks differ; or two of them have the same GPU. Every rank raises the same
+            error.
         TimeoutError: a rank has not come within `ddp_timeout` seconds.
     """
+    check_split(args, model)
     if args.world_size < 2:
         return
     report = json.dumps(report_of(args, model, train_dataset, eval_dataset))
@@ -69,6 +72,37 @@ def check_ranks(args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: 
     verdict = place.decide(report, judge, args.ddp_timeout) if place else judge(of_all_ranks([report]))
     if verdict:
         raise ValueError(verdict)
+
+
+def check_split(args: GRPOConfig, model: Any) -> None:
+    """Refuse a number of parts (`shard`) into which the nodes or the model cannot be divided.
+
+    Raises:
+        ValueError: with the arithmetic, and the numbers of parts that would work.
+    """
+    num_parts = args.shard
+    if not isinstance(num_parts, int) or num_parts == 1:
+        return
+    config = _config_of(model, args).get_text_config()
+    place = meeting()
+    sizes = {
+        "processes": args.world_size,
+        "processes of a node": place.ranks_per_node if place else args.world_size,
+        "attention heads": config.num_attention_heads,
+        "key/value heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    }
+    wrong = [
+        f"{size} {name} / {num_parts} = {size / num_parts:g}"
+        for name, size in sizes.items()
+        if size % num_parts
+    ]
+    if wrong:
+        fit = [str(n) for n in (1, 2, 4, 8) if not any(size % n for size in sizes.values())]
+        raise ValueError(
+            f"shard={num_parts} splits the weights over {num_parts} processes of one node, and these must be "
+            f"whole: {'; '.join(wrong)}. For this model and start, shard may be 'auto', 'none' or "
+            f"{', '.join(fit)}."
+        )
 
 
 def report_of(args: GRPOConfig, model: Any, train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
@@ -208,6 +242,13 @@ def _model(model: Any) -> dict[str, str]:
     cached = try_to_load_from_cache(str(model), "config.json")
     revision = {"revision": Path(cached).parent.name} if isinstance(cached, str) else {}
     return {"name": redacted(str(model)), **revision}
+
+
+def _config_of(model: Any, args: GRPOConfig) -> PretrainedConfig:
+    if isinstance(model, nn.Module):
+        return causal_lm(model).config
+    revision = (args.model_init_kwargs or {}).get("revision")
+    return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, revision=revision)
 
 
 def _ends_of(file: Path) -> bytes:

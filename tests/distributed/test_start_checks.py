@@ -11,6 +11,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,3 +216,31 @@ def test_revisions_are_compared_where_they_are_known():
     assert "model's revision: 1f on ranks 0, 2 (a), 2e on rank 1 (a)" in start_checks.judge(
         [report("1f"), report("2e"), report("1f")]
     )
+
+
+# ── Into how many parts ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+@pytest.mark.parametrize(
+    ("shard", "num_ranks", "per_node", "message"),
+    [
+        (4, 8, 8, "whole: 2 key/value heads / 4 = 0.5. For this model and start, shard may be {} or 1, 2."),
+        (8, 4, 4, "whole: 4 processes / 8 = 0.5; 4 processes of a node / 8 = 0.5; 4 attention heads / 8 ="),
+        (2, 3, 3, "whole: 3 processes / 2 = 1.5; 3 processes of a node / 2 = 1.5. For"),
+        (2, 6, 3, "whole: 3 processes of a node / 2 = 1.5. For this model and start, shard may be {} or 1."),
+        (2, 4, 2, None),
+        ("auto", 3, 3, None),
+        (1, 3, 3, None),
+    ],
+)
+def test_parts_that_are_not_whole(shard, num_ranks, per_node, message, is_loaded, model_dir, monkeypatch):
+    args = SimpleNamespace(shard=shard, world_size=num_ranks, model_init_kwargs=None, trust_remote_code=False)
+    monkeypatch.setattr(meeting, "_meeting", Meeting(None, 0, num_ranks, per_node))
+    model = make_model() if is_loaded else model_dir
+    if message is None:
+        start_checks.check_split(args, model)
+    else:
+        with pytest.raises(ValueError) as error:
+            start_checks.check_split(args, model)
+        assert message.format("'auto', 'none'") in str(error.value)

@@ -11,6 +11,7 @@ from packaging.version import Version
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from colocate import launchers
 from colocate.build import sampling_params
 from colocate.config import GRPOConfig
 from colocate.option_values import coerce, shown, types_of
@@ -285,15 +286,30 @@ def test_contradictions_are_refused(options, make):
     assert make(sync_ref_model=True, beta=0.1).sync_ref_model
 
 
-@pytest.mark.parametrize("variable", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"])
-def test_launchers_that_shard_the_model_are_refused(variable, make, monkeypatch):
-    # transformers sets up the plugin before we can refuse it; only the refusal matters here.
-    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
-    monkeypatch.setattr(TrainingArguments, "n_gpu", 1)
-    monkeypatch.setattr(TrainingArguments, "world_size", 1)
-    monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match=variable):
-        make()
+@pytest.mark.parametrize(
+    ("given", "shard"),
+    [
+        ({"fsdp": True}, "auto"),
+        ({"fsdp": ["shard_grad_op", "auto_wrap"]}, 1),
+        ({"fsdp": "no_shard"}, "none"),
+        ({"deepspeed": '{"zero_optimization": {"stage": 2}}'}, 1),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}, "shard": 2}, 2),
+    ],
+)
+def test_sharding_of_other_libraries_is_taken_over(given, shard, make, caplog):
+    config = make(**given)
+    assert (config.shard, config.deepspeed, config.fsdp) == (shard, None, None)
+    assert config.deepspeed_plugin is None and not config.fsdp_plugin_args
+    assert sum("itself is not used" in message for message in caplog.messages) == 1
+
+
+def test_a_launcher_that_shards_is_taken_over(make, monkeypatch):
+    monkeypatch.setattr(launchers, "_taken", {})
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    assert make().shard == make().shard == 1
+    with pytest.raises(ValueError, match="asks for shard=1, and the option shard=4 was set"):
+        make(shard=4)
 
 
 # ── Batches ──────────────────────────────────────────────────────────────────────────────────────────────
