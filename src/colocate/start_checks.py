@@ -24,6 +24,7 @@ import torch.distributed as dist
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.trainer_utils import SaveStrategy
 
 from colocate.checkpoints.snapshot import checksum
 from colocate.config import GRPOConfig
@@ -200,6 +201,8 @@ def _options(args: GRPOConfig) -> dict[str, str]:
         for field in dataclasses.fields(args)
         if field.name not in _MAY_DIFFER
     }
+    if args.save_strategy == SaveStrategy.NO:  # else the ranks write one checkpoint together
+        del options["output_dir"]
     # Scripts put the whole model onto the rank's own device with it.
     kwargs = options["model_init_kwargs"] or {}
     options["model_init_kwargs"] = {name: value for name, value in kwargs.items() if name != "device_map"}

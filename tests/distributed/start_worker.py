@@ -34,6 +34,8 @@ def same_gpu(args: Any) -> str:
 versions = start_checks.versions
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "alike": lambda: {},
+    "unsaved": lambda: {"output_dir": f"{sys.argv[1]}/of-rank-{RANK}"},
+    "output_dir": lambda: {"output_dir": f"{sys.argv[1]}/of-rank-{RANK}", "save_strategy": "steps"},
     "option": lambda: {"learning_rate": 0.01 + 0.01 * RANK, "temperature": 1.0 - 0.5 * RANK},
     "dataset": lambda: {"train_dataset": sums(12 - RANK)},
     "order": lambda: {"train_dataset": sums(12).select(range(11, -1, -1) if RANK else range(12))},
@@ -61,11 +63,15 @@ def main() -> None:
             mock.patch.object(build, "prepare_model", side_effect=record(prepared)),
         ):
             try:
-                make_trainer(directory / case, per_device_train_batch_size=2, **arguments())
+                make_trainer(
+                    **{"output_dir": directory / case, "per_device_train_batch_size": 2} | arguments()
+                )
                 said[case] = ""
             except ValueError as error:
                 said[case] = str(error)
-        assert bool(prepared) == (case == "alike"), "the model is touched before the ranks are compared"
+        assert bool(prepared) == (case in ("alike", "unsaved")), (
+            "the model is touched before the ranks are compared"
+        )
     (directory / f"said{RANK}.json").write_text(json.dumps(said))
 
 

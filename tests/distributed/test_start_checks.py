@@ -71,6 +71,7 @@ def said(tmp_path_factory) -> tuple[dict[str, str], dict[str, str]]:
             "option",
             ["option learning_rate: 0.01 on rank 0 (", ", 0.02 on rank 1 (", "option temperature: 1.0"],
         ),
+        ("output_dir", ["option output_dir: '", "of-rank-1' on rank 1"]),
         ("dataset", ["train_dataset's rows: 12 on rank 0", "11 on rank 1", "the whole dataset, in the same"]),
         ("order", ["train_dataset's digest: "]),
         ("eval_dataset", ["eval_dataset hard's rows: 4 on rank 0", "5 on rank 1"]),
@@ -96,7 +97,8 @@ def test_ranks_that_differ_are_refused_on_every_rank(said, case, messages):
 
 
 def test_ranks_that_are_alike_go_on(said):
-    assert said[0]["alike"] == said[1]["alike"] == ""
+    for case in ("alike", "unsaved"):
+        assert said[0][case] == said[1][case] == ""
 
 
 # ── Ranks that do not come ───────────────────────────────────────────────────────────────────────────────

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launcher_configs import DEEPSPEED_JSON, FSDP1, FSDP2, ZERO3, environment_of, with_entries
 
 from colocate import launchers
+from launcher_configs import DEEPSPEED_JSON, FSDP1, FSDP2, ZERO3, environment_of, with_entries
 
 
 @pytest.fixture(autouse=True)
