@@ -31,6 +31,7 @@ from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
+from colocate.memory.sharding import Sharding
 from colocate.memory.timeline import Category, Timeline
 from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
@@ -92,10 +93,10 @@ def build_run(
     tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
     sampling = sampling_params(args, stop_token_ids(tokenizer, model))
     # An engine may take all memory that it finds free: whatever else needs memory is made first.
-    planner = planner_for(model, args)
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
     optimizer = build_optimizer(model, args, num_steps.of_run, originals, optimizers, mesh)
-    engine = build_engine(model, args, accelerator, sampling)
+    planner = planner_for(model, args, Sharding(mesh.num_ranks, mesh.num_weight_parts, optimizer.is_split))
+    engine = build_engine(model, args, accelerator, sampling, mesh)
     journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
     timeline = build_timeline(device, model, optimizer, engine, journal)
     handover = Handover(engine)
@@ -245,7 +246,7 @@ def first_plan(planner: Planner) -> TrainPlan:
 
 
 def build_engine(
-    model: nn.Module, args: GRPOConfig, accelerator: Accelerator, sampling: SamplingParams
+    model: nn.Module, args: GRPOConfig, accelerator: Accelerator, sampling: SamplingParams, mesh: Mesh
 ) -> RolloutEngine:
     """The engine that `args.engine` names; "auto" takes the native engine wherever that can run.
 
@@ -261,7 +262,7 @@ def build_engine(
         for notice in check_support(args, name):
             if accelerator.is_main_process:
                 logger.warning(notice)
-    return engines.build_engine(name, EngineParts(model, args, accelerator, sampling, arguments))
+    return engines.build_engine(name, EngineParts(model, args, accelerator, sampling, arguments, mesh))
 
 
 def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:

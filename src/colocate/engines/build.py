@@ -26,6 +26,7 @@ class EngineOptions(Protocol):
 
     output_dir: str | None
     offload_optimizer: bool | None
+    shard: int | str
     trust_remote_code: bool
     generation_batch_size: int | None
     per_device_eval_batch_size: int
@@ -91,7 +92,7 @@ def _vllm(parts: EngineParts) -> RolloutEngine:
         max_model_len=options.vllm_max_model_length,
         tensor_parallel_size=options.vllm_tensor_parallel_size,
         gpu_memory_utilization=options.vllm_gpu_memory_utilization,
-        reserve_bytes=0 if options.offload_optimizer else _moments_bytes(parts.model),
+        reserve_bytes=0 if options.offload_optimizer else _moments_bytes(parts),
         usable_kv_cache_bytes=_usable_kv_cache_bytes(parts),
         weights=options.vllm_weights,
         logprobs_mode=mode_for(parts.sampling),
@@ -191,9 +192,11 @@ def engine_of_auto(
     )
 
 
-def _moments_bytes(model: nn.Module) -> int:
+def _moments_bytes(parts: EngineParts) -> int:
     """Bytes of Adam's two float32 moments, which exist from the first step on and stay during rollouts."""
-    return 8 * sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_trained = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
+    is_split = parts.mesh is not None and parts.options.shard != "none"
+    return 8 * num_trained // (parts.mesh.num_replicas if parts.mesh and is_split else 1)
 
 
 def _usable_kv_cache_bytes(parts: EngineParts) -> int | None:

@@ -65,11 +65,16 @@ class Agreement:
             samples: this process's samples of a rollout on which the policy has not been trained yet.
         """
         engine, policy = self._engine, self._policy
-        if not samples or engine.num_restarts == self._num_restarts_seen:
+        # Ranks that share the weights evaluate together, those without samples too.
+        is_needed = bool(samples) or policy.num_weight_parts > 1
+        if not is_needed or engine.num_restarts == self._num_restarts_seen:
             return
         self._num_restarts_seen = engine.num_restarts
-        compared = samples[:: math.ceil(len(samples) / NUM_COMPARED)]
-        logprobs, entropies = (torch.cat(part) for part in zip(*policy.logprobs(compared), strict=True))
+        compared = samples[:: max(1, math.ceil(len(samples) / NUM_COMPARED))]
+        evaluated = policy.logprobs(compared)
+        if not evaluated:
+            return
+        logprobs, entropies = (torch.cat(part) for part in zip(*evaluated, strict=True))
         told = [sample.rollout_logprobs for sample in compared if sample.rollout_logprobs is not None]
         name = type(engine).__name__
         if len(told) == len(compared):

@@ -313,7 +313,12 @@ class PolicyOptimizer:
 
     def prefetch(self) -> None:
         """Start to bring back what `offload` moved, if the device has room for it now. `step` waits for it,
-        or, if there was no room, brings it back itself, when the activations are gone."""
+        or, if there was no room, brings it back itself, when the activations are gone.
+
+        Where ranks split the state it stays on the host until then: it is split for want of memory.
+        """
+        if self.is_split:
+            return
         with contextlib.suppress(torch.OutOfMemoryError):
             self._host.prefetch()
 

@@ -535,6 +535,11 @@ class Policy:
         return float(size)
 
     @property
+    def num_weight_parts(self) -> int:
+        """The number of ranks that share one copy of the weights, and compute together."""
+        return self._mesh.num_weight_parts
+
+    @property
     def shares_prompts(self) -> bool:
         """Whether a prompt that several samples of a micro-batch have is computed once."""
         return self._share_prompts and self._runs_packed
