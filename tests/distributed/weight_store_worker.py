@@ -282,7 +282,8 @@ def interrupted(mesh: Mesh) -> Iterator[tuple[str, float]]:
 def steps(mesh: Mesh, name: str, *, lora: bool = False) -> Iterator[tuple[str, float]]:
     """Three clipped steps by a policy over parts, beside one process with the samples of all ranks."""
     lengths, num_ranks = [(3, 5), (9, 2), (2, 12), (6, 6)], dist.get_world_size()
-    samples = [make_samples(lengths, seed=rank) for rank in range(num_ranks)]
+    # Ranks have other numbers of micro-batches.
+    samples = [make_samples(lengths[: 4 - rank], seed=rank) for rank in range(num_ranks)]
     own = samples[dist.get_rank()]
     everyones = [  # the gradient is the mean over ranks
         replace(s, loss_weight=s.loss_weight / num_ranks, entropy_weight=s.entropy_weight / num_ranks)
@@ -292,7 +293,9 @@ def steps(mesh: Mesh, name: str, *, lora: bool = False) -> Iterator[tuple[str, f
     whole = make_model(name, lora=lora)
     parts = copy.deepcopy(whole)
     split_weights(parts, WeightPart(mesh.weight_part, mesh.num_weight_parts))
-    options: dict[str, Any] = dict(max_grad_norm=1.0, learning_rate=0.1)
+    for model in (whole, parts):
+        torch.nn.Module.to(model, torch.device("cpu", 0))  # as runs do, which undoes the fusion
+    options: dict[str, Any] = dict(max_grad_norm=1.0, learning_rate=0.1, budget=16)
     one = make_policy(whole, reference=make_reference(whole, has_new_adapter=lora), **options)
     with mock.patch.object(dist, "get_world_size", lambda *_: 1):  # the policy of one process
         for _ in range(3):
