@@ -36,6 +36,8 @@ from benchmarks.step.cases import LORA_TARGETS
 from benchmarks.step.run import assignment, is_main_process, num_processes, reward
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.types import Completion, Prompt, SamplingParams
+from colocate.weights.layouts import WeightPart
+from colocate.weights.weight_parts import random_parts
 
 TEACHER_FORCED_PROMPT_TOKENS = 512
 NUM_STEPS = 2
@@ -96,7 +98,12 @@ def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.d
             r=LORA_RANK, lora_alpha=LORA_RANK, target_modules=list(LORA_TARGETS), task_type="CAUSAL_LM"
         )
     start_s = time.perf_counter()
-    model = make_model(config, options.method, device)
+    num_parts = dict(options.option).get("shard", 1)
+    if num_parts in (1, "auto", "none"):
+        model = make_model(config, options.method, device)
+    else:  # a model that no GPU could hold whole
+        part = WeightPart(int(os.environ["RANK"]) % num_parts, num_parts)
+        model = random_parts(config, part, device=device, dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as directory:
         args = GRPOConfig(
             output_dir=directory,
@@ -133,6 +140,8 @@ def train(options: argparse.Namespace, config: PretrainedConfig, device: torch.d
             force_completions(trainer, vocab_size)
         made_s = time.perf_counter() - start_s
         trainer.train()
+        if not is_main_process():
+            return {}
         lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if not record.get("eval")]
     lengths = {step["completions/mean_length"] for step in steps}
@@ -172,13 +181,14 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     record = train(options, config, device)
+    if not is_main_process():
+        return
     if device.type == "cuda":
         record["torch_peak_allocated_bytes"] = max(
             span["peak_allocated_bytes"] for step in record["steps"] for span in step["memory"]["spans"]
         )
         record["torch_reserved_bytes"] = torch.cuda.memory_reserved()
-    if is_main_process():
-        print(json.dumps(record), flush=True)
+    print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

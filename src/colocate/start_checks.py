@@ -35,7 +35,7 @@ from colocate.option_values import shown
 from colocate.parallel.meeting import in_words, meeting
 from colocate.redaction import redacted
 from colocate.run_identity import LIBRARIES, versions
-from colocate.weights.layouts import causal_lm
+from colocate.weights.layouts import WHOLE, causal_lm, weight_part_of
 
 _MAY_DIFFER = (
     *("local_rank", "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project"),
@@ -228,7 +228,10 @@ def _model(model: Any) -> dict[str, str]:
     """The model's description as far as it is cheap: of a loaded one the first elements of its parameters, of
     a directory its files' sizes and ends, of a name on the Hub the revision that this machine has."""
     if isinstance(model, nn.Module):
-        sample = [p.detach().reshape(-1)[:_SAMPLE_ELEMENTS] for p in model.parameters() if not p.is_meta]
+        # Ranks may have been given a part of the weights each.
+        is_part = weight_part_of(model) != WHOLE
+        compared = [p.detach() for p in model.parameters() if not (p.is_meta or is_part)]
+        sample = [p.reshape(-1)[:_SAMPLE_ELEMENTS] for p in compared]
         config = getattr(model, "config", None)
         text = config.to_json_string() if isinstance(config, PretrainedConfig) else ""
         return {

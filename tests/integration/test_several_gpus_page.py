@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -135,3 +136,14 @@ def test_links_lead_somewhere():
     for page in (ROOT / "docs").glob("*.md"):
         for target in re.findall(r"\]\((\w[\w-]*\.md)[)#]", page.read_text()):
             assert (ROOT / "docs" / target).exists(), target
+
+
+def test_what_splitting_costs_is_what_was_measured() -> None:
+    claims = json.loads((ROOT / "benchmarks/results/sharded-h200x2.json").read_text())["claims"]
+    text = " ".join(PAGE.split())
+    for phrase, claim in (
+        ("a step takes {:.2f} times as long with `shard=1`", "optimizer_sharding_overhead_1p5b"),
+        ("training takes {:.2f} times as long with `shard=2`", "weight_sharding_overhead_7b"),
+        ("decodes {:.2f} times the tokens per second", "tp2_decode_7b_vs_two_engines"),
+    ):
+        assert phrase.format(claims[claim]) in text

@@ -57,7 +57,8 @@ def prepare_model(
     """A model ready to be trained, and its trainable weights as they were before a cast to bf16, whole.
 
     Args:
-        part: what the model keeps of its weights. It is loaded whole, and split before it goes to the device.
+        part: what the model keeps of its weights. It is loaded whole, and split before it goes to the device;
+            a model object may hold its part already (`weight_parts.random_parts`).
 
     Raises:
         ValueError: `quantization_config` for a model that is loaded already; a model that cannot be split;
@@ -84,7 +85,7 @@ def prepare_model(
     if options.gradient_checkpointing and not has_layout(loaded):
         # transformers has read JSON text into a dict by now.
         enable_gradient_checkpointing(loaded, options.gradient_checkpointing_kwargs)
-    if part != WHOLE:
+    if part != WHOLE and weight_part_of(loaded) != part:
         split_weights(loaded, part)
     return nn.Module.to(loaded, device), originals
 
