@@ -1,6 +1,6 @@
 """Steps and contexts on several GPUs: writes `results/sharded-<hardware>.json`.
 
-    python -m benchmarks.sharded.suite [--parts 1p5b 7b 7b-peer] [--peer-site DIR]
+    python -m benchmarks.sharded.suite [--parts 1p5b 7b 7b-peer tp2 resume] [--peer-site DIR]
     python -m benchmarks.sharded.suite --parts full_7b_2x80gb_context --lengths 4096 16384
     python -m benchmarks.sharded.suite --merge
 
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from benchmarks.rollout.cases import model_directory
 from benchmarks.sharded.cases import CONTEXTS, FSDP2, STEPS, StepCase
 
 NUM_GPUS = 2
+RESUMES = (("write", "2", 2), ("read", "2", 2), ("read", "1", 2), ("read", "auto", 1))
+"""What is done with one checkpoint, in this order: part, option `shard`, processes."""
 STEP_S = 500.0
 """A run that takes longer has failed. In TRL's first, vLLM compiles for two minutes."""
 
@@ -36,7 +40,7 @@ class ShardedSuite(Suite):
     """Steps and contexts on several GPUs."""
 
     name, hardware = "sharded", "h200x2"
-    parts = (*STEPS, *CONTEXTS)
+    parts = (*STEPS, "tp2", "resume", *CONTEXTS)
     has_all_claims = False
     extends_result = True
 
@@ -56,6 +60,18 @@ class ShardedSuite(Suite):
     def measure(self, part: str) -> None:
         if part in CONTEXTS:
             self._contexts(part)
+            return
+        if part == "tp2":
+            directory = model_directory(self.options.model_dir, "tiny" if self.options.tiny else "7b")
+            out = self.out(part)
+            self.run(
+                "sharded.tensor_parallel", directory, "--out", out,
+                num_processes=NUM_GPUS, timeout_s=STEP_S, CUDA_VISIBLE_DEVICES=self._gpus(NUM_GPUS),
+            )  # fmt: skip
+            _label(out, part)
+            return
+        if part == "resume":
+            self._resume()
             return
         for _ in range(self.options.rounds):
             for case in STEPS[part]:
@@ -84,11 +100,31 @@ class ShardedSuite(Suite):
             is_peer=case.peer is not None,
             num_processes=case.num_gpus,
             timeout_s=STEP_S,
-            CUDA_VISIBLE_DEVICES=",".join(visible_gpus(NUM_GPUS)[: case.num_gpus]),
+            CUDA_VISIBLE_DEVICES=self._gpus(case.num_gpus),
             **({} if case.peer is None else FSDP2),
         )  # fmt: skip
-        if out.exists():
-            out.write_text(json.dumps(json.loads(out.read_text()) | {"part": part}, indent=1) + "\n")
+        _label(out, part)
+
+    def _gpus(self, num_gpus: int) -> str:
+        return ",".join(visible_gpus(NUM_GPUS)[:num_gpus])
+
+    def _resume(self) -> None:
+        """A checkpoint of two processes that split the weights, read by two that do not, and by one."""
+        directory = self.records / f"{time.time_ns()}-checkpoint"
+        record = origin(self.environment["COLOCATE_COMMIT"]) | {
+            "kind": "resume",
+            "part": "resume",
+            "runs": [],
+        }
+        for part, shard, num_processes in RESUMES:
+            output = self.run(
+                "sharded.resume", part, directory, "--shard", shard,
+                num_processes=num_processes, CUDA_VISIBLE_DEVICES=self._gpus(num_processes),
+            )  # fmt: skip
+            if output is not None:
+                record["runs"].append(json.loads(output.splitlines()[-1]))
+        shutil.rmtree(directory, ignore_errors=True)
+        self.out("resume").write_text(json.dumps(record, indent=1) + "\n")
 
     def _contexts(self, claim: str) -> None:
         """Both divisions of every length; a length that fails in one is not tried in the other."""
@@ -121,6 +157,12 @@ class ShardedSuite(Suite):
             record |= json.loads(output.splitlines()[-1])
         self.out(f"context-{case.model}").write_text(json.dumps(record, indent=1) + "\n")
         return output is not None
+
+
+def _label(out: Path, part: str) -> None:
+    """Note in a record, if it was written, which part of the suite it is of."""
+    if out.exists():
+        out.write_text(json.dumps(json.loads(out.read_text()) | {"part": part}, indent=1) + "\n")
 
 
 def context_words(case: Case, num_parts: int, length: int, new_tokens: int) -> list[str | int]:
@@ -170,6 +212,25 @@ def plan_error(records: list[Record]) -> float | None:
     return max(errors, default=None)
 
 
+def tensor_parallel(records: list[Record]) -> Claims:
+    """What the last run of two GPUs that decode together showed."""
+    found = [record for record in records if record["kind"] == "tensor_parallel"]
+    last = found[-1] if found else {}
+    return {
+        "logprob_gap_tp2": quotient(last.get("gap_of_two"), last.get("gap_of_one")),
+        "tp2_allreduce_share": last.get("decode", {}).get("share"),
+    }
+
+
+def resumes_exactly(records: list[Record]) -> float | None:
+    """1 if every reader of the last checkpoint had the writer's weights and moments, else 0."""
+    found = [record["runs"] for record in records if record["kind"] == "resume"]
+    if not found or len(found[-1]) < len(RESUMES):
+        return None
+    written, *read = (run["checksums"] for run in found[-1])
+    return float(all(run == written for run in read))
+
+
 def compute_claims(records: list[Record]) -> Claims:
     """Every claim of the records; None where they do not suffice."""
     one, replicated, weak, strong = (
@@ -190,6 +251,8 @@ def compute_claims(records: list[Record]) -> Claims:
         "strong_scaling_2gpu_1p5b": quotient(one, None if strong is None else NUM_GPUS * strong),
         "publish_sharded_bytes": max(published) if published else None,
         "plan_error_2gpu": plan_error(records),
+        **tensor_parallel(records),
+        "resume_other_world_size_exact": resumes_exactly(records),
         **{claim: longest_context(records, claim) for claim in CONTEXTS},
     }
 

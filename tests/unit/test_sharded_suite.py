@@ -56,6 +56,18 @@ def test_claims_of_steps_are_ratios_of_medians_after_the_warm_up() -> None:
     assert claims["full_14b_2xh200_context"] is None and claims["plan_error_2gpu"] is None
 
 
+def test_claims_of_decoding_together_and_of_resuming() -> None:
+    together = {"kind": "tensor_parallel", "part": "tp2", "gap_of_two": 6e-4, "gap_of_one": 4e-4}
+    sums = [{"checksums": {"weights/a": text}} for text in ("1", "1", "1", "2")]
+    resume = {"kind": "resume", "part": "resume", "runs": sums}
+    claims = suite.compute_claims([together | {"decode": {"share": 0.1}}, resume])
+    assert claims["logprob_gap_tp2"] == pytest.approx(1.5) and claims["tp2_allreduce_share"] == 0.1
+    assert claims["resume_other_world_size_exact"] == 0
+    assert suite.compute_claims([resume | {"runs": sums[:3]}])["resume_other_world_size_exact"] is None
+    exact = suite.compute_claims([resume | {"runs": [*sums[:3], sums[0]]}])
+    assert exact["resume_other_world_size_exact"] == 1
+
+
 def test_a_context_counts_when_both_divisions_pass() -> None:
     claim = "full_7b_2x80gb_context"
     records = [context(claim, length, forced, True) for length in (4096, 8192) for forced in (False, True)]
