@@ -246,7 +246,11 @@ def first_plan(planner: Planner) -> TrainPlan:
 
 
 def build_engine(
-    model: nn.Module, args: GRPOConfig, accelerator: Accelerator, sampling: SamplingParams, mesh: Mesh
+    model: nn.Module,
+    args: GRPOConfig,
+    accelerator: Accelerator,
+    sampling: SamplingParams,
+    mesh: Mesh | None = None,
 ) -> RolloutEngine:
     """The engine that `args.engine` names; "auto" takes the native engine wherever that can run.
 
