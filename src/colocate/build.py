@@ -157,6 +157,12 @@ def build_optimizer(
         tell_fallbacks(model)
     else:
         check_trainable(model)
+    if args.sync_ref_model and mesh.num_weight_parts > 1:
+        raise ValueError(
+            f"sync_ref_model=True, but the weights are split over {mesh.num_weight_parts} processes, and a "
+            "checkpoint has no place for the parts of a reference that has moved. Set shard=1 or "
+            "sync_ref_model=False."
+        )
     if args.sync_ref_model and hasattr(model, "peft_config"):
         raise ValueError(
             "sync_ref_model=True, but with an adapter the reference is the frozen weights under it, which "

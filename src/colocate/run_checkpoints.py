@@ -12,14 +12,21 @@ from accelerate.utils import gather_object
 from colocate.checkpoints import changes, sealed, shards, snapshot
 from colocate.checkpoints.finite import check_finite_weights
 from colocate.run import Run
+from colocate.weights.export import save_parts
 
 logger = logging.getLogger(__name__)
 
 
 def write_model(run: Run, directory: Path) -> None:
-    """Write model, tokenizer and `training_args.bin`, in the main process only."""
-    if run.accelerator.is_main_process:
-        run.model.save_pretrained(directory)
+    """Write model, tokenizer and `training_args.bin`; all ranks must call it, and the main process writes."""
+    is_main, mesh = run.accelerator.is_main_process, run.mesh
+    is_split = mesh.weight_group is not None and not hasattr(run.model, "peft_config")  # adapters are whole
+    if is_split and mesh.replica == 0:
+        assert mesh.weight_group is not None, "the weights are split"
+        save_parts(run.model, directory, mesh.weight_group, is_writer=is_main)
+    if is_main:
+        if not is_split:
+            run.model.save_pretrained(directory)
         run.tokenizer.save_pretrained(directory)
         torch.save(run.args.without_secrets(), directory / "training_args.bin")
 

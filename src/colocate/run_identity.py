@@ -13,7 +13,6 @@ from typing import Any
 from accelerate import Accelerator
 
 from colocate.checkpoints.changes import BATCH, PROCESSES
-from colocate.checkpoints.snapshot import checksum
 from colocate.config import GRPOConfig
 from colocate.data.fingerprint import fingerprint
 from colocate.engines.base import RolloutEngine
@@ -24,6 +23,7 @@ from colocate.redaction import redacted
 from colocate.rewards.base import RewardFunctions
 from colocate.version import __version__
 from colocate.weights.layouts import causal_lm
+from colocate.weights.weight_parts import splits_of
 
 FIXED_OPTIONS = ("num_generations", "num_iterations", "steps_per_generation", "gradient_accumulation_steps")
 """Options that decide which completions a step trains on. If one changed in the middle of a rollout, it would
@@ -59,13 +59,14 @@ class RunIdentity:
         self._engine_name = type(engine).__name__
         self._reward_names = list(rewards.names)
         self._checksums = {
-            role: None if weights is None else checksum(weights)
+            role: None if weights is None else policy.checksum(weights)
             for role, weights in policy.starting_weights(has_new_adapter=has_new_adapter).items()
         }
 
     def describe(self, run_id: str) -> dict[str, Any]:
         """The identity as plain JSON without secrets; the first call reads the dataset (`fingerprint`)."""
         model, args = self._policy.model, self._args
+        splits = splits_of(model)
         names = sorted(honoured(type(args), *HONOURED_BY).difference(_NOT_COMPARED, FIXED_OPTIONS))
         description = {
             "run_id": run_id,
@@ -73,7 +74,9 @@ class RunIdentity:
                 BATCH: self._accelerator.num_processes * args.per_device_train_batch_size,
                 "optim (the optimizer)": type(self._policy.optimizer.optimizer).__qualname__,
                 "parameter": {
-                    name: tuple(p.shape) for name, p in model.named_parameters() if not is_of_reference(name)
+                    name: tuple(splits[name].full_shape(p.shape))
+                    for name, p in model.named_parameters()
+                    if not is_of_reference(name)
                 },
                 "option": {name: getattr(args, name) for name in FIXED_OPTIONS},
             },

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": dict(loss_type="dapo", num_iterations=2, gradient_accumulation_steps=1, beta=0.1),
     "grpo": dict(loss_type="grpo", gradient_accumulation_steps=3),
 }
+CASES["split"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3, "shard": 2}
 CASES["accelerate"] = CASES["grpo"]
 CASES["resumed"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3}
 
@@ -63,15 +64,28 @@ def main() -> None:
         trainer = build(directory, case, 2)
         assert trainer.accelerator.num_processes == 2
         trainer.train(resume_from_checkpoint=resume)
+        if case == "split":
+            trainer.save_model()
+            continue
         rank = trainer.accelerator.process_index
         torch.save(dict(trainer.model.named_parameters()), directory / case / f"params{rank}.pt")
 
 
 def load_checkpoint_of_one(trainer: Any, directory: Path) -> None:
     trainer.load_checkpoint(directory / "one" / "resumed" / "checkpoint-3")
+    save_state(trainer, directory / "from_one")
+
+
+def load_checkpoint_of_parts(trainer: Any, directory: Path) -> None:
+    """Two ranks with whole weights go on from two with a part each."""
+    trainer.load_checkpoint(directory / "split" / "checkpoint-3")
+    save_state(trainer, directory / "from_parts")
+
+
+def save_state(trainer: Any, path: Path) -> None:
     tensors = {name: x.full_tensor() if isinstance(x, DTensor) else x
                for name, x in trainer.policy.optimizer.tensors().items()}  # fmt: skip
-    torch.save(tensors, directory / f"from_one{trainer.accelerator.process_index}.pt")
+    torch.save(tensors, f"{path}{trainer.accelerator.process_index}.pt")
 
 
 def fill_disk_of_rank_1(trainer: Any, directory: Path) -> None:
@@ -106,6 +120,7 @@ def evaluate(trainer: Any, directory: Path) -> None:
 ENDINGS = {
     "evaluated": evaluate,
     "from_one": load_checkpoint_of_one,
+    "from_parts": load_checkpoint_of_parts,
     "full_disk": fill_disk_of_rank_1,
     "terminated": terminate_rank_1,
 }

@@ -11,6 +11,7 @@ import torch
 from grpo_worker import CASES, build
 from small_runs import read_metrics, without_timings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM
 
 from colocate.checkpoints.sealed import list_checkpoints, verify
 from processes import TORCHRUN, run_python
@@ -38,16 +39,30 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("runs")
     single = {}
     for case in CASES:
-        single[case] = build(directory / "one", case, num_ranks=1)
-        single[case].train()
+        if case != "split":
+            single[case] = build(directory / "one", case, num_ranks=1)
+            single[case].train()
     launch(
-        "torchrun", directory, "dapo", "grpo", "resumed", "from_one", "full_disk", "terminated", "evaluated"
+        "torchrun",
+        directory,
+        "dapo",
+        "grpo",
+        "resumed",
+        "split",
+        "from_one",
+        "from_parts",
+        "full_disk",
+        "terminated",
+        "evaluated",
     )
     launch("accelerate", directory, "accelerate")
     return directory, single
 
 
-@pytest.mark.parametrize("case", CASES)
+WHOLE_CASES = [case for case in CASES if case != "split"]
+
+
+@pytest.mark.parametrize("case", WHOLE_CASES)
 def test_two_processes_equal_one(runs, case):
     directory, single = runs
     expected = dict(single[case].model.named_parameters())
@@ -61,7 +76,7 @@ def test_two_processes_equal_one(runs, case):
         assert torch.equal(both[0][name], both[1][name])  # or they drift apart, for nothing synchronises them
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WHOLE_CASES)
 def test_the_record_covers_both_processes_once(runs, case):
     directory, single = runs
     records = read_metrics(directory / case)
@@ -119,6 +134,32 @@ def test_two_processes_go_on_from_one(runs):
         state = torch.load(directory / f"from_one{rank}.pt")
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_parts_are_saved_as_a_whole_model(runs):
+    directory, _ = runs
+    saved = AutoModelForCausalLM.from_pretrained(directory / "split", dtype="auto")
+    dcp_to_torch_save(directory / "split" / "checkpoint-5" / "shards", directory / "last.pt")
+    expected = torch.load(directory / "last.pt")
+    parameters = dict(saved.named_parameters())
+    assert {f"weights/{name}" for name in parameters} == {name for name in expected if "weights/" in name}
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter.data, expected[f"weights/{name}"]), name
+    assert saved.config.architectures == [type(saved).__name__]
+
+
+def test_whole_weights_go_on_from_parts_of_them(runs):
+    directory, _ = runs
+    one = build(directory / "again", "split", num_ranks=1, shard="auto")
+    one.load_checkpoint(directory / "split" / "checkpoint-3")
+    expected = whole_state(one.policy.optimizer)
+    dcp_to_torch_save(directory / "split" / "checkpoint-3" / "shards", directory / "parts.pt")
+    written = torch.load(directory / "parts.pt")
+    for rank in range(2):
+        state = torch.load(directory / f"from_parts{rank}.pt")
+        assert state.keys() == expected.keys() == written.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor) and torch.equal(tensor, written[name]), name
 
 
 def test_a_full_disk_of_one_rank_ends_all(runs):

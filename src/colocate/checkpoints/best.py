@@ -18,6 +18,7 @@ from transformers import TrainerState, TrainingArguments
 
 from colocate.checkpoints import sealed
 from colocate.option_values import nearest
+from colocate.weights.weight_parts import splits_of
 
 logger = logging.getLogger(__name__)
 
@@ -137,5 +138,6 @@ def load_weights(model: nn.Module, directory: Path) -> None:
         raise sealed.CheckpointError(
             f"{directory} has no weights for {len(missing)} of the model's parameters, {missing[0]} for one."
         )
+    splits = splits_of(model)
     for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+        parameter.copy_(splits[name].of_full(weights[name]))

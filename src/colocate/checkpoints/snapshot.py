@@ -39,16 +39,27 @@ class Resumable(Protocol):
 
 
 def checksum(weights: Iterable[Tensor]) -> str:
-    """16 hexadecimal digits that change with any bit of the weights, the same on every device.
+    """16 hexadecimal digits that change with any bit of the weights, the same on every device."""
+    return as_text(bit_sum(enumerate(weights, start=1)))
 
-    Sums the elements' bits as integers, which no order of summation can round, at memory speed.
+
+def as_text(total: int) -> str:
+    return f"{total % 2**64:016x}"
+
+
+def bit_sum(numbered: Iterable[tuple[int, Tensor]]) -> int:
+    """A sum of all elements' bits as integers, which no order of summation can round, at memory speed: the
+    sum over a weight's parts is that of the weight.
+
+    Args:
+        numbered: each weight with its number, by which its bits are multiplied.
     """
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total = 0
-    for position, weight in enumerate(weights, start=1):
+    for position, weight in numbered:
         bits = weight.detach().view(integers[weight.element_size()])
         total += position * int(bits.sum(dtype=torch.int64))  # so that swapping two weights changes the sum
-    return f"{total % 2**64:016x}"
+    return total
 
 
 def save_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) -> None:

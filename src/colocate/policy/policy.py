@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
+from colocate.checkpoints.snapshot import as_text, bit_sum
 from colocate.data.packing import pack, pack_padded
 from colocate.memory.recovery import Recovery, Remedy, free_memory
 from colocate.memory.train_plan import TrainPlan, TrainPlanner, most_cautious
@@ -32,7 +33,8 @@ from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
-from colocate.weights.layouts import layout_for
+from colocate.weights.layouts import WHOLE, layout_for
+from colocate.weights.weight_parts import splits_of
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
@@ -343,6 +345,33 @@ class Policy:
             "reference": None if self.reference is None else inside + self.reference.weights(),
             "origin": origin,
         }
+
+    def checksum(self, weights: Sequence[Tensor]) -> str:
+        """`snapshot.checksum` of whole weights, of which this rank may hold parts: all ranks that share the
+        weights must call it together.
+
+        Args:
+            weights: of `starting_weights`.
+        """
+        models = [self.model]
+        if isinstance(self.reference, FrozenCopy):
+            with self.reference.model() as copied:
+                models.append(copied)
+        parts = {
+            id(p)
+            for model in models
+            for (_, p), split in zip(model.named_parameters(), splits_of(model).values(), strict=True)
+            if split.dim is not None and split.part != WHOLE
+        }
+        numbered = list(enumerate(weights, start=1))
+        total = bit_sum((number, weight) for number, weight in numbered if id(weight) in parts)
+        totals: list[int] = [total]
+        if (group := self._mesh.weight_group) is not None:
+            totals = [0] * self._mesh.num_weight_parts
+            dist.all_gather_object(totals, total, group=group)
+        return as_text(
+            sum(totals) + bit_sum((n, weight) for n, weight in numbered if id(weight) not in parts)
+        )
 
     @torch.no_grad()
     def find_nonfinite_weight(self) -> str | None:
