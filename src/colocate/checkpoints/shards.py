@@ -56,13 +56,31 @@ class _Reader(FileSystemReader):
         try:
             with file.open("rb") as stream:
                 metadata = _IndexUnpickler(stream).load()
-        except (pickle.UnpicklingError, OSError, EOFError, AttributeError, ValueError, TypeError) as error:
+        except (
+            pickle.UnpicklingError,
+            OSError,
+            EOFError,
+            LookupError,
+            AttributeError,
+            ValueError,
+            TypeError,
+        ) as error:
             raise CheckpointError(
                 f"{file} is not read: it is not the index of a checkpoint's tensors, and reading anything "
                 f"else could run code ({error}). Take a checkpoint from a source that you trust."
             ) from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{file} holds a {type(metadata).__name__}, not an index of tensors.")
+        others = [
+            n for n, x in metadata.state_dict_metadata.items() if not isinstance(x, TensorStorageMetadata)
+        ]
+        paths = [info.relative_path for info in (metadata.storage_data or {}).values()]
+        outside = [path for path in paths if Path(path).name != path or path == ".."]
+        if others or outside:
+            raise CheckpointError(
+                f"{file} names {(others + outside)[0]!r}, which is no tensor in {self._directory.name}/. Take "
+                "a checkpoint from a source that you trust."
+            )
         return metadata
 
 
