@@ -78,8 +78,8 @@ class _Reader(FileSystemReader):
         outside = [path for path in paths if Path(path).name != path or path == ".."]
         if others or outside:
             raise CheckpointError(
-                f"{file} names {(others + outside)[0]!r}, which is no tensor in {self._directory.name}/. Take "
-                "a checkpoint from a source that you trust."
+                f"{file} names {(others + outside)[0]!r}, which is no tensor in {self._directory.name}/. "
+                "Take a checkpoint from a source that you trust."
             )
         return metadata
 
