@@ -10,6 +10,7 @@ import json
 import logging
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -141,6 +142,8 @@ def main() -> None:
     directory, num_injections = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     logging.getLogger("colocate").setLevel(logging.ERROR)
+    # Whatever PyTorch deprecates would warn the user on every rank.
+    warnings.filterwarnings("error", r".*torch\.distributed\.", FutureWarning)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, rng = dist.get_rank(), random.Random(0)
     gc.freeze()  # each recovery collects garbage, which would look through all of the imported libraries

@@ -6,6 +6,7 @@ Every process writes what it was given, and what all of them drew, as `<case>-<r
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -230,6 +231,8 @@ def message_of(work: Callable[..., Any], *arguments: Any) -> str:
 def main() -> None:
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
+    # Whatever PyTorch deprecates would warn the user on every rank.
+    warnings.filterwarnings("error", r".*torch\.distributed\.", FutureWarning)
     dist.init_process_group("gloo")
     rank, recorder = dist.get_rank(), Recorder()
     by_two, by_four = Mesh.of("cpu", 2), Mesh.of("cpu", 4)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from colocate.parallel.collectives import all_gather, reduce_scatter
 from colocate.parallel.mesh import Mesh
 
 Item = TypeVar("Item")
@@ -149,7 +150,7 @@ class MasterShards:
             dist.all_reduce(tensor, group=self._group)
             return tensor[self._rank * len(own) :][: len(own)].clone()
         scattered = torch.empty_like(own)
-        dist.reduce_scatter_tensor(scattered, tensor, group=self._group)
+        reduce_scatter(scattered, tensor, self._group)
         return scattered
 
 
@@ -164,7 +165,7 @@ def sum_over(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
 
 def _all_gather(whole: Tensor, own: Tensor, group: ProcessGroup) -> None:
     # NCCL gathers in place where the rank's own rows are already in theirs; gloo copies while it sends.
-    dist.all_gather_into_tensor(whole, own.clone() if dist.get_backend(group) == "gloo" else own, group=group)
+    all_gather(whole, own.clone() if dist.get_backend(group) == "gloo" else own, group)
 
 
 def _buckets(items: Sequence[Item], sizes_bytes: Sequence[int]) -> Iterator[list[Item]]:

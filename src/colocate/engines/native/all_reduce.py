@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from colocate.parallel.collectives import all_gather
+
 logger = logging.getLogger(__name__)
 
 ONE_SHOT_BYTES = 256 * 2**10
@@ -56,7 +58,7 @@ class GroupSum:
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' `x`, contiguous and of equal shapes, in the order of ranks: [t, *x.shape]."""
         gathered = x.new_empty(self.num_parts * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x, group=self.group)
+        all_gather(gathered, x, self.group)
         return gathered.view(self.num_parts, *x.shape)
 
     def is_equal_everywhere(self, x: Tensor) -> bool:
