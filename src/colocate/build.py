@@ -27,6 +27,7 @@ from colocate.engines.build import EngineParts, engine_of_auto
 from colocate.experience.agreement import Agreement
 from colocate.experience.judge import Judge
 from colocate.experience.play import Player
+from colocate.experience.ranks import of_all_ranks
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
@@ -41,6 +42,7 @@ from colocate.parallel.watch import watched
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import planner_for, wishes_of
+from colocate.planning.run_sharding import choose_weight_parts
 from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.optimizer_names import WHOLE_MATRIX
@@ -86,7 +88,8 @@ def build_run(
     check_reward_columns(reward_funcs, train_dataset, eval_dataset, args)
     accelerator = set_up_process(args)
     check_ranks(args, model, train_dataset, eval_dataset)
-    device, mesh, has_new_adapter = accelerator.device, mesh_of(args, accelerator), peft_config is not None
+    device, has_new_adapter = accelerator.device, peft_config is not None
+    mesh = mesh_of(args, accelerator, model, quantization_config, peft_config, optimizers)
     batches = prompt_batches(train_dataset, args)
     num_steps = steps_of(args, batches.num_batches_per_epoch)
     model, originals = prepare_model(model, args, device, quantization_config, peft_config, part_of(mesh))
@@ -100,7 +103,6 @@ def build_run(
     journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
     timeline = build_timeline(device, model, optimizer, engine, journal)
     handover = Handover(engine)
-    is_drawn_otherwise = bool(arguments_of_model_generate(args.generation_kwargs))
     policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh)
     rewards = build_rewards(reward_funcs, reward_processing_classes, args, device)
     entropy = entropy_controller(args)
@@ -116,7 +118,7 @@ def build_run(
         policy=policy,
         objective=Objective(args.options_of(ObjectiveParams), entropy),
         entropy=entropy,
-        agreement=Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise),
+        agreement=build_agreement(engine, policy, sampling, args),
         handover=handover,
         timeline=timeline,
         journal=journal,
@@ -125,13 +127,38 @@ def build_run(
     )  # fmt: skip
 
 
-def mesh_of(args: GRPOConfig, accelerator: Accelerator) -> Mesh:
+def mesh_of(args: GRPOConfig, accelerator: Accelerator, *asked: Any) -> Mesh:
     """How this run's ranks share the weights.
+
+    Args:
+        asked: what else `weight_parts_of` chooses by.
 
     Raises:
         ValueError: the processes cannot be divided as `shard` says.
     """
-    return Mesh.of(accelerator.device.type, args.shard if isinstance(args.shard, int) else 1)
+    return Mesh.of(accelerator.device.type, weight_parts_of(args, accelerator, *asked))
+
+
+def weight_parts_of(
+    args: GRPOConfig,
+    accelerator: Accelerator,
+    model: Any,
+    quantization_config: Any,
+    peft_config: Any,
+    optimizers: Any,
+) -> int:
+    """Over how many ranks each copy of the weights is split: what `shard` says, or the planner chooses."""
+    if args.shard != "auto" or accelerator.num_processes == 1 or accelerator.device.type != "cuda":
+        return args.shard if isinstance(args.shard, int) else 1
+    if (reason := why_state_stays_whole(args, optimizers)) is not None:
+        parts = 1
+    else:
+        parts, reason = choose_weight_parts(args, model, accelerator.device, quantization_config, peft_config)
+    # A rank that sees less memory, or no configuration, must not come to a mesh of its own.
+    parts = max(of_all_ranks([parts]))
+    if accelerator.is_main_process:
+        logger.info(f"shard='auto' came to {parts}: {reason}")
+    return parts
 
 
 def part_of(mesh: Mesh) -> WeightPart:
@@ -187,12 +214,7 @@ def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:
     """
     if mesh.device_mesh is None or args.shard == "none":
         return False
-    name = OptimizerNames(args.optim).value
-    if optimizers[0] is not None:
-        reason = f"your {type(optimizers[0]).__name__} in `optimizers` steps on whole parameters"
-    elif name in WHOLE_MATRIX:
-        reason = f"optim={name!r} steps on a value by others of its matrix"
-    else:
+    if (reason := why_state_stays_whole(args, optimizers)) is None:
         return True
     if args.shard != "auto":
         raise ValueError(
@@ -202,6 +224,14 @@ def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:
     if args.process_index == 0:
         logger.warning(f"Every process keeps all of the optimizer's state: {reason}.")
     return False
+
+
+def why_state_stays_whole(args: GRPOConfig, optimizers: Any) -> str | None:
+    """Why ranks cannot split the optimizer's state; None: they can."""
+    name = OptimizerNames(args.optim).value
+    if optimizers[0] is not None:
+        return f"your {type(optimizers[0]).__name__} in `optimizers` steps on whole parameters"
+    return f"optim={name!r} steps on a value by others of its matrix" if name in WHOLE_MATRIX else None
 
 
 def build_policy(
@@ -249,6 +279,13 @@ def first_plan(planner: Planner) -> TrainPlan:
         f"{plan.kv_cache_tokens:,} tokens."
     )
     return plan.train_plan
+
+
+def build_agreement(
+    engine: RolloutEngine, policy: Policy, sampling: SamplingParams, args: GRPOConfig
+) -> Agreement:
+    is_drawn_otherwise = bool(arguments_of_model_generate(args.generation_kwargs))
+    return Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise)
 
 
 def build_engine(

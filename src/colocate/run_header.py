@@ -11,6 +11,7 @@ from torch import nn
 from colocate.config import GRPOConfig
 from colocate.engines.base import RolloutEngine
 from colocate.memory.train_plan import TrainPlan
+from colocate.parallel.mesh import Mesh
 from colocate.run import Run
 from colocate.weights.layouts import causal_lm, has_layout
 from colocate.weights.weight_parts import sizes_of
@@ -27,6 +28,7 @@ def header_rows(run: Run) -> dict[str, str]:
     """The rows of the header, by label; each is one line of words."""
     lm = causal_lm(run.model)
     kind = type(run.engine).__name__
+    shard = shard_row(run.mesh, splits_optimizer=run.policy.optimizer.is_split)
     return {
         "model": lm.config.name_or_path or type(lm).__name__,
         "size": _size(run.model),
@@ -34,6 +36,7 @@ def header_rows(run: Run) -> dict[str, str]:
         "rewards": ", ".join(run.judge.reward_functions.names),
         "prompts": _prompts(run.train_dataset, run.eval_dataset),
         "device": _device(run.accelerator),
+        **({} if shard is None else {"shard": shard}),
         "plan": _plan(run.policy.plan),
         "steps": _steps(run.args, run.journal.state.max_steps),
         "saves": _saves(run.args),
@@ -79,6 +82,20 @@ def _device(accelerator: Accelerator) -> str:
     kind = accelerator.device.type
     name = torch.cuda.get_device_name(accelerator.device) if kind == "cuda" else kind.upper()
     return f"{accelerator.num_processes} x {name}" if accelerator.num_processes > 1 else name
+
+
+def shard_row(mesh: Mesh, *, splits_optimizer: bool) -> str | None:
+    """What the ranks of a run split, in words; None: there is one rank."""
+    if mesh.num_ranks == 1:
+        return None
+    if mesh.num_weight_parts == 1:
+        weights = f"weights whole on each of {mesh.num_ranks} ranks"
+    else:
+        groups = "" if mesh.num_replicas == 1 else f", in {mesh.num_replicas} such groups"
+        weights = f"{mesh.num_weight_parts} ranks share the weights{groups}"
+    if not splits_optimizer:
+        return f"{weights}, and the optimizer's state, too"
+    return f"{weights}, optimizer split over {mesh.num_ranks}"
 
 
 def _plan(plan: TrainPlan) -> str:

@@ -134,6 +134,21 @@ def load_model(
         raise ValueError(f"The model {model!r} refuses model_init_kwargs={shown(kwargs)}: {error}") from error
 
 
+def model_on_meta(name: str, model_init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    """The model that `load_model` would load by this name, on the meta device, which allocates no memory.
+
+    Raises:
+        OSError: no configuration is found under this name.
+        ValueError: the configuration is of no causal language model.
+    """
+    kwargs = dict(model_init_kwargs)
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(name, **kwargs)
+    with torch.device("meta"):
+        return _class_for(name, {**kwargs, "config": config}).from_config(
+            config, trust_remote_code=bool(kwargs.get("trust_remote_code"))
+        )
+
+
 _CONFIG_OPTIONS = (
     *("trust_remote_code", "revision", "code_revision", "subfolder", "token"),
     *("cache_dir", "force_download", "local_files_only"),
