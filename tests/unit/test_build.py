@@ -20,6 +20,7 @@ from colocate.config import GRPOConfig
 from colocate.engines import build as engines
 from colocate.engines.build import EngineParts
 from colocate.engines.vllm import engine, environment
+from colocate.parallel.mesh import Mesh
 from colocate.process_setup import set_up_process
 
 
@@ -63,7 +64,7 @@ def build(tmp_path, monkeypatch):
 
     def build(model, **options):
         args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **options)
-        return build_engine(model, args, accelerator, sampling_params(args, ()))
+        return build_engine(model, args, accelerator, sampling_params(args, ()), Mesh(None))
 
     return build
 
