@@ -260,6 +260,28 @@ def test_steps_of_two_gpus_are_near_those_measured(label):
     assert expected.train_s + expected.exchange_s == pytest.approx(phases["train"], rel=0.2)
 
 
+@pytest.mark.parametrize(
+    "label", ["7b-t1", "7b-t2", "1p5b-1gpu", "1p5b-2gpu-none", "1p5b-2gpu", "1p5b-2gpu-half"]
+)
+def test_phases_of_split_runs_are_near_those_measured(label):
+    (record,) = (r for r in result_of("sharded-h200x2")["repetitions"] if r["label"] == label)
+    work, num_ranks = record["work"], record["world_size"]
+    shapes, shard = MEASURED_SHAPES[work["model"]], record["options"].get("shard", "none")
+    rows = work["num_prompts"] * work["num_generations"] // num_ranks
+    load = on_gpu(
+        prompt_tokens=work["prompt_tokens"], completion_tokens=work["new_tokens"],
+        num_generations=work["num_generations"], num_step_sequences=rows, num_rollout_sequences=rows,
+    )  # fmt: skip
+    sharding = Sharding(num_ranks, splits_optimizer=False) if shard == "none" else Sharding(num_ranks, shard)
+    load = with_sharding(shapes, load, sharding)
+    result = plan(shapes, load, device_memory_bytes=int(H200.memory_gib * GIB))
+    expected = step_time_of(shapes, load, result, Cluster(num_ranks, 1, H200))
+    steps = record["steps"][record["num_warm_up"] :]
+    rollout_s, train_s = (median(step["phases_s"][name] for step in steps) for name in ("rollout", "train"))
+    assert expected.rollout_s == pytest.approx(rollout_s, rel=0.2)
+    assert expected.train_s + expected.exchange_s == pytest.approx(train_s, rel=0.2)
+
+
 def test_nodes_exchange_once_a_step_over_the_network():
     shapes = MODELS["72B"]
     for num_nodes, seconds in ((2, 0.61), (4, 0.91), (8, 1.06)):
