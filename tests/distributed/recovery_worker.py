@@ -39,6 +39,7 @@ from colocate.weights.layouts import WeightPart
 from colocate.weights.weight_parts import split_weights
 
 PLAN = TrainPlan("keep", tokens_per_microbatch=40, logprob_chunk_size=128)
+OF_RANKS = (TrainPlan("full", 40, logprob_chunk_size=128), TrainPlan("keep", 20, logprob_chunk_size=64))
 # The ranks have unequal numbers of micro-batches, and the longest sequence is on one of them.
 LENGTHS = [[(3, 5), (1, 1), (9, 12), (2, 12), (6, 6)], [(1, 9), (4, 3), (12, 1)]]
 PLACES: dict[str, tuple[Any, str]] = {
@@ -132,6 +133,34 @@ def checksum(policy: Policy) -> str:
     return repr([p.double().sum().item() for p in policy.model.parameters()])
 
 
+def disagreement(layout: str, rank: int) -> dict[str, Any]:
+    """What ranks come to whose planners disagree before the first step and after each, compared with ranks
+    that have one plan."""
+
+    class Planner:
+        """Takes smaller micro-batches on rank 1, and recomputes on rank 0."""
+
+        def with_prompts(self, plan: TrainPlan, _: int) -> TrainPlan:
+            return plan
+
+        def refined(self, plan: TrainPlan, *_: Any) -> TrainPlan:
+            return OF_RANKS[rank]
+
+    policy, same = make(layout, OF_RANKS[rank]), make(layout, PLAN)
+    policy.planner = Planner()
+    samples = make_samples(LENGTHS[rank], seed=rank)
+    plans, results = [], []
+    for _ in range(3):
+        for each in (policy, same):
+            logprobs = [x for x, _ in each.logprobs(samples)] + each.reference_logprobs(samples)
+            update = each.update(samples, objective)
+            results.append(logprobs + [p.detach().clone() for p in each.model.parameters()])
+        plans.append(of_ranks(repr(policy.plan)))
+        policy.learn({}, update)
+    far = max(distance(results[i], results[i + 1]) for i in range(0, len(results), 2))
+    return {"plans": plans, "distance": far}
+
+
 def of_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None, None]
     dist.all_gather_object(values, value)
@@ -189,6 +218,7 @@ def main() -> None:
     start = [p.detach() for p in make("whole").model.parameters()]
     whole, rows = (train(make(layout), layout, rank)[-len(start) :] for layout in ("whole", "rows"))
     told: dict[str, Any] = {"trials": trials, "endings": endings, "moved": distance(whole, start)}
+    told["disagreements"] = [disagreement(layout, rank) for layout in LAYOUTS]
     told["rows"] = distance(whole, rows)
     (directory / f"rank{rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()

@@ -57,3 +57,13 @@ def test_when_nothing_helps_all_say_which_rank_ran_out(told):
     for one in told:
         for kind, message in one["endings"][NUM_LAYOUTS:]:
             assert kind == "OutOfMemoryError" and "rank 1 (" in message and "Lower max_completion" in message
+
+
+def test_ranks_whose_planners_disagree_train_by_the_most_cautious_choices(told):
+    for layout in range(NUM_LAYOUTS):
+        for one in told:
+            result = one["disagreements"][layout]
+            # Three steps, the last two after a refinement of each rank's own.
+            (plan,) = {plan for plans in result["plans"] for plan in plans}
+            assert "'full'" in plan and "tokens_per_microbatch=20" in plan and "chunk_size=64" in plan
+            assert result["distance"] < 1e-4  # of other cuts, in float32; a step moves a hundred times as far
