@@ -8,27 +8,30 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed import _symmetric_memory
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from engine_models import make_lora, make_model, make_prompts
+from engine_models import make_lora, make_model, make_prompts, randomise_adapters
 
 from colocate.engines.native import all_reduce, capacity
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.rollout import Rollout
+from colocate.engines.native.torch_backend import TorchBackend, product
 from colocate.parallel.mesh import Mesh
 from colocate.types import Completion, Prompt, SamplingParams
+from colocate.weights.adapters import AdaptedLinear
 from colocate.weights.layouts import WeightPart
 from colocate.weights.weight_parts import split_weights
 
@@ -146,6 +149,40 @@ def imitated_symmetric_memory() -> Iterator[None]:
         yield
 
 
+class Stacking(TorchBackend):
+    """Multiplies with the rollout's own copy of the adapters' A, as the kernels do, and never with PEFT's."""
+
+    stacks_adapters = True
+
+    def linear(
+        self, x: torch.Tensor, adapted: AdaptedLinear, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        stack = adapted.stack
+        assert stack is not None and adapted.stacked_a is not None
+        output = product(x, adapted.weight, adapted.bias, out)
+        reduced = F.linear(x, adapted.stacked_a).split(stack.padded_rank, dim=1)
+        for t, columns, adapter in zip(reduced, stack.columns, stack.adapters, strict=True):
+            update = F.linear(t[:, : len(adapter.a)], adapter.b)
+            output[:, columns] += adapter.scaling * update
+        return output
+
+
+def after_a_step(engine: NativeEngine, generate: Callable[[NativeEngine, str], None]) -> list[bool]:
+    """Draw again with other adapters, before and after sleep; what held of the copy of A."""
+    assert engine._model is not None
+    identity, held = engine._decoder.runner.identity(), engine.rollout_weight_bytes
+    torch.manual_seed(3)
+    randomise_adapters(engine._model)
+    generate(engine, "greedy")
+    is_in_place = engine._decoder.runner.identity() == identity
+    is_all = held == engine.rollout_weight_bytes > 0
+    engine.sleep()
+    is_freed = engine.rollout_weight_bytes == 0
+    engine.wake_up()
+    generate(engine, "drawn")
+    return [is_in_place, is_all, is_freed, engine.rollout_weight_bytes == held]
+
+
 def rollouts(name: str, mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
     model = MODELS[name]()
     whole_page_bytes = NativeEngine(model, page_size=4)._cache.page_bytes(torch.float32)
@@ -173,6 +210,11 @@ def rollouts(name: str, mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
     del roomy._parallel.sum
     for kind in ("filtered", "penalty"):
         generate(roomy, kind)
+    if isinstance(roomy._backend, Stacking):
+        earlier = dict(found)
+        found["copy of A"] = after_a_step(roomy, generate)
+        found["after a step"] = {kind: found[kind][1] for kind in ("greedy", "drawn")}
+        found |= earlier
     roomy.close()
     return found
 
@@ -238,7 +280,10 @@ def main() -> None:
     by_two, by_four = Mesh.of("cpu", 2), Mesh.of("cpu", 4)
     cases = ("qwen2", by_two), ("qwen3", by_two), ("odd", by_two), ("llama", by_four)
     for name, mesh in cases:
-        with imitated_symmetric_memory() if name == "qwen3" else nullcontext():
+        with ExitStack() as stack:
+            if name == "qwen3":
+                stack.enter_context(imitated_symmetric_memory())
+                stack.enter_context(mock.patch.object(native_engine, "backend_for", lambda _: Stacking()))
             found = rollouts(name, mesh, recorder)
         torch.save(found, directory / f"{name}-{mesh.num_weight_parts}-{rank}.pt")
     torch.save(without_memory(by_two, recorder), directory / f"memory-{rank}.pt")

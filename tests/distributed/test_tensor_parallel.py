@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_models import assert_logprobs_are_the_models, greedy_references
+from engine_models import assert_logprobs_are_the_models, greedy_references, randomise_adapters
 from tensor_parallel_worker import MODELS, SAMPLINGS, all_prompts, plain
 
 from colocate.engines.native.engine import NativeEngine
@@ -83,6 +83,18 @@ def test_draws_are_those_of_one_rank(directory, case):
             continue  # blocks that straddle ranks are drawn with other noise
         assert_equal(found[kind][1], plain(engine.generate(PROMPTS, sampling)))
     assert {end for _, _, end in found["stopped"][1]} == {"stop", "length"}
+
+
+def test_the_rollouts_copy_of_adapters_follows_a_step(directory):
+    model = MODELS["qwen3"]()
+    torch.manual_seed(3)
+    randomise_adapters(model)
+    engine = awake(model)
+    for rank in of_ranks(directory, "qwen3-2"):
+        assert rank["copy of A"] == [True] * 4  # same addresses and bytes, given back in sleep
+        for kind, found in rank["after a step"].items():
+            assert found != rank[kind][1]
+            assert_equal(found, plain(engine.generate(PROMPTS, SAMPLINGS[kind])))
 
 
 def test_draws_with_other_noise_have_the_policys_log_probs(directory):

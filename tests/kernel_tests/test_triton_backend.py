@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,16 @@ from quantized_models import make_4bit_model
 
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.model_runner import LayerWeights
+from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.tensor_parallel import OneRank
 from colocate.engines.native.torch_backend import TorchBackend
 from colocate.engines.native.triton_backend import TritonBackend
-from colocate.kernels import prefixes
+from colocate.kernels import lora, prefixes
 from colocate.types import Completion, SamplingParams
+from colocate.weights.layouts import WeightPart, layout_for
+from colocate.weights.weight_parts import split_weights
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +141,75 @@ def test_two_ranks_draw_from_their_halves_what_one_draws(make_backend, top_k, de
         other = rank.rows[part]
     assert torch.equal(tokens.long(), expected[0])
     torch.testing.assert_close(logprobs, expected[1], atol=1e-5, rtol=1e-5)
+
+
+class WithRoom(OneRank):
+    """A rank whose sums want partial results in a place of their own, with the rows of a larger step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def room(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
+        place = torch.full((num_rows + 3, num_columns), torch.nan, dtype=dtype, device=self.device)
+        return place[:num_rows]
+
+
+class Half:
+    """One of two parts of a model, and its second layer with the weights of a rollout."""
+
+    def __init__(self, model: Any, index: int, device: torch.device) -> None:
+        self.model, self.part = copy.deepcopy(model), WeightPart(index, 2)
+        split_weights(self.model, self.part)
+        self.layout = layout_for(self.model)
+        self.weights = RolloutWeights(stacks_adapters=True)
+        self.weights.allocate(self.layout, is_copy=True)
+        self.backend = Uncaptured()
+        self.backend.parallel = WithRoom(device)
+
+    def prepared(self) -> LayerWeights:
+        self.weights.prepare(self.layout)
+        return LayerWeights(self.weights, self.layout.layers[1], self.part)
+
+    def of_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        return x.chunk(2, dim=1)[self.part.index]
+
+    def of_outputs(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([output.chunk(2, dim=1)[self.part.index] for output in outputs], dim=1)
+
+
+@pytest.mark.parametrize(("num_rows", "max_rows"), [(1, 1024), (33, 1024), (5, 4)])
+@torch.inference_mode()
+def test_halves_of_adapted_projections_make_those_of_peft(num_rows, max_rows, device, monkeypatch):
+    """Before and after a step, in which the adapters change and their copies' places do not."""
+    monkeypatch.setattr(lora, "MAX_ROWS", max_rows)
+    ranks = dict(q_proj=3, k_proj=2, v_proj=20, o_proj=8, gate_proj=4, up_proj=5, down_proj=17)
+    with torch.inference_mode(False):
+        model = adapted(make_model("llama-biases", vocab_size=98), **ranks).to(device)
+        halves = [Half(model, index, device) for index in (0, 1)]
+    layer, identities = layout_for(model).layers[1], []
+    draw = torch.Generator().manual_seed(4)
+    for seed in (5, 6):
+        for changed in (model, *(half.model for half in halves)):
+            torch.manual_seed(seed)
+            randomise_adapters(changed)
+        layers = [half.prepared() for half in halves]
+        identities.append([tuple(weights.identity()) for weights in layers])
+        x = torch.randn(num_rows, layer.qkv[0].in_features, generator=draw).to(device)
+        attended = torch.randn(num_rows, layer.o.in_features, generator=draw).to(device)
+        gated = layer.activation(layer.gate_up[0](x)) * layer.gate_up[1](x)
+        partial: dict[str, list[torch.Tensor]] = {"o": [], "down": []}
+        for half, weights in zip(halves, layers, strict=True):
+            for projection in (weights.qkv, weights.o, weights.gate_up, weights.down):
+                assert projection.weight.stacked_a is not None
+            qkv = weights.qkv(half.backend, x)
+            torch.testing.assert_close(qkv, half.of_outputs([module(x) for module in layer.qkv]))
+            own_gated = weights.gate_up.gated(half.backend, weights.activation, x)
+            torch.testing.assert_close(own_gated, half.of_outputs([gated]))
+            partial["o"].append(weights.o(half.backend, half.of_inputs(attended)))
+            partial["down"].append(weights.down(half.backend, half.of_inputs(gated)))
+        torch.testing.assert_close(sum(partial["o"]), layer.o(attended))
+        torch.testing.assert_close(sum(partial["down"]), layer.down(gated))
+    assert identities[0] == identities[1]
 
 
 PROMPTS = make_prompts([3], 2)

@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import torch
 from engine_models import make_model
+from peft import LoraConfig, get_peft_model
 
 from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.footprint import engine_rows, rollout_rows
+from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.tensor_parallel import Shortage, TensorParallel, joined_groups
+from colocate.memory.sharding import Sharding
+from colocate.memory.workload import Workload
 from colocate.types import Prompt
-from colocate.weights.layouts import WeightPart
+from colocate.weights.layouts import WeightPart, layout_for
+from colocate.weights.shapes import Lora, ModelShapes
 from colocate.weights.weight_parts import split_weights
 
 
@@ -53,6 +59,30 @@ def test_groups_that_ranks_share_are_put_together_again():
     ]
     joined = joined_groups([first, second, *others], max_tokens=9)
     assert joined == [Prompt((1, 2), 5, range(0, 8), (9, 9, 9, 4, 9, 9, 1, 2)), *others]
+
+
+@pytest.mark.parametrize(
+    ("targets", "num_whole", "partial"),
+    [("all-linear", 5, ["hidden_size", "intermediate_size"]), (["v_proj", "o_proj"], 1, ["hidden_size"])],
+)
+def test_the_planned_copy_of_adapters_is_what_a_rank_takes(targets, num_whole, partial):
+    """Of adapters that are loaded, and of those that the model will get. Rank 20 takes 32 rows."""
+    base = make_model("llama-biases", vocab_size=98)
+    planned_before = ModelShapes.of(base, lora=Lora(20, targets)).part(2)
+    model = get_peft_model(base, LoraConfig(r=20, target_modules=targets))
+    split_weights(model, WeightPart(1, 2))
+    weights, layout = RolloutWeights(stacks_adapters=True), layout_for(model)
+    weights.allocate(layout, is_copy=True)
+    sizes = model.config
+    inputs = num_whole * sizes.hidden_size + sum(getattr(sizes, name) // 2 for name in partial)
+    assert weights.num_bytes == sizes.num_hidden_layers * 32 * inputs * 4
+    workload = Workload(
+        prompt_tokens=8, completion_tokens=8, parameter_dtype=torch.float32, sharding=Sharding(2, 2)
+    )
+    for shapes in (planned_before, ModelShapes.of(model).part(2)):
+        rows = {row.name: row.size_bytes for row in rollout_rows(shapes, workload)[0]}
+        assert rows["adapters beside weights"] == weights.num_bytes
+        assert "adapters below weights" not in {row.name for row in engine_rows(shapes, workload)}
 
 
 def test_a_part_of_the_weights_needs_the_ranks_of_all():

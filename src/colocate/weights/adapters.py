@@ -50,9 +50,10 @@ def padded_rank(rank: int) -> int:
 
 @dataclass(frozen=True)
 class AdapterStack:
-    """A projection's adapters, whose A can lie below its weights: one product computes W x and every A x.
+    """A projection's adapters, whose A can lie one below the other: one product computes every A x.
 
-    Each adapter has `padded_rank` rows; those that it does not fill are zeros.
+    They lie below the weights, so that it computes W x, too, or in a place of their own. Each adapter has
+    `padded_rank` rows; nothing is made of what those that it does not fill contain.
     """
 
     adapters: tuple[Adapter, ...]
@@ -67,10 +68,7 @@ class AdapterStack:
         """
         starts = [columns.start for columns, _ in adapters]
         fits = 0 < len(starts) == len(set(starts)) <= MAX_STACKED and all(
-            adapter.bias is None
-            and len(adapter.a) <= MAX_STACKED_RANK
-            and adapter.a.is_contiguous()
-            and adapter.b.is_contiguous()
+            adapter.bias is None and len(adapter.a) <= MAX_STACKED_RANK and adapter.b.is_contiguous()
             for _, adapter in adapters
         )
         if not fits:
@@ -103,11 +101,18 @@ class AdapterStack:
 class AdaptedLinear:
     """The weights, biases and adapters of layers that read the same input, for one product."""
 
-    weight: Tensor  # [out, in], and below it the rows of `stack`, if there is one
+    weight: Tensor  # [out, in], and below it `num_rows_below` rows
     bias: Tensor | None  # [rows of `weight`]
     adapters: Sequence[tuple[slice, Adapter]]
     """Each adapter with the columns of the output that it adds to."""
     stack: AdapterStack | None
+    """The adapters whose A are stored in the weights' type; None: they are read where PEFT keeps them."""
+    stacked_a: Tensor | None = None  # [rows of `stack`, in]
+    """The A of `stack`; None: they lie below the weights."""
+
+    @property
+    def num_rows_below(self) -> int:
+        return 0 if self.stack is None or self.stacked_a is not None else self.stack.num_rows
 
 
 def base_linear(module: nn.Module) -> Any:

@@ -72,11 +72,14 @@ class ModelShapes:
     adapter_sizes: tuple[int, ...] = field(repr=False)
     """Elements of each tensor of the adapters; empty without adapters."""
     num_stacked: int
-    """Elements of all adapters' A below the weights, where the engine pads their ranks."""
+    """Elements of all adapters' A that a rollout keeps in the weights' type, where the engine pads their
+    ranks."""
     four_bit: FourBit | None
     """How the projections are stored; None: in the model's type."""
     has_joint_qkv: bool = False
     """Whether the weights of queries, keys and values are one matrix (Phi-3)."""
+    num_split_stacked: int = 0
+    """How many of `num_stacked` belong to o and down, so that they are split with the weights."""
 
     @classmethod
     def of(
@@ -101,7 +104,7 @@ class ModelShapes:
         adapters = [adapter for p in _projections(layout) for adapter in active_adapters(p)]
         adapter_tensors = [x for adapter in adapters for x in (adapter.a, adapter.b, adapter.bias)]
         adapter_sizes = tuple(x.numel() for x in adapter_tensors if x is not None)
-        num_stacked = sum(padded_rank(len(adapter.a)) * adapter.a.shape[1] for adapter in adapters)
+        partial = [projection for layer in layout.layers for projection in (layer.o, layer.down)]
         not_counted = {id(tensor) for tensor in (*adapter_tensors, *(p.weight for p in projections))}
         # `named_parameters` yields a tied head once, and it takes memory once.
         splits, parameters = splits_of(model), dict(model.named_parameters())
@@ -120,9 +123,10 @@ class ModelShapes:
             num_parameters=others + sum(p.in_features * p.out_features for p in projections),
             trained_sizes=tuple(sizes[name] for name, p in parameters.items() if p.requires_grad),
             adapter_sizes=adapter_sizes,
-            num_stacked=num_stacked,
+            num_stacked=_num_stacked(_projections(layout)),
             four_bit=four_bit,
             has_joint_qkv=len(first.qkv) == 1,
+            num_split_stacked=_num_stacked(partial),
         )
         return shapes if lora is None else shapes.with_lora(lora)
 
@@ -132,26 +136,34 @@ class ModelShapes:
         Raises:
             ValueError: LoRA's targets name no matrix of the layers.
         """
-        adapted = [
-            sizes
+        adapted = {
+            name: sizes
             for name, sizes in self.matrices.items()
             if lora.target_modules == "all-linear" or name in (lora.target_modules or _DEFAULT_LORA_TARGETS)
-        ]
+        }
         if not adapted:
             raise ValueError(
                 f"lora_target_modules={lora.target_modules!r} names no matrix of the layers; they are "
                 f"{sorted(self.matrices)}."
             )
         # LoRA adds A [r, in] and B [out, r] to each targeted matrix (arXiv:2106.09685, eq. 3).
-        sizes = tuple(lora.rank * size for matrix in adapted for size in matrix) * self.num_layers
-        stacked = padded_rank(lora.rank) * sum(num_in for num_in, _ in adapted) * self.num_layers
-        return replace(self, trained_sizes=sizes, adapter_sizes=sizes, num_stacked=stacked)
+        sizes = tuple(lora.rank * size for matrix in adapted.values() for size in matrix) * self.num_layers
+        stacked = {
+            name: padded_rank(lora.rank) * num_in * self.num_layers for name, (num_in, _) in adapted.items()
+        }
+        return replace(
+            self,
+            trained_sizes=sizes,
+            adapter_sizes=sizes,
+            num_stacked=sum(stacked.values()),
+            num_split_stacked=stacked.get("o_proj", 0) + stacked.get("down_proj", 0),
+        )
 
     def part(self, num_parts: int) -> ModelShapes:
         """The sizes of what a rank holds of a model whose weights are split over `num_parts` ranks.
 
         Every matrix is split, by heads, by the MLP's width or by the vocabulary; norms and biases count
-        whole, and so do adapters, which every rank has.
+        whole, and so do adapters, which every rank has; what a rollout keeps of them once more is a part.
         """
         return self if num_parts == 1 else _part(self, num_parts)
 
@@ -229,7 +241,14 @@ def _part(shapes: ModelShapes, num_parts: int) -> ModelShapes:
         vocab_size=shapes.vocab_size // num_parts,
         num_parameters=shapes.num_parameters - split + split // num_parts,
         trained_sizes=sizes,
+        num_stacked=shapes.num_stacked - shapes.num_split_stacked + shapes.num_split_stacked // num_parts,
+        num_split_stacked=shapes.num_split_stacked // num_parts,
     )
+
+
+def _num_stacked(projections: Iterable[nn.Module]) -> int:
+    adapters = (adapter for projection in projections for adapter in active_adapters(projection))
+    return sum(padded_rank(len(adapter.a)) * adapter.a.shape[1] for adapter in adapters)
 
 
 def _projections(layout: Layout) -> Iterable[nn.Module]:

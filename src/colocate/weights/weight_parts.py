@@ -15,7 +15,7 @@ are the whole matrix without another copy (o and down transposed).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from colocate.weights.adapters import base_linear
+from colocate.weights.adapters import Adapter, base_linear, projection_adapters
 from colocate.weights.layouts import WHOLE, Layout, WeightPart, causal_lm, layout_for, weight_part_of
 from colocate.weights.quantized import is_4bit
 
@@ -68,6 +68,32 @@ def sizes_of(model: nn.Module) -> dict[str, int]:
     """The elements of every parameter of `model.named_parameters()` as a whole, by its name."""
     splits = splits_of(model)
     return {name: splits[name].full_shape(p.shape).numel() for name, p in model.named_parameters()}
+
+
+def local_adapters(modules: Sequence[nn.Module], part: WeightPart) -> list[tuple[slice, Adapter]]:
+    """What the adapters of layers that read the same input add to this rank's product, with their columns of
+    it: they take rows of B where the weights are split by rows, and columns of A in o and down.
+
+    Adapters are whole on every rank, and W x + s B (A x) is a sum over the columns of x.
+    """
+    adapters = projection_adapters(modules)
+    if part == WHOLE:
+        return adapters
+    if len(modules) == 1:
+        inputs = Split(1, part)
+        return [
+            (
+                columns,
+                replace(adapter, a=inputs.of_full(adapter.a), bias=None if part.index else adapter.bias),
+            )
+            for columns, adapter in adapters
+        ]
+    rows, own = Split(0, part), []
+    for columns, adapter in adapters:
+        bias = None if adapter.bias is None else rows.of_full(adapter.bias)
+        local = slice(columns.start // part.count, columns.stop // part.count)
+        own.append((local, replace(adapter, b=rows.of_full(adapter.b), bias=bias)))
+    return own
 
 
 def storage_of(parameter: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max
 def take_weights(
     weights: RolloutWeights, cache: KVCache, layout: Layout, *, wanted_pages: int, needed_pages: int
 ) -> None:
-    """Take memory for the dequantised weights of a model with 4-bit weights, before the cache takes pages.
+    """Take memory for weights that a rollout does not read from the trainer, before the cache takes pages.
+
+    They are the adapters' A beside split weights, or the dequantised weights of a model with 4-bit weights.
 
     Memory for a copy of all weights is taken if the cache can still have `wanted_pages` beside it. It is also
     taken if the cache can have `needed_pages` and is large enough that the copy is faster all the same (see
@@ -75,10 +77,17 @@ def take_weights(
         needed_pages: pages of the longest sequence (`pages_of_longest`).
 
     Raises:
-        ArenaExhausted: the device has no memory for even one weight.
+        ArenaExhausted: the device has no memory for even one weight, or for the adapters.
     """
     copy_bytes = weights.needed_bytes(layout, is_copy=True)
     if not copy_bytes:
+        return
+    if layout.part.count > 1:  # adapters, which take little
+        try:
+            weights.allocate(layout, is_copy=True)
+        except ArenaExhausted:
+            cache.free()
+            weights.allocate(layout, is_copy=True)
         return
     dtype, device = layout.dtype, layout.device
     usable_bytes = _usable_bytes(cache.num_bytes + weights.num_bytes, device)

@@ -118,14 +118,12 @@ class NativeEngine(BaseEngine):
             page_size=page_size,
             scratch_bytes=self._backend.scratch_bytes(layout, capacity),
         )
-        # Adapters are whole on every rank, and do not fit below a part of the weights.
-        self._stacks_adapters = self._backend.stacks_adapters and self._parallel.num_parts == 1
-        self._weights = RolloutWeights(stacks_adapters=self._stacks_adapters)
+        self._weights = RolloutWeights(stacks_adapters=self._backend.stacks_adapters)
         self._decoder: Decoder | None = None
         self._max_pages: int | None = None
         """Upper limit of the KV cache's pages, set when memory ran out with more pages; None: no limit."""
         self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
-        fuse_parameters(layout, room_for_adapters=self._stacks_adapters)
+        fuse_parameters(layout, room_for_adapters=self._backend.stacks_adapters)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -151,7 +149,7 @@ class NativeEngine(BaseEngine):
             prompts = joined_groups(prompts, sampling.max_tokens)
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
-        fuse_parameters(self._layout, room_for_adapters=self._stacks_adapters)
+        fuse_parameters(self._layout, room_for_adapters=self._backend.stacks_adapters)
         rollout = partial(self._generate, prompts, sampling)
         return self._recovery.run(partial(self._parallel.together, rollout))[own]
 
@@ -186,7 +184,7 @@ class NativeEngine(BaseEngine):
     def sleep(self, keep_bytes: int = 0) -> None:
         """Give memory back, on a GPU all but `keep_bytes`. Captured graphs stay valid.
 
-        The engine keeps the memory for dequantised weights first, then that of the KV cache, but no contents.
+        The engine keeps the memory for rollout weights first, then that of the KV cache, but no contents.
         """
         self._weights.free(keep_bytes)
         self._cache.free(max(0, keep_bytes - self._weights.num_bytes))
@@ -203,7 +201,8 @@ class NativeEngine(BaseEngine):
         self._check_open()
         if not self._is_awake and self._kv_cache_tokens is not None:
             wanted = self._kv_cache_tokens // self._page_size
-            take_weights(self._weights, self._cache, self._layout, wanted_pages=wanted, needed_pages=1)
+            take = partial(take_weights, self._weights, self._cache, self._layout)
+            self._parallel.attempt(partial(take, wanted_pages=wanted, needed_pages=1), None)
             num_pages = take_pages(self._cache, wanted, self._layout.dtype, self._layout.device)
             if num_pages < wanted:
                 share = FREE_MEMORY_FRACTION[self._layout.device.type]

@@ -16,11 +16,12 @@ from colocate.weights.shapes import ModelShapes
 def engine_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     """The rows of the memory that the engine holds on a GPU all the time, during training as well.
 
-    It holds a second copy of the adapters' A below the weights; the rotary table and the block tables for the
-    longest sequence, whose length is rounded up to a power of two; and the activations of captured graphs.
+    It holds a second copy of the adapters' A below weights that are not split; the rotary table and the block
+    tables for the longest sequence, whose length is rounded up to a power of two; and the activations of
+    captured graphs.
     """
     b, rows = workload.parameter_dtype.itemsize, []
-    if shapes.has_adapters and shapes.four_bit is None:
+    if shapes.has_adapters and shapes.four_bit is None and workload.sharding.num_weight_parts == 1:
         how = f"A once more, for rollouts: {shapes.num_stacked:,} × {b} B"
         rows.append(Row("adapters below weights", "resident", shapes.num_stacked * b, how))
     longest = 1 << (workload.max_sequence_length - 1).bit_length()
@@ -68,8 +69,8 @@ def rollout_rows(
     if room_bytes is not None:
         share = int(FREE_MEMORY_FRACTION["cuda"] * room_bytes)
         usable = min(share, room_bytes - total_bytes(others)) - scratch
-    if shapes.four_bit is not None:
-        weights = _rollout_weights_row(shapes, workload, usable)
+    weights = _rollout_weights_row(shapes, workload, usable)
+    if weights is not None:
         others.append(weights)
         if usable is not None:
             usable -= weights.size_bytes
@@ -134,9 +135,16 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     ]
 
 
-def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row:
-    """The row of the dequantised weights, a copy or one matrix, chosen as `capacity.take_weights` does."""
-    b, count = workload.parameter_dtype.itemsize, shapes.num_projection_weights + shapes.num_stacked
+def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row | None:
+    """The row of the dequantised weights, a copy or one matrix, chosen as `capacity.take_weights` does; or of
+    the adapters' A beside split weights."""
+    b = workload.parameter_dtype.itemsize
+    if shapes.four_bit is None:
+        if not (workload.is_gpu and shapes.has_adapters and workload.sharding.num_weight_parts > 1):
+            return None
+        how = f"A once more, this rank's part: {shapes.num_stacked:,} × {b} B"
+        return Row("adapters beside weights", "rollout", shapes.num_stacked * b, how)
+    count = shapes.num_projection_weights + shapes.num_stacked
     how = f"a copy: {count:,} × {b} B"
     if usable_bytes is not None:
         per_token = shapes.kv_bytes_per_token(workload.parameter_dtype)

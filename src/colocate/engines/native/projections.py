@@ -1,23 +1,22 @@
 """A layer's projections: products with the weights of linear layers that read the same input.
 
 Where ranks split the weights, a rank's q, k, v, gate and up make some columns of the output, and its o and
-down read some columns of the input. Adapters are whole on every rank, which takes rows of B for the former
-and columns of A for the latter: W x + s B (A x) is a sum over the columns of x.
+down read some columns of the input. Adapters are whole on every rank, which computes with its part of them
+(`weights.weight_parts.local_adapters`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
 from colocate.engines.native.rollout_weights import RolloutWeights, joined
 from colocate.engines.native.torch_backend import TorchBackend
-from colocate.weights.adapters import AdaptedLinear, Adapter, base_linear, projection_adapters
+from colocate.weights.adapters import AdaptedLinear, base_linear
 from colocate.weights.layouts import WeightPart
 from colocate.weights.shared_views import stacked_view
-from colocate.weights.weight_parts import Split
+from colocate.weights.weight_parts import local_adapters
 
 
 class Projection:
@@ -25,20 +24,9 @@ class Projection:
 
     def __init__(self, weights: RolloutWeights, modules: Sequence[nn.Module], part: WeightPart) -> None:
         linears = [base_linear(module) for module in modules]
-        self.weight = weights.of(modules)
+        self.weight = weights.of(modules, part)
         self.bias = None if linears[0].bias is None else self._bias([linear.bias for linear in linears])
-        self.adapters = self._parts(projection_adapters(modules), part)
-
-    def _parts(
-        self, adapters: Sequence[tuple[slice, Adapter]], part: WeightPart
-    ) -> list[tuple[slice, Adapter]]:
-        """What the adapters add to this rank's columns of the output."""
-        rows, parts = Split(0, part), []
-        for columns, adapter in adapters:
-            own = slice(columns.start // part.count, columns.stop // part.count)
-            bias = None if adapter.bias is None else rows.of_full(adapter.bias)
-            parts.append((own, dataclasses.replace(adapter, b=rows.of_full(adapter.b), bias=bias)))
-        return parts
+        self.adapters = local_adapters(modules, part)
 
     def __call__(self, backend: TorchBackend, x: Tensor) -> Tensor:
         """x [T, in] times the weights, plus biases and adapters; [T, out], layer beside layer."""
@@ -49,13 +37,15 @@ class Projection:
         return backend.gated_linear(activation, x, self._adapted())
 
     def _adapted(self) -> AdaptedLinear:
-        return AdaptedLinear(self.weight.read(), self.bias, self.adapters, self.weight.stack)
+        weight = self.weight
+        return AdaptedLinear(weight.read(), self.bias, self.adapters, weight.stack, weight.stacked_a)
 
     def _bias(self, biases: Sequence[Tensor]) -> Tensor:
-        """The joined biases, one element for each row of the weights, those of the adapters' A included."""
-        if self.weight.stack is None:
+        """The joined biases, one element for each row of the weights, those of A below them included."""
+        stack = self.weight.stack
+        if stack is None or self.weight.stacked_a is not None:
             return joined(biases)
-        stacked = stacked_view(biases, self.weight.stack.num_rows)
+        stacked = stacked_view(biases, stack.num_rows)
         assert stacked is not None, "biases were fused without the room that their weights have"
         return stacked
 
@@ -81,19 +71,3 @@ class PartialProjection(Projection):
         adapted = self._adapted()
         out = backend.parallel.room(len(x), len(adapted.weight), x.dtype)
         return backend.linear(x, adapted, out)
-
-    def _parts(
-        self, adapters: Sequence[tuple[slice, Adapter]], part: WeightPart
-    ) -> list[tuple[slice, Adapter]]:
-        """What the adapters make of this rank's columns of the input."""
-        return [
-            (
-                columns,
-                dataclasses.replace(
-                    adapter,
-                    a=Split(1, part).of_full(adapter.a),
-                    bias=adapter.bias if part.index == 0 else None,
-                ),
-            )
-            for columns, adapter in adapters
-        ]

@@ -2,7 +2,9 @@
 
 LoRA adapters compute W x + s B (A x). On a GPU their A are stored as further rows below W, rounded to W's
 type when a rollout begins, so that one product computes W x and every A x. A product with A alone would take
-a decode step as long as a product with small weights, and A has a few hundredths of W's bytes.
+a decode step as long as a product with small weights, and A has a few hundredths of W's bytes. Where ranks
+split the weights, training gathers W's parts and there is no room below them: what the rank needs of each A
+is copied to a place of its own when a rollout begins, and a projection takes one more product.
 
 A product that unpacks 4-bit codes on the way is slower than one that reads 16-bit weights if it has more than
 some tens of rows. So a rollout multiplies with dequantised weights, which it makes in one of two ways:
@@ -11,8 +13,8 @@ some tens of rows. So a rollout multiplies with dequantised weights, which it ma
     one by one  each weight before every product with it, all in one place as large as the largest (0.2 GB)
 
 For each byte of dequantised weights a step moves one byte with the copy (it reads it), and 2.25 bytes one by
-one (it reads a quarter as codes, writes one and reads it). The memory is an arena like the cache's, so
-captured graphs find the same addresses in every rollout.
+one (it reads a quarter as codes, writes one and reads it). The memory, also that of A beside split weights,
+is an arena like the cache's, so captured graphs find the same addresses in every rollout.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from colocate.memory.arena import Arena
-from colocate.weights.adapters import AdapterStack, base_linear, projection_adapters
-from colocate.weights.layouts import Layout
+from colocate.weights.adapters import AdapterStack, base_linear
+from colocate.weights.layouts import WHOLE, Layout, WeightPart
 from colocate.weights.quantized import dequantize, is_4bit
 from colocate.weights.shared_views import fused_view, stacked_view
+from colocate.weights.weight_parts import local_adapters
 
 ALIGNMENT_BYTES = 512
 
@@ -36,15 +39,16 @@ ALIGNMENT_BYTES = 512
 class ProjectionWeight:
     """The weights of linear layers that read the same input, one below the other."""
 
-    storage: Tensor  # [sum of out + the stack's rows, in]
+    storage: Tensor  # [sum of out + the stack's rows, in], without these rows if there is `stacked_a`
     stack: AdapterStack | None
-    """The adapters whose A lie below the weights in `storage`; None: there are none."""
+    """The adapters whose A lie below the weights in `storage`, or in `stacked_a`; None: there are none."""
     linears: tuple[nn.Linear, ...] = ()
     """The layers whose weights are copied or dequantised into `storage` before every read; empty: `storage`
     holds the weights already."""
+    stacked_a: Tensor | None = None  # [the stack's rows, in]
 
     def read(self) -> Tensor:
-        """[sum of out + the stack's rows, in], valid until another weight is read."""
+        """`storage`, valid until another weight is read."""
         if self.linears:
             self.fill()
         return self.storage
@@ -63,23 +67,24 @@ class ProjectionWeight:
     def identity(self) -> Iterator[object]:
         """The addresses and sizes that a captured graph that reads these weights depends on."""
         yield self.storage.data_ptr(), None if self.stack is None else self.stack.num_rows
+        yield None if self.stacked_a is None else self.stacked_a.data_ptr()
         for linear in self.linears:
             state = getattr(linear.weight, "quant_state", None)
             yield linear.weight.data_ptr(), None if state is None else state.absmax.data_ptr()
 
 
 def fill_stacks(stacks: Sequence[tuple[AdapterStack, Tensor]]) -> None:
-    """Copy the adapters' A into the rows below each storage's weights, rounded to its type, all at once."""
+    """Copy the adapters' A into the last rows of each storage, rounded to its type, all at once."""
     rows = [row for stack, storage in stacks for row in stack.rows(storage[-stack.num_rows :])]
     if rows:
         torch._foreach_copy_(rows, [adapter.a.detach() for stack, _ in stacks for adapter in stack.adapters])
 
 
 class RolloutWeights:
-    """Where a rollout finds its weights, with memory for those that must be dequantised.
+    """Where a rollout finds its weights, with memory for those that it reads elsewhere than the trainer.
 
     Args:
-        stacks_adapters: the adapters' A lie below the weights.
+        stacks_adapters: the adapters' A lie below the weights, or beside them if ranks split the weights.
     """
 
     def __init__(self, *, stacks_adapters: bool) -> None:
@@ -89,7 +94,8 @@ class RolloutWeights:
         self._arena: Arena | None = None
         self._storage: Tensor | None = None  # uint8; on a GPU all addresses, which need not have memory
         self._places: dict[nn.Linear, Tensor] = {}
-        """Where each group's dequantised weights lie, by the first of the layers that read the same input."""
+        """Where each group's dequantised weights lie, or its adapters' A beside split weights, by the first
+        of the layers that read the same input."""
 
     @property
     def num_bytes(self) -> int:
@@ -120,58 +126,64 @@ class RolloutWeights:
         self.is_copy = is_copy
 
     def prepare(self, layout: Layout) -> None:
-        """Give each group of 4-bit layers its place, fill the copy if there is one, and copy the adapters' A.
+        """Give each group that needs one its place, fill the copy if there is one, and copy the adapters' A.
 
         Every rollout makes the copy anew, which takes milliseconds. So weights that were replaced since the
-        last rollout (adapters were merged, a checkpoint was loaded) are not missed.
+        last rollout (adapters were merged or trained, a checkpoint was loaded) are not missed.
         """
         self._places.clear()
         offset = 0
         stacks: list[tuple[AdapterStack, Tensor]] = []
         for modules in _groups(layout):
-            linears = tuple(base_linear(module) for module in modules)
-            if not any(map(is_4bit, linears)):
-                weight = self.of(modules)
-                stacks += [] if weight.stack is None else [(weight.stack, weight.storage)]
+            linears, num_bytes = tuple(map(base_linear, modules)), self._num_bytes(modules, layout)
+            if num_bytes:
+                assert self._storage is not None, "there is no memory for the rollout's weights"
+                place = self._storage[offset : offset + num_bytes].view(layout.dtype)
+                self._places[linears[0]] = place.view(-1, _num_inputs(modules, layout.part))
+                if self.is_copy:
+                    offset += _aligned(num_bytes)
+            if any(map(is_4bit, linears)):
+                if self.is_copy:
+                    stack = self._stack(modules, layout.part)
+                    ProjectionWeight(self._places[linears[0]], stack, linears).fill()
                 continue
-            assert self._storage is not None, "there is no memory for dequantised weights"
-            num_bytes = self._num_bytes(modules, layout.dtype)
-            place = self._storage[offset : offset + num_bytes].view(layout.dtype)
-            self._places[linears[0]] = place.view(-1, linears[0].in_features)
-            if self.is_copy:
-                ProjectionWeight(self._places[linears[0]], self._stack(modules), linears).fill()
-                offset += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            weight = self.of(modules, layout.part)
+            if weight.stack is not None:
+                stacks.append(
+                    (weight.stack, weight.storage if weight.stacked_a is None else weight.stacked_a)
+                )
         fill_stacks(stacks)
 
-    def of(self, modules: Sequence[nn.Module]) -> ProjectionWeight:
+    def of(self, modules: Sequence[nn.Module], part: WeightPart) -> ProjectionWeight:
         """The weights of layers that read the same input; `prepare` was called with their layout before."""
-        linears, stack = tuple(base_linear(module) for module in modules), self._stack(modules)
+        linears, stack = tuple(base_linear(module) for module in modules), self._stack(modules, part)
         if any(map(is_4bit, linears)):
             return ProjectionWeight(self._places[linears[0]], stack, () if self.is_copy else linears)
         weights = [linear.weight for linear in linears]
+        if stack is not None and part != WHOLE:
+            return ProjectionWeight(joined(weights), stack, stacked_a=self._places[linears[0]])
         stacked = None if stack is None else stacked_view(weights, stack.num_rows)
         if stacked is None:
             return ProjectionWeight(joined(weights), None)
         return ProjectionWeight(stacked, stack)
 
     def needed_bytes(self, layout: Layout, *, is_copy: bool) -> int:
-        """Bytes for a copy of all projections with 4-bit weights, or for the largest one; 0: none has any."""
-        sizes = [
-            self._num_bytes(modules, layout.dtype)
-            for modules in _groups(layout)
-            if any(is_4bit(base_linear(module)) for module in modules)
-        ]
-        if is_copy:
-            return sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes)
-        return max(sizes, default=0)
+        """Bytes for a copy of all projections with 4-bit weights, or for the largest one; for a copy of what
+        this rank needs of the adapters' A beside split weights; 0: a rollout reads the trainer's own."""
+        sizes = [self._num_bytes(modules, layout) for modules in _groups(layout)]
+        return sum(map(_aligned, sizes)) if is_copy else max(sizes, default=0)
 
-    def _stack(self, modules: Sequence[nn.Module]) -> AdapterStack | None:
-        return AdapterStack.of(projection_adapters(modules)) if self._stacks_adapters else None
+    def _stack(self, modules: Sequence[nn.Module], part: WeightPart) -> AdapterStack | None:
+        return AdapterStack.of(local_adapters(modules, part)) if self._stacks_adapters else None
 
-    def _num_bytes(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> int:
-        linears, stack = [base_linear(module) for module in modules], self._stack(modules)
-        rows = sum(linear.out_features for linear in linears) + (0 if stack is None else stack.num_rows)
-        return rows * linears[0].in_features * dtype.itemsize
+    def _num_bytes(self, modules: Sequence[nn.Module], layout: Layout) -> int:
+        """Bytes of the place of layers that read the same input; 0: they need none."""
+        linears, stack = [base_linear(module) for module in modules], self._stack(modules, layout.part)
+        has_4bit = any(map(is_4bit, linears))
+        rows = sum(linear.out_features for linear in linears) if has_4bit else 0
+        if stack is not None and (has_4bit or layout.part != WHOLE):
+            rows += stack.num_rows
+        return rows * _num_inputs(modules, layout.part) * layout.dtype.itemsize
 
     def free(self, keep_bytes: int = 0) -> None:
         """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
@@ -199,3 +211,13 @@ def _groups(layout: Layout) -> Iterator[Sequence[nn.Module]]:
     """The model's linear layers in groups that read the same input."""
     for layer in layout.layers:
         yield from layer.projection_groups()
+
+
+def _num_inputs(modules: Sequence[nn.Module], part: WeightPart) -> int:
+    """Columns of the input that this rank's part of layers that read the same input multiplies."""
+    num_inputs: int = base_linear(modules[0]).in_features
+    return num_inputs // part.count if len(modules) == 1 else num_inputs
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

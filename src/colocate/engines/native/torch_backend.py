@@ -38,7 +38,7 @@ class TorchBackend:
     captures_graphs = False
     """Whether decode steps are captured in CUDA graphs."""
     stacks_adapters = False
-    """Whether `linear` is faster with the adapters' A stored below the weights."""
+    """Whether `linear` is faster with the adapters' A stored one below the other, in the weights' type."""
     shares_prefixes = False
     """Whether decode attention now reads pages that several rows share once for all of them."""
     max_prefill_tokens = 8192
@@ -76,9 +76,9 @@ class TorchBackend:
         It is written to `out` if that is given.
         """
         weight, bias = adapted.weight, adapted.bias
-        if adapted.stack is not None:
-            weight = weight[: -adapted.stack.num_rows]
-            bias = None if bias is None else bias[: -adapted.stack.num_rows]
+        if num_below := adapted.num_rows_below:
+            weight = weight[:-num_below]
+            bias = None if bias is None else bias[:-num_below]
         output = product(x, weight, bias, out)
         for columns, adapter in adapted.adapters:
             adapter.add_to(output[:, columns], x)

@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.sampler import Sampler
-from colocate.engines.native.torch_backend import TorchBackend
+from colocate.engines.native.torch_backend import TorchBackend, product
 from colocate.kernels import fallbacks, gate, lora, norms, rotary, sampling, steps
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.definitions import Rotation, is_silu
@@ -85,8 +85,7 @@ class TritonBackend(TorchBackend):
         stack = adapted.stack
         if stack is None or len(x) > lora.MAX_ROWS:
             return super().linear(x, adapted, out)
-        assert out is None, "weights with adapters below them are whole, and their products are not summed"
-        output, reduced = _split(F.linear(x, adapted.weight, adapted.bias), stack)
+        output, reduced = _products(x, adapted, stack, out)
         lora.expand(output, reduced, stack)
         return output
 
@@ -94,7 +93,7 @@ class TritonBackend(TorchBackend):
         stack = adapted.stack
         if stack is None or len(x) > lora.MAX_ROWS or stack.padded_rank > MAX_RANK:
             return self.linear(x, adapted), None
-        output, reduced = _split(F.linear(x, adapted.weight, adapted.bias), stack)
+        output, reduced = _products(x, adapted, stack)
         if not stack.covers(output.shape[1]):
             lora.expand(output, reduced, stack)
             return output, None
@@ -307,9 +306,15 @@ class TritonBackend(TorchBackend):
         )
 
 
-def _split(product: Tensor, stack: AdapterStack) -> tuple[Tensor, Tensor]:
-    """Split a product with stacked weights into W x [T, out] and the adapters' A x [T, num_rows]."""
-    return product[:, : -stack.num_rows], product[:, -stack.num_rows :]
+def _products(
+    x: Tensor, adapted: AdaptedLinear, stack: AdapterStack, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """W x [T, out], written to `out` if that is given, and the adapters' A x [T, the stack's rows]."""
+    if adapted.stacked_a is not None:
+        return product(x, adapted.weight, adapted.bias, out), F.linear(x, adapted.stacked_a)
+    assert out is None, "weights with adapters below them are whole, and their products are not summed"
+    both = F.linear(x, adapted.weight, adapted.bias)
+    return both[:, : -stack.num_rows], both[:, -stack.num_rows :]
 
 
 def _sizes(layout: Layout, capacity: int) -> dict[str, int]:
