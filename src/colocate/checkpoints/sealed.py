@@ -104,16 +104,18 @@ def _failing_together(
     except (OSError, RuntimeError, SafetensorError) as error:
         failure = error
     messages = gather([None if failure is None else str(failure) or repr(failure)])
-    failed = [f"{message} (rank {rank})" for rank, message in enumerate(messages) if message is not None]
+    failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if not failed:
         return
+    # One rank's figures for all: ranks whose errors differ look like one that has failed because of another.
+    # None deletes files before this gather, so that all have measured them.
     free_bytes = shutil.disk_usage(_existing_parent(final_dir)).free
-    written_bytes = _num_bytes(partial_dir)
-    gather([None])  # no rank deletes files before every rank has measured them
+    written_bytes, free_bytes = gather([(_num_bytes(partial_dir), free_bytes)])[min(failed)]
     if is_main:
         shutil.rmtree(partial_dir, ignore_errors=True)
+    errors = "; ".join(f"{message} (rank {rank})" for rank, message in failed.items())
     raise CheckpointError(
-        f"could not write {final_dir}: {'; '.join(failed)}. {written_bytes / 1e6:.1f} MB had been written "
+        f"could not write {final_dir}: {errors}. {written_bytes / 1e6:.1f} MB had been written "
         f"and are removed again; {free_bytes / 1e6:.1f} MB are free on that disk. Free some space, set "
         f"save_total_limit, or choose another output_dir. Earlier checkpoints are untouched."
     ) from failure
