@@ -199,7 +199,7 @@ def test_token_logprobs_by_kernels(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Most bytes that tensors made within hold at a time, after any operation."""
+    """Most bytes that tensors made within hold at a time, after any operation; those on "meta" hold none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class LiveBytes(TorchDispatchMode):
         }
         for tensor in (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in known:
+            if storage._cdata not in known and tensor.device.type != "meta":
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if self.alive_bytes() > self.peak:
             gc.collect()  # the interpreter's cycles hold on to what kernels were given
