@@ -37,7 +37,7 @@ from transformers import TrainerCallback
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.cli import main
 from colocate.data import loading
-from colocate.requirements import Requirement, ranges_of
+from colocate.requirements import Requirement, choices_of, ranges_of
 
 SEED = 20_261
 LIMIT_S = 5.0
@@ -93,6 +93,7 @@ for names, domain in (
     ("vllm_importance_sampling_clip_min", real(0, 1, below=False)),
     ("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", real(1)),
     ("delta", real(1.2, above=True)),
+    ("shard", (1, 2, 4, 8).__contains__),
 ):
     DOMAINS.update(dict.fromkeys(names.split(), domain))
 
@@ -280,6 +281,8 @@ def number_cases(directory: Path, command_line: CommandLine) -> Iterator[Case]:
                 must_name,
                 has_value(name, value),
             )
+            if str(value).lower() in choices_of(GRPOConfig).get(name, ()):  # the word "none"
+                continue
             yield Case(
                 "number, command line",
                 f"--{name} {str(value)[:20]}",
