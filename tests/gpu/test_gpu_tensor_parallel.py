@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_models import make_model, owners_of, policy_logprobs
-from tensor_parallel_worker import MODELS, PROMPTS, SAMPLINGS, SHOTS, SIZES
+from gpu_tensor_parallel_worker import MODELS, PROMPTS, SAMPLINGS, SHOTS, SIZES
 from test_gpu_engine import assert_same_draws
 
 from colocate.engines.native.engine import NativeEngine
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 def directory(tmp_path_factory) -> Path:
     """Where two processes wrote what they drew."""
     directory = tmp_path_factory.mktemp("runs")
-    run_python(*TORCHRUN, Path(__file__).with_name("tensor_parallel_worker.py"), directory, timeout_s=600)
+    run_python(*TORCHRUN, Path(__file__).with_name("gpu_tensor_parallel_worker.py"), directory, timeout_s=600)
     return directory
 
 

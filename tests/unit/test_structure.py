@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,12 @@ def test_no_function_is_longer_than_a_screen_but_kernels_and_their_launchers():
 @pytest.mark.parametrize(("file", "most"), [("loop.py", 160), ("trainer.py", 300)])
 def test_what_is_read_first_is_short(file, most):
     assert len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_no_two_files_of_the_tests_share_a_name():
+    """Without packages, pytest imports a test file by its bare name: the second of two would be the first."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
