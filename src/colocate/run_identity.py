@@ -58,10 +58,7 @@ class RunIdentity:
         self._train_dataset = train_dataset
         self._engine_name = type(engine).__name__
         self._reward_names = list(rewards.names)
-        self._checksums = {
-            role: None if weights is None else policy.checksum(weights)
-            for role, weights in policy.starting_weights(has_new_adapter=has_new_adapter).items()
-        }
+        self._checksums = policy.starting_checksums(has_new_adapter=has_new_adapter)
 
     def describe(self, run_id: str) -> dict[str, Any]:
         """The identity as plain JSON without secrets; the first call reads the dataset (`fingerprint`)."""

@@ -9,12 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
-from colocate.checkpoints.snapshot import as_text, bit_sum
 from colocate.data.packing import pack, pack_padded
 from colocate.memory.recovery import Recovery, Remedy, free_memory
 from colocate.memory.train_plan import TrainPlan, TrainPlanner, most_cautious
@@ -28,13 +26,13 @@ from colocate.policy.logprobs import check_output_head, output_head, token_logpr
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.optimizer_state import Read, Shapes
 from colocate.policy.pack import groups_of, to_device
-from colocate.policy.reference import FrozenCopy, Reference, is_of_reference
+from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
+from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
-from colocate.weights.layouts import WHOLE, layout_for
-from colocate.weights.weight_parts import splits_of
+from colocate.weights.layouts import layout_for
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
@@ -327,68 +325,13 @@ class Policy:
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
-    def starting_weights(self, *, has_new_adapter: bool) -> dict[str, list[Tensor] | None]:
-        """The weights that `state_dict` leaves out, with which a resumed run must start as this run did.
+    def starting_checksums(self, *, has_new_adapter: bool) -> dict[str, str | None]:
+        """`whole_weights.starting_checksums`; all ranks that share the weights must call it together."""
+        return starting_checksums(self.model, self.reference, self._mesh, has_new_adapter=has_new_adapter)
 
-        Returns:
-            "base": frozen weights under an adapter; "reference": the reference's own weights, None without a
-            reference; "origin": the weights that a reference made now is, or would be, a copy of
-            (`make_reference`).
-        """
-        own = {name: p for name, p in self.model.named_parameters() if not is_of_reference(name)}
-        inside = [p for name, p in self.model.named_parameters() if is_of_reference(name)]
-        origin: list[Tensor] = list(own.values())
-        if hasattr(self.model, "peft_config"):
-            origin = [] if has_new_adapter else [p for p in own.values() if p.requires_grad]
-        return {
-            "base": [p for p in own.values() if not p.requires_grad],
-            "reference": None if self.reference is None else inside + self.reference.weights(),
-            "origin": origin,
-        }
-
-    def checksum(self, weights: Sequence[Tensor]) -> str:
-        """`snapshot.checksum` of whole weights, of which this rank may hold parts: all ranks that share the
-        weights must call it together.
-
-        Args:
-            weights: of `starting_weights`.
-        """
-        models = [self.model]
-        if isinstance(self.reference, FrozenCopy):
-            with self.reference.model() as copied:
-                models.append(copied)
-        parts = {
-            id(p)
-            for model in models
-            for (_, p), split in zip(model.named_parameters(), splits_of(model).values(), strict=True)
-            if split.dim is not None and split.part != WHOLE
-        }
-        numbered = list(enumerate(weights, start=1))
-        total = bit_sum((number, weight) for number, weight in numbered if id(weight) in parts)
-        totals: list[int] = [total]
-        if (group := self._mesh.weight_group) is not None:
-            totals = [0] * self._mesh.num_weight_parts
-            dist.all_gather_object(totals, total, group=group)
-        return as_text(
-            sum(totals) + bit_sum((n, weight) for n, weight in numbered if id(weight) not in parts)
-        )
-
-    @torch.no_grad()
     def find_nonfinite_weight(self) -> str | None:
-        """The name of a parameter with a NaN or an infinity, or None.
-
-        Ranks with the same weights find the same without asking; those with parts of them ask one another,
-        so that all must call it together. It reads every parameter once and waits for the device.
-        """
-        named = [(n, p) for n, p in self.model.named_parameters() if p.is_floating_point() and p.numel()]
-        # The largest magnitude is NaN or infinite if any is, and needs no second tensor of the weight's size.
-        largest = torch.stack([torch.linalg.vector_norm(p, torch.inf).float() for _, p in named])
-        bad = (~largest.isfinite()).nonzero().flatten().tolist()
-        found = [named[bad[0]][0] if bad else None]
-        if (group := self._mesh.weight_group) is not None:
-            mine, found = found[0], found * self._mesh.num_weight_parts
-            dist.all_gather_object(found, mine, group=group)
-        return next((name for name in found if name is not None), None)
+        """`whole_weights.find_nonfinite_weight`; all ranks that share the weights must call it together."""
+        return find_nonfinite_weight(self.model, self._mesh)
 
     def _accumulate_all(
         self, samples: Sequence[Sample], objective: LossFunction, size: float
