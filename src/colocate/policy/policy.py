@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
-from colocate.memory.recovery import Recovery, Remedy, free_memory
+from colocate.memory.recovery import Recovery, Remedy
 from colocate.memory.train_plan import TrainPlan, TrainPlanner, most_cautious
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers
@@ -23,9 +23,10 @@ from colocate.policy.forward import check_causal, padded_hidden_states, padded_w
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
+from colocate.policy.microbatches import for_each, loss_batch
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.optimizer_state import Read, Shapes
-from colocate.policy.pack import groups_of, to_device
+from colocate.policy.pack import groups_of
 from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
@@ -220,7 +221,7 @@ class Policy:
             part, part_metrics = objective(
                 pad_sequence(list(logprobs), batch_first=True),
                 pad_sequence(list(entropies), batch_first=True),
-                _loss_batch(microbatch),
+                loss_batch(microbatch),
             )
             if self.router_loss_coef:
                 _, router_loss = self._retry(partial(padded_with_router_loss, self.model, microbatch))
@@ -357,7 +358,7 @@ class Policy:
                 logprobs.update(zip(indices, part_logprobs, strict=True))
 
             microbatches = self._microbatches(samples, packed=stack is not None)
-            _for_each(stack, microbatches, accumulate, has_backward=True)
+            for_each(stack, microbatches, accumulate, has_backward=True)
         self.optimizer.prepare_reduction()
         return loss, metrics, [logprobs[i] for i in range(len(samples))]
 
@@ -379,7 +380,7 @@ class Policy:
         loss, metrics = objective(
             pad_sequence(logprobs, batch_first=True),
             pad_sequence(entropies, batch_first=True),
-            _loss_batch(samples),
+            loss_batch(samples),
         )
         if router_loss is not None:
             loss = loss + self._weighted(router_loss, share, metrics)
@@ -406,7 +407,7 @@ class Policy:
                 results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
 
             microbatches = self._microbatches(samples, packed=stack is not None)
-            _for_each(stack, microbatches, evaluate, has_backward=False)
+            for_each(stack, microbatches, evaluate, has_backward=False)
         return [results[i] for i in range(len(samples))]
 
     @contextmanager
@@ -521,66 +522,5 @@ class Policy:
         return next(self.model.parameters()).device
 
 
-def _for_each(
-    stack: DecoderStack | None,
-    microbatches: list[list[int]],
-    work: Callable[[list[int]], None],
-    *,
-    has_backward: bool,
-) -> None:
-    """Do the work of each micro-batch.
-
-    Where other ranks hold parts of the weights, a rank that fails, or has an empty micro-batch, goes through
-    the collectives of all micro-batches nevertheless, and raises its error when they are done.
-    """
-    failure: Exception | None = None
-    for indices in microbatches:
-        if stack is None or not stack.has_parts:
-            work(indices)
-            continue
-        stack.begin()
-        if indices and failure is None:
-            try:
-                work(indices)
-            except Exception as error:
-                is_short = isinstance(error, torch.OutOfMemoryError)
-                failure = error.with_traceback(None) if is_short else error
-            if failure is None:
-                continue
-            free_memory()  # the rest takes memory, too
-        stack.finish(has_backward=has_backward)
-    if failure is not None:
-        raise failure
-
-
 def _longest(samples: Sequence[Sample]) -> int:
     return max((sample.num_tokens for sample in samples), default=1)
-
-
-def _loss_batch(samples: Sequence[Sample]) -> LossBatch:
-    device = samples[0].completion_ids.device
-
-    def scalars(name: str) -> Tensor:
-        values = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float32)
-        return to_device(values, device)
-
-    def padded(name: str) -> Tensor | None:
-        values = [getattr(sample, name) for sample in samples]
-        if all(value is None for value in values):
-            return None
-        if any(value is None for value in values):
-            raise ValueError(f"Some samples of an update have {name} and some have not; all or none must.")
-        return pad_sequence(values, batch_first=True)
-
-    mask = padded("completion_mask")
-    assert mask is not None, "every sample has a completion mask"
-    return LossBatch(
-        mask=mask,
-        advantages=scalars("advantage"),
-        loss_weights=scalars("loss_weight"),
-        entropy_weights=scalars("entropy_weight"),
-        old_logprobs=padded("old_logprobs"),
-        rollout_logprobs=padded("rollout_logprobs"),
-        reference_logprobs=padded("reference_logprobs"),
-        entropy_thresholds=None if samples[0].entropy_threshold is None else scalars("entropy_threshold"),
-    )

@@ -1,0 +1,81 @@
+"""Micro-batches of a step: what the objective reads of one, and how ranks go through theirs together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from colocate.algorithms.objective import LossBatch
+from colocate.memory.recovery import free_memory
+from colocate.policy.pack import to_device
+from colocate.policy.stack import DecoderStack
+from colocate.types import Sample
+
+
+def for_each(
+    stack: DecoderStack | None,
+    microbatches: list[list[int]],
+    work: Callable[[list[int]], None],
+    *,
+    has_backward: bool,
+) -> None:
+    """Do the work of each micro-batch.
+
+    Where other ranks hold parts of the weights, a rank that fails, or has an empty micro-batch, goes through
+    the collectives of all micro-batches nevertheless, and raises its error when they are done.
+    """
+    failure: Exception | None = None
+    for indices in microbatches:
+        if stack is None or not stack.has_parts:
+            work(indices)
+            continue
+        stack.begin()
+        if indices and failure is None:
+            try:
+                work(indices)
+            except Exception as error:
+                is_short = isinstance(error, torch.OutOfMemoryError)
+                failure = error.with_traceback(None) if is_short else error
+            if failure is None:
+                continue
+            free_memory()  # the rest takes memory, too
+        stack.finish(has_backward=has_backward)
+    if failure is not None:
+        raise failure
+
+
+def loss_batch(samples: Sequence[Sample]) -> LossBatch:
+    """The samples' fields that the objective reads, padded on the right, on their device.
+
+    Raises:
+        ValueError: some samples have a field and some have not.
+    """
+    device = samples[0].completion_ids.device
+
+    def scalars(name: str) -> Tensor:
+        values = torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float32)
+        return to_device(values, device)
+
+    def padded(name: str) -> Tensor | None:
+        values = [getattr(sample, name) for sample in samples]
+        if all(value is None for value in values):
+            return None
+        if any(value is None for value in values):
+            raise ValueError(f"Some samples of an update have {name} and some have not; all or none must.")
+        return pad_sequence(values, batch_first=True)
+
+    mask = padded("completion_mask")
+    assert mask is not None, "every sample has a completion mask"
+    return LossBatch(
+        mask=mask,
+        advantages=scalars("advantage"),
+        loss_weights=scalars("loss_weight"),
+        entropy_weights=scalars("entropy_weight"),
+        old_logprobs=padded("old_logprobs"),
+        rollout_logprobs=padded("rollout_logprobs"),
+        reference_logprobs=padded("reference_logprobs"),
+        entropy_thresholds=None if samples[0].entropy_threshold is None else scalars("entropy_threshold"),
+    )
