@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from colocate.memory.recovery import Recovery, Remedy
 from colocate.memory.train_plan import TrainPlan, TrainPlanner, most_cautious
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers
-from colocate.parallel.weight_store import WeightStore
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
 from colocate.policy.host_activations import HostActivations
@@ -30,10 +28,10 @@ from colocate.policy.pack import groups_of
 from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
+from colocate.policy.stacks import Stacks
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
-from colocate.weights.layouts import layout_for
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
@@ -155,8 +153,13 @@ class Policy:
         self._retry, self._retry_together = recovery(self._partners).run, recovery(self._everyone).run
         self._mark_memory = mark_memory
         self._host_activations = HostActivations()
-        self._stacks: dict[str, DecoderStack] = {}
-        """The last stack made for each use ("update", …); the uses differ in dropout and adapters."""
+        self._stacks = Stacks(
+            model,
+            self._host_activations,
+            share_prompts=share_prompts,
+            weight_group=self._mesh.weight_group,
+            add_gradient=optimizer.add_gradient,
+        )
         self._longest = 1
         self._largest_microbatch = 0
 
@@ -347,7 +350,7 @@ class Policy:
         metrics = Metrics()
         logprobs: dict[int, Tensor] = {}
         loss = torch.zeros((), device=self.device)
-        with self._pass(self.model, "update") as stack:
+        with self._stacks.open(self.model, "update") as stack:
 
             def accumulate(indices: list[int]) -> None:
                 microbatch = [samples[i] for i in indices]
@@ -398,7 +401,7 @@ class Policy:
     def _evaluate(self, model: nn.Module, samples: Sequence[Sample], use: str) -> list[tuple[Tensor, Tensor]]:
         model.eval()
         results: dict[int, tuple[Tensor, Tensor]] = {}
-        with self._pass(model, use) as stack:
+        with self._stacks.open(model, use) as stack:
 
             def evaluate(indices: list[int]) -> None:
                 microbatch = [samples[i] for i in indices]
@@ -409,37 +412,6 @@ class Policy:
             microbatches = self._microbatches(samples, packed=stack is not None)
             for_each(stack, microbatches, evaluate, has_backward=False)
         return [results[i] for i in range(len(samples))]
-
-    @contextmanager
-    def _pass(self, model: nn.Module, use: str) -> Iterator[DecoderStack | None]:
-        """The stack of `model` for one pass over samples, after which no weights stay gathered."""
-        stack = self._stack(model, use)
-        try:
-            yield stack
-        finally:
-            if stack is not None:
-                stack.release()
-
-    def _stack(self, model: nn.Module, use: str) -> DecoderStack | None:
-        """The stack of `model` for this use, made anew if the last one is out of date; None: the model runs
-        padded, through transformers' modules."""
-        if not self._runs_packed:
-            return None
-        stack = self._stacks.get(use)
-        if stack is None or not stack.is_current(model):
-            stack = DecoderStack(
-                model, self._host_activations, share_prompts=self._share_prompts, store=self._store(model)
-            )
-            self._stacks[use] = stack
-        return stack
-
-    def _store(self, model: nn.Module) -> WeightStore | None:
-        """What gathers the weights of `model`; None: it has them whole."""
-        layout, group = layout_for(model), self._mesh.weight_group
-        if layout.part.count == 1:
-            return None
-        assert group is not None, "a part of the weights needs the ranks with the others"
-        return WeightStore(layout, group, self.optimizer.add_gradient if model is self.model else None)
 
     def _hidden_states(self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]) -> Tensor:
         """The last hidden states that predict completion tokens, [N, hidden], sample after sample."""
