@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
 from colocate.memory.recovery import Recovery, Remedy
-from colocate.memory.train_plan import TrainPlan, TrainPlanner, most_cautious
+from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
@@ -29,6 +29,7 @@ from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.policy.stacks import Stacks
+from colocate.policy.step_plan import StepPlan
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
@@ -135,7 +136,7 @@ class Policy:
         self.num_skipped_updates = 0
         """The number of updates skipped in a row, up to now."""
         self.planner = planner
-        self._plan = plan or TrainPlan()
+        self._step_plan = StepPlan(plan or TrainPlan(), has_layers=self._runs_packed)
         self.router_loss_coef = router_loss_coef
         self._temperature = temperature
         self._share_prompts = share_prompts
@@ -145,7 +146,7 @@ class Policy:
         self._partners = Peers(self.device, self._mesh.weight_group)
 
         def recovery(peers: Peers) -> Recovery:
-            shrink = partial(self._shrink_joint_plan, peers)
+            shrink = partial(self._step_plan.shrink, peers)
             return Recovery(remedies, OUT_OF_MEMORY_ADVICE, joint_remedies=[shrink], peers=peers)
 
         # An update is everyone's. Log-probs need the ranks that share the weights, if any; the others may ask
@@ -160,13 +161,12 @@ class Policy:
             weight_group=self._mesh.weight_group,
             add_gradient=optimizer.add_gradient,
         )
-        self._longest = 1
         self._largest_microbatch = 0
 
     @property
     def plan(self) -> TrainPlan:
         """How the next step is cut and what it keeps; the policy alone changes it."""
-        return self._plan
+        return self._step_plan.plan
 
     def update(self, samples: Sequence[Sample], objective: LossFunction) -> UpdateResult:
         """Take one optimizer step on `samples`, whose loss is the sum of the micro-batches' losses.
@@ -183,9 +183,9 @@ class Policy:
         """
         if self.planner is not None:
             longest = max((len(sample.prompt_ids) for sample in samples), default=1)
-            self._plan = self.planner.with_prompts(self._plan, longest)
-        self._longest = _longest(samples)
-        self._join_plans(self._everyone)
+            self._step_plan.plan = self.planner.with_prompts(self.plan, longest)
+        self._step_plan.see(samples)
+        self._step_plan.join(self._everyone)
         size = self._step_size(samples)
         loss, metrics, logprobs = self._retry_together(lambda: self._accumulate_all(samples, objective, size))
         metrics.add_mean("loss", loss, 1)
@@ -261,35 +261,7 @@ class Policy:
             update: what the step returned.
         """
         if self.planner is not None:
-            self._plan = self.planner.refined(self._plan, memory, update.largest_microbatch)
-
-    def _shrink_plan(self) -> str | None:
-        """Take the next smaller plan for the samples last seen and describe it; None if there is none."""
-        smaller = self._plan.smaller(self._longest, has_layers=self._runs_packed)
-        if smaller is None:
-            return None
-        self._plan = smaller
-        return (
-            f"Now with activation_policy={smaller.activation_policy!r}, micro-batches of "
-            f"{smaller.budget(self._longest):,} tokens, {smaller.logprob_chunk_size:,} tokens' logits at "
-            f"a time and the softmax {'kept' if smaller.keep_softmax else 'made again'}"
-        )
-
-    def _join_plans(self, peers: Peers) -> None:
-        """Make the plan, and the longest sequence that it is for, the same on all of some ranks.
-
-        Each rank plans by the prompts and the memory that it has seen. All wait for the slowest, so that a
-        larger plan on some of them would gain nothing.
-        """
-        if peers.are_several:
-            rows = peers.gather(self._longest, *self._plan.to_numbers())
-            self._longest = max(row[0] for row in rows)
-            self._plan = most_cautious([TrainPlan.from_numbers(row[1:]) for row in rows], self._longest)
-
-    def _shrink_joint_plan(self, peers: Peers) -> str | None:
-        """Take the next smaller plan for the samples that the ranks have seen last, or say None on all."""
-        self._join_plans(peers)
-        return self._shrink_plan()
+            self._step_plan.plan = self.planner.refined(self.plan, memory, update.largest_microbatch)
 
     def sync_reference(self, mixup_alpha: float) -> None:
         """Move the reference towards the policy; only a reference that is a model of its own can move."""
@@ -419,7 +391,7 @@ class Policy:
             return padded_hidden_states(model, samples)
         packed = stack.pack(samples)
         self._largest_microbatch = max(self._largest_microbatch, packed.num_tokens)
-        return stack.hidden_states(packed, self._plan.activation_policy)
+        return stack.hidden_states(packed, self.plan.activation_policy)
 
     def _logprobs(
         self,
@@ -438,9 +410,9 @@ class Policy:
             torch.cat([sample.completion_ids for sample in samples]),
             head if stack is None else stack.whole(head),
             temperature=self._temperature,
-            chunk_size=self._plan.logprob_chunk_size,
+            chunk_size=self.plan.logprob_chunk_size,
             entropy_gradient=entropy_gradient,
-            keep_softmax=self._plan.keep_softmax,
+            keep_softmax=self.plan.keep_softmax,
         )
         self._mark_memory("log-probs", "logits")
         lengths = [len(sample.completion_ids) for sample in samples]
@@ -459,8 +431,8 @@ class Policy:
                     "completion tokens; each needs at least one."
                 )
         lengths = [sample.num_tokens for sample in samples]
-        self._longest = _longest(samples)
-        budget = self._plan.budget(self._longest)
+        self._step_plan.see(samples)
+        budget = self._step_plan.budget
         if not packed:
             return pack_padded(lengths, budget)
         groups = groups_of(samples, share_prompts=self._share_prompts)
@@ -492,7 +464,3 @@ class Policy:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-
-def _longest(samples: Sequence[Sample]) -> int:
-    return max((sample.num_tokens for sample in samples), default=1)
