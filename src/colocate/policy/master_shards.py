@@ -53,6 +53,15 @@ class Rows:
         return slice(start, min(start + self.per_rank, self.num_rows))
 
 
+def rows_in_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """A parameter, or a tensor shaped `like` it, as rows [n, ...] in the order in which the parameter lies
+    in memory, without autograd."""
+    parameter = tensor if like is None else like
+    if parameter.ndim == 0:
+        return tensor.detach().view(1)
+    return tensor.detach().t() if not parameter.is_contiguous() else tensor.detach()
+
+
 class MasterShards:
     """The exchanges between ranks that hold the same weights and split their masters.
 

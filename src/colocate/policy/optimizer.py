@@ -16,14 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 
 from colocate.memory.offload import HostStore
 from colocate.parallel.mesh import Mesh
 from colocate.policy.gradients import all_reduce_mean, is_distributed
-from colocate.policy.master_shards import MasterShards, sum_over
-from colocate.policy.optimizer_building import build_optimizer, build_scheduler, checked_optimizer
+from colocate.policy.hyperparameters import changed_since, hyperparameters, restore_schedule
+from colocate.policy.master_shards import MasterShards, rows_in_memory, sum_over
+from colocate.policy.optimizer_building import (
+    build_optimizer,
+    build_scheduler,
+    checked_optimizer,
+    initialize_group,
+)
 from colocate.policy.optimizer_state import (
     Placement,
     Read,
@@ -112,7 +118,7 @@ class PolicyOptimizer:
         else:
             assert mesh is None, "a user's own optimizer steps on whole parameters"
             self.optimizer = checked_optimizer(own_optimizer, trainable)
-        self._hyperparameters = _hyperparameters(self.optimizer)  # before a schedule scales them
+        self._hyperparameters = hyperparameters(self.optimizer)  # before a schedule scales them
         self._names = {id(parameter): name for name, parameter in trainable.items()}
         self._hooks = [
             trainable[name].register_post_accumulate_grad_hook(self._move_gradient)
@@ -154,7 +160,7 @@ class PolicyOptimizer:
             if is_low and name in originals:
                 weights = self._splits.get(name, UNSPLIT).of_full(originals[name])
             if self._shards is not None:
-                weights = self._shards.own_rows(_rows_of(weights, parameter))
+                weights = self._shards.own_rows(rows_in_memory(weights, parameter))
             if is_low:
                 # A copy even where there is nothing to convert: rows must not keep a whole original alive.
                 keeps = self._shards is not None
@@ -167,7 +173,7 @@ class PolicyOptimizer:
         """This rank's rows of a parameter, or all of them."""
         if self._shards is None:
             return self._parameters[name].detach()
-        return self._shards.own_rows(_rows_of(self._parameters[name]))
+        return self._shards.own_rows(rows_in_memory(self._parameters[name]))
 
     @property
     def num_bytes(self) -> int:
@@ -192,7 +198,7 @@ class PolicyOptimizer:
         """Move a gradient that backward has just made to where gradients add up in float32."""
         if parameter.grad is None:  # of split weights, whose gradients do not come from autograd
             return
-        self.add_gradient(parameter, _rows_of(parameter.grad, parameter))
+        self.add_gradient(parameter, rows_in_memory(parameter.grad, parameter))
         parameter.grad = None
 
     @torch.no_grad()
@@ -228,7 +234,7 @@ class PolicyOptimizer:
             return
         for name, parameter in self._parameters.items():
             if name not in self._gradients:
-                self._gradients[name] = torch.zeros_like(_rows_of(parameter), dtype=torch.float32)
+                self._gradients[name] = torch.zeros_like(rows_in_memory(parameter), dtype=torch.float32)
         # PyTorch's allocator keeps what is freed here for the tensors of the exchange.
         num_bytes = self._shards.exchange_bytes(list(self._gradients.values()))
         torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -251,7 +257,7 @@ class PolicyOptimizer:
         accumulated: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             own = self._gradients.pop(name, None)
-            rows = _rows_of(parameter)
+            rows = rows_in_memory(parameter)
             accumulated[name] = torch.zeros_like(rows, dtype=torch.float32) if own is None else own
         if self._mesh.weight_group is not None:
             whole = [gradient for name, gradient in accumulated.items() if self._is_whole(name)]
@@ -369,7 +375,7 @@ class PolicyOptimizer:
             return
         try:
             for index, group in enumerate(self.optimizer.param_groups):
-                _initialize_group(self.optimizer, index, group)
+                initialize_group(self.optimizer, index, group)
         except torch.OutOfMemoryError:
             for leaf in new:
                 state.pop(leaf, None)
@@ -420,14 +426,14 @@ class PolicyOptimizer:
                 f"{len(differing)} differ, {differing[0]} for one. Resume with the `bf16`, `peft_config` and "
                 "`optimizers` of the run that saved it."
             )
-        changed = self._changed_hyperparameters(state["hyperparameters"])
+        changed = changed_since(state["hyperparameters"], self._hyperparameters, self.scheduler)
         self._host.fetch()
         for name, leaf in leaves.items():
             leaf.copy_(saved[name])
         self.optimizer.load_state_dict(state["optimizer"])
         for group, values in zip(self.optimizer.param_groups, changed, strict=True):
             group.update(values)
-        self._restore_schedule(state["scheduler"])
+        restore_schedule(self.optimizer, self.scheduler, state["scheduler"])
         self._publish()
 
     @property
@@ -461,7 +467,7 @@ class PolicyOptimizer:
             ValueError: as `load_state_dict`; or the state cannot be divided among this number of ranks.
         """
         mesh, leaves = self._mesh or Mesh(None), self._leaves_by_name()
-        changed = self._changed_hyperparameters(data["hyperparameters"])
+        changed = changed_since(data["hyperparameters"], self._hyperparameters, self.scheduler)
         self._host.fetch()
         state = read_state(leaves, found, read, self._places(mesh), mesh)
         names = names_by_index(self.optimizer, leaves)
@@ -470,7 +476,7 @@ class PolicyOptimizer:
         self.optimizer.load_state_dict(own | {"state": {i: values for i, values in states.items() if values}})
         for group, values in zip(self.optimizer.param_groups, changed, strict=True):
             group.update(values)
-        self._restore_schedule(data["scheduler"])
+        restore_schedule(self.optimizer, self.scheduler, data["scheduler"])
         self._publish()
 
     def load_whole(self, saved: Mapping[str, Any]) -> None:
@@ -494,42 +500,6 @@ class PolicyOptimizer:
         for name, master in self._masters.items():
             master.copy_(self._own_rows(name))
 
-    def _changed_hyperparameters(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """For each parameter group, this optimizer's hyperparameters that differ from the saved ones."""
-        changed = [
-            {name: value for name, value in now.items() if name in was and was[name] != value}
-            for was, now in zip(saved, self._hyperparameters, strict=True)
-        ]
-        if any("lr" in values for values in changed) and not isinstance(self.scheduler, LambdaLR):
-            raise ValueError(
-                f"The learning rate was {[was['lr'] for was in saved]} when the checkpoint was written "
-                f"and is {[now['lr'] for now in self._hyperparameters]} now, but "
-                f"{type(self.scheduler).__name__} derives each rate from the one before. Go back to the "
-                "former, or leave the scheduler in `optimizers` out and choose one by lr_scheduler_type."
-            )
-        return changed
-
-    def _restore_schedule(self, saved: dict[str, Any]) -> None:
-        """Take over the saved schedule's position; rates follow from it and this run's own base and
-        schedule."""
-        if not isinstance(self.scheduler, LambdaLR):
-            self.scheduler.load_state_dict(saved)
-            return
-        bases = self.scheduler.base_lrs
-        self.scheduler.load_state_dict(saved)
-        self.scheduler.base_lrs = bases
-        rates = [
-            base * factor(self.scheduler.last_epoch)
-            for base, factor in zip(bases, self.scheduler.lr_lambdas, strict=True)
-        ]
-        self.scheduler._last_lr = rates
-        for group, base, rate in zip(self.optimizer.param_groups, bases, rates, strict=True):
-            group["initial_lr"] = base
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-
     @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
@@ -541,43 +511,4 @@ class PolicyOptimizer:
                 [self._own_rows(name) for name in self._masters], list(self._masters.values())
             )
         if self._shards is not None:
-            self._shards.gather([_rows_of(parameter) for parameter in self._parameters.values()])
-
-
-def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """For each parameter group, its hyperparameters that can be compared: numbers, switches, betas."""
-
-    def comparable(value: Any) -> Any:
-        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-    simple = (bool, int, float, str, tuple, type(None))
-    return [
-        {
-            name: comparable(value)
-            for name, value in group.items()
-            if name != "params" and isinstance(comparable(value), simple)
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _rows_of(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """A parameter, or a tensor shaped `like` it, as rows [n, ...] in the order in which the parameter lies
-    in memory, without autograd."""
-    parameter = tensor if like is None else like
-    if parameter.ndim == 0:
-        return tensor.detach().view(1)
-    return tensor.detach().t() if not parameter.is_contiguous() else tensor.detach()
-
-
-def _initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None:
-    """Make the state of parameters that have a gradient but no state; nothing for unknown optimizers."""
-    if hasattr(optimizer, "init_state"):  # bitsandbytes'
-        optimizer.check_overrides()  # as bitsandbytes' own first step does before it makes state
-        for position, parameter in enumerate(group["params"]):
-            if parameter.grad is not None and not optimizer.state.get(parameter):
-                optimizer.init_state(group, parameter, index, position)
-    elif type(optimizer).__module__.startswith("torch.optim") and hasattr(optimizer, "_init_group"):
-        # The function also fills lists for the step, one for each state tensor.
-        num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
-        optimizer._init_group(group, *([] for _ in range(num_lists)))
+            self._shards.gather([rows_in_memory(parameter) for parameter in self._parameters.values()])

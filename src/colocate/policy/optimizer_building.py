@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Mapping
@@ -138,3 +139,16 @@ def checked_optimizer(optimizer: Optimizer, trainable: Mapping[str, nn.Parameter
             trainable[low[0]].dtype,
         )
     return optimizer
+
+
+def initialize_group(optimizer: Any, index: int, group: dict[str, Any]) -> None:
+    """Make the state of parameters that have a gradient but no state; nothing for unknown optimizers."""
+    if hasattr(optimizer, "init_state"):  # bitsandbytes'
+        optimizer.check_overrides()  # as bitsandbytes' own first step does before it makes state
+        for position, parameter in enumerate(group["params"]):
+            if parameter.grad is not None and not optimizer.state.get(parameter):
+                optimizer.init_state(group, parameter, index, position)
+    elif type(optimizer).__module__.startswith("torch.optim") and hasattr(optimizer, "_init_group"):
+        # The function also fills lists for the step, one for each state tensor.
+        num_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+        optimizer._init_group(group, *([] for _ in range(num_lists)))
