@@ -1,9 +1,4 @@
-"""The optimizer: fp32 master weights, moments and gradients over parameters that may be bf16.
-
-bf16 has 8 bits of mantissa: next to a weight of 0.02 the neighbouring values are 1.2e-4 apart, and an Adam
-step at learning rate 1e-6 moves it by 1e-6. Added to the bf16 weight it rounds to nothing, every time. So
-steps are summed in an fp32 copy and the bf16 parameters are that copy, rounded.
-"""
+"""The optimizer: any that transformers names, over fp32 masters, moments and gradients (`masters`)."""
 
 from __future__ import annotations
 
@@ -24,6 +19,7 @@ from colocate.parallel.mesh import Mesh
 from colocate.policy.gradients import all_reduce_mean, is_distributed
 from colocate.policy.hyperparameters import changed_since, hyperparameters, restore_schedule
 from colocate.policy.master_shards import MasterShards, rows_in_memory, sum_over
+from colocate.policy.masters import Masters
 from colocate.policy.optimizer_building import (
     build_optimizer,
     build_scheduler,
@@ -43,13 +39,10 @@ from colocate.policy.optimizer_state import (
     tensors_of_whole,
 )
 from colocate.weights.layouts import WHOLE
-from colocate.weights.weight_parts import Split
+from colocate.weights.weight_parts import UNSPLIT, Split
 
 SMALLEST_OFFLOADED_BYTES = 2048
 """Smaller state stays on the device: step counters, and tables that an optimizer also refers to elsewhere."""
-
-UNSPLIT = Split(None, WHOLE)
-"""How a parameter is split that every rank holds whole."""
 
 
 class PolicyOptimizer:
@@ -109,12 +102,10 @@ class PolicyOptimizer:
         self._shards = None if mesh is None else MasterShards(mesh)
         self._gradients: dict[str, Tensor] = {}
         """With shards, the float32 gradients of whole parameters that have added up so far, by name."""
-        self._masters: dict[str, nn.Parameter] = {}
-        self._views: dict[str, nn.Parameter] = {}
-        """With shards, this rank's rows of float32 parameters, which are their own masters."""
+        self._masters = Masters(trainable, self._shards)
         if own_optimizer is None:
-            self._masters, self._views = self._make_masters(original_weights or {})
-            self.optimizer = build_optimizer(model, args, self._leaves_by_name())
+            self._masters.make(original_weights or {}, self._splits)
+            self.optimizer = build_optimizer(model, args, self._masters.leaves)
         else:
             assert mesh is None, "a user's own optimizer steps on whole parameters"
             self.optimizer = checked_optimizer(own_optimizer, trainable)
@@ -122,7 +113,7 @@ class PolicyOptimizer:
         self._names = {id(parameter): name for name, parameter in trainable.items()}
         self._hooks = [
             trainable[name].register_post_accumulate_grad_hook(self._move_gradient)
-            for name in (*self._masters, *self._views)
+            for name in self._masters.names
         ]
         self.scheduler = own_scheduler or build_scheduler(self.optimizer, args, num_training_steps)
         if "metrics" in inspect.signature(self.scheduler.step).parameters:
@@ -140,40 +131,7 @@ class PolicyOptimizer:
     def leaves(self) -> list[nn.Parameter]:
         """The tensors that the optimizer steps on: the masters, and the parameters that are their own
         masters."""
-        return list(self._leaves_by_name().values())
-
-    def _leaves_by_name(self) -> dict[str, nn.Parameter]:
-        for name, view in self._views.items():
-            rows = self._own_rows(name)
-            if view.data_ptr() != rows.data_ptr():  # the parameter was moved, into a fused one for example
-                view.data = rows.detach()
-        return self._parameters | self._views | self._masters
-
-    def _make_masters(
-        self, originals: Mapping[str, Tensor]
-    ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-        """The masters of bf16 parameters, and with shards this rank's rows of float32 parameters."""
-        masters, views = {}, {}
-        for name, parameter in self._parameters.items():
-            is_low = parameter.dtype in (torch.bfloat16, torch.float16)
-            weights = parameter.detach()
-            if is_low and name in originals:
-                weights = self._splits.get(name, UNSPLIT).of_full(originals[name])
-            if self._shards is not None:
-                weights = self._shards.own_rows(rows_in_memory(weights, parameter))
-            if is_low:
-                # A copy even where there is nothing to convert: rows must not keep a whole original alive.
-                keeps = self._shards is not None
-                masters[name] = nn.Parameter(weights.to(parameter.device, torch.float32, copy=keeps))
-            elif self._shards is not None:
-                views[name] = nn.Parameter(weights)
-        return masters, views
-
-    def _own_rows(self, name: str) -> Tensor:
-        """This rank's rows of a parameter, or all of them."""
-        if self._shards is None:
-            return self._parameters[name].detach()
-        return self._shards.own_rows(rows_in_memory(self._parameters[name]))
+        return list(self._masters.leaves.values())
 
     @property
     def num_bytes(self) -> int:
@@ -184,7 +142,7 @@ class PolicyOptimizer:
     def _own_tensors(self) -> Iterator[Tensor]:
         """The masters and the optimizer's state: the tensors that `num_bytes` counts and `offload` moves."""
         state = (x for values in self.optimizer.state.values() for x in values.values())
-        for x in (*self._masters.values(), *state):
+        for x in (*self._masters.of_low.values(), *state):
             if isinstance(x, Tensor) and x.device == self._device:
                 yield x
 
@@ -211,7 +169,7 @@ class PolicyOptimizer:
         """
         name = self._names[id(parameter)]
         if self._shards is None:
-            master = self._masters[name]
+            master = self._masters.of_low[name]
             if master.grad is None:
                 master.grad = value.float().view_as(master)
             else:
@@ -262,7 +220,7 @@ class PolicyOptimizer:
         if self._mesh.weight_group is not None:
             whole = [gradient for name, gradient in accumulated.items() if self._is_whole(name)]
             sum_over(whole, self._mesh.weight_group)
-        leaves, num_ranks = self._leaves_by_name(), self._mesh.num_replicas * self._mesh.num_weight_parts
+        leaves, num_ranks = self._masters.leaves, self._mesh.num_replicas * self._mesh.num_weight_parts
         for name, rows in self._shards.reduce(accumulated, num_ranks):
             leaves[name].grad = rows
         return self._norm()
@@ -274,7 +232,7 @@ class PolicyOptimizer:
     def _norm(self) -> Tensor:
         """The norm of the gradient of which each rank has its rows."""
         assert self._mesh is not None, "shards are those of a mesh"
-        leaves = self._leaves_by_name()
+        leaves = self._masters.leaves
         gradients = [leaves[name].grad for name in self._parameters]
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
         # Whole parameters' rows are counted by every rank of a weight group.
@@ -360,7 +318,7 @@ class PolicyOptimizer:
                 "step, or with less to train (use_peft=True)."
             ) from error
         self.scheduler.step()
-        self._publish()
+        self._masters.publish()
         self.zero_grad()
 
     def _make_state(self) -> None:
@@ -399,7 +357,7 @@ class PolicyOptimizer:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "hyperparameters": self._hyperparameters,
-            "weights": {name: leaf.detach() for name, leaf in self._leaves_by_name().items()},
+            "weights": {name: leaf.detach() for name, leaf in self._masters.leaves.items()},
         }
 
     @torch.no_grad()
@@ -414,7 +372,7 @@ class PolicyOptimizer:
             ValueError: the state is of other parameters or another precision, or the learning rate differs
                 and the user's own schedule derives each from the one before.
         """
-        leaves, saved = self._leaves_by_name(), state["weights"]
+        leaves, saved = self._masters.leaves, state["weights"]
         differing = [
             name
             for name in sorted(saved.keys() | leaves.keys())
@@ -434,7 +392,7 @@ class PolicyOptimizer:
         for group, values in zip(self.optimizer.param_groups, changed, strict=True):
             group.update(values)
         restore_schedule(self.optimizer, self.scheduler, state["scheduler"])
-        self._publish()
+        self._masters.publish()
 
     @property
     def is_split(self) -> bool:
@@ -445,14 +403,14 @@ class PolicyOptimizer:
         """Weights and moments by name, this rank's rows of each (`optimizer_state`), on the device."""
         self._host.fetch()
         mesh = self._mesh or Mesh(None)
-        return tensors_of(self.optimizer, self._leaves_by_name(), self._places(mesh), mesh)
+        return tensors_of(self.optimizer, self._masters.leaves, self._places(mesh), mesh)
 
     def data(self) -> dict[str, Any]:
         """The rest of the state, equal on all ranks."""
         return {
             "scheduler": self.scheduler.state_dict(),
             "hyperparameters": self._hyperparameters,
-            "numbers": numbers_of(self.optimizer, self._leaves_by_name()),
+            "numbers": numbers_of(self.optimizer, self._masters.leaves),
         }
 
     @torch.no_grad()
@@ -466,7 +424,7 @@ class PolicyOptimizer:
         Raises:
             ValueError: as `load_state_dict`; or the state cannot be divided among this number of ranks.
         """
-        mesh, leaves = self._mesh or Mesh(None), self._leaves_by_name()
+        mesh, leaves = self._mesh or Mesh(None), self._masters.leaves
         changed = changed_since(data["hyperparameters"], self._hyperparameters, self.scheduler)
         self._host.fetch()
         state = read_state(leaves, found, read, self._places(mesh), mesh)
@@ -477,12 +435,12 @@ class PolicyOptimizer:
         for group, values in zip(self.optimizer.param_groups, changed, strict=True):
             group.update(values)
         restore_schedule(self.optimizer, self.scheduler, data["scheduler"])
-        self._publish()
+        self._masters.publish()
 
     def load_whole(self, saved: Mapping[str, Any]) -> None:
         """Restore this rank's rows of the `state_dict` of an optimizer that is not split; raises as
         `load_tensors`."""
-        names = names_by_index(self.optimizer, self._leaves_by_name())
+        names = names_by_index(self.optimizer, self._masters.leaves)
         tensors, numbers = tensors_of_whole(saved, names)
         places = self._places(self._mesh or Mesh(None))
         self.load_tensors(shapes_of(tensors), reader_of_whole(tensors, places), {**saved, "numbers": numbers})
@@ -497,18 +455,8 @@ class PolicyOptimizer:
     def take_parameters(self) -> None:
         """Make the masters what the parameters are now, after somebody else has changed them."""
         self._host.fetch()
-        for name, master in self._masters.items():
-            master.copy_(self._own_rows(name))
+        self._masters.take_parameters()
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
-
-    def _publish(self) -> None:
-        """Round the masters into the parameters' own storage, where the engine reads them, on every rank."""
-        if self._masters:
-            torch._foreach_copy_(
-                [self._own_rows(name) for name in self._masters], list(self._masters.values())
-            )
-        if self._shards is not None:
-            self._shards.gather([rows_in_memory(parameter) for parameter in self._parameters.values()])

@@ -52,13 +52,17 @@ class Split:
         )
 
 
+UNSPLIT = Split(None, WHOLE)
+"""How a parameter is split that every rank holds whole."""
+
+
 def splits_of(model: nn.Module) -> dict[str, Split]:
     """How every parameter of `model.named_parameters()` is split, by its name.
 
     In a model whose weights were not split every part is the whole.
     """
     if weight_part_of(model) == WHOLE:
-        return {name: Split(None, WHOLE) for name, _ in model.named_parameters()}
+        return {name: UNSPLIT for name, _ in model.named_parameters()}
     layout = layout_for(model)
     dims = {id(parameter): dim for parameter, dim in _split_parameters(layout)}
     return {name: Split(dims.get(id(p)), layout.part) for name, p in model.named_parameters()}
