@@ -32,6 +32,7 @@ from colocate.policy.optimizer_state import (
     Shapes,
     names_by_index,
     numbers_of,
+    quantization_maps,
     read_state,
     reader_of_whole,
     shapes_of,
@@ -441,7 +442,7 @@ class PolicyOptimizer:
         """Restore this rank's rows of the `state_dict` of an optimizer that is not split; raises as
         `load_tensors`."""
         names = names_by_index(self.optimizer, self._masters.leaves)
-        tensors, numbers = tensors_of_whole(saved, names)
+        tensors, numbers = tensors_of_whole(saved, names, quantization_maps(self.optimizer))
         places = self._places(self._mesh or Mesh(None))
         self.load_tensors(shapes_of(tensors), reader_of_whole(tensors, places), {**saved, "numbers": numbers})
 

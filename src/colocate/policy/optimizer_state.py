@@ -5,6 +5,7 @@
     weights/<parameter>            the master, or a float32 parameter
     state/<parameter>/<key>        what the optimizer keeps per value (moments), or once (step)
     state/<parameter>/<key>@2of4   what belongs to rank 2's rows and cannot be cut again (scales of blocks)
+    maps/<parameter>/<key>         what 8-bit codes mean, equal on all ranks (`quantization_maps`)
 
 in the shapes and the orientation of the model's own whole parameters, whichever way they are split.
 """
@@ -80,18 +81,35 @@ def tensors_of(
         leaves: this rank's rows by parameter name, which the optimizer steps on.
     """
     tensors: dict[str, Tensor] = {}
+    maps = quantization_maps(optimizer)
     for name, leaf in leaves.items():
         tensors[f"weights/{name}"] = places[name].placed(leaf.detach())
         for key, value in optimizer.state.get(leaf, {}).items():
             if not isinstance(value, Tensor):
                 continue
-            if value.shape == leaf.shape:
+            if _is_one_of(value, maps):
+                tensors[f"maps/{name}/{key}"] = value.detach()
+            elif value.shape == leaf.shape:
                 tensors[f"state/{name}/{key}"] = places[name].placed(value.detach())
             elif value.numel() == 1:
                 tensors[f"state/{name}/{key}"] = value.detach()
             else:
                 tensors[f"state/{name}/{key}@{mesh.rank}of{mesh.num_ranks}"] = value.detach()
     return tensors
+
+
+def quantization_maps(optimizer: Optimizer) -> list[Tensor]:
+    """The tables of 256 values by which bitsandbytes' optimizers read their 8-bit codes; none of others."""
+    return list(getattr(optimizer, "name2qmap", {}).values())
+
+
+def _is_one_of(value: Tensor, maps: list[Tensor]) -> bool:
+    # A state that was loaded holds copies.
+    return any(
+        value is table or (value.dtype == table.dtype and torch.equal(value, table.to(value.device)))
+        for table in maps
+        if value.shape == table.shape
+    )
 
 
 def numbers_of(optimizer: Optimizer, leaves: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
@@ -125,11 +143,14 @@ def read_state(
     targets = {f"weights/{name}": places[name].placed(leaf.detach()) for name, leaf in leaves.items()}
     state: dict[str, dict[str, Tensor]] = {name: {} for name in leaves}
     for full_name, (shape, dtype) in found.items():
-        if not full_name.startswith("state/"):
+        kind, _, rest = full_name.partition("/")
+        if kind not in ("state", "maps"):
             continue
-        name, _, key = full_name.removeprefix("state/").rpartition("/")
+        name, _, key = rest.rpartition("/")
         leaf = leaves[name]
-        if (of_rank := _OF_RANK.search(key)) is not None:
+        if kind == "maps":
+            local = targets[full_name] = torch.zeros(shape, dtype=dtype, device=leaf.device)
+        elif (of_rank := _OF_RANK.search(key)) is not None:
             _check_ranks(name, key, int(of_rank[2]), mesh)
             if int(of_rank[1]) != mesh.rank:
                 continue
@@ -147,10 +168,11 @@ def read_state(
 
 def _check_ranks(name: str, key: str, num_ranks: int, mesh: Mesh) -> None:
     if num_ranks != mesh.num_ranks:
+        processes = f"{num_ranks} process{'es' if num_ranks > 1 else ''}"
         raise ValueError(
-            f"The optimizer's state of {name} was saved by {num_ranks} processes in blocks that "
-            f"{mesh.num_ranks} cannot divide among them ({key.partition('@')[0]}). Resume with {num_ranks} "
-            "processes, or train with optim='adamw_torch_fused', whose state can be divided."
+            f"The optimizer's state of {name} was saved by {processes} in blocks that {mesh.num_ranks} "
+            f"cannot divide among them ({key.partition('@')[0]}). Resume with {processes}, or train with "
+            "optim='adamw_torch_fused', whose state can be divided."
         )
 
 
@@ -158,12 +180,20 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-def tensors_of_whole(saved: Mapping[str, Any], names: list[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the numbers by name of a `PolicyOptimizer.state_dict`, which has the whole state."""
+def tensors_of_whole(
+    saved: Mapping[str, Any], names: list[str], maps: list[Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the numbers by name of a `PolicyOptimizer.state_dict`, which has the whole state.
+
+    Args:
+        maps: the `quantization_maps` of an optimizer of the same class.
+    """
     tensors: dict[str, Tensor] = {f"weights/{name}": weights for name, weights in saved["weights"].items()}
     numbers: dict[str, Any] = {}
     for name, key, value in _entries(saved["optimizer"]["state"], names):
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and _is_one_of(value, maps):
+            tensors[f"maps/{name}/{key}"] = value
+        elif isinstance(value, Tensor):
             is_block = value.shape != saved["weights"][name].shape and value.numel() != 1
             tensors[f"state/{name}/{key}" + ("@0of1" if is_block else "")] = value
         else:
