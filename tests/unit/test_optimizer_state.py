@@ -72,6 +72,18 @@ def test_maps_are_saved_once_for_all_ranks(mesh):
     assert of_rank == {"state/0.weight/absmax1@0of2", "state/0.weight/absmax2@0of2"}
 
 
+def test_whole_8_bit_state_is_not_taken_for_that_of_rows(mesh):
+    """bitsandbytes hides 8-bit state from `state_dict`'s readers: 128 rows of it are not this rank's 64."""
+    whole = policy_optimizer("adamw_bnb_8bit")
+    whole.gradients()
+    whole.step()
+    split = policy_optimizer("adamw_bnb_8bit", mesh)
+    weights = [leaf.detach().clone() for leaf in split.leaves]
+    with pytest.raises(ValueError, match=r"weight was saved by 1 process in blocks that 2 .*absmax1"):
+        split.load_whole(whole.state_dict())
+    assert all(map(torch.equal, split.leaves, weights))
+
+
 def test_whole_state_without_blocks_is_cut_into_rows(mesh):
     whole = policy_optimizer("adamw_torch_fused")
     for number, leaf in enumerate(whole.leaves):

@@ -204,7 +204,9 @@ def tensors_of_whole(
 def _entries(state: Mapping[int, Mapping[str, Any]], names: list[str]) -> Iterator[tuple[str, str, Any]]:
     for index, values in state.items():
         for key, value in values.items():
-            yield names[index], key, value
+            # bitsandbytes hides the tensors of 8-bit state in a mapping, from those who cut tensors by rows.
+            inner = value if isinstance(value, Mapping) else {key: value}
+            yield from ((names[index], inner_key, inner_value) for inner_key, inner_value in inner.items())
 
 
 def reader_of_whole(tensors: Mapping[str, Tensor], places: Mapping[str, Placement]) -> Read:
