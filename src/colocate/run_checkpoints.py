@@ -81,9 +81,12 @@ def load(run: Run, directory: Path) -> None:
     is_split = shards.is_in(directory)
     left_out = (shards.shapes(directory), partial(shards.load, directory)) if is_split else None
     run.policy.load_state_dict(policy_state, left_out)
-    num_dropped = run.window.clear() if changed.concern_waiting_completions else 0
+    if changed.concern_waiting_completions:
+        run.window.clear()
     if changed.changes and run.accelerator.is_main_process:
-        logger.warning(changed.told(num_dropped))
+        # The main process has read one rank's; another number of ranks may have saved.
+        waiting = snapshot.saved_by_ranks(directory, "window") if changed.concern_waiting_completions else ()
+        logger.warning(changed.told(sum(map(run.window.num_waiting, waiting))))
     run.best.find_again(run.journal.state, directory)
 
 

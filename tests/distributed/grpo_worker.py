@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import sys
@@ -82,6 +83,17 @@ def load_checkpoint_of_parts(trainer: Any, directory: Path) -> None:
     save_state(trainer, directory / "from_parts")
 
 
+def load_checkpoint_of_another_temperature(trainer: Any, directory: Path) -> None:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    changed = build(directory, "changed", 2, temperature=0.5)
+    logging.getLogger("colocate").addHandler(handler)
+    changed.load_checkpoint(directory / "resumed" / "checkpoint-3")
+    logging.getLogger("colocate").removeHandler(handler)
+    (directory / f"told{trainer.accelerator.process_index}.json").write_text(json.dumps(told))
+
+
 def save_state(trainer: Any, path: Path) -> None:
     tensors = {name: x.full_tensor() if isinstance(x, DTensor) else x
                for name, x in trainer.policy.optimizer.tensors().items()}  # fmt: skip
@@ -118,6 +130,7 @@ def evaluate(trainer: Any, directory: Path) -> None:
 
 
 ENDINGS = {
+    "changed": load_checkpoint_of_another_temperature,
     "evaluated": evaluate,
     "from_one": load_checkpoint_of_one,
     "from_parts": load_checkpoint_of_parts,

@@ -51,6 +51,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         "split",
         "from_one",
         "from_parts",
+        "changed",
         "full_disk",
         "terminated",
         "evaluated",
@@ -123,6 +124,14 @@ def test_one_process_goes_on_from_two(runs, caplog):
     for name, tensor in state.items():
         assert torch.equal(tensor, expected[name]), name
     assert one.state.global_step == 3 and "number of processes" in caplog.text
+    assert "\n4 completions made under the former were waiting" in caplog.text  # two on either process
+
+
+def test_dropped_completions_of_both_processes_are_told_once(runs):
+    directory, _ = runs
+    (message,), others = (json.loads((directory / f"told{rank}.json").read_text()) for rank in range(2))
+    assert "option temperature" in message and "\n4 completions made under the former" in message
+    assert others == []
 
 
 def test_two_processes_go_on_from_one(runs):

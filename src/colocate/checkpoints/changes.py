@@ -81,7 +81,8 @@ class Changes:
         """The table of changes with a heading, as text.
 
         Args:
-            num_dropped: completions of the checkpoint that waited to be trained on and are dropped.
+            num_dropped: completions of the checkpoint, all ranks', that waited to be trained on and are
+                dropped.
         """
         heading = f"Resuming {self.directory}, where some things were not what they are now:"
         dropped = (

@@ -21,7 +21,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,6 +84,16 @@ def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
     for name, part in parts.items():
         part.load_state_dict(state["parts"][name])
     _restore_random_state(state["random"])
+
+
+def saved_by_ranks(directory: Path, part: str) -> Iterator[dict[str, Any]]:
+    """The state of one part of the run on each of the ranks that saved, whether this run has as many or not.
+
+    Raises:
+        CheckpointError: the checkpoint holds other objects than data.
+    """
+    for file in sorted(directory.glob("rank*.pt")):
+        yield read_data(file)["parts"][part]
 
 
 def save_policy(directory: Path, state: dict[str, Any]) -> None:

@@ -101,11 +101,14 @@ class TrainingWindow:
                     for sample, values in zip(entry.samples, step_logprobs, strict=True)
                 ]
 
-    def clear(self) -> int:
-        """Drop the completions that wait for later steps; returns how many there were."""
-        slices = {id(entry): entry for entry in self._queue}
+    def clear(self) -> None:
+        """Drop the completions that wait for later steps."""
         self._queue.clear()
-        return sum(len(entry.samples) for entry in slices.values())
+
+    @staticmethod
+    def num_waiting(state: dict[str, Any]) -> int:
+        """How many completions wait in a window with this `state_dict`."""
+        return sum(len(entry["samples"]) for entry in state["slices"])
 
     def state_dict(self) -> dict[str, Any]:
         """What waits between two steps: whatever it is, the policy has moved since."""
