@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.parallel.last_words import say
 from colocate.redaction import redacted
 from colocate.train_command import train
 from colocate.version import __version__
@@ -60,11 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
-        if known.debug:
-            print(redacted(traceback.format_exc()), file=sys.stderr)
-        else:
-            message = redacted(str(error))  # errors of other libraries may quote secrets, too
-            print(f"colocate {known.command}: {message}\n(--debug shows where)", file=sys.stderr)
+        message = redacted(str(error))  # errors of other libraries may quote secrets, too
+        brief = f"colocate {known.command}: {message}\n(--debug shows where)"
+        say(redacted(traceback.format_exc()) if known.debug else brief)
         return 1
     except KeyboardInterrupt as error:
         if known.debug:

@@ -17,11 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _GRACE_S = 30.0
 """How much longer than the first rank the others wait for what it decides."""
 _LINGER_S = 10.0
 """How long the first rank, in whose process the store may live, waits until the others have read why the run
 stops."""
+
+APART_S = 10.0
+"""How long ranks that start may be apart when they come to the same error."""
+_TOGETHER_S = 3.0
+"""How long, once they have met. Less than `watch.GRACE_S`, after which others end a rank that has failed."""
 
 _meeting: Meeting | None = None
 
@@ -71,6 +77,27 @@ class Meeting:
             ) from error
         return verdict
 
+    def ends_as_first(self, text: str) -> bool:
+        """Whether an error ends the first rank with the same text as this one. On the first rank: no, when
+        the others have heard its text.
+
+        A rank asks once, when it ends. It does not wait long for one that has come to the first decision,
+        which has not found what others may have found before.
+        """
+        self.store.set(f"end/{self.rank}", text)
+        waited_for = [f"heard/{rank}" for rank in range(1, self.num_ranks)] if self.rank == 0 else ["end/0"]
+        begin_s = time.monotonic()
+        while missing := [key for key in waited_for if not self.store.check([key])]:
+            have_met = self.store.check([f"1/{key.partition('/')[2]}" for key in missing])
+            if time.monotonic() - begin_s > (_TOGETHER_S if have_met else APART_S):
+                break
+            time.sleep(0.05)
+        if self.rank == 0:
+            return False
+        is_same = not missing and self.store.get("end/0").decode() == text
+        self.store.set(f"heard/{self.rank}", "")
+        return is_same
+
     def _collect(self, place: str, timeout_s: float) -> list[str | None]:
         keys = [f"{place}/{rank}" for rank in range(self.num_ranks)]
         try:
@@ -104,24 +131,39 @@ def meet(timeout_s: float, *, use_cpu: bool = False, backend: str | None = None)
         TimeoutError: ranks are missing; it names them and the nodes that are there.
     """
     global _meeting
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if _meeting is not None or dist.is_initialized() or any(not os.environ.get(name) for name in names):
-        return
-    rank, num_ranks, address, port = (os.environ[name] for name in names)
-    if int(num_ranks) < 2:
+    if _meeting is not None or dist.is_initialized() or not _has_launcher():
         return
     _check_nccl(use_cpu, backend)
-    store = _connect(address, int(port), int(rank), timeout_s)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
-    place = Meeting(PrefixStore(f"colocate/{attempt}", store), int(rank), int(num_ranks), per_node)
+    place = _place(timeout_s)
 
     def judge(hosts: Sequence[str | None]) -> str:
-        return "" if None not in hosts else absence(hosts, per_node, timeout_s)
+        return "" if None not in hosts else absence(hosts, place.ranks_per_node, timeout_s)
 
     if reason := place.decide(socket.gethostname(), judge, timeout_s):
         raise TimeoutError(reason)
     _meeting = place
+
+
+def place_of_launcher() -> Meeting | None:
+    """Where the ranks meet, or would have met; None: there is one rank, or something else has started them.
+
+    Raises:
+        RuntimeError, TimeoutError: nobody is there.
+    """
+    return _meeting or (_place(APART_S) if _has_launcher() else None)
+
+
+def _has_launcher() -> bool:
+    """Whether a launcher has started several ranks, and said where they meet."""
+    return all(map(os.environ.get, _VARIABLES)) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def _place(timeout_s: float) -> Meeting:
+    rank, num_ranks, address, port = (os.environ[name] for name in _VARIABLES)
+    store = _connect(address, int(port), int(rank), timeout_s)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
+    return Meeting(PrefixStore(f"colocate/{attempt}", store), int(rank), int(num_ranks), per_node)
 
 
 def _check_nccl(use_cpu: bool, backend: str | None) -> None:
