@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import TrainingArguments
 
@@ -69,7 +70,32 @@ def test_maps_are_saved_once_for_all_ranks(mesh):
     names = optimizer.tensors().keys()
     assert {name for name in names if "qmap" in name} == {"maps/0.weight/qmap1", "maps/0.weight/qmap2"}
     of_rank = {name for name in names if "@" in name}
-    assert of_rank == {"state/0.weight/absmax1@0of2", "state/0.weight/absmax2@0of2"}
+    assert of_rank == {"state/0.weight/absmax1@0of2t1", "state/0.weight/absmax2@0of2t1"}
+
+
+def test_blocks_are_read_by_the_rank_that_has_their_rows(mesh):
+    """Two ranks with a part of the weights each have other rows than two with whole weights."""
+    optimizer = policy_optimizer("adamw_bnb_8bit", mesh)
+    for leaf in optimizer.leaves:
+        leaf.grad = torch.linspace(1, 2, leaf.numel()).view_as(leaf)
+    optimizer.step()
+    tensors = optimizer.tensors()
+
+    def read(targets):
+        for name, target in targets.items():
+            local, saved = (x.to_local() if isinstance(x, DTensor) else x for x in (target, tensors[name]))
+            local.copy_(saved)
+
+    again = policy_optimizer("adamw_bnb_8bit", mesh)
+    again.load_tensors(shapes_of(tensors), read, optimizer.data())
+    for ours, theirs in zip(again.leaves, optimizer.leaves, strict=True):
+        state, expected = again.optimizer.state[ours], optimizer.optimizer.state[theirs]
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(torch.as_tensor(state[k]), torch.as_tensor(expected[k])) for k in expected)
+    parts = policy_optimizer("adamw_bnb_8bit", Mesh.of("cpu", 2))
+    message = r"absmax1.* saved with 2 processes and shard=1, and this run has 2 processes and shard=2"
+    with pytest.raises(ValueError, match=message):
+        parts.load_tensors(shapes_of(tensors), read, optimizer.data())
 
 
 def test_whole_8_bit_state_is_not_taken_for_that_of_rows(mesh):
@@ -79,7 +105,7 @@ def test_whole_8_bit_state_is_not_taken_for_that_of_rows(mesh):
     whole.step()
     split = policy_optimizer("adamw_bnb_8bit", mesh)
     weights = [leaf.detach().clone() for leaf in split.leaves]
-    with pytest.raises(ValueError, match=r"weight was saved by 1 process in blocks that 2 .*absmax1"):
+    with pytest.raises(ValueError, match=r"absmax1.* saved with one process or shard='none', and this"):
         split.load_whole(whole.state_dict())
     assert all(map(torch.equal, split.leaves, weights))
 

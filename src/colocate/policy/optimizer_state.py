@@ -2,10 +2,11 @@
 
 `torch.distributed.checkpoint` writes and reads such tensors for any number of ranks. Names are
 
-    weights/<parameter>            the master, or a float32 parameter
-    state/<parameter>/<key>        what the optimizer keeps per value (moments), or once (step)
-    state/<parameter>/<key>@2of4   what belongs to rank 2's rows and cannot be cut again (scales of blocks)
-    maps/<parameter>/<key>         what 8-bit codes mean, equal on all ranks (`quantization_maps`)
+    weights/<parameter>             the master, or a float32 parameter
+    state/<parameter>/<key>         what the optimizer keeps per value (moments), or once (step)
+    state/<parameter>/<key>@2of4t1  what belongs to the rows of rank 2 of 4, where weights are in 1 part, and
+                                    cannot be cut again (scales of blocks)
+    maps/<parameter>/<key>          what 8-bit codes mean, equal on all ranks (`quantization_maps`)
 
 in the shapes and the orientation of the model's own whole parameters, whichever way they are split.
 """
@@ -30,7 +31,9 @@ Read = Callable[[dict[str, Tensor]], None]
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Whole shape and type of every saved tensor by name."""
 
-_OF_RANK = re.compile(r"@(\d+)of(\d+)$")
+_OF_RANK = re.compile(r"@(\d+)of(\d+)t(\d+)$")
+_WHOLE = "0of1t1"
+"""How the blocks of a state are named that was not split."""
 
 
 class Placement:
@@ -94,7 +97,8 @@ def tensors_of(
             elif value.numel() == 1:
                 tensors[f"state/{name}/{key}"] = value.detach()
             else:
-                tensors[f"state/{name}/{key}@{mesh.rank}of{mesh.num_ranks}"] = value.detach()
+                of_rank = f"{mesh.rank}of{mesh.num_ranks}t{mesh.num_weight_parts}"
+                tensors[f"state/{name}/{key}@{of_rank}"] = value.detach()
     return tensors
 
 
@@ -151,8 +155,9 @@ def read_state(
         if kind == "maps":
             local = targets[full_name] = torch.zeros(shape, dtype=dtype, device=leaf.device)
         elif (of_rank := _OF_RANK.search(key)) is not None:
-            _check_ranks(name, key, int(of_rank[2]), mesh)
-            if int(of_rank[1]) != mesh.rank:
+            rank, num_ranks, num_parts = map(int, of_rank.groups())
+            _check_ranks(name, key, num_ranks, num_parts, mesh)
+            if rank != mesh.rank:
                 continue
             key = key.partition("@")[0]
             local = targets[full_name] = torch.zeros(shape, dtype=dtype, device=leaf.device)
@@ -166,12 +171,18 @@ def read_state(
     return state
 
 
-def _check_ranks(name: str, key: str, num_ranks: int, mesh: Mesh) -> None:
-    if num_ranks != mesh.num_ranks:
-        processes = f"{num_ranks} process{'es' if num_ranks > 1 else ''}"
+def _check_ranks(name: str, key: str, num_ranks: int, num_parts: int, mesh: Mesh) -> None:
+    """Raise ValueError if blocks of other rows than those of the ranks of `mesh` were saved."""
+
+    def way(num_ranks: int, num_parts: int) -> str:
+        whole = "one process or shard='none'"
+        return f"{num_ranks} processes and shard={num_parts}" if num_ranks > 1 else whole
+
+    saved, now = way(num_ranks, num_parts), way(mesh.num_ranks, mesh.num_weight_parts)
+    if saved != now:
         raise ValueError(
-            f"The optimizer's state of {name} was saved by {processes} in blocks that {mesh.num_ranks} "
-            f"cannot divide among them ({key.partition('@')[0]}). Resume with {processes}, or train with "
+            f"The optimizer's state of {name} is in blocks ({key.partition('@')[0]}), which cannot be cut "
+            f"anew: it was saved with {saved}, and this run has {now}. Resume with {saved}, or train with "
             "optim='adamw_torch_fused', whose state can be divided."
         )
 
@@ -195,7 +206,7 @@ def tensors_of_whole(
             tensors[f"maps/{name}/{key}"] = value
         elif isinstance(value, Tensor):
             is_block = value.shape != saved["weights"][name].shape and value.numel() != 1
-            tensors[f"state/{name}/{key}" + ("@0of1" if is_block else "")] = value
+            tensors[f"state/{name}/{key}" + (f"@{_WHOLE}" if is_block else "")] = value
         else:
             numbers.setdefault(name, {})[key] = value
     return tensors, numbers
