@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
-from transformers.training_args import OptimizerNames
 
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.entropy import EntropyController
@@ -27,7 +26,6 @@ from colocate.engines.build import EngineParts, engine_of_auto
 from colocate.experience.agreement import Agreement
 from colocate.experience.judge import Judge
 from colocate.experience.play import Player
-from colocate.experience.ranks import of_all_ranks
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
@@ -42,10 +40,8 @@ from colocate.parallel.watch import watched
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import planner_for, wishes_of
-from colocate.planning.run_sharding import choose_weight_parts
 from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
 from colocate.policy.optimizer import PolicyOptimizer
-from colocate.policy.optimizer_names import WHOLE_MATRIX
 from colocate.policy.policy import Policy, check_trainable
 from colocate.policy.reference import Reference, make_reference
 from colocate.policy.router_loss import router_loss_coef
@@ -55,10 +51,11 @@ from colocate.reporting.journal import Journal
 from colocate.rewards.base import RewardFunctions
 from colocate.run import Run
 from colocate.run_identity import RunIdentity
+from colocate.run_mesh import mesh_of, part_of, splits_state
 from colocate.start_checks import check_ranks
 from colocate.trainer_arguments import check_reward_columns
 from colocate.types import SamplingParams
-from colocate.weights.layouts import WeightPart, causal_lm
+from colocate.weights.layouts import causal_lm
 from colocate.weights.weight_parts import splits_of
 
 logger = logging.getLogger(__name__)
@@ -127,45 +124,6 @@ def build_run(
     )  # fmt: skip
 
 
-def mesh_of(args: GRPOConfig, accelerator: Accelerator, *asked: Any) -> Mesh:
-    """How this run's ranks share the weights.
-
-    Args:
-        asked: what else `weight_parts_of` chooses by.
-
-    Raises:
-        ValueError: the processes cannot be divided as `shard` says.
-    """
-    return Mesh.of(accelerator.device.type, weight_parts_of(args, accelerator, *asked))
-
-
-def weight_parts_of(
-    args: GRPOConfig,
-    accelerator: Accelerator,
-    model: Any,
-    quantization_config: Any,
-    peft_config: Any,
-    optimizers: Any,
-) -> int:
-    """Over how many ranks each copy of the weights is split: what `shard` says, or the planner chooses."""
-    if args.shard != "auto" or accelerator.num_processes == 1 or accelerator.device.type != "cuda":
-        return args.shard if isinstance(args.shard, int) else 1
-    if (reason := why_state_stays_whole(args, optimizers)) is not None:
-        parts = 1
-    else:
-        parts, reason = choose_weight_parts(args, model, accelerator.device, quantization_config, peft_config)
-    # A rank that sees less memory, or no configuration, must not come to a mesh of its own.
-    parts = max(of_all_ranks([parts]))
-    if accelerator.is_main_process:
-        logger.info(f"shard='auto' came to {parts}: {reason}")
-    return parts
-
-
-def part_of(mesh: Mesh) -> WeightPart:
-    """The part of the weights that this rank keeps."""
-    return WeightPart(mesh.weight_part, mesh.num_weight_parts)
-
-
 def build_optimizer(
     model: nn.Module,
     args: GRPOConfig,
@@ -204,34 +162,6 @@ def build_optimizer(
         mesh=mesh if splits_state(args, optimizers, mesh) else None,
         splits=splits_of(model),
     )
-
-
-def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:
-    """Whether the ranks split the optimizer's state.
-
-    Raises:
-        ValueError: `shard` is a number, and the optimizer's state cannot be split.
-    """
-    if mesh.device_mesh is None or args.shard == "none":
-        return False
-    if (reason := why_state_stays_whole(args, optimizers)) is None:
-        return True
-    if args.shard != "auto":
-        raise ValueError(
-            f"shard={args.shard} splits the optimizer's state by rows, but {reason}. Set shard='none', or "
-            "optim='adamw_torch_fused'."
-        )
-    if args.process_index == 0:
-        logger.warning(f"Every process keeps all of the optimizer's state: {reason}.")
-    return False
-
-
-def why_state_stays_whole(args: GRPOConfig, optimizers: Any) -> str | None:
-    """Why ranks cannot split the optimizer's state; None: they can."""
-    name = OptimizerNames(args.optim).value
-    if optimizers[0] is not None:
-        return f"your {type(optimizers[0]).__name__} in `optimizers` steps on whole parameters"
-    return f"optim={name!r} steps on a value by others of its matrix" if name in WHOLE_MATRIX else None
 
 
 def build_policy(

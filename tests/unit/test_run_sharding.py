@@ -9,8 +9,7 @@ from engine_models import config_of, make_gpt2, make_model
 from peft import LoraConfig, PromptTuningConfig
 from transformers import GPT2Config, Qwen2Config
 
-from colocate import build
-from colocate.build import weight_parts_of
+from colocate import run_mesh
 from colocate.cli import main
 from colocate.config import GRPOConfig
 from colocate.planning import run_sharding
@@ -18,6 +17,7 @@ from colocate.planning.hardware import find_gpu
 from colocate.planning.run_sharding import choose_weight_parts
 from colocate.policy import cudnn_attention
 from colocate.run_header import shard_row
+from colocate.run_mesh import weight_parts_of
 from colocate.weights.shapes import Lora, ModelShapes
 
 CONFIGS = {
@@ -134,8 +134,8 @@ def test_weights_stay_whole_where_they_cannot_be_split(run_on, models, model, op
 
 def test_the_main_process_says_what_came_out_and_the_largest_wins(run_on, monkeypatch, caplog):
     caplog.set_level("INFO", "colocate")
-    monkeypatch.setattr(build, "choose_weight_parts", lambda *_: (2, "shard=2 fits."))
-    monkeypatch.setattr(build, "of_all_ranks", lambda items: [*items, 4])
+    monkeypatch.setattr(run_mesh, "choose_weight_parts", lambda *_: (2, "shard=2 fits."))
+    monkeypatch.setattr(run_mesh, "of_all_ranks", lambda items: [*items, 4])
 
     def come_to(args, kind="cuda", *, num_processes=2, is_main_process=True, optimizers=(None, None)):
         accelerator = SimpleNamespace(
@@ -150,7 +150,7 @@ def test_the_main_process_says_what_came_out_and_the_largest_wins(run_on, monkey
     assert come_to(auto, "cpu") == come_to(auto, num_processes=1) == (1, [])
     for shard, parts in (("none", 1), (1, 1), (2, 2)):
         assert come_to(run_on("H200", shard=shard)[0]) == (parts, [])
-    monkeypatch.setattr(build, "of_all_ranks", lambda items: items * 2)
+    monkeypatch.setattr(run_mesh, "of_all_ranks", lambda items: items * 2)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     for parts, (line,) in (
         come_to(auto, optimizers=(optimizer, None)),
