@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.objective_params import ObjectiveParams
+from colocate.batch_sizes import derive_batch_sizes
 from colocate.engines.build import ENGINES
 from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
@@ -358,7 +358,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
             self._n_gpu = 1  # else TrainingArguments.train_batch_size counts all of them
         self._resolve_generation_kwargs()
         notices += self._check_best(is_metric_given)
-        self._derive_batch_sizes()
+        derive_batch_sizes(self)
         self.validate()
         if self.process_index == 0:
             for notice in (*notices, *self.unusual_pairs()):
@@ -422,61 +422,6 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         hints = types_of(type(self))  # type: ignore[arg-type]  # mypy: a dataclass is not hashable
         for name, value in read_generation_kwargs(self.generation_kwargs, self.engine).items():
             setattr(self, name, coerce(name, value, hints[name]))
-
-    def _derive_batch_sizes(self) -> None:
-        """Set `generation_batch_size` and `steps_per_generation`, one from the other, by TRL's rule: a
-        rollout feeds `steps_per_generation` micro-steps of every rank."""
-        micro_step = self.per_device_train_batch_size * self.world_size
-        arithmetic = (
-            f"per_device_train_batch_size × ranks = {self.per_device_train_batch_size} × {self.world_size}"
-        )
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise ValueError(
-                f"generation_batch_size={self.generation_batch_size} and steps_per_generation="
-                f"{self.steps_per_generation} say the same thing twice; set only one of them."
-            )
-        if self.generation_batch_size is not None:
-            lower = self.generation_batch_size // micro_step * micro_step
-            if lower != self.generation_batch_size or lower < 1:
-                raise ValueError(
-                    f"generation_batch_size={self.generation_batch_size} is not a multiple of {arithmetic} = "
-                    f"{micro_step}. Set it to {max(lower, micro_step)} or {max(lower, 0) + micro_step}."
-                )
-            self.steps_per_generation = lower // micro_step
-        else:
-            if self.steps_per_generation is None:
-                self.steps_per_generation = self.gradient_accumulation_steps
-            self.generation_batch_size = micro_step * self.steps_per_generation
-        self._check_groups(self.generation_batch_size, self.steps_per_generation)
-
-    def _check_groups(self, rollout: int, steps: int) -> None:
-        """A rollout must hold whole groups, or advantages would compare completions of different prompts."""
-        group = self.num_generations
-        if group is None or group < 2:
-            raise ValueError(
-                f"num_generations={group}: an advantage compares completions of one prompt, so GRPO needs at "
-                "least 2 of them. Set num_generations to 2 or more."
-            )
-        if rollout % group:
-            # per_device × ranks × steps is a multiple of G exactly when per_device is one of `step`.
-            step = group // math.gcd(group, self.world_size * steps)
-            divisors = [g for g in range(2, min(rollout, 4096) + 1) if rollout % g == 0]
-            raise ValueError(
-                "The rollout of per_device_train_batch_size × ranks × steps_per_generation = "
-                f"{self.per_device_train_batch_size} × {self.world_size} × {steps} = {rollout} completions "
-                f"is not a whole number of groups of num_generations={group}. "
-                f"Set per_device_train_batch_size to {step}, {2 * step}, {3 * step}, …"
-                + (f" or num_generations to one of {divisors[:12]}." if divisors else ".")
-            )
-        group_eval = self.num_generations_eval or group
-        if self.eval_strategy != "no" and (self.per_device_eval_batch_size * self.world_size) % group_eval:
-            step = group_eval // math.gcd(group_eval, self.world_size)
-            raise ValueError(
-                "Evaluation batches of per_device_eval_batch_size × ranks = "
-                f"{self.per_device_eval_batch_size} × {self.world_size} completions do not "
-                f"hold whole groups of {group_eval}. Set per_device_eval_batch_size to {step}, {2 * step}, "
-                f"{3 * step}, … or num_generations_eval."
-            )
 
     def validate(self) -> None:
         """Check values and combinations.
