@@ -57,7 +57,8 @@ def ask_trainer(model: Any, scored: Scored) -> None:
 
     from colocate.data.packing import pack
     from colocate.policy.host_activations import HostActivations
-    from colocate.policy.logprobs import output_head, token_logprobs
+    from colocate.policy.logprobs import token_logprobs
+    from colocate.policy.output_head import output_head
     from colocate.policy.stack import DecoderStack
     from colocate.types import Sample
 

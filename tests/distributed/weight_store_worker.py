@@ -31,7 +31,8 @@ from colocate.parallel.mesh import Mesh
 from colocate.parallel.weight_store import WeightStore, gather_full
 from colocate.policy import stack as stack_module
 from colocate.policy.host_activations import HostActivations
-from colocate.policy.logprobs import output_head, token_logprobs
+from colocate.policy.logprobs import token_logprobs
+from colocate.policy.output_head import output_head
 from colocate.policy.reference import make_reference
 from colocate.policy.stack import DecoderLayer, DecoderStack
 from colocate.weights.layouts import WeightPart, layout_for

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from colocate.kernels.softmax import softmax_gradient, softmax_statistics
 from colocate.policy import logprobs as module
-from colocate.policy.logprobs import OutputHead, logprob_bytes, token_logprobs
+from colocate.policy.logprobs import logprob_bytes, token_logprobs
+from colocate.policy.output_head import OutputHead
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 few = examples(25)

@@ -14,50 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
+from colocate.policy.output_head import OutputHead
 from colocate.policy.products import multiply, wide_product
-from colocate.weights.layouts import body, causal_lm
-
-SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""The names that the soft cap has in Gemma's, RecurrentGemma's and xLSTM's configurations."""
-
-
-@dataclass(frozen=True)
-class OutputHead:
-    """What makes logits of a hidden state h: cap(scale * (weight @ h + bias)), with
-    cap(x) = softcap * tanh(x / softcap)."""
-
-    weight: Tensor  # [V, hidden]
-    bias: Tensor | None = None  # [V]
-    scale: float = 1.0
-    softcap: float | None = None
-
-
-def output_head(model: torch.nn.Module) -> OutputHead:
-    """The model's head as it is now; with PEFT, the adapter decides which of its weights are active.
-
-    Raises:
-        ValueError: the head carries an adapter of its own, or there is none.
-    """
-    lm = causal_lm(model)
-    module = lm.get_output_embeddings()
-    if hasattr(module, "modules_to_save"):  # PEFT trains a copy of the whole head
-        trained = bool(module.active_adapters) and not module.disable_adapters
-        module = module.modules_to_save[module.active_adapters[0]] if trained else module.original_module
-    if hasattr(module, "base_layer"):
-        raise ValueError(
-            "The LM head carries a PEFT adapter, which log-probabilities in chunks would ignore. Take "
-            "'lm_head' out of target_modules; to train the whole head put it into modules_to_save."
-        )
-    if not isinstance(getattr(module, "weight", None), Tensor):
-        raise ValueError(f"{type(lm).__name__} has no output embeddings: it is not a causal language model.")
-    config = lm.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    softcaps = (getattr(config, name, None) for name in SOFTCAPS)
-    softcap = next((cap for cap in softcaps if cap), None)
-    return OutputHead(module.weight, getattr(module, "bias", None), float(scale), softcap)
 
 
 def token_logprobs(
@@ -393,71 +352,8 @@ def _runs_kernels(products: Tensor) -> bool:
     )
 
 
-def _logits(hidden: Tensor, head: OutputHead) -> Tensor:
+def whole_logits(hidden: Tensor, head: OutputHead) -> Tensor:
     """The logits [n, V] of hidden states [n, hidden]."""
     products = wide_product(hidden, head.weight.T)
     nothing = torch.empty(0, device=hidden.device)
     return _Logits.of(products, nothing, head, 1.0, nothing).values()
-
-
-@torch.no_grad()
-def check_output_head(model: torch.nn.Module) -> None:
-    """Compare `OutputHead`'s logits with the model's own on a short input, before hours are spent in vain.
-
-    The hidden states are enlarged on their way into the head so that a soft cap shows, which the small logits
-    of an untrained or short input would hide.
-
-    Raises:
-        ValueError: they disagree: the architecture does something to its logits that `OutputHead` does not
-            know.
-    """
-    lm = causal_lm(model)
-    head = output_head(model)
-    seen: list[Tensor] = []
-
-    def enlarge(module, args, output):
-        states = getattr(output, "last_hidden_state", None)
-        if states is None:  # the head itself is called decoder
-            return output
-        if states.shape[-1] != head.weight.shape[-1]:
-            raise ValueError(
-                f"{_unknown_head(lm)}: the head reads {head.weight.shape[-1]} values and the layers below "
-                f"it make {states.shape[-1]}."
-            )
-        largest = _logits(states[0], OutputHead(head.weight, head.bias, head.scale)).abs().max()
-        output.last_hidden_state = states * (32 / largest.clamp(min=1e-6)).to(states.dtype)
-        seen.append(output.last_hidden_state[0])
-        return output
-
-    training = lm.training
-    lm.eval()
-    # Some models call the decoder inside the body, not the body (OPT). Enlarging twice is harmless.
-    modules = {id(module): module for module in (body(model), lm.get_decoder())}
-    handles = [module.register_forward_hook(enlarge) for module in modules.values()]
-    try:
-        ids = torch.arange(1, 9, device=head.weight.device)[None] % len(head.weight)
-        theirs = lm(input_ids=ids, use_cache=False).logits[0].float()
-        if not seen:
-            raise ValueError(f"{_unknown_head(lm)}: it makes logits without {type(body(model)).__name__}.")
-    finally:
-        for handle in handles:
-            handle.remove()
-        lm.train(training)
-    error = (
-        (F.log_softmax(_logits(seen[-1], head).float(), -1) - F.log_softmax(theirs, -1)).abs().max().item()
-    )
-    # Logits are up to 32: bf16 rounds them by up to 1/16, a log-softmax by twice that.
-    tolerance = 1e-2 if theirs.dtype == head.weight.dtype == torch.float32 else 0.5
-    if not error <= tolerance:
-        raise ValueError(
-            f"{_unknown_head(lm)}: log-probabilities from the hidden states differ from the model's own by "
-            f"up to {error:.3g} (tolerance {tolerance})."
-        )
-
-
-def _unknown_head(lm: Any) -> str:
-    return (
-        f"{type(lm).__name__} computes its logits in a way this version does not know (a bias, "
-        "config.logit_scale, the divisor config.logits_scaling and the soft caps "
-        f"config.{', '.join(SOFTCAPS)} are known), so it cannot be trained"
-    )

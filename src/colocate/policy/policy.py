@@ -19,11 +19,13 @@ from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
 from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
+from colocate.policy.head_check import check_output_head
 from colocate.policy.host_activations import HostActivations
-from colocate.policy.logprobs import check_output_head, output_head, token_logprobs
+from colocate.policy.logprobs import token_logprobs
 from colocate.policy.microbatches import for_each, loss_batch
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.optimizer_state import Read, Shapes
+from colocate.policy.output_head import output_head
 from colocate.policy.pack import groups_of
 from colocate.policy.reference import FrozenCopy, Reference
 from colocate.policy.self_check import check_stack

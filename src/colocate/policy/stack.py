@@ -34,7 +34,7 @@ from colocate.policy import operations
 from colocate.policy.attention import attention, attention_backward
 from colocate.policy.cudnn_attention import why_not_cudnn
 from colocate.policy.host_activations import HostActivations
-from colocate.policy.logprobs import OutputHead
+from colocate.policy.output_head import OutputHead
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
 from colocate.types import Sample

@@ -1,0 +1,50 @@
+"""The head of a language model, which makes logits of hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colocate.weights.layouts import causal_lm
+
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""The names that the soft cap has in Gemma's, RecurrentGemma's and xLSTM's configurations."""
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """What makes logits of a hidden state h: cap(scale * (weight @ h + bias)), with
+    cap(x) = softcap * tanh(x / softcap)."""
+
+    weight: Tensor  # [V, hidden]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def output_head(model: torch.nn.Module) -> OutputHead:
+    """The model's head as it is now; with PEFT, the adapter decides which of its weights are active.
+
+    Raises:
+        ValueError: the head carries an adapter of its own, or there is none.
+    """
+    lm = causal_lm(model)
+    module = lm.get_output_embeddings()
+    if hasattr(module, "modules_to_save"):  # PEFT trains a copy of the whole head
+        trained = bool(module.active_adapters) and not module.disable_adapters
+        module = module.modules_to_save[module.active_adapters[0]] if trained else module.original_module
+    if hasattr(module, "base_layer"):
+        raise ValueError(
+            "The LM head carries a PEFT adapter, which log-probabilities in chunks would ignore. Take "
+            "'lm_head' out of target_modules; to train the whole head put it into modules_to_save."
+        )
+    if not isinstance(getattr(module, "weight", None), Tensor):
+        raise ValueError(f"{type(lm).__name__} has no output embeddings: it is not a causal language model.")
+    config = lm.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    softcaps = (getattr(config, name, None) for name in SOFTCAPS)
+    softcap = next((cap for cap in softcaps if cap), None)
+    return OutputHead(module.weight, getattr(module, "bias", None), float(scale), softcap)
