@@ -109,7 +109,7 @@ def train(args: GRPOConfig, model: Qwen3ForCausalLM) -> list[float]:
     num_prompts = args.generation_batch_size // args.num_generations
     batches = PromptBatches(make_dataset(), num_prompts, seed=args.seed)
     requests = RequestBuilder(tokenizer, args, model.config.max_position_embeddings)
-    judge = Judge(RewardFunctions(share_of_letter), tokenizer, device, stop_token_ids=(EOS,))
+    judge = Judge(RewardFunctions(share_of_letter), tokenizer, device)
     selector = Selector(policy, args)
     window = TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device)
 
@@ -127,12 +127,12 @@ def train(args: GRPOConfig, model: Qwen3ForCausalLM) -> list[float]:
             # The engine's turn. On a GPU, waking maps memory for keys and values, as much as there is, and
             # sleeping gives it back: what decoding fills now holds activations and gradients a moment later.
             engine.wake_up()
-            completions = player.play(request)
+            episodes = player.play(request)
             engine.sleep()
 
             # A completion's advantage is its reward less the mean of its group, over the group's deviation.
             # That is GRPO's whole idea: the neighbours are the baseline, and no value network is needed.
-            rollout = judge.score(request, completions)
+            rollout = judge.score(request, episodes)
             rewards.append(rollout.metrics["reward"])
             window.add(selector.slices(rollout, batch.number), old_logprobs)
 

@@ -109,7 +109,7 @@ def build_run(
         requests=build_requests(tokenizer, model, args, train_dataset, eval_dataset),
         engine=engine,
         player=Player(engine, sampling),
-        judge=build_judge(rewards, tokenizer, accelerator, journal, args, sampling),
+        judge=build_judge(rewards, tokenizer, accelerator, journal, args),
         selector=Selector(policy, args),
         window=TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device),
         policy=policy,
@@ -377,13 +377,11 @@ def build_judge(
     accelerator: Accelerator,
     journal: Journal,
     args: GRPOConfig,
-    sampling: SamplingParams,
 ) -> Judge:
     return Judge(
         rewards,
         tokenizer,
         accelerator.device,
-        stop_token_ids=sampling.stop_token_ids,
         advantage_options=args.options_of(AdvantageOptions),
         mask_truncated_completions=args.mask_truncated_completions,
         trainer_state=lambda: journal.state,

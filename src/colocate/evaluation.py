@@ -45,8 +45,8 @@ def note_best(run: Run, metrics: dict[str, float]) -> None:
 
 def _metrics(run: Run, rows: list[dict[str, Any]]) -> dict[str, float]:
     request = run.requests.evaluation(rows)
-    completions = roll_out(run, request, within="evaluate/")
-    rollout = run.judge.score(request, completions)
+    episodes = roll_out(run, request, within="evaluate/")
+    rollout = run.judge.score(request, episodes)
     samples = run.selector.for_evaluation(rollout)
     objective = ranks.totals(run.policy.evaluate(samples, run.objective))
     return {**rollout.metrics, **objective, "num_tokens": run.journal.state.num_input_tokens_seen}

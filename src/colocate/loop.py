@@ -21,13 +21,14 @@ from typing import Protocol
 from torch import Tensor
 
 from colocate.checkpoints.interruption import StopRequest
+from colocate.episodes.episode import Episode
 from colocate.experience import ranks
 from colocate.experience.requests import RolloutRequest
 from colocate.experience.slices import Step
 from colocate.policy.policy import UpdateResult
 from colocate.run import Run
 from colocate.skipped_steps import keep_skipped_step
-from colocate.types import Completion, Sample
+from colocate.types import Sample
 
 
 class Face(Protocol):
@@ -56,9 +57,9 @@ def train(run: Run, face: Face) -> None:
                 batch = next(run.batches)
                 request = run.requests.training(batch)
                 face.note_request(request)
-                completions = roll_out(run, request)
+                episodes = roll_out(run, request)
                 with timeline.phase("score"):
-                    rollout = run.judge.score(request, completions)
+                    rollout = run.judge.score(request, episodes)
                 journal.add_rollout(rollout.metrics, rollout.table, rollout.num_tokens)
                 with timeline.phase("train"):
                     run.agreement.check(rollout.samples)
@@ -77,7 +78,7 @@ def is_over(run: Run) -> bool:
     return state.global_step >= state.max_steps or control.should_training_stop
 
 
-def roll_out(run: Run, request: RolloutRequest, within: str = "") -> list[Completion]:
+def roll_out(run: Run, request: RolloutRequest, within: str = "") -> list[Episode]:
     """The engine's turn: it gets the device's memory, completes the request, and gives the memory back.
 
     Args:
@@ -89,12 +90,12 @@ def roll_out(run: Run, request: RolloutRequest, within: str = "") -> list[Comple
     with run.timeline.phase(f"{within}rollout"):
         run.engine.wake_up()
         try:
-            completions = run.player.play(request)
+            episodes = run.player.play(request)
             run.timeline.sample()  # while the KV cache is still there
         finally:
             run.engine.sleep(run.handover.keep_bytes)
-    run.policy.optimizer.prefetch()  # arrives while the completions are scored and trained on
-    return completions
+    run.policy.optimizer.prefetch()  # arrives while the episodes are scored and trained on
+    return episodes
 
 
 def old_logprobs(run: Run, samples: list[Sample]) -> list[Tensor]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import logging
 
+import torch
+
 from colocate.checkpoints.finite import check_finite_weights
 from colocate.policy.policy import UpdateResult
 from colocate.run import Run
@@ -30,7 +32,7 @@ def keep_skipped_step(run: Run, samples: list[Sample], update: UpdateResult) -> 
             record = {
                 "prompt": decode(sample.prompt_ids),
                 "completion": decode(sample.completion_ids),
-                "advantage": sample.advantage,
+                "advantage": torch.as_tensor(sample.advantage).tolist(),
                 "is_finite": bool(logprobs.isfinite().all()),
             }
             stream.write(json.dumps(record) + "\n")

@@ -3,6 +3,9 @@
 Shapes: B sequences, T tokens, P prompt tokens, C completion tokens, G completions per prompt.
 
     Prompt, SamplingParams ──engine──▶ Completion ──rewards, advantages──▶ Sample ──policy──▶ metrics
+
+Where completions have several turns, or histories that fork, they are made into an `Episode`
+(`episodes/episode.py`), of which each row becomes a sample.
 """
 
 from __future__ import annotations
@@ -99,7 +102,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sample:
-    """A scored completion: all that training needs to know of it. Tensors live on the policy's device.
+    """A scored row of an episode: all that training needs to know of it. Tensors live on the policy's device.
 
     Example: a completion of three tokens, better than its group by 0.7, one of 64 equally weighted in a step:
 
@@ -112,8 +115,8 @@ class Sample:
 
     prompt_ids: Tensor  # [P] int64
     completion_ids: Tensor  # [C] int64
-    completion_mask: Tensor  # [C] float32, 1 where the token counts in the loss
-    advantage: float
+    completion_mask: Tensor  # [C] float32, 1 where the token counts in the loss: not what tools answered
+    advantage: float | Tensor  # of the whole sequence, or [C] float32
     rollout_logprobs: Tensor | None = None  # [C] float32, from the engine; NaN where it could not tell
     old_logprobs: Tensor | None = None  # [C] float32, from the policy that generated; None: this very policy
     reference_logprobs: Tensor | None = None  # [C] float32, None without KL penalty

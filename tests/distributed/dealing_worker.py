@@ -119,7 +119,7 @@ def train(case: str, rank: int) -> dict[str, Any]:
     window = TrainingWindow(SLICES_PER_STEP, NUM_ITERATIONS, torch.device("cpu"))
     metrics, trained = [], []
     for rollout in range(NUM_ROLLOUTS):
-        scored: Any = SimpleNamespace(samples=samples_of(rank, rollout))
+        scored: Any = SimpleNamespace(members=[[sample] for sample in samples_of(rank, rollout)])
         window.add(selector.slices(scored, rollout), lambda s: [x for x, _ in policy.logprobs(s)])
         while window.ready:
             samples = selector.for_step(window.peek())

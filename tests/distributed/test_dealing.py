@@ -44,7 +44,7 @@ def slices_of_both(case: str, rollout: int) -> list[list[Sample]]:
     counts = [float(sample.completion_mask.sum()) for samples in generated for sample in samples]
     with mock.patch.object(ranks, "gather_object", lambda _: counts):
         parts = [
-            weighting.shuffled_slices(samples, options_of(case, rank, 2), rollout)
+            weighting.shuffled_slices([[s] for s in samples], options_of(case, rank, 2), rollout)
             for rank, samples in enumerate(generated)
         ]
     return [

@@ -98,12 +98,13 @@ def test_completions_after_the_end_are_the_best_models(tmp_path):
     )
     trainer.train()
     request = trainer.run.requests.evaluation(list(trainer.eval_dataset))
-    prompts, completions = request.prompts, roll_out(trainer.run, request)
+    prompts, episodes = request.prompts, roll_out(trainer.run, request)
+    turn = episodes[0].nodes[0]
     best = PeftModel.from_pretrained(make_model(), tmp_path / "checkpoint-1")
-    ids = torch.tensor([*prompts[0].token_ids, *completions[0].token_ids])
+    ids = torch.tensor([*prompts[0].token_ids, *turn.sampled_ids])
     logprobs = best(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
     expected = logprobs[len(prompts[0].token_ids) - 1 :]
-    torch.testing.assert_close(torch.tensor(completions[0].logprobs), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(turn.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_a_checkpoint_without_all_weights_is_not_loaded(tmp_path):

@@ -428,9 +428,9 @@ def test_next_rollout_uses_the_new_weights(tmp_path, peft_config):
     versions, differences = [], []
     score = trainer.run.judge.score
 
-    def recorded(request, completions):
-        rollout = score(request, completions)
-        versions.append({completion.policy_version for completion in completions})
+    def recorded(request, episodes):
+        rollout = score(request, episodes)
+        versions.append({node.policy_version for episode in episodes for node in episode.nodes})
         current = trainer.policy.logprobs(rollout.samples)
         differences.append(
             max(

@@ -24,7 +24,7 @@ from colocate.algorithms.advantages import AdvantageOptions, compute_advantages
 from colocate.algorithms.entropy import EntropyController
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES, loss_weights
-from colocate.algorithms.masks import entropy_threshold, is_truncated
+from colocate.algorithms.masks import entropy_threshold
 from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.algorithms.objective import LossBatch, Objective, ObjectiveParams
 from colocate.reporting.metrics import Metrics
@@ -412,9 +412,3 @@ def test_advantages(reference: TRLReference, monkeypatch, rewards: str, scale: s
     logged = {name: values[0] for name, values in reference.trainer._metrics["train"].items()}
     assert ours.rewards.nanmean().item() == pytest.approx(logged["reward"])
     assert ours.is_std_zero.float().mean().item() == pytest.approx(logged["frac_reward_zero_std"])
-
-
-def test_truncated_completions(reference: TRLReference):
-    reference.configure({}, with_engine=False)
-    masked = reference.rollout()["completion_mask"].sum(dim=1) == 0
-    assert [is_truncated(ids, {PAD, EOS}) for ids in reference.completion_ids] == masked.tolist()

@@ -22,7 +22,7 @@ from colocate.algorithms.entropy import EntropyController
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES, correction_ratios
 from colocate.algorithms.kl import kl_estimate
 from colocate.algorithms.losses import LOSSES, loss_weights
-from colocate.algorithms.masks import entropy_threshold, is_truncated, off_policy_sequence_mask
+from colocate.algorithms.masks import entropy_threshold, off_policy_sequence_mask
 from colocate.algorithms.normalization import entropy_weights, mean_tokens_per_step
 from colocate.algorithms.objective import LossBatch, Objective, ObjectiveParams
 from colocate.algorithms.ratios import RATIOS
@@ -233,12 +233,6 @@ def test_entropy_threshold_keeps_the_top():
     assert entropy_threshold(torch.empty(0), 0.2) == math.inf
     with pytest.raises(ValueError, match=r"top_entropy_quantile=1\.5"):
         entropy_threshold(entropies, 1.5)
-
-
-def test_truncation_is_judged_by_the_last_token():
-    assert is_truncated([5, 2, 7], {2, 3})
-    assert not is_truncated([5, 7, 3], {2, 3})
-    assert is_truncated([], {2})
 
 
 @few

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+from colocate.episodes.episode import Episode
 from colocate.experience import ranks
-from colocate.experience.judge import Judge
+from colocate.experience.judge import EpisodeFacts, Judge, Rollout
 from colocate.experience.requests import RolloutRequest
 from colocate.rewards.base import RewardFunctions
 from colocate.types import Completion, Prompt
@@ -39,16 +40,14 @@ def test_a_group_that_spans_ranks_has_the_numbers_of_both():
         [Prompt((5,), 40, range(2, 3)), Prompt((6,), 41, range(3))],
         num_generations=3,
     )
-    completions = [Completion(tuple(TOKENS[name]), None, "stop", 0) for name in "aabc"]
-    judge = Judge(
-        RewardFunctions(lengths), make_tokenizer(), torch.device("cpu"), stop_token_ids=(EOS,), rank=1
-    )
-    # What rank 0 sends: how many it has, their rewards, (key, prompt, length, cut off), metrics, texts.
-    others = iter(
-        [[2], [[2.0], [7.0]], [(40, 1, 2, False), (40, 1, 7, False)], [{}], ["1", "1"], ["b", "?"], [{}]]
-    )
+    turns = [Completion(tuple(TOKENS[name]), None, "stop", 0) for name in "aabc"]
+    episodes = [Episode.of_turn(p, turn) for p, turn in zip([(5,), (6,), (6,), (6,)], turns, strict=True)]
+    judge = Judge(RewardFunctions(lengths), make_tokenizer(), torch.device("cpu"), rank=1)
+    # What rank 0 sends: how many it has, their rewards, facts, metrics, texts.
+    facts = [EpisodeFacts(40, 1, n, False, 0, 0, 0) for n in (2, 7)]
+    others = iter([[2], [[2.0], [7.0]], facts, [{}], ["1", "1"], ["b", "?"], [{}]])
     with mock.patch.object(ranks, "gather_object", lambda local: [*next(others), *local]):
-        rollout = judge.score(request, completions)
+        rollout = judge.score(request, episodes)
     first, second = rollout.groups
     assert (first.key, second.key) == (40, 41)
     assert first.rewards.tolist() == [[2.0], [7.0], [3.0]] and second.rewards.tolist() == [
@@ -61,3 +60,88 @@ def test_a_group_that_spans_ranks_has_the_numbers_of_both():
     assert [len(group.samples) for group in rollout.groups] == [1, 3]
     assert [sample.completion_ids.tolist() for sample in rollout.samples] == [TOKENS[name] for name in "aabc"]
     assert [sample.advantage for sample in second.samples] == pytest.approx(second.advantages.tolist())
+
+
+def judged(tokenizer, *reward_functions, **options) -> tuple[Rollout, list[Episode]]:
+    """Two groups of two. Of the first, one episode calls a tool twice and forks, the other is cut short in
+    its second turn; of the second, one was given a prompt of its own by its environment."""
+
+    def turn(*ids: int, reason: str = "stop") -> Completion:
+        return Completion(ids, tuple(-float(x) for x in ids), reason, 0)
+
+    forked = Episode(tool_calls=2, tool_failures=1, messages=[{"role": "assistant", "content": "a"}])
+    forked.add(None, (5, 6), turn(20, 21))
+    forked.add(0, (9,), turn(22))
+    forked.add(0, (9, 9), turn(23, 24, 25))
+    cut = Episode(tool_calls=1)
+    cut.add(None, (5, 6), turn(30))
+    cut.add(0, (9, 9, 9), turn(31, 32, reason="length"))
+    alone = Episode(environment="room", prompt="a room", extra={"score": 3})
+    alone.add(None, (7, 8), turn(40, 41))
+    episodes = [forked, cut, alone, Episode.of_turn((7,), turn(42))]
+    request = RolloutRequest(
+        [{"prompt": "1", "label": "x"}, {"prompt": "2", "label": "y"}],
+        [Prompt((5, 6), 0, range(2)), Prompt((7,), 1, range(2))],
+        num_generations=2,
+    )
+    judge = Judge(RewardFunctions(list(reward_functions)), tokenizer, torch.device("cpu"), **options)
+    return judge.score(request, episodes), episodes
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_rows_of_an_episode_are_one_member_of_its_group(mask_truncated):
+    rollout, _ = judged(
+        make_tokenizer(),
+        lambda completion_ids, **_: [1.0, 3.0, 4.0, 2.0],
+        has_turns=True,
+        mask_truncated_completions=mask_truncated,
+    )
+    members = rollout.members
+    assert [len(member) for member in members] == [2, 1, 1, 1]
+    first, second = rollout.groups
+    assert [len(group.members) for group in rollout.groups] == [2, 2]
+    assert [s.advantage for s in first.samples] == [first.advantages[n].item() for n in (0, 0, 1)]
+    assert first.advantages[0] < 0 < first.advantages[1] and second.advantages[1] < 0 < second.advantages[0]
+
+    assert [s.completion_ids.tolist() for s in rollout.samples] == [
+        *([20, 21, 9, 22], [20, 21, 9, 9, 23, 24, 25], [30, 9, 9, 9, 31, 32], [40, 41], [42])
+    ]
+    cut = [0.0] * 6 if mask_truncated else [1, 0, 0, 0, 1, 1]
+    assert [s.completion_mask.tolist() for s in rollout.samples] == [
+        *([1, 1, 0, 1], [0, 0, 0, 0, 1, 1, 1], cut, [1, 1], [1])
+    ]
+    told = torch.tensor([torch.nan] * 4 + [-23.0, -24.0, -25.0])
+    torch.testing.assert_close(members[0][1].rollout_logprobs, told, equal_nan=True)
+    # Samples of one key must have one prompt.
+    assert [s.prompt_key for s in rollout.samples] == [0, 0, 0, None, 1]
+
+    metrics = rollout.metrics  # six tokens, three, two and one were sampled; three are truncated's
+    assert metrics["completions/mean_length"] == 3.0
+    assert (metrics["completions/min_length"], metrics["completions/max_length"]) == (1.0, 6.0)
+    assert metrics["completions/clipped_ratio"] == 0.25
+    assert metrics["completions/mean_terminated_length"] == 3.0
+    assert metrics["tools/call_frequency"] == 0.75
+    assert metrics["tools/failure_frequency"] == pytest.approx(1 / 3)
+    assert metrics["episodes/forks"] == 0.25
+    assert rollout.num_tokens == (2 + 6) + (2 + 3) + (2 + 2) + (1 + 1)
+
+
+def test_reward_functions_see_messages_and_what_episodes_add():
+    seen = {}
+
+    def reward(prompts, completions, completion_ids, label, **columns):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, label=label)
+        seen.update({name: columns[name] for name in ("environments", "score")})
+        return [0.0] * 4
+
+    tokenizer = make_tokenizer()
+    rollout, episodes = judged(tokenizer, reward)
+    assert seen["prompts"] == ["1", "1", "a room", "2"] == list(rollout.table.prompts)
+    assert seen["completions"] == [
+        *(episodes[0].messages, tokenizer.decode([30, 9, 9, 9, 31, 32])),
+        *(tokenizer.decode([40, 41]), tokenizer.decode([42])),
+    ]
+    assert seen["ids"][:2] == [[20, 21, 9, 9, 23, 24, 25], [30, 9, 9, 9, 31, 32]]
+    assert (seen["label"], seen["score"]) == (["x", "x", "y", "y"], [None, None, 3, None])
+    assert seen["environments"] == [None, None, "room", None]
+    assert not {"tools/call_frequency", "episodes/forks"} & set(rollout.metrics)

@@ -79,7 +79,7 @@ class LossInputs:
     correction: Tensor | None
     """The engine's correction ρ, [B, T] or [B, 1], from `importance_sampling.correction_ratios`, or None."""
     advantages: Tensor
-    """The advantage A of each sequence, [B, 1]."""
+    """The advantages A of the sequences, [B, 1], or of their tokens, [B, T]."""
     mask: Tensor
     """The mask [B, T], 1 where the token counts."""
 

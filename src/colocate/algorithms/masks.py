@@ -1,9 +1,8 @@
-"""What is left out of the policy loss: off-policy sequences, tokens of low entropy, truncated completions."""
+"""What is left out of the policy loss: off-policy sequences, and tokens of low entropy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -23,10 +22,10 @@ def off_policy_sequence_mask(
     Args:
         policy_logprobs, mask: [B, T].
         behaviour_logprobs: [B, T], under the policy that sampled; best taken from the engine.
-        advantages: [B, 1].
+        advantages: [B, 1], or [B, T] with one for each token, by which then each token is dropped or kept.
 
     Returns:
-        [B, 1] in the mask's dtype.
+        [B, 1] in the mask's dtype, or [B, T] with such advantages.
     """
     drift = torch.nan_to_num((behaviour_logprobs - policy_logprobs) * mask, nan=0.0)
     mean_drift = drift.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1.0)
@@ -58,16 +57,3 @@ def entropy_threshold(entropies: Tensor, top_entropy_quantile: float) -> Tensor:
     if entropies.numel() == 0:
         return torch.tensor(math.inf, device=entropies.device)
     return torch.quantile(entropies.float(), 1 - top_entropy_quantile)
-
-
-def is_truncated(completion_ids: Sequence[int], end_token_ids: Collection[int]) -> bool:
-    """Whether a completion stopped at the length limit: its last token is none of `end_token_ids`.
-
-    With `mask_truncated_completions` such a completion is left out of loss and normalisation ("overlong
-    filtering" in "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv 2503.14476).
-
-    Args:
-        completion_ids: [C] without padding.
-        end_token_ids: every end-of-sequence token of the model and its tokenizer, and the padding token.
-    """
-    return not completion_ids or completion_ids[-1] not in end_token_ids

@@ -28,7 +28,7 @@ class LossBatch:
     """
 
     mask: Tensor  # [B, T] float32, 1 where the token counts
-    advantages: Tensor  # [B]
+    advantages: Tensor  # [B], or [B, T] where tokens of one sequence differ
     loss_weights: Tensor  # [B] from `losses.loss_weights`
     entropy_weights: Tensor  # [B] from `normalization.entropy_weights`
     old_logprobs: Tensor | None = None  # [B, T]; None: the policy itself generated, the ratio is 1
@@ -38,8 +38,8 @@ class LossBatch:
 
     def without_padding(self) -> LossBatch:
         """A copy of the batch in which everything that is masked is 0."""
-        names = ("old_logprobs", "rollout_logprobs", "reference_logprobs")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        names = ("advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs")
+        given = {name: x for name in names if (x := getattr(self, name)) is not None and x.ndim == 2}
         return replace(self, **{name: _fill_padding(values, self.mask) for name, values in given.items()})
 
 
@@ -109,7 +109,7 @@ class Objective:
             ratios=ratios,
             behaviour_logprobs=behaviour_logprobs,
             correction=correction,
-            advantages=batch.advantages.unsqueeze(1),
+            advantages=batch.advantages.reshape(len(mask), -1),
             mask=mask,
         )
         token_loss = self._surrogate(inputs, metrics)

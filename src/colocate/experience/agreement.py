@@ -81,7 +81,8 @@ class Agreement:
             dtype = causal_lm(policy.model).get_input_embeddings().weight.dtype
             problem = _distance(name, torch.cat(told), logprobs, dtype, self._sampling.temperature)
         elif self._sampling.repetition_penalty == 1.0 and not self._is_drawn_otherwise:
-            problem = _surprise(name, logprobs, entropies)
+            drawn = _drawn(compared)
+            problem = _surprise(name, logprobs[drawn], entropies[drawn])
         else:
             problem = None
         if problem is not None:
@@ -103,6 +104,16 @@ def _distance(
         f"{float(difference.max()):.3g} at most, over {len(difference):,} tokens of the rollout; rounding in "
         f"{str(dtype).removeprefix('torch.')} explains {noise:.2g}."
     )
+
+
+def _drawn(samples: Sequence[Sample]) -> Tensor:
+    """Which of the completion tokens [N] the engine has drawn, as bool: those that no tool has given."""
+    masks = [sample.completion_mask.bool() for sample in samples]
+    # Without turns there are none to leave out, but whole completions may be masked that were cut short: to
+    # look at the others alone would be to look at tokens chosen by what came after them.
+    if all(mask.all() or not mask.any() for mask in masks):
+        masks = [torch.ones_like(mask) for mask in masks]
+    return torch.cat(masks)
 
 
 def _surprise(name: str, logprobs: Tensor, entropies: Tensor) -> str | None:

@@ -24,8 +24,8 @@ from colocate.experience import ranks
 from colocate.policy.pack import groups_of
 from colocate.types import Sample
 
-_PER_TOKEN = ("completion_mask", "rollout_logprobs", "old_logprobs", "reference_logprobs")
-"""The fields of a `Sample` that are [C] float32; all but the first may be None."""
+_PER_TOKEN = ("completion_mask", "advantage", "rollout_logprobs", "old_logprobs", "reference_logprobs")
+"""The fields of a `Sample` that are [C] float32; the advantage may be a number, and the log-probs None."""
 _NOTHING = torch.empty(0)
 
 
@@ -39,13 +39,13 @@ class _Card:
     num_prompt: int
     num_completion: int
     per_token: tuple[str, ...]
-    """The names in `_PER_TOKEN` that the sample has."""
+    """The names in `_PER_TOKEN` under which the sample has a tensor."""
     sample: Sample
     """The sample with empty tensors."""
 
     @classmethod
     def of(cls, sample: Sample, owner: int, slice_number: int) -> _Card:
-        per_token = tuple(name for name in _PER_TOKEN if getattr(sample, name) is not None)
+        per_token = tuple(name for name in _PER_TOKEN if isinstance(getattr(sample, name), Tensor))
         fields: dict[str, Any] = dict.fromkeys(("prompt_ids", "completion_ids", *per_token), _NOTHING)
         sizes = len(sample.prompt_ids), len(sample.completion_ids)
         return cls(owner, slice_number, *sizes, per_token, replace(sample, **fields))

@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from colocate.algorithms.advantages import AdvantageOptions, Advantages, compute_advantages, nanstd
-from colocate.algorithms.masks import is_truncated
 from colocate.data.prompts import decode_completions
+from colocate.episodes.episode import Episode, Row
 from colocate.experience import ranks
 from colocate.experience.requests import RolloutRequest
 from colocate.reporting.completions import CompletionTable
 from colocate.rewards.base import RewardFunctions, RewardTable
 from colocate.rewards.errors import RewardError
-from colocate.types import Completion, Prompt, Sample
+from colocate.types import Prompt, Sample
 
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt. Every rank has all groups of a rollout, and samples of its own in some.
+    """The episodes of one prompt. Every rank has all groups of a rollout, and members of its own in some.
 
     So each rank can choose among groups by their numbers, and all ranks come to one choice.
     """
@@ -33,32 +33,85 @@ class Group:
     """The prompt's number, `Prompt.key`."""
     rewards: Tensor  # [G, F] float64, NaN where a function returned None
     advantages: Tensor  # [G] float64
-    samples: list[Sample]
-    """This rank's samples of the group: the whole group, a part of it, or none."""
+    members: list[list[Sample]]
+    """This rank's members of the group, all of them, some or none. A member has a sample for each row of its
+    episode, so a single one unless histories forked."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples of this rank's members."""
+        return [sample for member in self.members for sample in member]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A scored generation batch. The samples in its groups are this rank's, all else covers all ranks."""
+    """A scored generation batch. The members of its groups are this rank's, all else covers all ranks."""
 
     groups: list[Group]
     metrics: dict[str, float]
     table: CompletionTable
     num_tokens: int
-    """The number of prompt and completion tokens, over all ranks."""
+    """The number of prompt tokens and of sampled tokens, over all ranks."""
+
+    @property
+    def members(self) -> list[list[Sample]]:
+        """The samples of each of this rank's episodes, in the order in which these were played."""
+        return [member for group in self.groups for member in group.members]
 
     @property
     def samples(self) -> list[Sample]:
-        """This rank's samples, in the order in which the engine returned their completions."""
-        return [sample for group in self.groups for sample in group.samples]
+        """This rank's samples, episode by episode."""
+        return [sample for member in self.members for sample in member]
+
+
+class EpisodeFacts(NamedTuple):
+    """What all ranks learn of an episode, for their metrics."""
+
+    key: int
+    """`Prompt.key`."""
+    num_prompt: int
+    num_sampled: int
+    is_truncated: bool
+    tool_calls: int
+    tool_failures: int
+    num_forks: int
+    """Its rows, but the first."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An episode of this rank and what it is judged by."""
+
+    row: dict[str, Any]
+    """The row of the dataset."""
+    prompt: Prompt
+    episode: Episode
+    rows: list[Row]
+    shown_prompt: Any
+    """The prompt as reward functions see it."""
+    text: Any
+    """The completion as reward functions see it: text or messages."""
+
+    @property
+    def facts(self) -> EpisodeFacts:
+        """What all ranks learn of the episode."""
+        return EpisodeFacts(
+            self.prompt.key,
+            len(self.rows[0].prompt_ids),
+            sum(row.num_sampled for row in self.rows),
+            self.episode.is_truncated,
+            self.episode.tool_calls,
+            self.episode.tool_failures,
+            len(self.rows) - 1,
+        )
 
 
 class Judge:
-    """Rewards completions, and compares the rewards across ranks.
+    """Rewards episodes, and compares the rewards across ranks.
 
     Args:
         device: the device that samples are put on.
-        stop_token_ids: a completion whose last token is none of these, and no padding, was cut off.
+        has_turns: whether episodes may have several turns; then there are metrics of tools and forks.
         trainer_state: called for the value that reward functions receive as `trainer_state`.
         rank: this process's number.
     """
@@ -69,9 +122,9 @@ class Judge:
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
         *,
-        stop_token_ids: Sequence[int],
         advantage_options: AdvantageOptions | None = None,
         mask_truncated_completions: bool = False,
+        has_turns: bool = False,
         trainer_state: Callable[[], TrainerState] = TrainerState,
         rank: int = 0,
     ) -> None:
@@ -83,84 +136,104 @@ class Judge:
         self._weights = reward_functions.weights.double()
         self._advantage_options = advantage_options or AdvantageOptions()
         self._mask_truncated = mask_truncated_completions
-        self._end_token_ids = {*stop_token_ids, tokenizer.pad_token_id}
+        self._has_turns = has_turns
 
-    def score(self, request: RolloutRequest, completions: Sequence[Completion]) -> Rollout:
-        """Turn completions into samples with advantages.
+    def score(self, request: RolloutRequest, episodes: Sequence[Episode]) -> Rollout:
+        """Turn episodes into samples with advantages.
+
+        Args:
+            episodes: one for each completion of `request.per_completion()`.
 
         Raises:
             RewardError: a reward function raised, did not return a number or None per completion, or returned
                 one that makes an advantage larger than float32 holds.
         """
-        pairs = request.per_completion()
-        completion_ids = [list(completion.token_ids) for completion in completions]
-        texts = decode_completions(completion_ids, [row["prompt"] for row, _ in pairs], self._tokenizer)
-        scores = self._rewards_of(pairs, texts, completion_ids)
+        entries = self._entries(request, episodes)
+        scores = self._rewards_of(entries)
 
-        own = ranks.own_part(len(completions), self._rank)
+        own = ranks.own_part(len(entries), self._rank)
         # In float64, because float32 may hold the rewards but not the squares of their deviations.
         rewards = torch.tensor(ranks.of_all_ranks(scores.rewards.tolist()), dtype=torch.float64)  # [N, F]
         compared = compute_advantages(
             rewards, request.num_generations, self._weights, self._advantage_options
         )
         self._check_advantages(rewards, compared)
-        cut = [is_truncated(ids, self._end_token_ids) for ids in completion_ids]
-        samples = [
-            self._sample(prompt, completion, advantage, masked=is_cut and self._mask_truncated)
-            for (_, prompt), completion, advantage, is_cut in zip(
-                pairs, completions, compared.advantages[own].tolist(), cut, strict=True
-            )
+        members = [
+            [self._sample(entry, row, advantage) for row in entry.rows]
+            for entry, advantage in zip(entries, compared.advantages[own].tolist(), strict=True)
         ]
-        facts = ranks.of_all_ranks(
-            [
-                (prompt.key, len(prompt.token_ids), len(ids), is_cut)
-                for (_, prompt), ids, is_cut in zip(pairs, completion_ids, cut, strict=True)
-            ]
-        )
+        facts = ranks.of_all_ranks([entry.facts for entry in entries])
         metrics = {
-            **_length_metrics([n for *_, n, _ in facts], [is_cut for *_, is_cut in facts]),
+            **_length_metrics([x.num_sampled for x in facts], [x.is_truncated for x in facts]),
+            **(_turn_metrics(facts) if self._has_turns else {}),
             **self._reward_metrics(rewards, compared),
             **ranks.means(scores.metrics),
         }
         table = CompletionTable(
-            prompts=ranks.of_all_ranks([row["prompt"] for row, _ in pairs]),
-            completions=ranks.of_all_ranks(list(texts)),
+            prompts=ranks.of_all_ranks([entry.shown_prompt for entry in entries]),
+            completions=ranks.of_all_ranks([entry.text for entry in entries]),
             rewards={name: rewards[:, i].tolist() for i, name in enumerate(self.reward_functions.names)},
             advantages=compared.advantages.tolist(),
-            extra=ranks.columns(scores.extra_columns, len(completions)),
+            extra=ranks.columns(scores.extra_columns, len(entries)),
         )
         size = request.num_generations
-        keys = [key for key, *_ in facts[::size]]
+        keys = [x.key for x in facts[::size]]
         groups = [
-            Group(key, rewards[n * size :][:size], compared.advantages[n * size :][:size], members)
-            for n, (key, members) in enumerate(
-                zip(keys, ranks.by_group(samples, own.start, len(keys), size), strict=True)
+            Group(key, rewards[n * size :][:size], compared.advantages[n * size :][:size], own_members)
+            for n, (key, own_members) in enumerate(
+                zip(keys, ranks.by_group(members, own.start, len(keys), size), strict=True)
             )
         ]
-        return Rollout(groups, metrics, table, num_tokens=sum(p + c for _, p, c, _ in facts))
+        return Rollout(groups, metrics, table, num_tokens=sum(x.num_prompt + x.num_sampled for x in facts))
 
-    def _rewards_of(
-        self, pairs: Sequence[tuple[dict[str, Any], Prompt]], texts: Any, completion_ids: list[list[int]]
-    ) -> RewardTable:
-        """The rewards of this rank's completions, [n, F]."""
-        if not pairs:  # more ranks than held-out prompts: without a row there are no columns
+    def _entries(self, request: RolloutRequest, episodes: Sequence[Episode]) -> list[_Entry]:
+        pairs = request.per_completion()
+        rows = [episode.rows() for episode in episodes]
+        shown = [
+            row["prompt"] if episode.prompt is None else episode.prompt
+            for (row, _), episode in zip(pairs, episodes, strict=True)
+        ]
+        texts: list[Any] = [episode.messages for episode in episodes]
+        bare = [n for n, text in enumerate(texts) if text is None]
+        ids = [rows[n][-1].completion_ids for n in bare]
+        decoded = decode_completions(ids, [shown[n] for n in bare], self._tokenizer)
+        for n, text in zip(bare, decoded, strict=True):
+            texts[n] = text
+        return [
+            _Entry(*pair, *parts) for pair, *parts in zip(pairs, episodes, rows, shown, texts, strict=True)
+        ]
+
+    def _rewards_of(self, entries: Sequence[_Entry]) -> RewardTable:
+        """The rewards of this rank's episodes, [n, F]."""
+        if not entries:  # more ranks than held-out prompts: without a row there are no columns
             return RewardTable(torch.empty(0, len(self.reward_functions.names)))
-        columns = {name: [row[name] for row, _ in pairs] for name in pairs[0][0]}
+        episodes = [entry.episode for entry in entries]
+        columns = {name: [entry.row[name] for entry in entries] for name in entries[0].row}
+        for name in dict.fromkeys(name for episode in episodes for name in episode.extra):
+            columns[name] = [episode.extra.get(name) for episode in episodes]
+        if any(episode.environment is not None for episode in episodes):
+            columns["environments"] = [episode.environment for episode in episodes]
         return self.reward_functions.score(
-            columns["prompt"], texts, completion_ids, columns, trainer_state=self._trainer_state()
+            [entry.shown_prompt for entry in entries],
+            [entry.text for entry in entries],
+            [list(entry.rows[-1].completion_ids) for entry in entries],
+            columns,
+            trainer_state=self._trainer_state(),
         )
 
-    def _sample(self, prompt: Prompt, completion: Completion, advantage: float, masked: bool) -> Sample:
-        device = self._device
-        completion_ids = torch.tensor(completion.token_ids, device=device)
-        logprobs = completion.logprobs
+    def _sample(self, entry: _Entry, row: Row, advantage: float) -> Sample:
+        device, prompt, logprobs = self._device, entry.prompt, row.logprobs
+        mask = torch.tensor(row.is_sampled, dtype=torch.float32, device=device)
+        if self._mask_truncated and entry.episode.is_truncated:
+            mask = torch.zeros_like(mask)
         return Sample(
-            prompt_ids=torch.tensor(prompt.token_ids, device=device),
-            completion_ids=completion_ids,
-            completion_mask=torch.full_like(completion_ids, 0.0 if masked else 1.0, dtype=torch.float32),
+            prompt_ids=torch.tensor(row.prompt_ids, device=device),
+            completion_ids=torch.tensor(row.completion_ids, device=device),
+            completion_mask=mask,
             advantage=advantage,
             rollout_logprobs=None if logprobs is None else torch.tensor(logprobs, device=device),
-            prompt_key=prompt.key,
+            # An environment may have added to the prompt of this one episode.
+            prompt_key=prompt.key if row.prompt_ids == prompt.token_ids else None,
         )
 
     def _check_advantages(self, rewards: Tensor, compared: Advantages) -> None:
@@ -185,6 +258,15 @@ class Judge:
         metrics["reward_std"] = nanstd(total, dim=0).item()
         metrics["frac_reward_zero_std"] = compared.is_std_zero.float().mean().item()
         return metrics
+
+
+def _turn_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:
+    num_calls = sum(x.tool_calls for x in facts)
+    return {
+        "tools/call_frequency": num_calls / len(facts),
+        "tools/failure_frequency": sum(x.tool_failures for x in facts) / max(num_calls, 1),
+        "episodes/forks": sum(x.num_forks for x in facts) / len(facts),
+    }
 
 
 def _length_metrics(lengths: list[int], cut: list[bool]) -> dict[str, float]:

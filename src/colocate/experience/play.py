@@ -1,10 +1,11 @@
-"""From requests to completions: how the engine is asked while it is awake."""
+"""From requests to episodes: how the engine is asked while it is awake."""
 
 from __future__ import annotations
 
 from colocate.engines.base import RolloutEngine
+from colocate.episodes.episode import Episode
 from colocate.experience.requests import RolloutRequest
-from colocate.types import Completion, SamplingParams
+from colocate.types import SamplingParams
 
 
 class Player:
@@ -18,6 +19,8 @@ class Player:
         self._engine = engine
         self.sampling = sampling
 
-    def play(self, request: RolloutRequest) -> list[Completion]:
-        """Return the completions of a request, prompt by prompt; the engine must be awake."""
-        return self._engine.generate(request.prompts, self.sampling)
+    def play(self, request: RolloutRequest) -> list[Episode]:
+        """Return the episodes of a request, of one turn each, prompt by prompt; the engine must be awake."""
+        completions = self._engine.generate(request.prompts, self.sampling)
+        prompts = [prompt for _, prompt in request.per_completion()]
+        return [Episode.of_turn(p.token_ids, c) for p, c in zip(prompts, completions, strict=True)]

@@ -32,8 +32,8 @@ class Selector:
     def slices(self, rollout: Rollout, number: int) -> list[list[Sample]]:
         """The samples that this rank trains on, in slices, with loss weights and the reference's log-probs.
 
-        A slice has `per_device_train_batch_size` samples of each rank. They are weighed as the ranks have
-        generated them, and then dealt over the ranks by their tokens.
+        A slice has the samples of `per_device_train_batch_size` episodes of each rank. They are weighed as
+        the ranks have generated them, and then dealt over the ranks by their tokens.
 
         Args:
             number: the number of the generation batch in the run.
@@ -42,7 +42,7 @@ class Selector:
         assert options.steps_per_generation is not None, "GRPOConfig derives it"
         # A step begins at a multiple of both numbers: slices in such a stretch are never in different steps.
         num_together = math.gcd(options.gradient_accumulation_steps, options.steps_per_generation)
-        slices = self._dealt(shuffled_slices(rollout.samples, options, number), num_together)
+        slices = self._dealt(shuffled_slices(rollout.members, options, number), num_together)
         samples = iter(self._with_reference([sample for samples in slices for sample in samples]))
         return [[next(samples) for _ in part] for part in slices]
 
@@ -55,7 +55,7 @@ class Selector:
 
     def for_evaluation(self, rollout: Rollout) -> list[Sample]:
         """The samples that this rank evaluates, weighed as if all were one optimizer step."""
-        (samples,) = self._dealt([weighted_for_evaluation(rollout.samples, self._options)], 1)
+        (samples,) = self._dealt([weighted_for_evaluation(rollout.members, self._options)], 1)
         samples = self._with_reference(samples)
         if self._options.top_entropy_quantile < 1.0:
             samples = with_entropy_threshold(samples, self._policy, self._options, num_accumulated=1)

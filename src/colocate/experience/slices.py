@@ -39,7 +39,10 @@ class SliceRows:
         The rows are empty for completions that were generated before the run was resumed, and for a slice
         whose completions are all on other ranks.
         """
-        keys = [next((s.prompt_key for s in samples), None) for samples in self._window.peek()]
+        keys = [
+            next((s.prompt_key for s in samples if s.prompt_key is not None), None)
+            for samples in self._window.peek()
+        ]
         return [[] if key is None else self._rows.get(key, []) for key in keys]
 
 

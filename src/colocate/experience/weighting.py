@@ -1,4 +1,8 @@
-"""Each sample's share in the loss of its optimizer step, fixed before the step is cut into micro-batches."""
+"""Each sample's share in the loss of its optimizer step, fixed before the step is cut into micro-batches.
+
+What is counted and weighed are the members of groups: an episode whose history forked has several samples,
+and these together have the share that a single one would have. Every sampled token is in one of them only.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +38,24 @@ class WeightingOptions(Protocol):
     def world_size(self) -> int: ...
 
 
+Member = Sequence[Sample]
+"""The samples of one episode."""
+
+
 def shuffled_slices(
-    samples: Sequence[Sample], options: WeightingOptions, batch_number: int
+    members: Sequence[Member], options: WeightingOptions, batch_number: int
 ) -> list[list[Sample]]:
-    """Cut this rank's samples into slices of `per_device_train_batch_size`, in random order, and weigh them.
+    """Cut this rank's members into slices of `per_device_train_batch_size`, in random order, and weigh them.
 
     The order depends on the seed and the batch's number alone, so a resumed run cuts its batches alike.
     """
     assert options.steps_per_generation is not None, "GRPOConfig derives it"
     generator = torch.Generator().manual_seed(options.seed + batch_number)
-    order = torch.randperm(len(samples), generator=generator).tolist()
+    order = torch.randperm(len(members), generator=generator).tolist()
     size = options.per_device_train_batch_size
-    slices = [[samples[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
+    slices = [[members[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
     tokens_per_step = mean_tokens_per_step(
-        sum(ranks.of_all_ranks(_token_counts(samples))),
+        sum(ranks.of_all_ranks(_token_counts(members))),
         num_processes=options.world_size,
         num_accumulated=options.gradient_accumulation_steps,
         steps_per_generation=options.steps_per_generation,
@@ -56,30 +64,30 @@ def shuffled_slices(
 
 
 def weighted(
-    samples: Sequence[Sample], options: WeightingOptions, tokens_per_step: float, num_accumulated: int
+    members: Sequence[Member], options: WeightingOptions, tokens_per_step: float, num_accumulated: int
 ) -> list[Sample]:
-    """The samples of one slice with the loss weights of the option `loss_type`.
+    """The samples of one slice's members, with the loss weights of the option `loss_type`.
 
     Args:
         tokens_per_step: the result of `normalization.mean_tokens_per_step`.
         num_accumulated: slices in an optimizer step.
     """
     return _with_weights(
-        samples, *_weights(_token_counts(samples), options, tokens_per_step, num_accumulated)
+        members, *_weights(_token_counts(members), options, tokens_per_step, num_accumulated)
     )
 
 
-def weighted_for_evaluation(samples: Sequence[Sample], options: WeightingOptions) -> list[Sample]:
+def weighted_for_evaluation(members: Sequence[Member], options: WeightingOptions) -> list[Sample]:
     """This rank's samples, weighed as one slice that holds the whole evaluation, all ranks together.
 
     As in training, the mean of the ranks' losses is the loss; ranks may have unequal shares.
     """
-    own = _token_counts(samples)
+    own = _token_counts(members)
     counts = ranks.of_all_ranks(own)
     part = ranks.own_part(len(own), options.process_index)
     weights = _weights(counts, options, tokens_per_step=max(sum(counts), 1.0), num_accumulated=1)
     losses, bonuses = ([options.world_size * weight for weight in values[part]] for values in weights)
-    return _with_weights(samples, losses, bonuses)
+    return _with_weights(members, losses, bonuses)
 
 
 def with_entropy_threshold(
@@ -106,14 +114,14 @@ def with_entropy_threshold(
     return [replace(sample, entropy_threshold=threshold, entropy_weight=bonus) for sample in samples]
 
 
-def _token_counts(samples: Sequence[Sample]) -> list[float]:
-    return [float(sample.completion_mask.sum()) for sample in samples]
+def _token_counts(members: Sequence[Member]) -> list[float]:
+    return [sum(float(sample.completion_mask.sum()) for sample in member) for member in members]
 
 
 def _weights(
     token_counts: list[float], options: WeightingOptions, tokens_per_step: float, num_accumulated: int
 ) -> tuple[list[float], list[float]]:
-    """Loss weights and entropy weights of the sequences of one slice."""
+    """Loss weights and entropy weights of the members of one slice."""
     counts = torch.tensor(token_counts)
     losses = loss_weights(
         options.loss_type,
@@ -125,8 +133,10 @@ def _weights(
     return losses.tolist(), entropy_weights(counts, num_accumulated=num_accumulated).tolist()
 
 
-def _with_weights(samples: Sequence[Sample], losses: list[float], bonuses: list[float]) -> list[Sample]:
+def _with_weights(members: Sequence[Member], losses: list[float], bonuses: list[float]) -> list[Sample]:
+    # A weight is a factor on a sum over tokens, and a member's sum is that of its samples' sums.
     return [
         replace(sample, loss_weight=loss, entropy_weight=bonus)
-        for sample, loss, bonus in zip(samples, losses, bonuses, strict=True)
+        for member, loss, bonus in zip(members, losses, bonuses, strict=True)
+        for sample in member
     ]

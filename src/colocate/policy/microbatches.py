@@ -69,9 +69,15 @@ def loss_batch(samples: Sequence[Sample]) -> LossBatch:
 
     mask = padded("completion_mask")
     assert mask is not None, "every sample has a completion mask"
+    if any(isinstance(sample.advantage, Tensor) for sample in samples):
+        # A step may also train on an older rollout, of which no turn had a reward.
+        per_token = [sample.advantage * torch.ones_like(sample.completion_mask) for sample in samples]
+        advantages = pad_sequence(per_token, batch_first=True)
+    else:
+        advantages = scalars("advantage")
     return LossBatch(
         mask=mask,
-        advantages=scalars("advantage"),
+        advantages=advantages,
         loss_weights=scalars("loss_weight"),
         entropy_weights=scalars("entropy_weight"),
         old_logprobs=padded("old_logprobs"),
