@@ -116,7 +116,7 @@ class Sample:
     prompt_ids: Tensor  # [P] int64
     completion_ids: Tensor  # [C] int64
     completion_mask: Tensor  # [C] float32, 1 where the token counts in the loss: not what tools answered
-    advantage: float | Tensor  # of the whole sequence, or [C] float32
+    advantage: float | Tensor  # of the whole sequence, or [C] float32 in all samples of a rollout
     rollout_logprobs: Tensor | None = None  # [C] float32, from the engine; NaN where it could not tell
     old_logprobs: Tensor | None = None  # [C] float32, from the policy that generated; None: this very policy
     reference_logprobs: Tensor | None = None  # [C] float32, None without KL penalty

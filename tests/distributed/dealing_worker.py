@@ -7,6 +7,7 @@ leaves the parameters, the metrics and what each rank has trained on in the dire
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,13 +37,15 @@ LEARNING_RATE = 0.05
 NUM_GENERATIONS = 8  # with 12 completions of each rank, the second of three groups spans both
 
 # "threshold" weighs tokens by the entropies of all ranks. "router" has a loss that is no sum over tokens:
-# only with one sequence in each micro-batch it is the same for every cut.
+# only with one sequence in each micro-batch it is the same for every cut. In "turns" each token has an
+# advantage of its own.
 CASES: dict[str, dict[str, Any]] = {
     **{name: dict(loss_type=name) for name in LOSSES},
     "cispo": dict(loss_type="cispo", epsilon_high=5.0),
     "masked": dict(loss_type="grpo", off_policy_mask_threshold=0.05),
     "threshold": dict(loss_type="dapo", entropy_coef=0.05),
     "router": dict(loss_type="grpo"),
+    "turns": dict(loss_type="dapo"),
 }
 
 
@@ -60,7 +63,7 @@ def options_of(case: str, rank: int, num_ranks: int) -> Any:
     )
 
 
-def samples_of(rank: int, rollout: int) -> list[Sample]:
+def samples_of(rank: int, rollout: int, case: str = "") -> list[Sample]:
     """What a rank has generated: up to 30 tokens each on rank 0, up to 3 on rank 1."""
     generator = torch.Generator().manual_seed(10 * rollout + rank)
     per_rank = SLICE_SIZE * NUM_SLICES
@@ -79,6 +82,8 @@ def samples_of(rank: int, rollout: int) -> list[Sample]:
                 prompt_key=key,
             )
         )
+    if case == "turns":
+        samples = [replace(s, advantage=s.advantage * torch.arange(len(s.completion_ids))) for s in samples]
     return samples
 
 
@@ -119,7 +124,7 @@ def train(case: str, rank: int) -> dict[str, Any]:
     window = TrainingWindow(SLICES_PER_STEP, NUM_ITERATIONS, torch.device("cpu"))
     metrics, trained = [], []
     for rollout in range(NUM_ROLLOUTS):
-        scored: Any = SimpleNamespace(members=[[sample] for sample in samples_of(rank, rollout)])
+        scored: Any = SimpleNamespace(members=[[sample] for sample in samples_of(rank, rollout, case)])
         window.add(selector.slices(scored, rollout), lambda s: [x for x, _ in policy.logprobs(s)])
         while window.ready:
             samples = selector.for_step(window.peek())

@@ -40,7 +40,7 @@ def both(tmp_path_factory) -> list[dict[str, Any]]:
 
 def slices_of_both(case: str, rollout: int) -> list[list[Sample]]:
     """The slices of both ranks put together, each sample with its weight in the mean over ranks."""
-    generated = [samples_of(rank, rollout) for rank in range(2)]
+    generated = [samples_of(rank, rollout, case) for rank in range(2)]
     counts = [float(sample.completion_mask.sum()) for samples in generated for sample in samples]
     with mock.patch.object(ranks, "gather_object", lambda _: counts):
         parts = [

@@ -7,7 +7,6 @@ in a run.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_trl_loss import EOS, MAX_COMPLETION_LENGTH, VOCAB, TRLReference, assert_same, our_params
+from test_trl_loss import EOS, MAX_COMPLETION_LENGTH, VOCAB, TRLReference, assert_same, our_params, tiny_model
 from torch import Tensor
 from transformers import TrainingArguments
 
@@ -31,8 +30,10 @@ from colocate.memory.train_plan import TrainPlan
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.rewards.base import RewardFunctions
-from colocate.types import Completion, Prompt
+from colocate.types import Completion, Prompt, Sample
 
+STEP = 2.0**12
+"""So large that the weights' change shows the gradient to all its digits."""
 GROUP, NUM_GROUPS = 4, 2
 NUM_EPISODES = GROUP * NUM_GROUPS
 REWARDS = [
@@ -65,7 +66,7 @@ class Turns:
 
 turns = st.builds(
     lambda first, others, cut: Turns([(0, first), *others], cut),
-    st.integers(1, 4),
+    st.integers(3, 6),  # a token alone would be the same in all episodes, whose gradients would cancel
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=2),
     st.sampled_from([False, False, False, True]),
 )
@@ -75,10 +76,14 @@ class TRLTurns(TRLReference):
     """TRL's trainer with episodes of several turns, of the shapes that `play` is given."""
 
     def __init__(self, output_dir: str) -> None:
-        # First, because making them resets the state of the process that TRL's trainer goes by. With plain
-        # gradient steps the change of the weights is the gradient.
+        # First, because making them resets the state of the process that TRL's trainer goes by.
         self.plain_steps = TrainingArguments(
-            "unused", use_cpu=True, report_to=[], optim="sgd", learning_rate=1.0, lr_scheduler_type="constant"
+            "unused",
+            use_cpu=True,
+            report_to=[],
+            optim="sgd",
+            learning_rate=STEP,
+            lr_scheduler_type="constant",
         )
         super().__init__(output_dir)
         self.prompt_ids = [(4, 9, 2, 7), (11, 3)]
@@ -144,13 +149,15 @@ def judged(reference: TRLTurns) -> Rollout:
     return judge.score(request, reference.episodes)
 
 
-def policy_of(model: torch.nn.Module, args: TrainingArguments) -> Policy:
+def policy_of(weights: dict[str, Tensor], args: TrainingArguments) -> Policy:
+    model = tiny_model(seed=0)
+    model.load_state_dict(weights)
     # Episodes are cut over several micro-batches, and share their prompts within each.
     plan = TrainPlan(tokens_per_microbatch=48, logprob_chunk_size=7)
     return Policy(model, PolicyOptimizer(model, args, 10), temperature=1.0, plan=plan, max_grad_norm=None)
 
 
-def our_update(reference: TRLTurns, rollout: Rollout, case: str, loss_type: str, level: str):
+def our_update(reference: TRLTurns, members: list[list[Sample]], case: str, loss_type: str, level: str):
     """Loss, gradient and metrics of the update that TRL's model is about to make."""
     options = {"loss_type": loss_type, "importance_sampling_level": level, **OPTIONS[case]}
     weighting = SimpleNamespace(
@@ -158,9 +165,9 @@ def our_update(reference: TRLTurns, rollout: Rollout, case: str, loss_type: str,
         per_device_train_batch_size=NUM_EPISODES, gradient_accumulation_steps=1, steps_per_generation=1,
         top_entropy_quantile=options.get("top_entropy_quantile", 1.0),
     )  # fmt: skip
-    policy = policy_of(copy.deepcopy(reference.model), reference.plain_steps)
-    moved = {name: p.clone() for name, p in policy.model.state_dict().items()}
-    (samples,) = shuffled_slices(rollout.members, weighting, 0)
+    moved = {name: p.clone() for name, p in reference.model.state_dict().items()}
+    policy = policy_of(moved, reference.plain_steps)
+    (samples,) = shuffled_slices(members, weighting, 0)
     if "num_iterations" in options:
         policy.model.load_state_dict(reference.weights_at_rollout)
         old = [logprobs for logprobs, _ in policy.logprobs(samples)]
@@ -168,13 +175,13 @@ def our_update(reference: TRLTurns, rollout: Rollout, case: str, loss_type: str,
         policy.model.load_state_dict(moved)
         policy.take_parameters()
     if "beta" in options:
-        penalised = policy_of(copy.deepcopy(reference.reference_model), reference.plain_steps)
+        penalised = policy_of(reference.reference_model.state_dict(), reference.plain_steps)
         logprobs = penalised.logprobs(samples)
         samples = [replace(s, reference_logprobs=x) for s, (x, _) in zip(samples, logprobs, strict=True)]
     if weighting.top_entropy_quantile < 1.0:
         samples = with_entropy_threshold(samples, policy, weighting, num_accumulated=1)
     update = policy.update(samples, Objective(our_params(options, with_engine=case.startswith("engine"))))
-    parts = [(moved[name] - p.detach()).flatten() for name, p in policy.model.named_parameters()]
+    parts = [(moved[name] - p.detach()).flatten() / STEP for name, p in policy.model.named_parameters()]
     return update.loss, torch.cat(parts), update.metrics.compute()
 
 
@@ -188,9 +195,12 @@ FEW = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck
 @given(
     shapes=st.lists(turns, min_size=NUM_EPISODES, max_size=NUM_EPISODES),
     level=st.sampled_from(["token", "sequence"]),
+    has_token_advantages=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_turns_train_as_in_trl(reference: TRLTurns, loss_type, case, shapes, level, seed):
+def test_turns_train_as_in_trl(
+    reference: TRLTurns, loss_type, case, shapes, level, has_token_advantages, seed
+):
     if loss_type == "vespo" and case == "engine, by row":
         return
     with_engine = case.startswith("engine")
@@ -212,11 +222,19 @@ def test_turns_train_as_in_trl(reference: TRLTurns, loss_type, case, shapes, lev
         if name.startswith("completions/") or name in ("reward", "reward_std", "frac_reward_zero_std"):
             assert rollout.metrics[name] == pytest.approx(logged[name], rel=1e-5), name
 
+    members = rollout.members
+    if has_token_advantages:  # of all episodes but one
+        batch["advantages"] = torch.randn(
+            batch["completion_ids"].shape, generator=torch.Generator().manual_seed(seed)
+        )
+        batch["advantages"][0] = members[0][0].advantage
+        for (sample,), values, member in zip(members[1:], batch["advantages"][1:], members[1:], strict=True):
+            member[0] = replace(sample, advantage=values[: len(sample.completion_ids)])
     if "num_iterations" in OPTIONS[case]:
         reference.update_policy()
     reference.trainer._metrics["train"].clear()
     expected = reference.loss(batch)
-    loss, gradient, metrics = our_update(reference, rollout, case, loss_type, level)
+    loss, gradient, metrics = our_update(reference, members, case, loss_type, level)
     assert_same(loss, gradient, expected)
     for name, (value,) in reference.trainer._metrics["train"].items():
         if name in metrics and name != "entropy_coef":
