@@ -131,6 +131,20 @@ class Sample:
     prompt_key: int | None = None
     """Samples with an equal key have the same prompt, which training then computes once for all of them that
     share a micro-batch. A sample without a key (None) shares its prompt with no other."""
+    fork: tuple[int, int, int] | None = None
+    """For a row of an episode whose rows have much more in common than the prompt: the prompt's key, the
+    episode's number in its group, and how many tokens all its rows begin with. Samples of one fork share
+    these tokens in training, instead of the prompt with all of the group."""
+
+    @property
+    def shared_key(self) -> object:
+        """Samples with an equal key begin with the same `num_shared` tokens; None: shared with no other."""
+        return self.prompt_key if self.fork is None else self.fork
+
+    @property
+    def num_shared(self) -> int:
+        """The number of tokens at the beginning that are computed once for samples with an equal key."""
+        return len(self.prompt_ids) if self.fork is None else self.fork[2]
 
     @property
     def num_tokens(self) -> int:

@@ -99,6 +99,25 @@ def test_another_model_is_said_once_and_again_after_a_loss(caplog, tells):
     assert f"by {mean:.3g} nats per token on average and {largest:.3g} at most" in caplog.text
 
 
+def test_what_a_tool_has_given_is_not_looked_at(caplog):
+    """Each completion goes on with the least likely tokens. Known as given, they prove nothing."""
+    model, sampling = make_model("qwen3"), SamplingParams(max_tokens=16, seed=1)
+    drawn = rollout(native(model), sampling, tells=False)
+    turns = []
+    for sample in drawn:
+        ids = torch.cat([sample.prompt_ids, sample.completion_ids])
+        given = model(ids[None]).logits[0, -1].argsort()[:16]
+        completion_ids = torch.cat([sample.completion_ids, given])
+        mask = torch.cat([torch.ones(len(completion_ids) - 16), torch.zeros(16)])
+        turns.append(replace(sample, completion_ids=completion_ids, completion_mask=mask))
+    Agreement(native(model), make_policy(model, 1.0), sampling).check(turns)
+    assert caplog.messages == []
+    # A completion that was cut short is masked as a whole, and looked at as a whole.
+    masked = [replace(turn, completion_mask=torch.zeros_like(turn.completion_mask)) for turn in turns]
+    Agreement(native(model), make_policy(model, 1.0), sampling).check(masked)
+    assert "tells no log-probs" in caplog.text
+
+
 def test_a_penalty_makes_tokens_unlikely_and_proves_nothing(caplog):
     model, sampling = make_model("qwen3"), SamplingParams(max_tokens=16, repetition_penalty=5.0)
     samples = rollout(native(model), sampling, tells=False)

@@ -142,6 +142,36 @@ def test_a_shared_prompt_changes_no_gradient(groups):
     assert shared[2].num_tokens == sum(p + sum(c - 1 for c in completions) for p, completions in groups)
 
 
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    forks=st.lists(
+        st.tuples(
+            st.integers(1, 12),  # tokens that all rows of the episode begin with
+            st.lists(st.tuples(st.integers(1, 14), st.integers(1, 9)), min_size=1, max_size=3),
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_a_fork_changes_no_gradient(forks):
+    """Rows of an episode share a beginning that may end before their prompt does, or within a completion."""
+    samples = samples_of(GROUPS[:2])
+    for episode, (num_shared, rows) in enumerate(forks):
+        (shared,) = make_samples([(num_shared, 1)], seed=episode)
+        for number, (num_prompt, num_own) in enumerate(rows):
+            (row,) = make_samples([(num_own, num_shared + num_own)], seed=9 + number)
+            ids = torch.cat([shared.prompt_ids, row.prompt_ids])
+            num_prompt = min(num_prompt, len(ids) - 1)
+            fields = dict(prompt_ids=ids[:num_prompt], completion_ids=ids[num_prompt:], prompt_key=0)
+            samples.insert(number, replace(row, **fields, fork=(0, episode, num_shared)))
+    model = double_model("qwen3")
+    shared, apart = (by_stack(model, samples, share_prompts=share) for share in (True, False))
+    assert_equal(shared, apart[:2], 1e-11)
+    assert shared[2].num_tokens == 6 + (3 + 0 + 6) + (3 + 4) + sum(
+        num_shared + sum(num_own - 1 for _, num_own in rows) for num_shared, rows in forks
+    )
+
+
 def test_a_window_inside_a_sequence_keeps_prompts_apart():
     samples = samples_of([(3, [4, 4])])
     assert by_stack(double_model("mistral-window"), samples)[2].to_prompts is None

@@ -16,6 +16,7 @@ are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -191,3 +192,10 @@ class Episode:
             None if all(self.nodes[number].logprobs is None for number in path) else tuple(logprobs),
             tuple(versions),
         )
+
+
+def num_shared(rows: Sequence[Row]) -> int:
+    """How many tokens all of some rows begin with, at most all of a row but its last, which is never read."""
+    sequences = [row.prompt_ids + row.completion_ids[:-1] for row in rows]
+    in_step = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False))
+    return sum(1 for _ in in_step)

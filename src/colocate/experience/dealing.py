@@ -51,6 +51,11 @@ class _Card:
         return cls(owner, slice_number, *sizes, per_token, replace(sample, **fields))
 
     @property
+    def num_shared(self) -> int:
+        fork = self.sample.fork
+        return self.num_prompt if fork is None else fork[2]
+
+    @property
     def num_ids(self) -> int:
         return self.num_prompt + self.num_completion
 
@@ -109,7 +114,7 @@ def dealt(
 
 def _owners(cards: Sequence[_Card], share_prompts: bool, num_ranks: int) -> list[int]:
     groups = groups_of([card.sample for card in cards], share_prompts=share_prompts)
-    return deal(groups, [card.num_prompt for card in cards], [card.num_ids for card in cards], num_ranks)
+    return deal(groups, [card.num_shared for card in cards], [card.num_ids for card in cards], num_ranks)
 
 
 def _exchanged(

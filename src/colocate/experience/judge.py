@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 
 from colocate.algorithms.advantages import AdvantageOptions, Advantages, compute_advantages, nanstd
 from colocate.data.prompts import decode_completions
-from colocate.episodes.episode import Episode, Row
+from colocate.episodes.episode import Episode, Row, num_shared
 from colocate.experience import ranks
 from colocate.experience.requests import RolloutRequest
 from colocate.reporting.completions import CompletionTable
@@ -85,12 +85,32 @@ class _Entry:
     row: dict[str, Any]
     """The row of the dataset."""
     prompt: Prompt
+    number: int
+    """The episode's number in its group."""
     episode: Episode
     rows: list[Row]
     shown_prompt: Any
     """The prompt as reward functions see it."""
     text: Any
     """The completion as reward functions see it: text or messages."""
+
+    def has_prompt(self, row: Row) -> bool:
+        """Whether a row begins with the group's prompt, to which an environment may have added."""
+        return row.prompt_ids == self.prompt.token_ids
+
+    @property
+    def fork(self) -> tuple[int, int, int] | None:
+        """`Sample.fork` of the episode's rows, if training computes fewer tokens with it than without.
+
+        Without it, each row shares the prompt with the group, which has it once in any case. With it, the K
+        rows share L tokens that are computed once more.
+        """
+        if len(self.rows) == 1:
+            return None
+        longest = num_shared(self.rows)
+        saved_without = sum(len(row.prompt_ids) for row in self.rows if self.has_prompt(row))
+        is_less = (len(self.rows) - 1) * longest > saved_without
+        return (self.prompt.key, self.number, longest) if is_less else None
 
     @property
     def facts(self) -> EpisodeFacts:
@@ -159,7 +179,7 @@ class Judge:
         )
         self._check_advantages(rewards, compared)
         members = [
-            [self._sample(entry, row, advantage) for row in entry.rows]
+            self._samples(entry, advantage)
             for entry, advantage in zip(entries, compared.advantages[own].tolist(), strict=True)
         ]
         facts = ranks.of_all_ranks([entry.facts for entry in entries])
@@ -188,6 +208,7 @@ class Judge:
 
     def _entries(self, request: RolloutRequest, episodes: Sequence[Episode]) -> list[_Entry]:
         pairs = request.per_completion()
+        numbers = [number for prompt in request.prompts for number in prompt.samples]
         rows = [episode.rows() for episode in episodes]
         shown = [
             row["prompt"] if episode.prompt is None else episode.prompt
@@ -200,7 +221,8 @@ class Judge:
         for n, text in zip(bare, decoded, strict=True):
             texts[n] = text
         return [
-            _Entry(*pair, *parts) for pair, *parts in zip(pairs, episodes, rows, shown, texts, strict=True)
+            _Entry(*pair, *parts)
+            for pair, *parts in zip(pairs, numbers, episodes, rows, shown, texts, strict=True)
         ]
 
     def _rewards_of(self, entries: Sequence[_Entry]) -> RewardTable:
@@ -221,6 +243,10 @@ class Judge:
             trainer_state=self._trainer_state(),
         )
 
+    def _samples(self, entry: _Entry, advantage: float) -> list[Sample]:
+        fork = entry.fork
+        return [replace(self._sample(entry, row, advantage), fork=fork) for row in entry.rows]
+
     def _sample(self, entry: _Entry, row: Row, advantage: float) -> Sample:
         device, prompt, logprobs = self._device, entry.prompt, row.logprobs
         mask = torch.tensor(row.is_sampled, dtype=torch.float32, device=device)
@@ -232,8 +258,7 @@ class Judge:
             completion_mask=mask,
             advantage=advantage,
             rollout_logprobs=None if logprobs is None else torch.tensor(logprobs, device=device),
-            # An environment may have added to the prompt of this one episode.
-            prompt_key=prompt.key if row.prompt_ids == prompt.token_ids else None,
+            prompt_key=prompt.key if entry.has_prompt(row) else None,
         )
 
     def _check_advantages(self, rewards: Tensor, compared: Advantages) -> None:

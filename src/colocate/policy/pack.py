@@ -8,6 +8,9 @@ the gradients of all its completions.
 
     prompts              completions of these prompts                sequences that share no prompt
     p p p p  q q q       a a a  b b  c c c c  d d   e e e            s s s s s s  t t t t t
+
+Where an episode's history forked, its rows may share more than the prompt (`Sample.fork`): then what they all
+begin with takes the prompt's place, and some of the tokens that are trained on lie in it.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ class Pack:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], *, share_prompts: bool = True) -> Pack:
-        """Lay out `samples`; if `share_prompts`, samples with an equal `prompt_key` share their prompt.
+        """Lay out `samples`. If `share_prompts`, those with an equal `shared_key` share their beginning, here
+        called their prompt.
 
         The pack has three parts: the shared prompts, one after the other; their completions, group by group,
         so that all completions of a prompt are one run of queries in `to_prompts`; and whole sequences that
@@ -84,46 +88,42 @@ class Pack:
 
         A token's hidden state predicts the token after it. So the states that predict a completion are those
         of the prompt's last token and of all completion tokens but the last, which need not be read. For a
-        shared prompt the first of these lies in the first part of the pack and serves every completion of the
-        group; `predicting` collects them sample by sample, in the order of `samples`.
+        shared prompt the first of these (after a fork, several) lies in the first part of the pack and serves
+        every completion of the group; `predicting` collects them sample by sample, in the order of `samples`.
         """
         device = samples[0].prompt_ids.device
         groups = groups_of(samples, share_prompts=share_prompts)
         shared = [group for group in groups if len(group) > 1]
         alone = [group[0] for group in groups if len(group) == 1]
-        # Nothing is predicted from a completion's last token, so it is not read.
-        inputs = [sample.completion_ids[:-1] for sample in samples]
-        prompts = [samples[group[0]].prompt_ids for group in shared]
         members = [number for group in shared for number in group]
-        pieces = [*prompts, *(inputs[number] for number in members)]
-        offsets = [0] * len(prompts) + [len(samples[number].prompt_ids) for number in members]
-        pieces += [torch.cat([samples[number].prompt_ids, inputs[number]]) for number in alone]
-        offsets += [0] * len(alone)
+        # The number of each sample's tokens that lie in the first part of the pack, not in its own run.
+        num_shared = dict.fromkeys(alone, 0) | {number: samples[number].num_shared for number in members}
+        pieces = [_beginning(samples[group[0]]) for group in shared]
+        pieces += [_rest(samples[number], num_shared[number]) for number in (*members, *alone)]
         lengths = [len(piece) for piece in pieces]
 
-        # Where pieces begin: sample n under n, and shared prompt n, which is no sample, under -1 - n.
-        starts = dict(zip([*(-1 - n for n in range(len(prompts))), *members, *alone],
-                          itertools.accumulate(lengths, initial=0), strict=False))  # fmt: skip
-        predicting: list[Tensor] = [torch.empty(0)] * len(samples)
-        for index, group in enumerate(shared):
-            last_of_prompt = torch.tensor([starts[-1 - index] + len(prompts[index]) - 1])
-            for number in group:
-                run = torch.arange(starts[number], starts[number] + len(inputs[number]))
-                predicting[number] = torch.cat([last_of_prompt, run])
-        for number in alone:
-            first = starts[number] + len(samples[number].prompt_ids) - 1
-            predicting[number] = torch.arange(first, first + len(inputs[number]) + 1)
+        starts = list(itertools.accumulate(lengths, initial=0))
+        starts_of = dict(zip((*members, *alone), starts[len(shared) :], strict=False))
+        prompt_starts = {number: starts[n] for n, group in enumerate(shared) for number in group}
+        predicting: list[Tensor] = []
+        for number, sample in enumerate(samples):
+            # The states from `first` to `last` predict the completion; from `own` on they are in its run.
+            first, own, last = len(sample.prompt_ids) - 1, num_shared[number], sample.num_tokens - 1
+            in_prompt = torch.arange(first, max(first, own)) + prompt_starts.get(number, 0)
+            in_run = torch.arange(max(first, own), last) + starts_of[number] - own
+            predicting.append(torch.cat([in_prompt, in_run]))
 
-        num_prompt_tokens = sum(lengths[: len(prompts)])
+        num_prompt_tokens = sum(lengths[: len(shared)])
         to_prompts = None
         if shared:
             to_prompts = Runs.of(
-                [sum(len(inputs[number]) for number in group) for group in shared],
-                lengths[: len(prompts)],
+                [sum(samples[i].num_tokens - 1 - num_shared[i] for i in group) for group in shared],
+                lengths[: len(shared)],
                 device,
                 queries_start=num_prompt_tokens,
             )
-        positions = [torch.arange(o, o + n) for o, n in zip(offsets, lengths, strict=True)]
+        firsts = [0] * len(shared) + [num_shared[number] for number in (*members, *alone)]
+        positions = [torch.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)]
         return cls(
             token_ids=torch.cat(pieces),
             position_ids=to_device(torch.cat(positions), device),
@@ -144,6 +144,24 @@ class Pack:
         return longest + (max(self.to_prompts.key_lengths) if self.to_prompts is not None else 0)
 
 
+def _beginning(sample: Sample) -> Tensor:
+    """The tokens that the sample shares with others."""
+    if (num_further := sample.num_shared - len(sample.prompt_ids)) == 0:
+        return sample.prompt_ids
+    if num_further < 0:
+        return sample.prompt_ids[: sample.num_shared]
+    return torch.cat([sample.prompt_ids, sample.completion_ids[:num_further]])
+
+
+def _rest(sample: Sample, first: int) -> Tensor:
+    """The tokens that are read from number `first` on. Nothing is predicted from a sample's last token, so it
+    is not read."""
+    completion_ids = sample.completion_ids[max(0, first - len(sample.prompt_ids)) : -1]
+    if first >= len(sample.prompt_ids):
+        return completion_ids  # without a copy, as the prompt of most samples is shared
+    return torch.cat([sample.prompt_ids[first:], completion_ids])
+
+
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy host tensor `x` to the device, without waiting for what the device is still computing.
 
@@ -154,12 +172,12 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def groups_of(samples: Sequence[Sample], *, share_prompts: bool) -> list[list[int]]:
-    """The samples' indices in groups that share a prompt, ordered by first occurrence; unless
+    """The samples' indices in groups that share their beginning, ordered by first occurrence; unless
     `share_prompts`, every sample is a group of its own."""
     groups: dict[object, list[int]] = {}
     for number, sample in enumerate(samples):
-        is_alone = sample.prompt_key is None or not share_prompts
-        key = ("alone", number) if is_alone else sample.prompt_key
+        is_alone = sample.shared_key is None or not share_prompts
+        key = ("alone", number) if is_alone else sample.shared_key
         groups.setdefault(key, []).append(number)
     return list(groups.values())
 

@@ -92,7 +92,7 @@ class Policy:
             does not change the gradient.
         planner: changes the plan if a prompt is longer than assumed, and by the memory that steps were
             measured to need; None: the plan stays, unless memory runs out.
-        share_prompts: compute the prompt of samples with an equal `prompt_key` once.
+        share_prompts: compute the beginning of samples with an equal `shared_key`, their prompt, once.
         max_grad_norm: the gradient is scaled down to this norm; None, 0 or less does not clip, as in
             transformers.
         reference: needed for `reference_logprobs` only.
@@ -438,7 +438,7 @@ class Policy:
         if not packed:
             return pack_padded(lengths, budget)
         groups = groups_of(samples, share_prompts=self._share_prompts)
-        parts = pack(groups, [len(sample.prompt_ids) for sample in samples], lengths, budget)
+        parts = pack(groups, [sample.num_shared for sample in samples], lengths, budget)
         most = max(count for (count,) in self._partners.gather(len(parts)))
         return parts + [[] for _ in range(most - len(parts))]
 
