@@ -223,13 +223,14 @@ def test_turns_train_as_in_trl(
             assert rollout.metrics[name] == pytest.approx(logged[name], rel=1e-5), name
 
     members = rollout.members
-    if has_token_advantages:  # of all episodes but one
+    if has_token_advantages:
         batch["advantages"] = torch.randn(
             batch["completion_ids"].shape, generator=torch.Generator().manual_seed(seed)
         )
-        batch["advantages"][0] = members[0][0].advantage
-        for (sample,), values, member in zip(members[1:], batch["advantages"][1:], members[1:], strict=True):
-            member[0] = replace(sample, advantage=values[: len(sample.completion_ids)])
+        members = [
+            [replace(sample, advantage=values[: len(sample.completion_ids)])]
+            for (sample,), values in zip(members, batch["advantages"], strict=True)
+        ]
     if "num_iterations" in OPTIONS[case]:
         reference.update_policy()
     reference.trainer._metrics["train"].clear()
