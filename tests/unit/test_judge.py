@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 from unittest import mock
 
 import pytest
 import torch
 
+from colocate.algorithms.advantages import AdvantageOptions
 from colocate.episodes.episode import Episode
 from colocate.experience import ranks
 from colocate.experience.judge import EpisodeFacts, Judge, Rollout
 from colocate.experience.requests import RolloutRequest
 from colocate.rewards.base import RewardFunctions
+from colocate.rewards.errors import RewardError
 from colocate.types import Completion, Prompt
 from tiny import EOS, make_tokenizer
 
@@ -44,7 +49,7 @@ def test_a_group_that_spans_ranks_has_the_numbers_of_both():
     episodes = [Episode.of_turn(p, turn) for p, turn in zip([(5,), (6,), (6,), (6,)], turns, strict=True)]
     judge = Judge(RewardFunctions(lengths), make_tokenizer(), torch.device("cpu"), rank=1)
     # What rank 0 sends: how many it has, their rewards, facts, metrics, texts.
-    facts = [EpisodeFacts(40, 1, n, False, 0, 0, 0) for n in (2, 7)]
+    facts = [EpisodeFacts(40, 1, n, False, 0, 0, 0, False, (0.0,)) for n in (2, 7)]
     others = iter([[2], [[2.0], [7.0]], facts, [{}], ["1", "1"], ["b", "?"], [{}]])
     with mock.patch.object(ranks, "gather_object", lambda local: [*next(others), *local]):
         rollout = judge.score(request, episodes)
@@ -145,3 +150,60 @@ def test_reward_functions_see_messages_and_what_episodes_add():
     assert (seen["label"], seen["score"]) == (["x", "x", "y", "y"], [None, None, 3, None])
     assert seen["environments"] == [None, None, "room", None]
     assert not {"tools/call_frequency", "episodes/forks"} & set(rollout.metrics)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_turn_is_judged_by_what_was_earned_from_it_on(scale):
+    """The turns of four episodes earn 1 and 2, nothing and 4, and 3; those of the last have no rewards."""
+    ids = itertools.count(8)
+    episodes = []
+    for rewards in ([1.0, 2.0], [0.0, 4.0], [3.0], [None, None, None]):
+        episode, node = Episode(turn_rewards={n: x for n, x in enumerate(rewards) if x is not None}), None
+        for _ in rewards:
+            given_ids = (5,) if node is None else (6, 7)
+            node = episode.add(node, given_ids, Completion((next(ids),), None, "stop", 0))
+        episodes.append(episode)
+    request = RolloutRequest([{"prompt": "1"}], [Prompt((5,), 0, range(4))], num_generations=4)
+    judge = Judge(
+        RewardFunctions(lambda completions, **_: [0.5, None, 1.5, 1.0], reward_weights=[2.0]),
+        make_tokenizer(),
+        torch.device("cpu"),
+        advantage_options=AdvantageOptions(scale_rewards=scale),
+    )
+    rollout = judge.score(request, episodes)
+
+    def advantages(earned: list[float]) -> list[float]:
+        std = 1.0 if scale == "none" else statistics.stdev(earned) + 1e-4
+        return [(x - statistics.mean(earned)) / std for x in earned]
+
+    first, second, third = (advantages(x) for x in ([1 + 3, 4, 3 + 3, 2], [1 + 2, 4, 3, 2], [1, 0, 3, 2]))
+    expected = [
+        [first[0], *[second[0]] * 3],
+        [first[1], *[second[1]] * 3],
+        [first[2]],
+        [first[3], *[second[3]] * 3, *[third[3]] * 3],
+    ]
+    for sample, values in zip(rollout.samples, expected, strict=True):
+        torch.testing.assert_close(sample.advantage, torch.tensor(values))
+    assert rollout.groups[0].advantages.tolist() == pytest.approx(first)
+    torch.testing.assert_close(
+        rollout.groups[0].rewards,
+        torch.tensor([[0.5, 3], [math.nan, 4], [1.5, 3], [1, 0]]).double(),
+        equal_nan=True,
+    )
+    assert rollout.metrics["reward"] == pytest.approx((4 + 4 + 6 + 2) / 4)
+    assert rollout.metrics["rewards/turn_rewards/mean"] == pytest.approx(10 / 4)
+    assert rollout.table.rewards["turn_rewards"] == [3.0, 4.0, 3.0, 0.0]
+
+
+def test_a_reward_function_is_not_called_as_turns_rewards_are():
+    def turn_rewards(completions, **_):
+        return [0.0] * len(completions)
+
+    request = RolloutRequest([{"prompt": "1"}], [Prompt((5,), 0, range(2))], num_generations=2)
+    episodes = [Episode.of_turn((5,), Completion((8,), None, "stop", 0)) for _ in range(2)]
+    judge = Judge(RewardFunctions(turn_rewards), make_tokenizer(), torch.device("cpu"))
+    judge.score(request, episodes)
+    episodes[0].turn_rewards[0] = 1.0
+    with pytest.raises(RewardError, match="A reward function is called 'turn_rewards'"):
+        judge.score(request, episodes)

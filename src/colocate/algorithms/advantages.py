@@ -82,6 +82,40 @@ def compute_advantages(
     )
 
 
+def compute_turn_advantages(
+    rewards_per_func: Tensor,
+    returns: Tensor,
+    num_generations: int,
+    reward_weights: Tensor,
+    options: AdvantageOptions,
+) -> list[Advantages]:
+    """Advantages of N episodes at each of their K turns, where turns have rewards of their own.
+
+    What a turn earns is no merit of the turns after it. So turn k is judged by the episode's rewards and by
+    what turns k to K have earned, and is compared with the same of the group's other episodes; those that had
+    ended by then have earned 0 since. (With K = 1 the turns' reward is one more reward function of weight 1.)
+    That is the policy gradient's reward-to-go, with a baseline that turn k has no part in: "Policy Gradient
+    Methods for Reinforcement Learning with Function Approximation", NIPS 1999.
+
+    Args:
+        rewards_per_func, num_generations, reward_weights: as `compute_advantages` takes them.
+        returns: [N, K] what turns k to K of each episode have earned, in the type of the rewards.
+
+    Returns:
+        For each turn what `compute_advantages` returns; the first is that of whole episodes.
+
+    Raises:
+        ValueError: as `compute_advantages` does.
+    """
+    weights = torch.cat([reward_weights, reward_weights.new_ones(1)])
+    return [
+        compute_advantages(
+            torch.cat([rewards_per_func, column[:, None]], dim=1), num_generations, weights, options
+        )
+        for column in returns.unbind(dim=1)
+    ]
+
+
 # ── Scaling: from rewards of P groups, [P, G], to advantages and the deviation of what was compared ──────
 
 

@@ -57,6 +57,8 @@ class Row:
     """[C], NaN where `is_sampled` is False; None if the engine has told none at all."""
     policy_versions: tuple[int, ...]
     """[C] versions of the weights that read or sampled the token first."""
+    nodes: tuple[int, ...]
+    """[C] numbers of the nodes that the tokens belong to."""
 
     @property
     def num_sampled(self) -> int:
@@ -83,6 +85,8 @@ class Episode:
     """How many tools were called, unknown ones included."""
     tool_failures: int = 0
     """How many of these calls failed."""
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    """What turns have earned by themselves, by the number of the node that ended the turn."""
     is_truncated: bool = False
     """Whether the episode was cut short. `add` sets it from the finish reason of the call that it adds; what
     ends an episode for another reason sets it anew."""
@@ -143,6 +147,11 @@ class Episode:
         parent = max(ends, key=lambda number: ends[number])
         return parent, context[ends[parent] :]
 
+    def returns(self) -> tuple[float, ...]:
+        """For each node, what its turn and those after it have earned by themselves."""
+        rewards = [self.turn_rewards.get(number, 0.0) for number in range(len(self.nodes))]
+        return tuple(itertools.accumulate(reversed(rewards)))[::-1]
+
     def rows(self) -> list[Row]:
         """The paths from roots to leaves, in the order of the leaves; every sampled span is trained on in
         exactly one of them."""
@@ -175,6 +184,7 @@ class Episode:
         is_sampled: list[bool] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        nodes: list[int] = []
         for number in path:
             node, is_new = self.nodes[number], number not in trained
             given_ids = node.given_ids if node.parent is not None else context[len(prompt_ids) :]
@@ -185,12 +195,14 @@ class Episode:
             logprobs += [math.nan] * num_given
             logprobs += [math.nan] * num_sampled if told is None else told
             versions += [node.policy_version] * (num_given + num_sampled)
+            nodes += [number] * (num_given + num_sampled)
         return Row(
             prompt_ids,
             tuple(ids),
             tuple(is_sampled),
             None if all(self.nodes[number].logprobs is None for number in path) else tuple(logprobs),
             tuple(versions),
+            tuple(nodes),
         )
 
 

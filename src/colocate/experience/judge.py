@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from colocate.algorithms.advantages import AdvantageOptions, Advantages, compute_advantages, nanstd
+from colocate.algorithms.advantages import AdvantageOptions
 from colocate.data.prompts import decode_completions
 from colocate.episodes.episode import Episode, Row, num_shared
 from colocate.experience import ranks
+from colocate.experience.comparison import Comparison
 from colocate.experience.requests import RolloutRequest
 from colocate.reporting.completions import CompletionTable
 from colocate.rewards.base import RewardFunctions, RewardTable
-from colocate.rewards.errors import RewardError
 from colocate.types import Prompt, Sample
 
 
@@ -31,8 +30,8 @@ class Group:
 
     key: int
     """The prompt's number, `Prompt.key`."""
-    rewards: Tensor  # [G, F] float64, NaN where a function returned None
-    advantages: Tensor  # [G] float64
+    rewards: Tensor  # [G, F] float64, the group's part of `Comparison.rewards`
+    advantages: Tensor  # [G] float64, of whole episodes
     members: list[list[Sample]]
     """This rank's members of the group, all of them, some or none. A member has a sample for each row of its
     episode, so a single one unless histories forked."""
@@ -76,6 +75,9 @@ class EpisodeFacts(NamedTuple):
     tool_failures: int
     num_forks: int
     """Its rows, but the first."""
+    has_turn_rewards: bool
+    returns: tuple[float, ...]
+    """`Episode.returns`."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class _Entry:
             self.episode.tool_calls,
             self.episode.tool_failures,
             len(self.rows) - 1,
+            bool(self.episode.turn_rewards),
+            self.episode.returns(),
         )
 
 
@@ -174,32 +178,39 @@ class Judge:
         own = ranks.own_part(len(entries), self._rank)
         # In float64, because float32 may hold the rewards but not the squares of their deviations.
         rewards = torch.tensor(ranks.of_all_ranks(scores.rewards.tolist()), dtype=torch.float64)  # [N, F]
-        compared = compute_advantages(
-            rewards, request.num_generations, self._weights, self._advantage_options
+        facts = ranks.of_all_ranks([entry.facts for entry in entries])
+        compared = Comparison.of(
+            self.reward_functions.names,
+            self._weights,
+            rewards,
+            [x.returns for x in facts] if any(x.has_turn_rewards for x in facts) else None,
+            request.num_generations,
+            self._advantage_options,
         )
-        self._check_advantages(rewards, compared)
+        advantages = compared.advantages if compared.turn_advantages is None else compared.turn_advantages
         members = [
             self._samples(entry, advantage)
-            for entry, advantage in zip(entries, compared.advantages[own].tolist(), strict=True)
+            for entry, advantage in zip(entries, advantages[own].tolist(), strict=True)
         ]
-        facts = ranks.of_all_ranks([entry.facts for entry in entries])
         metrics = {
             **_length_metrics([x.num_sampled for x in facts], [x.is_truncated for x in facts]),
             **(_turn_metrics(facts) if self._has_turns else {}),
-            **self._reward_metrics(rewards, compared),
+            **compared.metrics(),
             **ranks.means(scores.metrics),
         }
         table = CompletionTable(
             prompts=ranks.of_all_ranks([entry.shown_prompt for entry in entries]),
             completions=ranks.of_all_ranks([entry.text for entry in entries]),
-            rewards={name: rewards[:, i].tolist() for i, name in enumerate(self.reward_functions.names)},
+            rewards={name: compared.rewards[:, i].tolist() for i, name in enumerate(compared.names)},
             advantages=compared.advantages.tolist(),
             extra=ranks.columns(scores.extra_columns, len(entries)),
         )
         size = request.num_generations
         keys = [x.key for x in facts[::size]]
         groups = [
-            Group(key, rewards[n * size :][:size], compared.advantages[n * size :][:size], own_members)
+            Group(
+                key, compared.rewards[n * size :][:size], compared.advantages[n * size :][:size], own_members
+            )
             for n, (key, own_members) in enumerate(
                 zip(keys, ranks.by_group(members, own.start, len(keys), size), strict=True)
             )
@@ -243,11 +254,12 @@ class Judge:
             trainer_state=self._trainer_state(),
         )
 
-    def _samples(self, entry: _Entry, advantage: float) -> list[Sample]:
+    def _samples(self, entry: _Entry, advantage: float | list[float]) -> list[Sample]:
+        """The samples of an episode with one advantage, or one for each of its nodes."""
         fork = entry.fork
         return [replace(self._sample(entry, row, advantage), fork=fork) for row in entry.rows]
 
-    def _sample(self, entry: _Entry, row: Row, advantage: float) -> Sample:
+    def _sample(self, entry: _Entry, row: Row, advantage: float | list[float]) -> Sample:
         device, prompt, logprobs = self._device, entry.prompt, row.logprobs
         mask = torch.tensor(row.is_sampled, dtype=torch.float32, device=device)
         if self._mask_truncated and entry.episode.is_truncated:
@@ -256,33 +268,12 @@ class Judge:
             prompt_ids=torch.tensor(row.prompt_ids, device=device),
             completion_ids=torch.tensor(row.completion_ids, device=device),
             completion_mask=mask,
-            advantage=advantage,
+            advantage=advantage
+            if isinstance(advantage, float)
+            else torch.tensor([advantage[node] for node in row.nodes], device=device),
             rollout_logprobs=None if logprobs is None else torch.tensor(logprobs, device=device),
             prompt_key=prompt.key if entry.has_prompt(row) else None,
         )
-
-    def _check_advantages(self, rewards: Tensor, compared: Advantages) -> None:
-        if compared.advantages.float().isfinite().all():
-            return
-        row, i = divmod(int((rewards * self._weights).nan_to_num().abs().argmax()), rewards.shape[1])
-        raise RewardError(
-            f"The reward of completion {row} (over all ranks) by {self.reward_functions.names[i]!r}, "
-            f"{rewards[row, i]:g} with weight {self._weights[i]:g}, makes an advantage that float32 does not "
-            "hold. Scale the reward down, lower its weight, or set scale_rewards='group'."
-        )
-
-    def _reward_metrics(self, rewards: Tensor, compared: Advantages) -> dict[str, float]:
-        # Under GDPO advantages come from normalised rewards; what is logged is the plain weighted sum.
-        total = (rewards * self._weights).nansum(dim=1)
-        total[rewards.isnan().all(dim=1)] = math.nan
-        metrics = {}
-        for i, name in enumerate(self.reward_functions.names):
-            metrics[f"rewards/{name}/mean"] = rewards[:, i].nanmean().item()
-            metrics[f"rewards/{name}/std"] = nanstd(rewards[:, i], dim=0).item()
-        metrics["reward"] = total.nanmean().item()
-        metrics["reward_std"] = nanstd(total, dim=0).item()
-        metrics["frac_reward_zero_std"] = compared.is_std_zero.float().mean().item()
-        return metrics
 
 
 def _turn_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:

@@ -9,8 +9,12 @@ from collections.abc import Iterable, Sequence
 from colocate.reporting.run_log import RESERVED_KEYS
 from colocate.rewards.errors import RewardError
 
-TABLE_COLUMNS = frozenset({"step", "prompt", "completion", "advantage"})
-"""Columns that the completions table always has, in addition to one for each reward function."""
+TURN_REWARDS = "turn_rewards"
+"""What the rewards that environments give for turns are called among those of reward functions."""
+
+TABLE_COLUMNS = frozenset({"step", "prompt", "completion", "advantage", TURN_REWARDS})
+"""Columns that the completions table always has, in addition to one for each reward function, and that of
+turns."""
 
 TRAINER_METRICS = RESERVED_KEYS.union(
     ("loss", "policy_loss", "learning_rate", "grad_norm", "skipped_updates", "num_tokens", "step_time"),
@@ -22,6 +26,7 @@ TRAINER_METRICS = RESERVED_KEYS.union(
     (f"completions/{name}_length" for name in ("mean", "min", "max")),
     (f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
     ("completions/clipped_ratio", "tools/call_frequency", "tools/failure_frequency", "episodes/forks"),
+    (f"rewards/{TURN_REWARDS}/{name}" for name in ("mean", "std")),
 )
 """Names of the trainer's own metrics: a function's metric under such a name would replace it, or be
 replaced."""
