@@ -1,5 +1,5 @@
-"""An event loop in a thread of its own: async reward functions then also run where another loop runs
-already."""
+"""An event loop in a thread of its own: async reward functions and tools then also run where another loop
+runs already."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ class BackgroundLoop:
 
     Args:
         timeout_s: Seconds that an awaitable may take; None: no limit.
+        name: The thread's name.
     """
 
-    def __init__(self, timeout_s: float | None = None) -> None:
+    def __init__(self, timeout_s: float | None = None, name: str = "rewards") -> None:
         self._timeout_s = timeout_s
+        self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -36,7 +38,7 @@ class BackgroundLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # A daemon: a run that ends with an exception must not wait for it.
-            self._thread = threading.Thread(target=_run, args=(self._loop,), name="rewards", daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
         return asyncio.run_coroutine_threadsafe(_settle(awaitable, self._timeout_s), self._loop)
 

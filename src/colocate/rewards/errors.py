@@ -17,7 +17,8 @@ class RewardError(ValueError):
 
 
 class RewardTimeout(BaseException):
-    """Raised within a reward function that takes too long; `blaming` turns it into a RewardError.
+    """Raised within a reward function that takes too long; `blaming` turns it into a RewardError. A tool that
+    takes too long is interrupted by it, too.
 
     It is not an Exception, because functions that execute code catch `Exception`.
 

@@ -39,18 +39,23 @@ class TimeLimit:
 
     Args:
         timeout_s: Seconds that each call may take; None: no limit.
+        kind: What is called, in words.
+        option: The option that has set `timeout_s`.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(
+        self, timeout_s: float | None, kind: str = "reward function", option: str = "reward_timeout_s"
+    ) -> None:
         self.timeout_s = timeout_s
+        self.kind, self.option = kind, option
 
     def check_thread(self) -> None:
         """Raises RuntimeError outside the main thread, which is the only thread that can be interrupted."""
         thread = threading.current_thread()
         if self.timeout_s is not None and thread is not threading.main_thread():
             raise RuntimeError(
-                f"reward_timeout_s={self.timeout_s:g}, but the trainer runs in the thread {thread.name!r}, "
-                "and only the main thread can be interrupted. Train there, or set reward_timeout_s=None."
+                f"{self.option}={self.timeout_s:g}, but the trainer runs in the thread {thread.name!r}, "
+                f"and only the main thread can be interrupted. Train there, or set {self.option}=None."
             )
 
     def arm_last_resort(self) -> None:
@@ -77,7 +82,7 @@ class TimeLimit:
         """
         if self.timeout_s is None:
             return function()
-        watch = _Watch(name, self.timeout_s)
+        watch = _Watch(f"{self.kind} {name!r}", self.timeout_s, self.option)
         try:
             watch.start()
             result = function()
@@ -93,13 +98,13 @@ class TimeLimit:
 class _Watch:
     """Watches one call of a function, and interrupts it when its time is over."""
 
-    def __init__(self, name: str, timeout_s: float) -> None:
+    def __init__(self, called: str, timeout_s: float, option: str) -> None:
         self.is_over = False
-        self._name = name
+        self._called, self._option = called, option
         self._timeout_s = timeout_s
         self._deadline = self._next = time.monotonic() + timeout_s
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._send, name="reward_timeout_s", daemon=True)
+        self._thread = threading.Thread(target=self._send, name=option, daemon=True)
         self._main = threading.get_ident()
         self._previous: Any = signal.SIG_DFL
 
@@ -135,9 +140,10 @@ class _Watch:
         if self._end.wait(REPEAT_S):
             return
         logger.error(
-            "The reward function %r goes on after it was interrupted. Unless it ends, the process ends "
-            "reward_timeout_s + %g = %g s after it was called.",
-            self._name,
+            "The %s goes on after it was interrupted. Unless it ends, the process ends %s + %g = %g s after "
+            "it was called.",
+            self._called,
+            self._option,
             GRACE_S,
             self._timeout_s + GRACE_S,
         )
