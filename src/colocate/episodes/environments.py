@@ -1,0 +1,300 @@
+"""Environments: objects that keep the state of an episode, and whose methods are its tools.
+
+The rules are those of TRL 1.16's `environment_factory`; an end signal and a reward per turn are added.
+
+    class Game:
+        def reset(self, **row):         # required; text or content blocks go to the prompt's last message
+            self.done = False
+            self.turn_rewards = []
+            return "Guess a number below 10."
+
+        def guess(self, number: int) -> str:    # public: a tool
+            ...
+            self.turn_rewards.append(1.0)       # optional: what this turn has earned
+            self.done = True                    # optional: no turn follows this one
+
+        def get_reward(self) -> float:  # optional, may be async: a reward column called `Game`
+            ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from colocate.episodes.tools import Tool, Toolbox
+from colocate.option_values import shown
+from colocate.rewards.arguments import own_copy
+
+logger = logging.getLogger(__name__)
+
+Factory = Callable[[], Any]
+
+NOT_TOOLS = ("reset", "get_reward")
+"""Public methods of an environment that the model cannot call."""
+
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
+"""The prompt of a row that has none: `reset` provides it."""
+
+
+class Scene:
+    """An environment while an episode is played in it.
+
+    Attributes:
+        environment: the object.
+        name: its name among the factories; None if there is but one.
+        prompt: the row's prompt with what `reset` has observed.
+        toolbox: the tools of all environments and this one's methods.
+    """
+
+    def __init__(
+        self, environment: Any, name: str | None, number: int, prompt: list[dict[str, Any]], toolbox: Toolbox
+    ) -> None:
+        self.environment = environment
+        self.name = name
+        self.number = number
+        self.prompt = prompt
+        self.toolbox = toolbox
+        self._num_rewards = len(_turn_rewards(environment) or ())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the environment has ended the episode: its attribute or property `done` is True.
+
+        To be asked when the tools of a turn have answered. TRL does not ask: there the model goes on until it
+        calls no tool, and environments raise when they are called after their end.
+        """
+        done = getattr(self.environment, "done", False)
+        return isinstance(done, bool | np.bool_) and bool(done)
+
+    def end_turn(self) -> float | None:
+        """The reward of the turn whose tools have answered: the sum of what was appended to the environment's
+        list `turn_rewards` since the turn before. None if it has no such list.
+
+        Raises:
+            ValueError: what was appended is not finite numbers, or the list has become shorter.
+        """
+        rewards = _turn_rewards(self.environment)
+        if rewards is None:
+            return None
+        new, num_before = rewards[self._num_rewards :], self._num_rewards
+        self._num_rewards = len(rewards)
+        kind = type(self.environment).__name__
+        if len(rewards) < num_before:
+            raise ValueError(
+                f"The list turn_rewards of {kind} had {num_before} rewards before this turn and has "
+                f"{len(rewards)} after it. Tools append to it; only reset begins a new one."
+            )
+        total = 0.0
+        for reward in new:
+            if not isinstance(reward, int | float | np.number | np.bool_) or not math.isfinite(reward):
+                raise ValueError(
+                    f"The list turn_rewards of {kind} has got {shown(reward)}, which is no finite number."
+                )
+            total += float(reward)
+        return total
+
+
+class EnvironmentPool:
+    """Environments by name, each constructed once and reset for every episode.
+
+    One of each is constructed at once, to look at its class. Tools are the functions of the class, static
+    methods among them, but `reset`, `get_reward` and names that begin with an underscore; properties are not
+    evaluated, and what only the instance has is not found.
+
+    Args:
+        factories: a class or function without arguments that makes an environment; or several by name, of
+            which each row names one in its column `environment`.
+        tools: tools that every episode has besides.
+
+    Attributes:
+        toolboxes: the tools by the environment's name.
+        reward_functions: async or sync, one for each class that has `get_reward`, called like the class. It
+            takes the column `environments` and returns None where the environment is of another class.
+
+    Raises:
+        ValueError: a factory cannot be called, or an environment has no `reset` or tools that cannot be
+            described.
+    """
+
+    def __init__(self, factories: Factory | Mapping[str, Factory], tools: Sequence[Tool] = ()) -> None:
+        self._factories: dict[str | None, Factory]
+        if isinstance(factories, Mapping):
+            self._factories = {name: factory for name, factory in factories.items()}
+        else:
+            self._factories = {None: factories}
+        self._is_one = not isinstance(factories, Mapping)
+        if not self._factories:
+            raise ValueError("environment_factory={} has no environment: name at least one factory.")
+        self._instances: dict[str | None, list[Any]] = {}
+        self._free: dict[str | None, list[int]] = {}  # heaps: the first one of a rollout is always number 0
+        self.toolboxes: dict[str | None, Toolbox] = {}
+        for name in self._factories:
+            instance = self._make(name)
+            self._instances[name], self._free[name] = [instance], [0]
+            self.toolboxes[name] = Toolbox([*tools, *_methods(instance).values()])
+        kinds = {type(instances[0]): None for instances in self._instances.values()}  # a set in their order
+        self.reward_functions = [_reward_function(kind) for kind in kinds if _has(kind, "get_reward")]
+
+    def begin(self, row: Mapping[str, Any]) -> Scene:
+        """Reset a free environment for an episode; if there is none, one more is constructed.
+
+        `reset` gets the whole row, `prompt` included, but not the name of the environment if it was chosen by
+        that. If it raises, the environment is thrown away, a new one is constructed and reset once. (TRL lets
+        the first error end the run.)
+
+        Raises:
+            ValueError: the row names no environment of the pool, `reset` has returned something else than
+                None, text or a list of content blocks, or the prompt has no message to take it.
+            RuntimeError: `reset` has failed twice.
+        """
+        name = None if self._is_one else row.get("environment")
+        if name not in self._factories:
+            raise ValueError(
+                f"A row has environment={shown(name)}, which is not among the environments of "
+                f"environment_factory: {', '.join(map(repr, self._factories))}."
+            )
+        row = {key: value for key, value in row.items() if self._is_one or key != "environment"}
+        number = self._take(name)
+        try:
+            observation = self._reset(name, number, row)
+            instance = self._instances[name][number]
+            prompt = _observed(type(instance).__name__, row.get("prompt", EMPTY_PROMPT), observation)
+            toolbox = self.toolboxes[name].with_functions(
+                {method.__name__: method for method in _methods(instance).values()}
+            )
+            return Scene(instance, name, number, prompt, toolbox)
+        except BaseException:
+            heapq.heappush(self._free[name], number)
+            raise
+
+    def end(self, scene: Scene) -> None:
+        """Take an environment back for another episode: not before the reward functions have seen it."""
+        if scene.number in self._free[scene.name]:
+            raise ValueError(f"The environment {scene.environment!r:.100} was given back twice.")
+        heapq.heappush(self._free[scene.name], scene.number)
+
+    def _take(self, name: str | None) -> int:
+        free, instances = self._free[name], self._instances[name]
+        if free:
+            return heapq.heappop(free)
+        instance = self._make(name)
+        if any(instance is other for other in instances):
+            raise ValueError(
+                f"{_option(name)} has returned the same {type(instance).__name__} twice, but episodes that "
+                "are played at the same time need one each: let it construct a new one in every call."
+            )
+        instances.append(instance)
+        return len(instances) - 1
+
+    def _make(self, name: str | None) -> Any:
+        factory = self._factories[name]
+        if not callable(factory):
+            raise ValueError(
+                f"{_option(name)} is {factory!r:.100}, which cannot be called. Pass a class, or a function "
+                "without arguments that constructs an environment: lambda: Game(size=4)."
+            )
+        instance = factory()
+        if not _has(type(instance), "reset"):
+            raise ValueError(
+                f"The environment {type(instance).__name__} that {_option(name)} has made needs a method "
+                "`reset(self, **row)` in its class: it is called before each episode."
+            )
+        if inspect.iscoroutinefunction(type(instance).reset):
+            raise ValueError(
+                f"{type(instance).__name__}.reset is async, but it is called without a loop: write `def "
+                "reset`, with asyncio.run in it if need be. Tools and get_reward may be async."
+            )
+        return instance
+
+    def _reset(self, name: str | None, number: int, row: Mapping[str, Any]) -> Any:
+        instances = self._instances[name]
+        try:
+            return instances[number].reset(**own_copy(row))
+        except (Exception, SystemExit) as error:
+            logger.warning(
+                "%s.reset has raised %s: %s. It is thrown away, and a new one is reset.",
+                type(instances[number]).__name__,
+                type(error).__name__,
+                error,
+            )
+        instances[number] = self._make(name)
+        try:
+            return instances[number].reset(**own_copy(row))
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(
+                f"{type(instances[number]).__name__}.reset has raised {type(error).__name__}: {error}\n"
+                "So it did in the environment before this new one, for the row with the columns "
+                f"{', '.join(map(repr, row))}."
+            ) from error
+
+
+def _option(name: str | None) -> str:
+    return "environment_factory" if name is None else f"environment_factory[{name!r}]"
+
+
+def _has(kind: type, method: str) -> bool:
+    return inspect.isfunction(getattr(kind, method, None))
+
+
+def _methods(environment: Any) -> dict[str, Tool]:
+    """The methods of an environment that are tools, by name. Only its class is looked at: properties are
+    not evaluated."""
+    return {
+        name: getattr(environment, name)
+        for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
+        if name not in NOT_TOOLS and not name.startswith("_")
+    }
+
+
+def _observed(kind: str, prompt: Any, observation: Any) -> Any:
+    """The prompt with an observation at the end of its last message; the row's own is left as it is."""
+    if observation is None:
+        return prompt
+    if not isinstance(observation, str | list):
+        raise ValueError(
+            f"{kind}.reset has returned {shown(observation)} ({type(observation).__name__}). It returns "
+            "None, or what is to stand at the prompt's end: text, or a list of content blocks."
+        )
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[-1], Mapping):
+        raise ValueError(
+            f"{kind}.reset has returned an observation, which goes to the prompt's last message, but the "
+            f"prompt is {shown(prompt)}. Give a list of messages, or let reset return None."
+        )
+    content = prompt[-1]["content"]
+    if isinstance(observation, list) and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if isinstance(observation, str) and isinstance(content, list):
+        observation = [{"type": "text", "text": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+
+
+def _turn_rewards(environment: Any) -> list[Any] | None:
+    rewards = getattr(environment, "turn_rewards", None)
+    return rewards if isinstance(rewards, list) else None
+
+
+def _reward_function(kind: Any) -> Callable[..., Any]:
+    """The reward function of the environments of exactly this class."""
+
+    async def rewards_async(environments: Sequence[Any], **columns: Any) -> list[float | None]:
+        own = [e.get_reward() if type(e) is kind else _none() for e in environments]
+        return await asyncio.gather(*own)
+
+    def rewards(environments: Sequence[Any], **columns: Any) -> list[float | None]:
+        return [e.get_reward() if type(e) is kind else None for e in environments]
+
+    function = rewards_async if inspect.iscoroutinefunction(kind.get_reward) else rewards
+    function.__name__ = function.__qualname__ = kind.__name__
+    return function
+
+
+async def _none() -> None:
+    """No reward."""

@@ -1,0 +1,362 @@
+"""Runs the tools that models call, beside the engine."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from colocate.episodes.tool_loop import Task, ToolLoop
+from colocate.episodes.tool_workers import Job, ToolWorkers
+from colocate.episodes.tools import ToolCall
+from colocate.rewards.arguments import own_copy
+from colocate.rewards.errors import RewardTimeout
+from colocate.rewards.time_limit import TimeLimit
+
+MAX_RESULT_CHARS = 1_000_000
+"""A result that is longer is an error: no model reads it, but its tokens would have to be counted."""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a call has come to."""
+
+    name: str
+    """The name by which the model called."""
+    content: str | list[Any]
+    """What the model reads: text, or the list (of content blocks) that the tool returned. An error is the
+    text of `{"error": message}`, as TRL has it."""
+    is_failure: bool
+    """Whether the call could not be made, raised or took too long."""
+    latency_s: float
+    """Seconds from the tool's beginning to its end."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The tool's chat message."""
+        return {"role": "tool", "name": self.name, "content": self.content}
+
+
+class _Batch:
+    """The calls of one message: sync ones one after the other, then the async ones together. That is TRL's
+    order; two methods of one environment never run at the same time unless both are async."""
+
+    def __init__(self, calls: Sequence[ToolCall]) -> None:
+        self.calls = list(calls)
+        self.results: list[ToolResult | None] = [None] * len(self.calls)
+        self.sync: deque[int] = deque()
+        self.asynchronous: list[tuple[int, Callable[[], Awaitable]]] = []
+        self.running: dict[int, Job | Task] = {}
+
+
+class ToolRunner:
+    """Runs calls of tools: sync ones in the main thread, async ones on an event loop of their own.
+
+    Whoever drives the engine starts the calls of an assistant message under a key and polls between the
+    engine's windows. A message's results come together, in the order of its calls, when all have ended; one
+    message does not wait for another's, but for the main thread: sync tools of all messages take turns there
+    (they may use signals, which other threads cannot). With `num_workers` they run in threads instead.
+
+    After `timeout_s` seconds the model reads an error in place of a result, and
+
+    - an async tool is cancelled;
+    - a sync tool in the main thread is interrupted by an exception from a signal's handler, as a reward
+      function is (`TimeLimit`). A tool that neither this nor its repetitions end, because it is in C code
+      that never looks for signals, ends the process some seconds later: the engine could not go on;
+    - a sync tool in a worker's thread cannot be interrupted: it is left to itself, and another thread takes
+      its thread's place.
+
+    Whatever a tool raises is such an error, `SystemExit` too; only `KeyboardInterrupt` is passed on. Tools
+    get copies of their arguments, and lists that they return are copied: what they do with them later changes
+    no message.
+
+    Args:
+        timeout_s: Seconds that a call may take; None: no limit.
+        num_workers: threads for sync tools; 0: they run in the main thread, in `poll`.
+        max_result_chars: a longer result is an error.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float | None = None,
+        num_workers: int = 0,
+        max_result_chars: int = MAX_RESULT_CHARS,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._max_result_chars = max_result_chars
+        self._limit = TimeLimit(timeout_s, "tool", "tool_timeout_s")
+        self._changed = threading.Event()
+        self._loop = ToolLoop(timeout_s, self._changed.set)
+        self._workers = ToolWorkers(num_workers, self._changed.set) if num_workers else None
+        self._batches: dict[Hashable, _Batch] = {}
+        self._queue: deque[Hashable] = deque()  # keys of batches with a sync call for the main thread
+
+    @property
+    def has_work(self) -> bool:
+        """Whether calls were started whose results `poll` has not returned yet."""
+        return bool(self._batches)
+
+    def start(self, key: Hashable, calls: Sequence[ToolCall]) -> None:
+        """Take calls on. Async tools begin at once; sync ones in `poll`, or when a worker is free.
+
+        Args:
+            key: names the calls in what `poll` returns.
+
+        Raises:
+            ValueError: `poll` has not returned the results of earlier calls under this key.
+        """
+        if key in self._batches:
+            raise ValueError(f"Calls under {key!r} are under way: poll them before starting others.")
+        batch = self._batches[key] = _Batch(calls)
+        for index, call in enumerate(batch.calls):
+            if call.function is None:
+                batch.results[index] = self._failure(call, call.problem, 0.0)
+            elif inspect.iscoroutinefunction(call.function):
+                batch.asynchronous.append((index, functools.partial(_call, call)))
+            else:
+                batch.sync.append(index)
+        self._advance(key, batch)
+
+    def poll(self, budget_s: float = 0.0) -> dict[Hashable, list[ToolResult]]:
+        """Run what waits for the main thread, and return what has finished.
+
+        Args:
+            budget_s: sync tools are begun here for that many seconds; if any wait, one is in any case. A tool
+                that is running when they are over is not interrupted before its own time is.
+
+        Returns:
+            The results of each message whose calls have all ended, in the order of its calls, by its key.
+
+        Raises:
+            RuntimeError: there is a limit of time, and this is not the main thread, which alone can be
+                interrupted.
+        """
+        self._changed.clear()
+        end = time.monotonic() + budget_s
+        self._collect()
+        try:
+            while self._queue:
+                key = self._queue[0]
+                self._run_here(key, self._batches[key])
+                if time.monotonic() >= end:
+                    break
+        finally:
+            self._limit.disarm_last_resort()
+        self._collect()
+        finished: dict[Hashable, list[ToolResult]] = {}
+        for key, batch in self._batches.items():
+            results = [result for result in batch.results if result is not None]
+            if len(results) == len(batch.calls):
+                finished[key] = results
+        for key in finished:
+            del self._batches[key]
+        return finished
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Sleep until there is something for `poll` to do, at most `timeout_s` seconds (None: however long).
+        Returns at once if nothing is under way."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._queue or not self.has_work or any(not batch.running for batch in self._batches.values()):
+            return
+        due = [self._overdue_s(work) for batch in self._batches.values() for work in batch.running.values()]
+        wakes = [moment for moment in (end, *due) if moment is not None]
+        self._changed.wait(max(min(wakes) - time.monotonic(), 0.0) if wakes else None)
+
+    def cancel(self, key: Hashable) -> None:
+        """Forget the calls under a key, if there are any: tools that run are cancelled or left to
+        themselves."""
+        batch = self._batches.pop(key, None)
+        if key in self._queue:
+            self._queue.remove(key)
+        for work in batch.running.values() if batch is not None else ():
+            self._give_up(work)
+
+    def close(self) -> None:
+        """Forget all calls and end the threads."""
+        for key in list(self._batches):
+            self.cancel(key)
+        self._loop.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    # --- beginning -----------------------------------------------------------------------------------------
+
+    def _advance(self, key: Hashable, batch: _Batch) -> None:
+        """Begin what may begin now that nothing of the batch's sync calls runs."""
+        if batch.sync and self._workers is None:
+            self._queue.append(key)
+        elif batch.sync and self._workers is not None:
+            index = batch.sync.popleft()
+            attempt = functools.partial(self._attempt_in_thread, batch.calls[index])
+            batch.running[index] = self._workers.submit(attempt)
+        else:
+            for index, begin in batch.asynchronous:
+                self._begin_async(batch, index, begin)
+            batch.asynchronous.clear()
+
+    def _begin_async(self, batch: _Batch, index: int, begin: Callable[[], Awaitable]) -> None:
+        try:
+            awaitable = begin()
+        except Exception as error:  # the arguments are not those of the function
+            batch.results[index] = self._failure(batch.calls[index], error, 0.0)
+            return
+        batch.running[index] = self._loop.submit(self._awaited(awaitable))
+
+    async def _awaited(self, awaitable: Awaitable) -> str | list[Any]:
+        return self._content(await awaitable)
+
+    def _run_here(self, key: Hashable, batch: _Batch) -> None:
+        """Run the next sync call of the first batch in the queue."""
+        self._limit.check_thread()
+        index = batch.sync.popleft()
+        call = batch.calls[index]
+        self._limit.arm_last_resort()
+        start = time.monotonic()
+        outcome: ToolResult | Awaitable | BaseException
+        try:
+            outcome = self._limit.call(call.name, functools.partial(self._attempt, call))
+        except RewardTimeout:
+            outcome = self._timeout(call, time.monotonic() - start)
+        except KeyboardInterrupt as interrupt:
+            outcome = interrupt
+        is_last = not batch.sync
+        if is_last:
+            self._queue.popleft()
+        try:
+            self._settle(batch, index, outcome)
+        finally:
+            if is_last:
+                self._advance(key, batch)
+
+    def _attempt(self, call: ToolCall) -> ToolResult | Awaitable:
+        """Call a sync tool. What it returns may be an awaitable after all: of a function that wraps an async
+        one, say."""
+        start = time.monotonic()
+        try:
+            value = _call(call)
+            if inspect.isawaitable(value):
+                return value
+            content = self._content(value)
+        except (KeyboardInterrupt, RewardTimeout):
+            raise
+        except BaseException as error:
+            return self._failure(call, error, time.monotonic() - start)
+        return ToolResult(call.name, content, False, time.monotonic() - start)
+
+    def _attempt_in_thread(self, call: ToolCall) -> ToolResult | Awaitable | BaseException:
+        try:
+            return self._attempt(call)
+        except BaseException as error:  # KeyboardInterrupt: the main thread raises it
+            return error
+
+    # --- ending --------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Take the results of what has ended in other threads, and give up what is overdue."""
+        is_late, now = False, time.monotonic()
+        for key, batch in self._batches.items():
+            for index, work in list(batch.running.items()):
+                call, overdue_s = batch.calls[index], self._overdue_s(work)
+                if isinstance(work, Task):
+                    if work.future.done():
+                        self._settle(batch, index, self._outcome(call, work))
+                        continue
+                    is_late = is_late or (work.late_s is not None and now > work.late_s)
+                elif work.is_done:
+                    self._settle(batch, index, work.result)
+                    self._advance(key, batch)
+                    continue
+                if overdue_s is not None and now > overdue_s:
+                    self._give_up(work)
+                    self._settle(batch, index, self._timeout(call, self._timeout_s or 0.0))
+                    if isinstance(work, Job):
+                        self._advance(key, batch)
+        self._loop.check(is_late)
+
+    def _settle(self, batch: _Batch, index: int, outcome: ToolResult | Awaitable | BaseException) -> None:
+        """Note what a call has come to; an awaitable is one more async call, and KeyboardInterrupt is
+        raised."""
+        batch.running.pop(index, None)
+        if isinstance(outcome, BaseException):
+            batch.results[index] = self._failure(batch.calls[index], outcome, 0.0)
+            raise outcome
+        if isinstance(outcome, ToolResult):
+            batch.results[index] = outcome
+        else:
+            batch.asynchronous.append((index, lambda: outcome))
+
+    def _outcome(self, call: ToolCall, task: Task) -> ToolResult | BaseException:
+        latency_s = (task.ended_s or time.monotonic()) - task.started_s
+        if task.future.cancelled():
+            return self._failure(call, f"The tool {call.name} was cancelled.", latency_s)
+        content, error = task.future.result()
+        if error is None:
+            return ToolResult(call.name, content, False, latency_s)
+        if isinstance(error, KeyboardInterrupt):
+            return error
+        if isinstance(error, RewardTimeout):
+            return self._timeout(call, latency_s)
+        return self._failure(call, error, latency_s)
+
+    def _overdue_s(self, work: Job | Task) -> float | None:
+        """When the work is given up at the earliest, by `time.monotonic`; None: never."""
+        if isinstance(work, Task):
+            return work.overdue_s
+        started_s = time.monotonic() if work.started_s is None else work.started_s
+        return None if self._timeout_s is None else started_s + self._timeout_s
+
+    def _give_up(self, work: Job | Task) -> None:
+        if isinstance(work, Task):
+            work.future.cancel()
+        elif self._workers is not None:
+            self._workers.abandon(work)
+
+    # --- what the model reads ------------------------------------------------------------------------------
+
+    def _content(self, value: Any) -> str | list[Any]:
+        content = _readable(value if isinstance(value, list) else str(value))
+        num_chars = len(content) if isinstance(content, str) else sum(len(str(part)) for part in content)
+        if num_chars > self._max_result_chars:
+            raise ValueError(
+                f"The result has {num_chars} characters, more than the {self._max_result_chars} that it may "
+                "have."
+            )
+        return content
+
+    def _failure(self, call: ToolCall, error: BaseException | str, latency_s: float) -> ToolResult:
+        text = error if isinstance(error, str) else _words(error)
+        content = _readable(str({"error": text[: self._max_result_chars]}))
+        return ToolResult(call.name, content, True, latency_s)
+
+    def _timeout(self, call: ToolCall, latency_s: float) -> ToolResult:
+        return self._failure(call, f"The tool {call.name} took longer than {self._timeout_s:g} s.", latency_s)
+
+
+def _call(call: ToolCall) -> Any:
+    assert call.function is not None
+    return call.function(**own_copy(call.arguments))
+
+
+def _words(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        return type(error).__name__
+    return text if isinstance(error, Exception) else f"{type(error).__name__}: {text}"
+
+
+def _readable(value: Any) -> Any:
+    """A copy whose texts tokenizers can read: lone surrogates, which UTF-8 does not have, become question
+    marks."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return [_readable(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _readable(item) for key, item in value.items()}
+    return own_copy(value)

@@ -1,0 +1,300 @@
+"""Environments: pooled, replaced when they break, refused when they are none; their ends and rewards."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate.episodes.environments import EnvironmentPool
+from colocate.rewards.base import RewardFunctions
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: A number.
+        b: A number.
+    """
+    return a + b
+
+
+class Base:
+    def inherited(self) -> str:
+        """Inherited."""
+        return "inherited"
+
+    def reset(self, **row):
+        self.row = row
+        return self.observation
+
+    observation: str | list | None = None
+
+
+class Game(Base):
+    attribute = 3
+
+    def __init__(self):
+        self.bound = lambda: "only the instance has it"
+        self.done = False
+
+    def zeta(self, word: str) -> str:
+        """Zeta.
+
+        Args:
+            word: A word.
+        """
+        return word
+
+    async def alpha(self) -> str:
+        """Alpha."""
+        return "alpha"
+
+    @staticmethod
+    def static(number: int) -> int:
+        """Static.
+
+        Args:
+            number: A number.
+        """
+        return number
+
+    @classmethod
+    def of_class(cls) -> str:
+        """A class method is no tool."""
+        return cls.__name__
+
+    @property
+    def costly(self):
+        raise RuntimeError("properties are not to be evaluated")
+
+    def get_reward(self):
+        return 1.5
+
+    def _hidden(self):
+        return None
+
+
+class Other(Base):
+    observation = " seen"
+
+    def beta(self) -> str:
+        """Beta."""
+        return "beta"
+
+
+def test_tools_are_the_functions_of_the_class():
+    pool = EnvironmentPool(Game, [add])
+    assert pool.toolboxes[None].names == ("add", "alpha", "inherited", "static", "zeta")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from(["game", "other"]), st.integers(0, 5)), max_size=25))
+def test_live_episodes_never_share_an_environment_and_no_more_are_made_than_needed(steps):
+    made = []
+
+    def factory(kind):
+        def make():
+            made.append(kind())
+            return made[-1]
+
+        return make
+
+    pool = EnvironmentPool({"game": factory(Game), "other": factory(Other)})
+    live, most = [], {"game": 1, "other": 1}
+    for step in steps:
+        if isinstance(step, str):
+            live.append(pool.begin({"environment": step}))
+            most[step] = max(most[step], sum(scene.name == step for scene in live))
+        elif step < len(live):
+            pool.end(live.pop(step))
+        assert len({id(scene.environment) for scene in live}) == len(live)
+        for scene in live:
+            assert all(
+                getattr(function, "__self__", scene.environment) is scene.environment
+                for function in scene.toolbox.functions
+            )
+    assert len(made) == sum(most.values())
+
+
+def test_rewards_are_columns_of_the_classes():
+    class Judged(Base):
+        async def get_reward(self):
+            await asyncio.sleep(0.001)
+            return 0.25
+
+    pool = EnvironmentPool({"a": Game, "b": Judged, "c": Other, "again": Game})
+    scenes = [pool.begin({"environment": name}) for name in ("b", "a", "c", "again")]
+    functions = RewardFunctions(pool.reward_functions)
+    assert functions.names == ["Game", "Judged"]
+    columns = {"environments": [scene.environment for scene in scenes]}
+    try:
+        table = functions.score(["?"] * 4, ["!"] * 4, [[1]] * 4, columns, None)
+    finally:
+        functions.close()
+    nan = float("nan")
+    np.testing.assert_equal(table.rewards.tolist(), [[nan, 0.25], [1.5, nan], [nan, nan], [1.5, nan]])
+
+
+def test_an_environment_whose_reset_fails_once_is_replaced(caplog):
+    class Fragile(Base):
+        made = 0
+
+        def __init__(self):
+            type(self).made += 1
+            self.is_broken = self.made == 1
+
+        def reset(self, seed, **row):
+            if self.is_broken or seed < 0:
+                raise ConnectionError("gone")
+            return f" {seed}"
+
+    pool = EnvironmentPool(Fragile)
+    scene = pool.begin({"seed": 3, "prompt": [{"role": "user", "content": "seed"}]})
+    assert scene.prompt == [{"role": "user", "content": "seed 3"}] and Fragile.made == 2
+    assert not scene.environment.is_broken
+    assert "Fragile.reset has raised ConnectionError: gone" in caplog.text
+    pool.end(scene)
+    assert pool.begin({"seed": 4}).environment is scene.environment
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Fragile.reset has raised ConnectionError: gone.*columns 'seed'"
+    ):
+        pool.begin({"seed": -1})
+    assert pool.begin({"seed": 5}).environment is not scene.environment  # and none is lost
+
+
+@pytest.mark.parametrize(
+    ("done", "is_over"),
+    [
+        (False, False),
+        (True, True),
+        (np.True_, True),
+        (np.False_, False),
+        (1, False),
+        (["task"], False),
+        (None, False),
+    ],
+)
+def test_the_end_signal_is_true_and_nothing_else(done, is_over):
+    scene = EnvironmentPool(Game).begin({})
+    scene.environment.done = done
+    assert scene.is_over is is_over
+
+
+def test_a_property_or_no_end_signal_will_do_and_a_tool_called_done_is_none():
+    class Property(Base):
+        done = property(lambda self: self.row["number"] > 1)
+
+    class Tool(Base):
+        def done(self) -> str:
+            """Say that you are done."""
+            return "good"
+
+    pool = EnvironmentPool({"property": Property, "tool": Tool, "none": Other})
+    assert pool.begin({"environment": "property", "number": 2}).is_over
+    assert not pool.begin({"environment": "property", "number": 1}).is_over
+    assert not pool.begin({"environment": "tool"}).is_over
+    assert not pool.begin({"environment": "none"}).is_over
+
+
+def test_rewards_of_a_turn_are_what_its_tools_have_appended():
+    class Walk(Base):
+        def reset(self, **row):
+            self.turn_rewards = []
+
+    pool = EnvironmentPool({"walk": Walk, "other": Other})
+    assert pool.begin({"environment": "other"}).end_turn() is None
+    scene = pool.begin({"environment": "walk"})
+    rewards = scene.environment.turn_rewards
+    turns = []
+    for new in ([], [1], [0.5, np.float32(0.25)], [True]):
+        rewards.extend(new)
+        turns.append(scene.end_turn())
+    assert turns == [0.0, 1.0, 0.75, 1.0]
+    for bad in (float("nan"), "1", None):
+        rewards.append(bad)
+        with pytest.raises(ValueError, match="turn_rewards of Walk has got"):
+            scene.end_turn()
+    rewards.clear()
+    with pytest.raises(ValueError, match="had 7 rewards before this turn and has 0 after it"):
+        scene.end_turn()
+
+
+class NoReset:
+    def act(self) -> str:
+        """Act."""
+        return ""
+
+
+class InstanceReset:
+    def __init__(self):
+        self.reset = lambda **row: None
+
+
+class AsyncReset:
+    async def reset(self, **row):
+        return ""
+
+
+class BadTool(Base):
+    def act(self):
+        return ""
+
+
+SHARED = Game()
+
+
+@pytest.mark.parametrize(
+    ("factories", "words"),
+    [
+        (NoReset, "NoReset that environment_factory has made needs a method `reset"),
+        ({"a": Game, "b": InstanceReset}, r"InstanceReset that environment_factory\['b'\]"),
+        (AsyncReset, "AsyncReset.reset is async"),
+        (BadTool, "act.*no docstring"),
+        (SHARED, "cannot be called. Pass a class"),
+        ({}, "no environment"),
+    ],
+)
+def test_what_is_no_environment_is_refused(factories, words):
+    with pytest.raises(ValueError, match=words):
+        EnvironmentPool(factories)
+
+
+def test_a_tool_and_a_method_of_one_name_are_refused():
+    def zeta(word: str) -> str:
+        """Zeta.
+
+        Args:
+            word: A word.
+        """
+        return word
+
+    with pytest.raises(ValueError, match="Two tools have the name 'zeta'"):
+        EnvironmentPool(Game, [zeta])
+
+
+def test_rows_that_no_environment_can_play_are_refused():
+    class Odd(Base):
+        observation = 3
+
+    pool = EnvironmentPool({"game": Game, "other": Other, "odd": Odd, "shared": lambda: SHARED})
+    with pytest.raises(
+        ValueError, match=r"environment='golf', which is not among .*: 'game', 'other', 'odd'"
+    ):
+        pool.begin({"environment": "golf"})
+    with pytest.raises(ValueError, match="environment=None"):
+        pool.begin({"prompt": []})
+    with pytest.raises(ValueError, match=r"Odd.reset has returned 3 \(int\)"):
+        pool.begin({"environment": "odd"})
+    for prompt in ("text", []):
+        with pytest.raises(ValueError, match=r"Other.reset has returned an observation.*list of messages"):
+            pool.begin({"environment": "other", "prompt": prompt})
+    assert pool.begin({"environment": "game", "prompt": "text"}).prompt == "text"
+    scene = pool.begin({"environment": "shared"})
+    with pytest.raises(ValueError, match=r"environment_factory\['shared'\] has returned the same Game twice"):
+        pool.begin({"environment": "shared"})
+    pool.end(scene)
+    with pytest.raises(ValueError, match="given back twice"):
+        pool.end(scene)
