@@ -30,7 +30,9 @@ def reasoning_gym_reward(completions: Completions, entry: Sequence[str], **kwarg
     Raises:
         ImportError: reasoning_gym is not installed.
     """
-    return [_score(completion_text(c), e) for c, e in zip(completions, entry, strict=True)]
+    return [
+        score_answer(_extract_answer(completion_text(c)), e) for c, e in zip(completions, entry, strict=True)
+    ]
 
 
 def import_reasoning_gym() -> ModuleType:
@@ -48,10 +50,10 @@ def encode_entry(task: str, parameters: dict[str, Any], entry: dict[str, Any]) -
     return json.dumps(_to_json({"task": task, "parameters": parameters, "problem": entry}))
 
 
-def _score(text: str, encoded_entry: str) -> float:
+def score_answer(answer: str, encoded_entry: str) -> float:
+    """The score of an answer to an encoded problem, by its task's verifier."""
     entry = json.loads(encoded_entry, object_hook=_from_json)
     verifier = _verifier(entry["task"], json.dumps(_to_json(entry["parameters"]), sort_keys=True))
-    answer = _extract_answer(text)
     try:
         return float(verifier.score_answer(answer, entry["problem"]))
     except Exception as error:

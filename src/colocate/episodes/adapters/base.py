@@ -1,0 +1,69 @@
+"""What text environments have in common: an action goes in, an observation and a reward come out."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+
+class TextEnvironment(abc.ABC):
+    """An environment that is played by one tool, `act`, whose argument and result are text.
+
+    Attributes:
+        done: whether the episode is over.
+        turn_rewards: the reward of every action so far.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.turn_rewards: list[float] = []
+
+    def reset(self, **row: Any) -> str | None:
+        self.done = False
+        self.turn_rewards = []
+        return self._open(row)
+
+    def act(self, action: str) -> str:
+        """Take an action.
+
+        Args:
+            action: The action, as text.
+
+        Returns:
+            What is to be seen after it.
+        """
+        if self.done:
+            raise ValueError("The episode is over.")
+        observation, reward, done = self._step(action)
+        self.done = bool(done)
+        self.turn_rewards.append(float(reward or 0.0))
+        return observation
+
+    def get_reward(self) -> float:
+        return sum(self.turn_rewards)
+
+    @abc.abstractmethod
+    def _open(self, row: Mapping[str, Any]) -> str | None:
+        """Begin an episode; the first observation."""
+
+    @abc.abstractmethod
+    def _step(self, action: str) -> tuple[str, float | None, bool]:
+        """Take an action: what is to be seen, what it earns and whether the episode is over. What it raises
+        is for the model to read, and the episode goes on."""
+
+
+def import_package(name: str, hint: str) -> ModuleType:
+    """Import a library that need not be installed.
+
+    Raises:
+        ImportError: it is not there; the message is `hint`.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, name.partition(".")[0]):
+            raise  # it is there, and lacks something itself
+        raise ImportError(hint) from error
