@@ -137,7 +137,7 @@ def test_prompts_environments_and_tools_are_those_of_trl(rows, factory, tools):
     first = None
     for _ in range(2):  # environments are used again, in the same order
         untouched = copy.deepcopy(rows)
-        scenes = [ours.begin(row) for row in rows]
+        scenes = ours.begin(rows)
         assert rows == untouched
         for scene, (prompt, environment, functions) in zip(scenes, theirs.begin(rows), strict=True):
             assert scene.prompt == prompt

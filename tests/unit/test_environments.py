@@ -1,6 +1,7 @@
 """Environments: pooled, replaced when they break, refused when they are none; their ends and rewards."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate.episodes.environments import EnvironmentPool
+from colocate.episodes.tool_runner import ToolResult
 from colocate.rewards.base import RewardFunctions
 
 
@@ -85,6 +87,11 @@ class Other(Base):
         return "beta"
 
 
+def begin(pool, row):
+    [scene] = pool.begin([row])
+    return scene
+
+
 def test_tools_are_the_functions_of_the_class():
     pool = EnvironmentPool(Game, [add])
     assert pool.toolboxes[None].names == ("add", "alpha", "inherited", "static", "zeta")
@@ -106,7 +113,7 @@ def test_live_episodes_never_share_an_environment_and_no_more_are_made_than_need
     live, most = [], {"game": 1, "other": 1}
     for step in steps:
         if isinstance(step, str):
-            live.append(pool.begin({"environment": step}))
+            live.append(begin(pool, {"environment": step}))
             most[step] = max(most[step], sum(scene.name == step for scene in live))
         elif step < len(live):
             pool.end(live.pop(step))
@@ -126,7 +133,7 @@ def test_rewards_are_columns_of_the_classes():
             return 0.25
 
     pool = EnvironmentPool({"a": Game, "b": Judged, "c": Other, "again": Game})
-    scenes = [pool.begin({"environment": name}) for name in ("b", "a", "c", "again")]
+    scenes = [begin(pool, {"environment": name}) for name in ("b", "a", "c", "again")]
     functions = RewardFunctions(pool.reward_functions)
     assert functions.names == ["Game", "Judged"]
     columns = {"environments": [scene.environment for scene in scenes]}
@@ -152,17 +159,17 @@ def test_an_environment_whose_reset_fails_once_is_replaced(caplog):
             return f" {seed}"
 
     pool = EnvironmentPool(Fragile)
-    scene = pool.begin({"seed": 3, "prompt": [{"role": "user", "content": "seed"}]})
+    scene = begin(pool, {"seed": 3, "prompt": [{"role": "user", "content": "seed"}]})
     assert scene.prompt == [{"role": "user", "content": "seed 3"}] and Fragile.made == 2
     assert not scene.environment.is_broken
     assert "Fragile.reset has raised ConnectionError: gone" in caplog.text
     pool.end(scene)
-    assert pool.begin({"seed": 4}).environment is scene.environment
+    assert begin(pool, {"seed": 4}).environment is scene.environment
     with pytest.raises(
         RuntimeError, match=r"(?s)Fragile.reset has raised ConnectionError: gone.*columns 'seed'"
     ):
-        pool.begin({"seed": -1})
-    assert pool.begin({"seed": 5}).environment is not scene.environment  # and none is lost
+        begin(pool, {"seed": -1})
+    assert begin(pool, {"seed": 5}).environment is not scene.environment  # and none is lost
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,7 @@ def test_an_environment_whose_reset_fails_once_is_replaced(caplog):
     ],
 )
 def test_the_end_signal_is_true_and_nothing_else(done, is_over):
-    scene = EnvironmentPool(Game).begin({})
+    scene = begin(EnvironmentPool(Game), {})
     scene.environment.done = done
     assert scene.is_over is is_over
 
@@ -193,10 +200,10 @@ def test_a_property_or_no_end_signal_will_do_and_a_tool_called_done_is_none():
             return "good"
 
     pool = EnvironmentPool({"property": Property, "tool": Tool, "none": Other})
-    assert pool.begin({"environment": "property", "number": 2}).is_over
-    assert not pool.begin({"environment": "property", "number": 1}).is_over
-    assert not pool.begin({"environment": "tool"}).is_over
-    assert not pool.begin({"environment": "none"}).is_over
+    assert begin(pool, {"environment": "property", "number": 2}).is_over
+    assert not begin(pool, {"environment": "property", "number": 1}).is_over
+    assert not begin(pool, {"environment": "tool"}).is_over
+    assert not begin(pool, {"environment": "none"}).is_over
 
 
 def test_rewards_of_a_turn_are_what_its_tools_have_appended():
@@ -205,8 +212,8 @@ def test_rewards_of_a_turn_are_what_its_tools_have_appended():
             self.turn_rewards = []
 
     pool = EnvironmentPool({"walk": Walk, "other": Other})
-    assert pool.begin({"environment": "other"}).end_turn() is None
-    scene = pool.begin({"environment": "walk"})
+    assert begin(pool, {"environment": "other"}).end_turn() is None
+    scene = begin(pool, {"environment": "walk"})
     rewards = scene.environment.turn_rewards
     turns = []
     for new in ([], [1], [0.5, np.float32(0.25)], [True]):
@@ -220,6 +227,38 @@ def test_rewards_of_a_turn_are_what_its_tools_have_appended():
     rewards.clear()
     with pytest.raises(ValueError, match="had 7 rewards before this turn and has 0 after it"):
         scene.end_turn()
+
+
+def test_an_environment_that_a_tool_may_still_change_is_not_used_again():
+    pool = EnvironmentPool(Game)
+    first, second = pool.begin([{}, {}])
+    for scene, is_left_running in ((first, True), (second, False)):
+        scene.end_turn(
+            [ToolResult("zeta", "", True, 0.1, is_left_running), ToolResult("zeta", "", False, 0.1)]
+        )
+        scene.end_turn([ToolResult("zeta", "", False, 0.1)])
+        pool.end(scene)
+    again = [scene.environment for scene in pool.begin([{}, {}])]
+    assert again[1] is second.environment and again[0] is not first.environment
+
+
+@pytest.mark.parametrize(("num_workers", "reset_s"), [(0, 0.001), (4, 0.3)])
+def test_environments_that_begin_together_may_be_reset_in_threads(num_workers, reset_s):
+    class Slow(Base):
+        def reset(self, number, **row):
+            self.row = number
+            time.sleep(reset_s)
+            if number < 0:
+                raise ValueError("below zero")
+
+    pool = EnvironmentPool(Slow, num_workers=num_workers)
+    start = time.monotonic()
+    scenes = pool.begin([{"number": number} for number in range(4)])
+    assert time.monotonic() - start < 1.0  # one after the other: 1.2 s
+    assert [scene.environment.row for scene in scenes] == list(range(4))
+    with pytest.raises(RuntimeError, match="below zero"):
+        pool.begin([{"number": 1}, {"number": -1}])
+    assert len(pool.begin([{"number": 4}, {"number": 5}])) == 2
 
 
 class NoReset:
@@ -283,18 +322,18 @@ def test_rows_that_no_environment_can_play_are_refused():
     with pytest.raises(
         ValueError, match=r"environment='golf', which is not among .*: 'game', 'other', 'odd'"
     ):
-        pool.begin({"environment": "golf"})
+        begin(pool, {"environment": "golf"})
     with pytest.raises(ValueError, match="environment=None"):
-        pool.begin({"prompt": []})
+        begin(pool, {"prompt": []})
     with pytest.raises(ValueError, match=r"Odd.reset has returned 3 \(int\)"):
-        pool.begin({"environment": "odd"})
+        begin(pool, {"environment": "odd"})
     for prompt in ("text", []):
         with pytest.raises(ValueError, match=r"Other.reset has returned an observation.*list of messages"):
-            pool.begin({"environment": "other", "prompt": prompt})
-    assert pool.begin({"environment": "game", "prompt": "text"}).prompt == "text"
-    scene = pool.begin({"environment": "shared"})
+            begin(pool, {"environment": "other", "prompt": prompt})
+    assert begin(pool, {"environment": "game", "prompt": "text"}).prompt == "text"
+    scene = begin(pool, {"environment": "shared"})
     with pytest.raises(ValueError, match=r"environment_factory\['shared'\] has returned the same Game twice"):
-        pool.begin({"environment": "shared"})
+        begin(pool, {"environment": "shared"})
     pool.end(scene)
     with pytest.raises(ValueError, match="given back twice"):
         pool.end(scene)

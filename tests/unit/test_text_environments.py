@@ -33,7 +33,7 @@ def installed(monkeypatch):
 
 def play(pool, row, actions):
     """Play an episode until it is over: the prompt, what the model read, and what each turn earned."""
-    runner, scene = ToolRunner(10.0), pool.begin(row)
+    runner, [scene] = ToolRunner(10.0), pool.begin([row])
     read, earned = [], []
     for action in actions:
         assert not scene.is_over, read
@@ -43,7 +43,7 @@ def play(pool, row, actions):
         runner.start("turn", scene.toolbox.calls(message))
         [result] = runner.poll()["turn"]
         read.append(result.content)
-        earned.append(scene.end_turn())
+        earned.append(scene.end_turn([result]))
     assert scene.is_over
     with pytest.raises(ValueError, match="The episode is over"):
         scene.environment.act("7")
@@ -99,7 +99,7 @@ def test_skyrl_gym_may_add_to_the_prompt_but_not_rewrite_it(opening, content):
     environment = SkyRLGymEnvironment("guess", env_config={"opening": opening})
     pool, row = EnvironmentPool(lambda: environment), {**ROW, "reward_spec": {"ground_truth": 7}}
     if content is not None:
-        assert pool.begin(row).prompt == [{"role": "user", "content": content}]
+        assert pool.begin([row])[0].prompt == [{"role": "user", "content": content}]
     else:
         with pytest.raises(ValueError, match="'guess' rewrites the row's prompt"):
             environment.reset(**row)
@@ -133,7 +133,7 @@ def test_openenv_over_a_socket():
                 ),
             }
         )
-        other = pool.begin({**ROW, "environment": "generic", "seed": 3})
+        [other] = pool.begin([{**ROW, "environment": "generic", "seed": 3}])
         prompt, read, earned = play(pool, {**ROW, "environment": "generic"}, ["x", "5", "7"])
         assert prompt == GUESS and read[1:] == ["too low", "right"] and earned == [0.0, 0.1, 1.0]
         assert read[0].startswith("{'error': \"Server error: invalid literal")

@@ -230,6 +230,7 @@ def test_async_tools_that_hang_block_or_swallow_cost_their_own_message_only(make
     runner.start("swallow", [call(swallow)])
     finished = run_all(runner)
     assert all(r[0].is_failure and "took longer" in r[0].content for r in finished.values()) and cancelled
+    assert [finished[key][0].is_left_running for key in ("hang", "swallow")] == [False, True]
     start = time.monotonic()
     runner.start("block", [call(block)])
     assert run_all(runner)["block"][0].is_failure
@@ -249,7 +250,8 @@ def test_workers_that_hang_are_replaced(make):
     finished = run_all(runner)
     assert time.monotonic() - start < 3
     assert contents(finished["after"]) == ["done", "too"]
-    assert all(finished[f"hang {number}"][0].is_failure for number in range(4))
+    hung = [finished[f"hang {number}"][0] for number in range(4)]
+    assert all(result.is_failure and result.is_left_running for result in hung)
 
 
 def test_many_async_sleeps_take_as_long_as_the_longest(make):
@@ -375,8 +377,8 @@ def test_what_is_cancelled_is_forgotten(make):
     runner.start("running", [call(sleeps(0.3))])
     runner.start("waiting", [call(sleeps(30))])
     time.sleep(0.1)
-    for key in ("async", "running", "waiting", "unknown"):
-        runner.cancel(key)
+    cancelled = [runner.cancel(key) for key in ("async", "waiting", "running", "unknown")]
+    assert cancelled == [True, False, True, False]  # what was running may not have stopped yet
     assert not runner.has_work and runner.poll() == {}
     runner.start("async", [call(returns("again"))])
     assert contents(run_all(runner)["async"]) == ["again"]

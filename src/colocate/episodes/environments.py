@@ -25,10 +25,12 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from colocate.episodes.tool_runner import ToolResult
 from colocate.episodes.tools import Tool, Toolbox
 from colocate.option_values import shown
 from colocate.rewards.arguments import own_copy
@@ -52,6 +54,7 @@ class Scene:
         name: its name among the factories; None if there is but one.
         prompt: the row's prompt with what `reset` has observed.
         toolbox: the tools of all environments and this one's methods.
+        is_lost: whether something may still change the environment, so that it is not to be used again.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Scene:
         self.number = number
         self.prompt = prompt
         self.toolbox = toolbox
+        self.is_lost = False
         self._num_rewards = len(_turn_rewards(environment) or ())
 
     @property
@@ -74,13 +78,20 @@ class Scene:
         done = getattr(self.environment, "done", False)
         return isinstance(done, bool | np.bool_) and bool(done)
 
-    def end_turn(self) -> float | None:
-        """The reward of the turn whose tools have answered: the sum of what was appended to the environment's
-        list `turn_rewards` since the turn before. None if it has no such list.
+    def end_turn(self, results: Sequence[ToolResult] = ()) -> float | None:
+        """Note that a turn's tools have answered.
+
+        Args:
+            results: what they have answered; after one that was left running the environment is lost.
+
+        Returns:
+            The turn's reward: the sum of what was appended to the environment's list `turn_rewards` since the
+            turn before. None if it has no such list.
 
         Raises:
             ValueError: what was appended is not finite numbers, or the list has become shorter.
         """
+        self.is_lost = self.is_lost or any(result.is_left_running for result in results)
         rewards = _turn_rewards(self.environment)
         if rewards is None:
             return None
@@ -113,6 +124,7 @@ class EnvironmentPool:
         factories: a class or function without arguments that makes an environment; or several by name, of
             which each row names one in its column `environment`.
         tools: tools that every episode has besides.
+        num_workers: threads for the `reset` of environments that begin together; 0: the main thread.
 
     Attributes:
         toolboxes: the tools by the environment's name.
@@ -124,7 +136,13 @@ class EnvironmentPool:
             described.
     """
 
-    def __init__(self, factories: Factory | Mapping[str, Factory], tools: Sequence[Tool] = ()) -> None:
+    def __init__(
+        self,
+        factories: Factory | Mapping[str, Factory],
+        tools: Sequence[Tool] = (),
+        num_workers: int = 0,
+    ) -> None:
+        self._num_workers = num_workers
         self._factories: dict[str | None, Factory]
         if isinstance(factories, Mapping):
             self._factories = {name: factory for name, factory in factories.items()}
@@ -143,8 +161,8 @@ class EnvironmentPool:
         kinds = {type(instances[0]): None for instances in self._instances.values()}  # a set in their order
         self.reward_functions = [_reward_function(kind) for kind in kinds if _has(kind, "get_reward")]
 
-    def begin(self, row: Mapping[str, Any]) -> Scene:
-        """Reset a free environment for an episode; if there is none, one more is constructed.
+    def begin(self, rows: Sequence[Mapping[str, Any]]) -> list[Scene]:
+        """Reset a free environment for an episode of each row; where there is none, one more is constructed.
 
         `reset` gets the whole row, `prompt` included, but not the name of the environment if it was chosen by
         that. If it raises, the environment is thrown away, a new one is constructed and reset once. (TRL lets
@@ -155,44 +173,74 @@ class EnvironmentPool:
                 None, text or a list of content blocks, or the prompt has no message to take it.
             RuntimeError: `reset` has failed twice.
         """
+        taken: list[tuple[str | None, int]] = []
+        try:
+            for row in rows:
+                name = self._name(row)
+                taken.append((name, self._take(name)))
+            if self._num_workers == 0:
+                return [self._open(place, row) for place, row in zip(taken, rows, strict=True)]
+            with ThreadPoolExecutor(self._num_workers, thread_name_prefix="reset") as threads:
+                return list(threads.map(self._open, taken, rows))
+        except BaseException:
+            for name, number in taken:
+                heapq.heappush(self._free[name], number)
+            raise
+
+    def end(self, scene: Scene) -> None:
+        """Take an environment back for another episode: not before the reward functions have seen it. One
+        that is lost is thrown away."""
+        if scene.number in self._free[scene.name]:
+            raise ValueError(f"The environment {scene.environment!r:.100} was given back twice.")
+        if scene.is_lost:
+            self._instances[scene.name][scene.number] = None
+        heapq.heappush(self._free[scene.name], scene.number)
+
+    def _name(self, row: Mapping[str, Any]) -> str | None:
         name = None if self._is_one else row.get("environment")
         if name not in self._factories:
             raise ValueError(
                 f"A row has environment={shown(name)}, which is not among the environments of "
                 f"environment_factory: {', '.join(map(repr, self._factories))}."
             )
-        row = {key: value for key, value in row.items() if self._is_one or key != "environment"}
-        number = self._take(name)
-        try:
-            observation = self._reset(name, number, row)
-            instance = self._instances[name][number]
-            prompt = _observed(type(instance).__name__, row.get("prompt", EMPTY_PROMPT), observation)
-            toolbox = self.toolboxes[name].with_functions(
-                {method.__name__: method for method in _methods(instance).values()}
-            )
-            return Scene(instance, name, number, prompt, toolbox)
-        except BaseException:
-            heapq.heappush(self._free[name], number)
-            raise
-
-    def end(self, scene: Scene) -> None:
-        """Take an environment back for another episode: not before the reward functions have seen it."""
-        if scene.number in self._free[scene.name]:
-            raise ValueError(f"The environment {scene.environment!r:.100} was given back twice.")
-        heapq.heappush(self._free[scene.name], scene.number)
+        return name
 
     def _take(self, name: str | None) -> int:
+        """Reserve the first free environment, and construct it if need be."""
         free, instances = self._free[name], self._instances[name]
-        if free:
-            return heapq.heappop(free)
+        number = heapq.heappop(free) if free else len(instances)
+        if number < len(instances) and instances[number] is not None:
+            return number
+        try:
+            instance = self._new(name)
+        except BaseException:
+            if number < len(instances):
+                heapq.heappush(free, number)
+            raise
+        if number < len(instances):
+            instances[number] = instance
+        else:
+            instances.append(instance)
+        return number
+
+    def _open(self, place: tuple[str | None, int], row: Mapping[str, Any]) -> Scene:
+        name, number = place
+        row = {key: value for key, value in row.items() if self._is_one or key != "environment"}
+        observation = self._reset(name, number, row)
+        instance = self._instances[name][number]
+        prompt = _observed(type(instance).__name__, row.get("prompt", EMPTY_PROMPT), observation)
+        methods = {method.__name__: method for method in _methods(instance).values()}
+        return Scene(instance, name, number, prompt, self.toolboxes[name].with_functions(methods))
+
+    def _new(self, name: str | None) -> Any:
+        """An environment that none of the others is."""
         instance = self._make(name)
-        if any(instance is other for other in instances):
+        if any(instance is other for other in self._instances[name]):
             raise ValueError(
                 f"{_option(name)} has returned the same {type(instance).__name__} twice, but episodes that "
                 "are played at the same time need one each: let it construct a new one in every call."
             )
-        instances.append(instance)
-        return len(instances) - 1
+        return instance
 
     def _make(self, name: str | None) -> Any:
         factory = self._factories[name]
@@ -225,7 +273,7 @@ class EnvironmentPool:
                 type(error).__name__,
                 error,
             )
-        instances[number] = self._make(name)
+        instances[number] = self._new(name)
         try:
             return instances[number].reset(**own_copy(row))
         except (Exception, SystemExit) as error:

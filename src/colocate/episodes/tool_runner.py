@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import threading
@@ -35,6 +36,9 @@ class ToolResult:
     """Whether the call could not be made, raised or took too long."""
     latency_s: float
     """Seconds from the tool's beginning to its end."""
+    is_left_running: bool = False
+    """Whether the tool was given up while it ran, in a thread or on the loop: it may change its environment
+    later."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -167,14 +171,20 @@ class ToolRunner:
         wakes = [moment for moment in (end, *due) if moment is not None]
         self._changed.wait(max(min(wakes) - time.monotonic(), 0.0) if wakes else None)
 
-    def cancel(self, key: Hashable) -> None:
-        """Forget the calls under a key, if there are any: tools that run are cancelled or left to
-        themselves."""
+    def cancel(self, key: Hashable) -> bool:
+        """Forget the calls under a key, if there are any: async tools are cancelled, and sync ones in threads
+        left to themselves.
+
+        Returns:
+            Whether one was running, so that it may still change its environment.
+        """
         batch = self._batches.pop(key, None)
         if key in self._queue:
             self._queue.remove(key)
-        for work in batch.running.values() if batch is not None else ():
+        running = list(batch.running.values()) if batch is not None else []
+        for work in running:
             self._give_up(work)
+        return any(isinstance(work, Task) or work.started_s is not None for work in running)
 
     def close(self) -> None:
         """Forget all calls and end the threads."""
@@ -273,7 +283,8 @@ class ToolRunner:
                     continue
                 if overdue_s is not None and now > overdue_s:
                     self._give_up(work)
-                    self._settle(batch, index, self._timeout(call, self._timeout_s or 0.0))
+                    late = self._timeout(call, self._timeout_s or 0.0)
+                    self._settle(batch, index, dataclasses.replace(late, is_left_running=True))
                     if isinstance(work, Job):
                         self._advance(key, batch)
         self._loop.check(is_late)
