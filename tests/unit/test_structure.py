@@ -148,7 +148,8 @@ def recipe(title: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "title", ["rollout engine", "loss", "advantage", "option", "metric", "family of models"]
+    "title",
+    ["rollout engine", "loss", "advantage", "option", "metric", "family of models", "text environment"],
 )
 def test_files_that_a_recipe_names_are_there(title):
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", recipe(title))
@@ -164,6 +165,7 @@ def test_files_that_a_recipe_names_are_there(title):
         ("loss", "luspo"),
         ("advantage", "normalize_then_sum"),
         ("family of models", "Phi3ForCausalLM"),
+        ("text environment", "TextArenaEnvironment"),
     ],
 )
 def test_a_recipe_names_every_file_of_an_example(title, example):
