@@ -126,6 +126,17 @@ def test_live_episodes_never_share_an_environment_and_no_more_are_made_than_need
     assert len(made) == sum(most.values())
 
 
+def test_an_environment_may_change_its_row():
+    class Greedy(Base):
+        def reset(self, prompt, numbers):
+            numbers.append(4)
+            prompt[-1]["content"] = "changed"
+
+    row = {"prompt": [{"role": "user", "content": "a"}], "numbers": [3]}
+    assert begin(EnvironmentPool(Greedy), row).prompt == row["prompt"]
+    assert row == {"prompt": [{"role": "user", "content": "a"}], "numbers": [3]}
+
+
 def test_rewards_are_columns_of_the_classes():
     class Judged(Base):
         async def get_reward(self):

@@ -45,7 +45,7 @@ def run_all(runner, patience_s=20.0):
     while runner.has_work:
         assert time.monotonic() < end, "the runner does not come to an end"
         finished.update(runner.poll())
-        runner.wait(1.0)
+        runner.wait(patience_s)
     return finished
 
 
@@ -242,16 +242,20 @@ def test_async_tools_that_hang_block_or_swallow_cost_their_own_message_only(make
 
 
 def test_workers_that_hang_are_replaced(make):
+    before = set(threading.enumerate())
     runner = make(LIMIT_S, num_workers=2)
     for number in range(4):
-        runner.start(f"hang {number}", [call(sleeps(4))])
+        runner.start(f"hang {number}", [call(sleeps(1))])
     runner.start("after", [call(returns("done")), call(returns("too"))])
     start = time.monotonic()
     finished = run_all(runner)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 1.9  # without other threads: 2 s
     assert contents(finished["after"]) == ["done", "too"]
     hung = [finished[f"hang {number}"][0] for number in range(4)]
     assert all(result.is_failure and result.is_left_running for result in hung)
+    while len(set(threading.enumerate()) - before) > 2:  # those that hung end, and two are left
+        assert time.monotonic() - start < 5
+        time.sleep(0.05)
 
 
 def test_many_async_sleeps_take_as_long_as_the_longest(make):
@@ -264,8 +268,8 @@ def test_many_async_sleeps_take_as_long_as_the_longest(make):
     assert {key: contents(results) for key, results in finished.items()} == {
         key: [str(key), "awaited"] for key in range(100)
     }
-    assert 0.4 <= took_s < 1.4  # one after the other: 30 s
-    assert 0.05 < finished[99][1].latency_s < finished[99][0].latency_s < 1.4
+    assert 0.4 <= took_s < 5  # one after the other: 30 s
+    assert 0.05 < finished[99][1].latency_s < finished[99][0].latency_s < 5
 
 
 @settings(max_examples=40, deadline=None)
@@ -366,9 +370,13 @@ def test_keyboard_interrupt_passes_through(make, num_workers, wrap):
 
 def test_ctrl_c_during_a_tool_passes_through(make):
     runner = make(5.0)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(runner, [call(sleeps(3))])
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            run(runner, [call(sleeps(3))])
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_what_is_cancelled_is_forgotten(make):

@@ -165,8 +165,8 @@ class ToolRunner:
         """Sleep until there is something for `poll` to do, at most `timeout_s` seconds (None: however long).
         Returns at once if nothing is under way."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        if self._queue or not self.has_work or any(not batch.running for batch in self._batches.values()):
-            return
+        if not self.has_work or any(not batch.running for batch in self._batches.values()):
+            return  # nothing to wait for, or a batch waits for `poll`
         due = [self._overdue_s(work) for batch in self._batches.values() for work in batch.running.values()]
         wakes = [moment for moment in (end, *due) if moment is not None]
         self._changed.wait(max(min(wakes) - time.monotonic(), 0.0) if wakes else None)
