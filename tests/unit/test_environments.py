@@ -143,17 +143,26 @@ def test_rewards_are_columns_of_the_classes():
             await asyncio.sleep(0.001)
             return 0.25
 
-    pool = EnvironmentPool({"a": Game, "b": Judged, "c": Other, "again": Game})
-    scenes = [begin(pool, {"environment": name}) for name in ("b", "a", "c", "again")]
+    class Sub(Game):
+        pass
+
+    class SubJudged(Judged):
+        pass
+
+    kinds = [Game, Judged, Other, Sub, SubJudged]
+    pool = EnvironmentPool({"again": Game} | {kind.__name__: kind for kind in kinds})
+    scenes = pool.begin([{"environment": name} for name in ["again", *(kind.__name__ for kind in kinds)]])
     functions = RewardFunctions(pool.reward_functions)
-    assert functions.names == ["Game", "Judged"]
+    assert functions.names == ["Game", "Judged", "Sub", "SubJudged"]
     columns = {"environments": [scene.environment for scene in scenes]}
     try:
-        table = functions.score(["?"] * 4, ["!"] * 4, [[1]] * 4, columns, None)
+        table = functions.score(["?"] * 6, ["!"] * 6, [[1]] * 6, columns, None)
     finally:
         functions.close()
-    nan = float("nan")
-    np.testing.assert_equal(table.rewards.tolist(), [[nan, 0.25], [1.5, nan], [nan, nan], [1.5, nan]])
+    rewards = {"again": [1.5, 0, 0, 0], "Game": [1.5, 0, 0, 0], "Judged": [0, 0.25, 0, 0], "Other": [0] * 4}
+    rewards |= {"Sub": [0, 0, 1.5, 0], "SubJudged": [0, 0, 0, 0.25]}
+    none_as_nan = [[value or float("nan") for value in row] for row in rewards.values()]
+    np.testing.assert_equal(table.rewards.tolist(), none_as_nan)
 
 
 def test_an_environment_whose_reset_fails_once_is_replaced(caplog):
@@ -180,7 +189,8 @@ def test_an_environment_whose_reset_fails_once_is_replaced(caplog):
         RuntimeError, match=r"(?s)Fragile.reset has raised ConnectionError: gone.*columns 'seed'"
     ):
         begin(pool, {"seed": -1})
-    assert begin(pool, {"seed": 5}).environment is not scene.environment  # and none is lost
+    assert begin(pool, {"seed": 5}).environment is not scene.environment
+    assert Fragile.made == 4  # the second one, which was constructed twice, is in the pool
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,9 @@ def test_reasoning_gym():
         asked, read, earned = play(pool, {"prompt": messages, "entry": row["entry"]}, ["none", f" {answer} "])
         assert asked == messages and earned[0] < 1.0 and sum(earned) == 1.0
         assert read == ["That is not right. Attempts left: 2.", "That is right."]
-        asked, _, earned = play(pool, {"entry": row["entry"]}, ["none", "", "none"])
-        assert asked == messages and earned[1:] == [0.0, 0.0]  # no attempt earns what one before has earned
+        asked, _, earned = play(pool, {"entry": row["entry"]}, [f"{answer} or so", "", f"{answer} or so"])
+        assert asked == messages and 0.0 < earned[0] < 1.0  # scored in part
+        assert earned[1:] == [0.0, 0.0]  # no attempt earns what one before has earned
     with pytest.raises(ValueError, match=r"'entry'; it has 'prompt'\. .*load_prompts"):
         ReasoningGymEnvironment().reset(prompt=[])
 
