@@ -10,7 +10,7 @@ The rules are those of TRL 1.16's `environment_factory`; an end signal and a rew
 
         def guess(self, number: int) -> str:    # public: a tool
             ...
-            self.turn_rewards.append(1.0)       # optional: what this turn has earned
+            self.turn_rewards.append(1.0)       # optional: what this turn has earned, besides get_reward
             self.done = True                    # optional: no turn follows this one
 
         def get_reward(self) -> float:  # optional, may be async: a reward column called `Game`
@@ -86,7 +86,8 @@ class Scene:
 
         Returns:
             The turn's reward: the sum of what was appended to the environment's list `turn_rewards` since the
-            turn before. None if it has no such list.
+            turn before. None if it has no such list. It comes on top of the episode's rewards, `get_reward`
+            among them: what is in one must not be in the other.
 
         Raises:
             ValueError: what was appended is not finite numbers, or the list has become shorter.

@@ -1,7 +1,8 @@
 """Text environments of other libraries as environments of `environment_factory`.
 
 Each is one file and needs its library only when it is constructed. They play with one tool, `act`, end the
-episode (`done`), and tell the reward of each turn (`turn_rewards`) and their sum (`get_reward`):
+episode (`done`) and reward it with the sum of what its actions have earned, or, with `per_turn=True`, each
+turn with what its actions have:
 
     GRPOTrainer(..., environment_factory=lambda: GymnasiumEnvironment("Guess-v0"))
 

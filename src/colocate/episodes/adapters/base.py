@@ -12,18 +12,27 @@ from typing import Any
 class TextEnvironment(abc.ABC):
     """An environment that is played by one tool, `act`, whose argument and result are text.
 
+    Args:
+        per_turn: whether turns have rewards of their own; otherwise the episode has their sum.
+
     Attributes:
         done: whether the episode is over.
-        turn_rewards: the reward of every action so far.
+        rewards: the reward of every action so far.
+        turn_rewards: `rewards` if `per_turn`, else None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, per_turn: bool = False) -> None:
+        self._per_turn = per_turn
         self.done = False
-        self.turn_rewards: list[float] = []
+        self.rewards: list[float] = []
+
+    @property
+    def turn_rewards(self) -> list[float] | None:
+        return self.rewards if self._per_turn else None
 
     def reset(self, **row: Any) -> str | None:
         self.done = False
-        self.turn_rewards = []
+        self.rewards = []
         return self._open(row)
 
     def act(self, action: str) -> str:
@@ -39,11 +48,11 @@ class TextEnvironment(abc.ABC):
             raise ValueError("The episode is over.")
         observation, reward, done = self._step(action)
         self.done = bool(done)
-        self.turn_rewards.append(float(reward or 0.0))
+        self.rewards.append(float(reward or 0.0))
         return observation
 
     def get_reward(self) -> float:
-        return sum(self.turn_rewards)
+        return 0.0 if self._per_turn else sum(self.rewards)
 
     @abc.abstractmethod
     def _open(self, row: Mapping[str, Any]) -> str | None:

@@ -15,6 +15,7 @@ class GymnasiumEnvironment(TextEnvironment):
 
     Args:
         environment: the name under which it is registered, or a class or function that makes it.
+        per_turn: whether turns have rewards of their own; otherwise the episode has their sum.
         arguments: those of `gymnasium.make`, or of the class or function.
 
     Raises:
@@ -22,8 +23,10 @@ class GymnasiumEnvironment(TextEnvironment):
         ValueError: actions or observations are not text.
     """
 
-    def __init__(self, environment: str | Callable[..., Any], **arguments: Any) -> None:
-        super().__init__()
+    def __init__(
+        self, environment: str | Callable[..., Any], *, per_turn: bool = False, **arguments: Any
+    ) -> None:
+        super().__init__(per_turn)
         gymnasium = import_package("gymnasium", HINT)
         if isinstance(environment, str):
             self._env = gymnasium.make(environment, **arguments)

@@ -24,6 +24,7 @@ class OpenEnvEnvironment(TextEnvironment):
         client: the server's address, or a function that makes a client.
         action: makes an action of the model's text, or names the field of an action that takes it.
         observation: reads an observation as text, or names the field that has it.
+        per_turn: whether turns have rewards of their own; otherwise the episode has their sum.
 
     Raises:
         ImportError: OpenEnv is not installed, and `client` is an address.
@@ -34,8 +35,10 @@ class OpenEnvEnvironment(TextEnvironment):
         client: str | Callable[[], Any],
         action: str | Callable[[str], Any],
         observation: str | Callable[[Any], str],
+        *,
+        per_turn: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(per_turn)
         if isinstance(client, str):
             made = import_package("openenv.core", HINT).GenericEnvClient(base_url=client)
         else:

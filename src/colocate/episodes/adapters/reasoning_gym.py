@@ -20,13 +20,14 @@ class ReasoningGymEnvironment(TextEnvironment):
 
     Args:
         num_attempts: how many answers the model may give.
+        per_turn: whether turns have rewards of their own; otherwise the episode has their sum.
 
     Raises:
         ImportError: reasoning_gym is not installed.
     """
 
-    def __init__(self, num_attempts: int = 1) -> None:
-        super().__init__()
+    def __init__(self, num_attempts: int = 1, *, per_turn: bool = False) -> None:
+        super().__init__(per_turn)
         import_reasoning_gym()
         self._num_attempts = num_attempts
         self._entry = ""
@@ -42,8 +43,8 @@ class ReasoningGymEnvironment(TextEnvironment):
 
     def _step(self, action: str) -> tuple[str, float, bool]:
         score = score_answer(action.strip(), self._entry)
-        earned = max(score - self.get_reward(), 0.0)
-        num_left = self._num_attempts - len(self.turn_rewards) - 1
+        earned = max(score - sum(self.rewards), 0.0)
+        num_left = self._num_attempts - len(self.rewards) - 1
         if score >= 1.0:
             return "That is right.", earned, True
         return f"That is not right. Attempts left: {num_left}.", earned, num_left <= 0

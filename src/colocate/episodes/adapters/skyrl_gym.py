@@ -20,13 +20,16 @@ class SkyRLGymEnvironment(TextEnvironment):
         environment: the name under which it is registered, such as "gsm8k_multi_turn".
         env_config: its configuration.
         max_turns: handed to it with the row's columns (`reward_spec`, `extra_info`, ...).
+        per_turn: whether turns have rewards of their own; otherwise the episode has their sum.
 
     Raises:
         ImportError: SkyRL-gym is not installed.
     """
 
-    def __init__(self, environment: str, env_config: Any = None, max_turns: int = 1) -> None:
-        super().__init__()
+    def __init__(
+        self, environment: str, env_config: Any = None, max_turns: int = 1, *, per_turn: bool = False
+    ) -> None:
+        super().__init__(per_turn)
         self._skyrl_gym = import_package("skyrl_gym", HINT)
         self._name, self._max_turns = environment, max_turns
         self._env_config = {} if env_config is None else env_config

@@ -19,14 +19,15 @@ class TextArenaEnvironment(TextEnvironment):
 
     Args:
         game: its name, such as "Sudoku-v0". Some games (Wordle, Hangman, ...) download lists of words.
+        per_turn: whether turns have rewards of their own; otherwise the episode has their sum.
         arguments: those of `textarena.make`.
 
     Raises:
         ImportError: TextArena is not installed.
     """
 
-    def __init__(self, game: str, **arguments: Any) -> None:
-        super().__init__()
+    def __init__(self, game: str, *, per_turn: bool = False, **arguments: Any) -> None:
+        super().__init__(per_turn)
         self._textarena = import_package("textarena", HINT)
         self._game, self._arguments = game, arguments
         self._env: Any = None
