@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from colocate.engines.native.capacity import pages_of_longest, useful_pages
 from colocate.engines.native.pages import PagePool
-from colocate.engines.native.scheduler import Scheduler, Sequence
+from colocate.engines.native.scheduler import Scheduler
+from colocate.engines.native.sequences import Group, Sequence
 from colocate.types import Prompt
 
 
@@ -37,10 +38,13 @@ def roll_out(
 ) -> Pages:
     """Every sequence stops after its length, which the host learns `windows_in_flight` windows later."""
     pool, pages = PagePool(num_pages), Pages()
-    scheduler = Scheduler(
-        prompts, pool=pool, page_size=page_size, max_num_seqs=max_num_seqs, max_tokens=max(lengths.values())
-    )
-    num_left = {s: lengths[s.group.prompt.key, s.sample] for s in scheduler.sequences}
+    scheduler = Scheduler(pool=pool, page_size=page_size, max_num_seqs=max_num_seqs)
+    sequences = []
+    for prompt in prompts:
+        group, limits = Group(prompt, len(prompt.samples)), prompt.limits(max(lengths.values()))
+        sequences += [Sequence(group, *member) for member in zip(prompt.samples, limits, strict=True)]
+    scheduler.wait(sequences)
+    num_left = {s: lengths[s.group.prompt.key, s.sample] for s in sequences}
     num_unstarted = len(num_left)
     windows: deque[dict[Sequence, int]] = deque()
 

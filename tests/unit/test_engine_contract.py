@@ -28,6 +28,9 @@ from engine_models import (
     plain_logits,
     token_logprobs,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from open_episodes import MAX_TOKENS, assert_each_is_as_alone, scripts
 from quantized_models import make_4bit_model
 from vllm_server_case import make_server_engine, make_server_model
 
@@ -524,6 +527,68 @@ def test_a_token_that_the_vocabulary_lacks_is_refused(engine, model):
 def test_the_whole_context_can_be_used(engine):
     (completion,) = generate(engine, [MAX_POSITION - 3], max_tokens=3)
     assert len(completion.token_ids) == 3
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=scripts(), temperature=st.sampled_from([0.0, 1.0]))
+def test_episodes_that_come_and_go_are_each_as_alone(engine, case, script, temperature):
+    sampling = SamplingParams(MAX_TOKENS, temperature=temperature, stop_token_ids=(3, 5, 8))
+    assert_each_is_as_alone(engine, script, sampling, logprob_atol=case.logprob_atol)
+    assert not engine.is_busy
+
+
+def test_a_generate_in_between_leaves_open_sequences_alone(engine):
+    sampling = SamplingParams(MAX_TOKENS)
+    (prompt,), others = make_prompts([6]), make_prompts([4, 9], 2, seed=1)
+    expected, alone = engine.generate([prompt], sampling), engine.generate(others, sampling)
+    (number,) = engine.submit([prompt], sampling)
+    assert [c.token_ids for c in engine.generate(others, sampling)] == [c.token_ids for c in alone]
+    found = {}
+    while engine.is_busy:
+        found |= engine.poll()
+    assert found.keys() == {number}
+    assert found[number].token_ids == expected[0].token_ids
+    assert engine.poll() == {}
+
+
+def test_open_sequences_outlive_a_sleep(engine, model):
+    sampling = SamplingParams(MAX_TOKENS)
+    prompts = make_prompts([6, 3], 2)
+    alone = engine.generate(prompts, sampling)
+    numbers = engine.submit(prompts, sampling)
+    found = engine.poll()
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.poll()
+    engine.wake_up()
+    while engine.is_busy:
+        found |= engine.poll()
+    assert [found[number].token_ids for number in numbers] == [c.token_ids for c in alone]
+
+
+def test_impossible_extensions_are_refused_with_their_numbers(engine, model):
+    sampling = SamplingParams(20)
+    prompts = [dataclasses.replace(prompt, max_tokens=(5,)) for prompt in make_prompts([4, 4])]
+    kept, done = engine.submit(prompts[:1], sampling, keep=True) + engine.submit(prompts[1:], sampling)
+    with pytest.raises(ValueError, match="cannot be extended: it has a turn under way"):
+        engine.extend(kept, [1], 5)
+    with pytest.raises(ValueError, match="The engine still has sequences"):
+        engine.submit(prompts, SamplingParams(21))
+    while engine.is_busy:
+        engine.poll()
+    for number in (done, 12345):
+        with pytest.raises(ValueError, match=f"Sequence {number} cannot be extended"):
+            engine.extend(number, [1], 5)
+    with pytest.raises(ValueError, match=r"5 tokens after its prompt; 6 more and 10 to .* at most 9"):
+        engine.extend(kept, [1] * 6, 10)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        engine.extend(kept, [1], 0)
+    with pytest.raises(ValueError, match=str(model.config.get_text_config().vocab_size)):
+        engine.extend(kept, [10**6], 5)
+    engine.extend(kept, [1] * 6, 9)
+    assert engine.is_busy
+    engine.abort([kept, done, 12345])
+    assert not engine.is_busy
 
 
 def test_closed_is_closed(engine):

@@ -20,24 +20,16 @@ from engine_models import (
     train_steps,
 )
 from engine_models import greedy_completions as greedy
+from engine_pressure import Pressure, Windowed, awake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colocate.engines.native import capacity
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.native.model_runner import ModelRunner
-from colocate.engines.native.pages import PagePool, pages_for
-from colocate.engines.native.scheduler import Scheduler
-from colocate.engines.native.torch_backend import TorchBackend
+from colocate.engines.native.pages import pages_for
 from colocate.types import SamplingParams
 from colocate.weights.layouts import has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
-
-
-def awake(model, **options) -> NativeEngine:
-    engine = NativeEngine(model, **options)
-    engine.wake_up()
-    return engine
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -69,38 +61,6 @@ def test_bfloat16_follows_the_model():
     completions = awake(model, page_size=4).generate(prompts, SamplingParams(max_tokens=12))
     # 8 bits of mantissa: logits of about 8 are rounded to 1/32.
     assert_logprobs_are_the_models(model, prompts, completions, atol=0.25)
-
-
-class Pressure:
-    """Counts what the scheduler does."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.num_preempted = 0
-        self.num_prefilled_tokens = 0
-        self.min_free: dict[PagePool, int] = {}
-        make_room, prefill, allocate = Scheduler.make_room, ModelRunner.prefill, PagePool.allocate
-
-        def counted_make_room(scheduler, num_steps):
-            preempted = make_room(scheduler, num_steps)
-            self.num_preempted += len(preempted)
-            return preempted
-
-        def counted_prefill(runner, items):
-            self.num_prefilled_tokens += sum(len(item.token_ids) - item.num_cached for item in items)
-            return prefill(runner, items)
-
-        def counted_allocate(pool, count):
-            pages = allocate(pool, count)
-            self.min_free[pool] = min(self.min_free.get(pool, pool.num_pages), pool.num_free)
-            return pages
-
-        monkeypatch.setattr(Scheduler, "make_room", counted_make_room)
-        monkeypatch.setattr(ModelRunner, "prefill", counted_prefill)
-        monkeypatch.setattr(PagePool, "allocate", counted_allocate)
-
-    @property
-    def most_pages_used(self) -> int:
-        return max(pool.num_pages - free for pool, free in self.min_free.items())
 
 
 @pytest.fixture
@@ -321,22 +281,6 @@ def test_what_cannot_be_exact_is_refused_by_name(change, message):
     model = make_model("qwen2")
     change(model)
     assert_refused(model, message)
-
-
-class Windowed(TorchBackend):
-    """Works behind the device as on a GPU, so rows finish while later steps are under way."""
-
-    windows_in_flight = 1
-
-    def __init__(self, steps_per_look: int) -> None:
-        super().__init__()
-        self.steps_per_look = steps_per_look
-
-    def rotate_and_store(self, qkv, rotation, positions, slots, k_cache, v_cache):
-        live = (slots >= 0).nonzero()[:, 0]
-        part = qkv[live]
-        super().rotate_and_store(part, rotation, positions[live], slots[live], k_cache, v_cache)
-        qkv[live] = part
 
 
 @settings(max_examples=12)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -50,11 +51,54 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a submitted sequence waits or runs, so that `poll` has something to do."""
+        ...
+
+    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
+        """Let sequences wait to be generated: one for each sample of each prompt, prompt by prompt.
+
+        Args:
+            sampling: equal to that of all sequences that the engine still has.
+            keep: keep a sequence after a turn, so that it can be extended, until it is aborted. All its
+                tokens after the prompt, drawn and given, are then at most `sampling.max_tokens`.
+
+        Returns:
+            The sequences' numbers.
+
+        Raises:
+            ValueError, RuntimeError: see `generate`.
+        """
+        ...
+
+    def poll(self) -> dict[int, Completion]:
+        """Generate a little further, and return the turns that have ended since, by their sequences.
+
+        A turn ends with a stop token or at its limit. A turn of an episode has draws of its own: they depend
+        on the seed, the prompt's key, the member and the number of the turn.
+        """
+        ...
+
+    def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
+        """Begin the next turn of a sequence that was kept: append tokens, then draw up to `max_tokens`.
+
+        Raises:
+            ValueError: the sequence has a turn under way or is not known, a token is outside the vocabulary,
+                or the sequence could become longer than `sampling.max_tokens`.
+        """
+        ...
+
+    def abort(self, sequences: Iterable[int]) -> None:
+        """Forget sequences, whatever they do, and free what they hold. Unknown ones are harmless."""
+        ...
+
     def sleep(self, keep_bytes: int = 0) -> None:
         """Give the memory of the KV cache and of a copy of the weights back. Sleeping twice is harmless.
 
         The engine may keep up to `keep_bytes` of that memory, so that it wakes up faster; the contents are
-        lost in any case. Called while asleep, `sleep` gives back what the engine keeps beyond `keep_bytes`.
+        lost in any case. Sequences stay, and are computed again from their tokens. Called while asleep,
+        `sleep` gives back what the engine keeps beyond `keep_bytes`.
         """
         ...
 
@@ -77,7 +121,8 @@ class RolloutEngine(Protocol):
 class BaseEngine:
     """An engine that is asleep, awake or closed, reads the trainer's own weights and holds no memory.
 
-    A subclass writes `generate`, which begins with `_check`, and overrides the methods that differ.
+    A subclass writes `generate`, which begins with `_check`, and overrides the methods that differ. One whose
+    library completes whole lists of prompts is a `TurnEngine`.
 
     Attributes:
         _max_len: longest prompt + completion in tokens.
@@ -133,10 +178,13 @@ class BaseEngine:
         if self._is_closed:
             raise RuntimeError("The engine is closed and cannot be used again.")
 
+    def _check_awake(self, method: str) -> None:
+        if not self._is_awake:
+            raise RuntimeError(f"The engine is asleep; call wake_up() before {method}().")
+
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
         """Raises RuntimeError if the engine is asleep, ValueError for what `check_requests` refuses."""
-        if not self._is_awake:
-            raise RuntimeError("The engine is asleep; call wake_up() before generate().")
+        self._check_awake("generate")
         check_requests(
             prompts,
             sampling,
@@ -144,3 +192,21 @@ class BaseEngine:
             max_len_reason=self._max_len_reason,
             vocab_size=self._vocab_size,
         )
+
+    def _check_submission(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        open_sampling: SamplingParams | None,
+        *,
+        keep: bool,
+    ) -> None:
+        """Raises as `_check` does, and ValueError if the engine has sequences with other `open_sampling`."""
+        # A sequence that is kept may become as long as the rollout's limit allows.
+        whole = [replace(prompt, max_tokens=None) for prompt in prompts] if keep else []
+        self._check([*prompts, *whole], sampling)
+        if open_sampling not in (None, sampling):
+            raise ValueError(
+                f"The engine still has sequences with {open_sampling}; it was asked for more with "
+                f"{sampling}. Finish or abort those first, or ask for the same."
+            )

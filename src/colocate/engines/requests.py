@@ -69,6 +69,50 @@ def derived_seed(*numbers: int, num_bits: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - num_bits)
 
 
+def turn_key(key: int, turn: int) -> int:
+    """What stands for a prompt's key in the draws of a turn, so that each turn of an episode has its own.
+
+    The first turn (0) has the prompt's key itself.
+    """
+    return key if turn == 0 else derived_seed(key, turn, num_bits=63)
+
+
+def check_extension(
+    name: str, token_ids: Sequence[int], num_tokens: int, limit: int, *, max_tokens: int, vocab_size: int
+) -> None:
+    """Refuse tokens that a sequence cannot be extended by.
+
+    Args:
+        name: names the sequence.
+        num_tokens: tokens that it has after its prompt, drawn and given.
+        limit: tokens that it may draw after `token_ids`.
+        max_tokens: the rollout's limit on all tokens after a prompt.
+
+    Raises:
+        ValueError: a token outside the vocabulary, a limit below 1, or more tokens than `max_tokens`.
+    """
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        raise ValueError(
+            f"{name} was given token ids from {min(token_ids)} to {max(token_ids)}; the model's vocabulary "
+            f"has {vocab_size} tokens."
+        )
+    total = num_tokens + len(token_ids) + limit
+    if limit < 1 or total > max_tokens:
+        raise ValueError(
+            f"{name} has {num_tokens} tokens after its prompt; {len(token_ids)} more and {limit} to draw "
+            f"make {total}, and the rollout's max_tokens={max_tokens} bounds them all. Draw at least 1 token "
+            f"and at most {max_tokens - num_tokens - len(token_ids)}, or raise max_completion_length."
+        )
+
+
+def unextendable(sequence: int) -> ValueError:
+    """The error for an extension of a sequence that has a turn under way, or is not there."""
+    return ValueError(
+        f"Sequence {sequence} cannot be extended: it has a turn under way, or it was aborted, ended or never "
+        "submitted. Extend a sequence submitted with keep=True once `poll` has returned its turn."
+    )
+
+
 def _check_limits(prompt: Prompt, limits: Sequence[int], max_tokens: int) -> None:
     if len(limits) != len(prompt.samples):
         raise ValueError(

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor
 
-from colocate.engines.base import BaseEngine
 from colocate.engines.batching import PADDED, batches, choose_batching
 from colocate.engines.logprob_noise import largest_mean_noise
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.requests import derived_seed
+from colocate.engines.turns import TurnEngine
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
 from colocate.weights.layouts import causal_lm
 
 
-class TransformersEngine(BaseEngine):
+class TransformersEngine(TurnEngine):
     """Generates with `model.generate`, for any causal language model of transformers.
 
     Batches are padded on the left, unless the first rollout finds that the architecture reads the padding

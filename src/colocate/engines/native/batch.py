@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colocate.engines.native.scheduler import Sequence
+from colocate.engines.native.sequences import Sequence
+from colocate.engines.requests import turn_key
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -117,9 +118,9 @@ class DecodeBatch:
             state[:5, index] = (
                 sequence.num_context - 1, 0, num_generated, sequence.sample, sequence.limit
             )  # fmt: skip
-            keys[index] = sequence.group.prompt.key
+            keys[index] = turn_key(sequence.group.prompt.key, sequence.turn)
             if self.seen is not None:
-                seen = torch.tensor([*sequence.prompt, *sequence.token_ids], device=self.device)
+                seen = torch.tensor(sequence.context, device=self.device)
                 self.seen[first + index] = False
                 self.seen[first + index, seen] = True
         self.block_tables[rows] = 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from colocate.engines.base import BaseEngine
@@ -25,7 +25,9 @@ from colocate.engines.native.decoder import Decoder, capacity_for
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
+from colocate.engines.native.submissions import Submissions
 from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank, TensorParallel, joined_groups
+from colocate.engines.requests import check_extension, unextendable
 from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import Layout, layout_for
@@ -122,6 +124,8 @@ class NativeEngine(BaseEngine):
         self._decoder: Decoder | None = None
         self._max_pages: int | None = None
         """Upper limit of the KV cache's pages, set when memory ran out with more pages; None: no limit."""
+        self._submissions = Submissions()
+        self._rollout: Rollout | None = None
         self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
         fuse_parameters(layout, room_for_adapters=self._backend.stacks_adapters)
 
@@ -133,6 +137,10 @@ class NativeEngine(BaseEngine):
     def rollout_weight_bytes(self) -> int:
         return self._weights.num_bytes
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._submissions.ended) or self._submissions.has_active
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         """Complete every prompt. See `RolloutEngine.generate`.
 
@@ -140,31 +148,125 @@ class NativeEngine(BaseEngine):
             ValueError: a request is refused, or one sequence alone would not fit in the KV cache.
         """
         prompts, own = self._parallel.share(prompts, sampling)
-        self._check(prompts, sampling)
-        assert self._model is not None
-        prompts = [prompt for prompt in prompts if len(prompt.samples)]
-        if not prompts:
-            return []
         if self._parallel.num_parts > 1:
             prompts = joined_groups(prompts, sampling.max_tokens)
+        numbers = self._submit(prompts, sampling, keep=False)
+        try:
+            # One agreement for all windows: ranks that decode together then meet only within steps.
+            self._recovery.run(partial(self._parallel.together, self._finish))
+        except BaseException:
+            self.abort(numbers)
+            raise
+        return [self._submissions.ended.pop(number) for number in numbers][own]
+
+    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
+        """Let sequences wait. See `RolloutEngine.submit`.
+
+        The KV cache gets the size that is of use to the sequences which are there when the first `poll`
+        begins, so those that are known are best submitted at once.
+
+        Raises:
+            ValueError: a request is refused, or ranks split the weights: they generate together.
+        """
+        if self._parallel.num_parts > 1:
+            raise ValueError(
+                f"{self._parallel.num_parts} ranks split the weights and decode together, which only "
+                "`generate` can do. Set shard to 1 or 'none' for rollouts of several turns."
+            )
+        return self._submit(prompts, sampling, keep=keep)
+
+    def poll(self) -> dict[int, Completion]:
+        """Launch a window of steps, read the one before, and return the turns that have ended.
+
+        Raises:
+            ValueError: one sequence alone would not fit in the KV cache.
+            RuntimeError: the engine is asleep.
+        """
+        self._check_awake("poll")
+        if self._submissions.has_active:
+            self._recovery.run(self._advance)
+        ended, self._submissions.ended = self._submissions.ended, {}
+        return ended
+
+    def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
+        """Begin the next turn on the pages of the turns before. See `RolloutEngine.extend`."""
+        kept, sampling = self._submissions.sequences.get(sequence), self._submissions.sampling
+        if kept is None or not kept.is_resting or sampling is None:
+            raise unextendable(sequence)
+        check_extension(
+            f"Sequence {sequence}", token_ids, kept.num_context - len(kept.prompt), max_tokens,
+            max_tokens=sampling.max_tokens, vocab_size=self._vocab_size,
+        )  # fmt: skip
+        kept.begin_turn(list(token_ids), max_tokens)
+        if self._rollout is not None:
+            self._rollout.scheduler.wait([kept])
+
+    def abort(self, sequences: Iterable[int]) -> None:
+        """Forget sequences and free their pages. See `RolloutEngine.abort`."""
+        removed = self._submissions.remove(sequences)
+        if self._rollout is not None:
+            self._rollout.drop(removed)
+        self._close_if_done()
+
+    def _submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool) -> list[int]:
+        submissions = self._submissions
+        self._check_submission(prompts, sampling, submissions.sampling, keep=keep)
+        added = submissions.add(prompts, sampling, keep=keep)
+        if self._rollout is not None:
+            if self._rollout.fits(longest_sequence(submissions.prompts(), sampling.max_tokens)):
+                self._rollout.scheduler.wait(added.values())
+            else:
+                self._suspend()
+        return list(added)
+
+    def _finish(self) -> None:
+        while self._submissions.has_active:
+            self._advance()
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        """Generate a little further. What an error loses of a turn is drawn again, with equal tokens."""
+        rollout, self._rollout = self._rollout or self._open_rollout(), None
+        try:
+            rollout.advance()
+        finally:
+            self._submissions.end_turns(self.policy_version)
+        self._rollout = rollout
+        self._close_if_done()
+
+    def _open_rollout(self) -> Rollout:
+        """A rollout in which all sequences that do not rest wait; those that have tokens are recomputed."""
+        submissions, parallel = self._submissions, self._parallel
+        prompts, sampling = submissions.prompts(), submissions.sampling
+        assert self._model is not None and sampling is not None
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
         fuse_parameters(self._layout, room_for_adapters=self._backend.stacks_adapters)
-        rollout = partial(self._generate, prompts, sampling)
-        return self._recovery.run(partial(self._parallel.together, rollout))[own]
-
-    @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
-        parallel, max_tokens = self._parallel, sampling.max_tokens
-        parallel.attempt(partial(self._size_cache, prompts, max_tokens), None)
+        parallel.attempt(partial(self._size_cache, prompts, sampling.max_tokens), None)
         # Free memory may differ from rank to rank; the scheduler must not.
         num_pages = parallel.least(self._num_pages)
-        self._check_pages(num_pages, prompts, max_tokens)
-        decoder = parallel.attempt(partial(self._decoder_for, prompts, max_tokens), None)
+        self._check_pages(num_pages, prompts, sampling.max_tokens)
+        decoder = parallel.attempt(partial(self._decoder_for, prompts, sampling.max_tokens), None)
         if not parallel.least(0 if decoder is None else decoder.num_graphs) and decoder is not None:
             decoder.forget_graphs()  # or one rank would capture a step where another one replays it
         assert decoder is not None, "a rank without a decoder raises before"
-        return Rollout(decoder, prompts, sampling, num_pages=num_pages).run(self.policy_version)
+        rollout = Rollout(decoder, sampling, num_pages=num_pages, finished=submissions.finished)
+        rollout.restart(submissions.sequences.values())
+        return rollout
+
+    def _suspend(self) -> None:
+        """End the rollout, so that the next `poll` opens one in which its sequences are recomputed."""
+        if self._rollout is not None:
+            self._rollout.settle()
+            self._submissions.end_turns(self.policy_version)
+        self._rollout = None
+
+    def _close_if_done(self) -> None:
+        """Let go of the rollout with the last sequence: the next one takes a cache of its own size."""
+        rollout = self._rollout
+        if rollout is not None and not self._submissions.sequences:
+            assert rollout.pool.num_free == rollout.pool.num_pages, "KV pages are still held"
+            self._rollout = None
 
     def _shrink_prefill(self) -> str | None:
         self._decoder = None  # memory may have run out while it was made, and its graphs hold memory
@@ -186,6 +288,7 @@ class NativeEngine(BaseEngine):
 
         The engine keeps the memory for rollout weights first, then that of the KV cache, but no contents.
         """
+        self._suspend()
         self._weights.free(keep_bytes)
         self._cache.free(max(0, keep_bytes - self._weights.num_bytes))
         if not self._backend.captures_graphs:
@@ -214,9 +317,15 @@ class NativeEngine(BaseEngine):
                 )
         self._is_awake = True
 
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Note the version; keys and values of older weights are computed again. See `RolloutEngine`."""
+        self._suspend()
+        super().update_weights(named_tensors, version)
+
     def close(self) -> None:
         """Free the KV cache and let go of the model."""
         super().close()
+        self._suspend()
         self._decoder = self._model = None
         self._cache.close()
         self._weights.close()

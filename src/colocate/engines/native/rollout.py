@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from colocate.engines.native.batch import Window
 from colocate.engines.native.decoder import Decoder
-from colocate.engines.native.pages import PagePool
+from colocate.engines.native.pages import PagePool, pages_for
 from colocate.engines.native.scheduler import Scheduler
-from colocate.engines.native.scheduler import Sequence as RunningSequence
-from colocate.types import Completion, Prompt, SamplingParams
+from colocate.engines.native.sequences import Sequence as RunningSequence
+from colocate.types import SamplingParams
 
 MAX_ROWS_PER_START = 64
 """Sequences that draw their first token together; it bounds the stacked copy of their logits, [64, V]."""
 
 
 class Rollout:
-    """Completes a list of prompts on `num_pages` pages of the decoder's cache.
+    """Draws turns of sequences on `num_pages` pages of the decoder's cache.
 
     The host reads tokens later than the device draws them. It launches a window of steps first and then reads
     the tokens of the window before, so that the device never waits for the host. In return a row whose
     sequence has finished idles until the host has read its last token and removes it.
+
+    Args:
+        finished: where sequences are put whose turn has ended. It outlives the rollout.
     """
 
     def __init__(
-        self, decoder: Decoder, prompts: Sequence[Prompt], sampling: SamplingParams, *, num_pages: int
+        self, decoder: Decoder, sampling: SamplingParams, *, num_pages: int, finished: list[RunningSequence]
     ) -> None:
         cache, self.backend = decoder.cache, decoder.backend
         self.decoder = decoder
@@ -35,37 +38,57 @@ class Rollout:
         self.cache = cache
         self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(
-            prompts,
-            pool=self.pool,
-            page_size=cache.page_size,
-            max_num_seqs=decoder.max_num_seqs,
-            max_tokens=sampling.max_tokens,
+            pool=self.pool, page_size=cache.page_size, max_num_seqs=decoder.max_num_seqs
         )
+        self.finished = finished
         self._stop_token_ids = set(sampling.stop_token_ids)
         self._windows: deque[Window] = deque()
         self._running: list[RunningSequence] = []
         """The scheduler's running sequences at the last launch."""
         decoder.start_rollout(sampling)
 
-    def run(self, policy_version: int) -> list[Completion]:
-        scheduler = self.scheduler
-        while scheduler.has_work:
-            self._admit()
-            num_steps = self._reserve()
-            if num_steps:
-                self._launch(num_steps)
+    def restart(self, sequences: Iterable[RunningSequence]) -> None:
+        """Let all `sequences` but those that rest wait: none of their tokens is in the cache."""
+        sequences = list(sequences)
+        for group in {sequence.group: None for sequence in sequences}:
+            group.forget()
+        for sequence in sequences:
+            sequence.forget()
+            sequence.group.num_unstarted += sequence.is_fresh
+        self.scheduler.wait(sequence for sequence in sequences if not sequence.is_resting)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens`, prompt and all that may follow, can run alone."""
+        num_pages = pages_for(num_tokens - 1, self.cache.page_size)
+        return num_tokens <= self.decoder.max_len and num_pages <= self.pool.num_pages
+
+    def advance(self) -> None:
+        """Start what can start, launch a window of steps and read the one before."""
+        self._admit()
+        num_steps = self._reserve()
+        if num_steps:
+            self._launch(num_steps)
+        else:
+            self._collect(max_in_flight=0)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Read all tokens that were drawn."""
+        self._collect(max_in_flight=0)
+
+    @torch.inference_mode()
+    def drop(self, sequences: Sequence[RunningSequence]) -> None:
+        """Forget sequences, whatever they do."""
+        rows = []
+        for sequence in sequences:
+            sequence.is_over = True
+            if sequence in self.scheduler.running:
+                rows.append(sequence.row)
             else:
-                self._collect(max_in_flight=0)
-        assert self.pool.num_free == self.pool.num_pages, "KV pages are still held after the rollout"
-        return [
-            Completion(
-                token_ids=tuple(sequence.token_ids),
-                logprobs=tuple(sequence.logprobs),
-                finish_reason="stop" if sequence.token_ids[-1] in self._stop_token_ids else "length",
-                policy_version=policy_version,
-            )
-            for sequence in scheduler.sequences
-        ]
+                self.scheduler.drop(sequence)
+        if rows:
+            self.scheduler.finish(rows)
+            self.batch.remove(rows)
 
     def _admit(self) -> None:
         """Start waiting sequences: fill their pages and draw their first tokens."""
@@ -130,14 +153,14 @@ class Rollout:
             window = self._windows.popleft()
             finished: list[RunningSequence] = []
             for sequence, (token_ids, logprobs) in zip(window.sequences, window.read(), strict=True):
-                if not token_ids:
+                if not token_ids or sequence.is_over:
                     continue
                 sequence.token_ids += token_ids
                 sequence.logprobs += logprobs
-                is_stopped = token_ids[-1] in self._stop_token_ids
-                if is_stopped or len(sequence.token_ids) == sequence.limit:
+                if sequence.has_ended(self._stop_token_ids):
                     finished.append(sequence)
             if finished:
                 rows = [sequence.row for sequence in finished]
                 self.scheduler.finish(rows)
                 self.batch.remove(rows)
+                self.finished += finished

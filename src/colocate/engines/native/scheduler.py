@@ -9,6 +9,10 @@ last, which takes the original, because each member writes its first own token t
 youngest running sequence is preempted: it gives its pages back and waits at the head of the queue with the
 tokens that it has, to be recomputed by one prefill. The youngest usually has the fewest tokens to recompute,
 and the oldest always advances, so that every rollout ends.
+
+A sequence that is kept rests after a turn, without a row but with its pages, until it is extended by tokens
+that it has not drawn. Then it waits before those that have not started, and only the new tokens are
+prefilled. Pages of sequences that do not run are taken away last, when one sequence alone lacks pages.
 """
 
 from __future__ import annotations
@@ -18,10 +22,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from colocate.engines.native.pages import PagePool, pages_for
-from colocate.types import Prompt
+from colocate.engines.native.sequences import Group, Sequence
 
 
 @dataclass(frozen=True)
@@ -34,65 +36,6 @@ class Prefill:
     """Leading tokens whose keys and values are already in `pages`."""
     pages: SequenceABC[int]
     """Pages of the whole context, in order."""
-
-
-@dataclass(eq=False)
-class Group:
-    """A prompt and the pages of it that are in the cache."""
-
-    prompt: Prompt
-    num_unstarted: int
-    """Members that have never run."""
-    pages: list[int] = field(default_factory=list)
-    """The pages that the prompt fills; in the cache while `num_holders` > 0."""
-    num_holders: int = 0
-    """Running members, plus one while the group is retained."""
-    is_retained: bool = False
-    """True: the group itself holds the prompt's pages too, for members that have not started."""
-    tail_page: int | None = None
-    """While the group is retained, the page with the prompt's last tokens; None: they fill whole pages."""
-    logits: Tensor | None = None
-    """Logits [V] after the prompt, from which each member draws its first token."""
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One member of a group: waiting or running."""
-
-    group: Group
-    sample: int
-    limit: int
-    """Largest number of completion tokens."""
-    token_ids: list[int] = field(default_factory=list)
-    """The completion's tokens that the host has read so far."""
-    logprobs: list[float] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    row: int = -1
-    """Row in the batch, while the sequence runs."""
-    offset: int = 0
-    """Decode step t of the rollout feeds the token at position `offset` + t, as long as the sequence runs."""
-    logits: Tensor | None = None
-    """Logits [V] after all its tokens, if the sequence was preempted and has been recomputed."""
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return self.group.prompt.token_ids
-
-    @property
-    def next_logits(self) -> Tensor:
-        """Logits [V] from which the sequence draws its first token after it starts or resumes."""
-        logits = self.group.logits if self.logits is None else self.logits
-        assert logits is not None, "a sequence was started before its context was prefilled"
-        return logits
-
-    @property
-    def num_context(self) -> int:
-        return len(self.prompt) + len(self.token_ids)
-
-    @property
-    def end(self) -> int:
-        """Number of positions that are fed to the model at most; the last token drawn is never fed."""
-        return len(self.prompt) + self.limit - 1
 
 
 @dataclass
@@ -109,23 +52,18 @@ class Admission:
 class Scheduler:
     """Continuous batching over `max_num_seqs` rows and a pool of pages; it decides without randomness."""
 
-    def __init__(
-        self, prompts: Iterable[Prompt], *, pool: PagePool, page_size: int, max_num_seqs: int, max_tokens: int
-    ) -> None:
+    def __init__(self, *, pool: PagePool, page_size: int, max_num_seqs: int) -> None:
         self.pool = pool
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.running: list[Sequence] = []
         """Running sequences by row, which is the order in which they started: the last is the youngest."""
-        self.sequences: list[Sequence] = []
-        """All sequences of the rollout, in the order in which completions are returned."""
-        for prompt in prompts:
-            group = Group(prompt, num_unstarted=len(prompt.samples))
-            limits = prompt.limits(max_tokens)
-            self.sequences += [
-                Sequence(group, sample, limit) for sample, limit in zip(prompt.samples, limits, strict=True)
-            ]
-        self._waiting = deque(self.sequences)
+        self._resumed: deque[Sequence] = deque()
+        """Sequences that wait with tokens of their own: preempted ones, then extended ones."""
+        self._fresh: deque[Sequence] = deque()
+        """Sequences that wait to start on their prompts."""
+        self._idle: dict[Sequence, None] = {}
+        """Sequences that have pages and do not run, in the order in which they stopped."""
         self._retained: list[Group] = []
         self._num_steps = 0
         # At step t a running sequence feeds position offset + t, and needs a new page if the page size
@@ -136,7 +74,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self.running)
+        return bool(self._fresh or self._resumed or self.running)
+
+    def wait(self, sequences: Iterable[Sequence]) -> None:
+        """Let sequences that do not run wait for a row, behind those that wait already."""
+        for sequence in sequences:
+            (self._fresh if sequence.is_fresh else self._resumed).append(sequence)
 
     @property
     def max_context_len(self) -> int:
@@ -152,18 +95,18 @@ class Scheduler:
     def admit(self) -> Admission:
         """Start waiting sequences, in order, as long as rows and pages are free.
 
-        If nothing runs and the first waiting sequence finds too few pages, prompts that are only retained
-        give theirs up, so that one sequence always runs.
+        If nothing runs and the first waiting sequence finds too few pages, prompts that are only retained and
+        sequences that rest give theirs up, so that one sequence always runs.
         """
         admission = Admission()
-        while self._waiting and len(self.running) < self.max_num_seqs:
-            sequence = self._waiting[0]
+        while len(self.running) < self.max_num_seqs and (waiting := self._resumed or self._fresh):
+            sequence = waiting[0]
             if not self._try_start(sequence, admission, force=False):
                 if self.running:
                     break
                 started = self._try_start(sequence, admission, force=True)
                 assert started, "a sequence that fits the empty pool could not be started on it"
-            self._waiting.popleft()
+            waiting.popleft()
             sequence.row = len(self.running)
             sequence.offset = sequence.num_context - self._num_steps
             self._by_phase[-sequence.offset % self.page_size][sequence] = None
@@ -194,13 +137,14 @@ class Scheduler:
         preempted = []
         while self.lacks_pages(num_steps):
             if len(self.running) > 1:
-                youngest = self.running[-1]
+                youngest = self.running.pop()
                 self._stop(youngest)
-                del self.running[-1]
-                self._waiting.appendleft(youngest)
+                self._resumed.appendleft(youngest)
                 preempted.append(youngest)
-            else:
+            elif self._retained:
                 self._drop_retained()
+            else:
+                self._take_idle_pages()
         if preempted:
             self._update_max_offset()
         return preempted
@@ -224,14 +168,35 @@ class Scheduler:
         self._num_steps += num_steps
 
     def finish(self, rows: SequenceABC[int]) -> None:
-        """Free the rows and pages of finished sequences; the sequences behind them move up."""
+        """Free the rows of sequences whose turn has ended; the sequences behind them move up.
+
+        Those that are not kept give their pages back, too.
+        """
         for row in rows:
-            self._stop(self.running[row])
+            sequence = self.running[row]
+            if sequence.is_kept and not sequence.is_over:
+                self._rest(sequence)
+            else:
+                self._stop(sequence)
         gone = set(rows)
         self.running = [sequence for row, sequence in enumerate(self.running) if row not in gone]
         for row, sequence in enumerate(self.running):
             sequence.row = row
         self._update_max_offset()
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget a sequence that does not run, and give its pages back."""
+        if sequence.is_fresh:
+            self._fresh.remove(sequence)
+            group = sequence.group
+            group.num_unstarted -= 1
+            if group.is_retained and not group.num_unstarted:
+                self._drop_group(group)
+        elif not sequence.is_resting:
+            self._resumed.remove(sequence)
+        if sequence.pages:
+            del self._idle[sequence]
+            self._release(sequence)
 
     def _growing(self, num_steps: int) -> list[Sequence]:
         """Sequences that begin a new page in the next `num_steps` steps, in the order of these steps."""
@@ -247,13 +212,21 @@ class Scheduler:
         """Give a waiting sequence its pages, and note the prefills and copies that it needs.
 
         Args:
-            force: nothing runs, so the retained prompts of other groups may be dropped for it.
+            force: nothing runs, so the retained prompts of other groups may be dropped for it, and the pages
+                of sequences that do not run may be taken away.
 
         Returns:
-            False, with nothing changed except those prompts, if too few pages are free.
+            False, with nothing changed except those, if too few pages are free.
         """
-        start = self._start_resumed if sequence.token_ids else self._start_fresh
-        return start(sequence, admission, force)
+        if sequence.is_fresh:
+            start = self._start_fresh
+        else:
+            start = self._start_extended if sequence.pages else self._start_resumed
+        while not start(sequence, admission, force):
+            if not force or not self._idle.keys() - {sequence}:
+                return False
+            self._take_idle_pages(sequence)
+        return True
 
     def _has_room(self, num_pages: int) -> bool:
         # One free page per running sequence is held in reserve. Without it the newcomer, as the youngest,
@@ -305,7 +278,7 @@ class Scheduler:
         """
         if force:
             self._drop_retained()
-        group, context = sequence.group, (*sequence.prompt, *sequence.token_ids)
+        group, context = sequence.group, sequence.context
         num_full = len(sequence.prompt) // self.page_size
         is_cached = group.num_holders > 0
         num_pages = pages_for(len(context), self.page_size) - (num_full if is_cached else 0)
@@ -322,6 +295,20 @@ class Scheduler:
         admission.prefills.append((Prefill(context, num_cached, list(sequence.pages)), sequence))
         return True
 
+    def _start_extended(self, sequence: Sequence, admission: Admission, force: bool) -> bool:
+        """Start a sequence on the pages that it has kept, by a prefill of the tokens that are new; see
+        `_try_start`."""
+        if force:
+            self._drop_retained()
+        num_pages = pages_for(sequence.num_context, self.page_size) - len(sequence.pages)
+        if not self._has_room(num_pages):
+            return False
+        sequence.pages += self.pool.allocate(num_pages)
+        del self._idle[sequence]
+        prefill = Prefill(sequence.context, sequence.num_cached, list(sequence.pages))
+        admission.prefills.append((prefill, sequence))
+        return True
+
     def _retain(self, group: Group, admission: Admission) -> None:
         """Bring a prompt's pages into the cache, and let the group itself hold them."""
         prompt = group.prompt.token_ids
@@ -334,9 +321,10 @@ class Scheduler:
         group.tail_page = self.pool.allocate(1)[0] if has_tail else None
         group.is_retained = True
         self._retained.append(group)
-        if has_tail or not is_cached:
+        if has_tail or not is_cached or group.logits is None:
             pages = group.pages + ([] if group.tail_page is None else [group.tail_page])
-            num_cached = num_full * self.page_size if is_cached else 0
+            # Its last token is read in any case, for the logits after it.
+            num_cached = min(num_full * self.page_size, len(prompt) - 1) if is_cached else 0
             admission.prefills.append((Prefill(prompt, num_cached, pages), group))
 
     def _hold(self, group: Group) -> None:
@@ -352,18 +340,41 @@ class Scheduler:
     def _drop_retained(self, keep: Group | None = None) -> None:
         """Give up prompts retained for members that have not started, which will prefill them again."""
         for group in [group for group in self._retained if group is not keep]:
-            self.pool.release(group.pages)
-            if group.tail_page is not None:
-                self.pool.release([group.tail_page])
-                group.tail_page = None
-            group.is_retained = False
-            self._retained.remove(group)
-            self._let_go(group)
+            self._drop_group(group)
+
+    def _drop_group(self, group: Group) -> None:
+        self.pool.release(group.pages)
+        if group.tail_page is not None:
+            self.pool.release([group.tail_page])
+            group.tail_page = None
+        group.is_retained = False
+        self._retained.remove(group)
+        self._let_go(group)
+
+    def _take_idle_pages(self, starting: Sequence | None = None) -> None:
+        """Take its pages from the sequence that has kept them for the shortest time, but not from
+        `starting`. It will be recomputed by a prefill of all its tokens."""
+        youngest = next(sequence for sequence in reversed(self._idle) if sequence is not starting)
+        del self._idle[youngest]
+        self._release(youngest)
 
     def _stop(self, sequence: Sequence) -> None:
         del self._by_phase[-sequence.offset % self.page_size][sequence]
+        self._release(sequence)
+
+    def _rest(self, sequence: Sequence) -> None:
+        del self._by_phase[-sequence.offset % self.page_size][sequence]
+        # The last token drawn was never fed: it has no key and value. Pages beyond were taken for a window.
+        sequence.num_cached = sequence.num_context - 1
+        num_pages = pages_for(sequence.num_cached, self.page_size)
+        self.pool.release(sequence.pages[num_pages:])
+        del sequence.pages[num_pages:]
+        sequence.is_resting = True
+        self._idle[sequence] = None
+
+    def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)
-        sequence.pages = []
+        sequence.pages, sequence.num_cached = [], 0
         self._let_go(sequence.group)
 
     def _update_max_offset(self) -> None:

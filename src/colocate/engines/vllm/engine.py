@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocate.engines.base import BaseEngine
 from colocate.engines.requests import check_no_tensors
+from colocate.engines.turns import TurnEngine
 from colocate.engines.vllm import internals
 from colocate.engines.vllm.arguments import (
     CPU_KV_CACHE_BYTES,
@@ -58,7 +58,7 @@ SMALLEST_TEMPERATURE = 0.01
 """vLLM raises any lower temperature but 0 to this one, so log-probs would be those of another temperature."""
 
 
-class VLLMEngine(BaseEngine):
+class VLLMEngine(TurnEngine):
     """Generates with vLLM in this process, with the weights of `model`.
 
     Completions with equal (seed, prompt key, member) are drawn with equal noise, whatever else is in the

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from packaging.version import Version
 from torch import Tensor, nn
 
-from colocate.engines.base import BaseEngine
+from colocate.engines.turns import TurnEngine
 from colocate.engines.vllm.environment import check_version
 from colocate.engines.vllm.logprobs_mode import MODES, PROCESSED, ReportedLogprobs
 from colocate.engines.vllm_server.client import (
@@ -64,7 +64,7 @@ class ServerPaused(RuntimeError):
 _LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted, KeyRefused)
 
 
-class VLLMServerEngine(BaseEngine):
+class VLLMServerEngine(TurnEngine):
     """Generates on a vLLM server, whose weights it keeps equal to the model's.
 
     The server has memory of its own, so `sleep` gives nothing back and `wake_up` takes nothing.

@@ -1,0 +1,124 @@
+"""`TurnEngine`: sequences of several turns for engines that complete whole lists of prompts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from colocate.engines.base import BaseEngine
+from colocate.engines.requests import check_extension, turn_key, unextendable
+from colocate.types import Completion, Prompt, SamplingParams
+
+
+@dataclass
+class _Turn:
+    """A sequence, and its turn that waits to be drawn or was drawn last."""
+
+    prompt: Prompt
+    sample: int
+    limit: int
+    is_kept: bool
+    number: int = 0
+    tokens: tuple[int, ...] = ()
+    """The tokens after the prompt, drawn and given."""
+    is_resting: bool = False
+
+    def as_prompt(self) -> Prompt:
+        """The request for this turn alone."""
+        return Prompt(
+            (*self.prompt.token_ids, *self.tokens),
+            turn_key(self.prompt.key, self.number),
+            range(self.sample, self.sample + 1),
+            (self.limit,),
+        )
+
+
+@dataclass
+class _Ledger:
+    sampling: SamplingParams | None = None
+    num_submitted: int = 0
+    turns: dict[int, _Turn] = field(default_factory=dict)
+
+
+class TurnEngine(BaseEngine):
+    """An engine whose `generate` completes a list of prompts at a stroke.
+
+    `poll` generates every turn that waits. Nothing of an earlier turn is kept but its tokens: the next turn
+    is a longer prompt. A subclass writes `generate`.
+    """
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Complete every prompt. See `RolloutEngine.generate`."""
+
+    @cached_property
+    def _ledger(self) -> _Ledger:
+        return _Ledger()
+
+    @property
+    def is_busy(self) -> bool:
+        return any(not turn.is_resting for turn in self._ledger.turns.values())
+
+    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
+        """Note the sequences. See `RolloutEngine.submit`."""
+        ledger = self._ledger
+        self._check_submission(prompts, sampling, ledger.sampling if ledger.turns else None, keep=keep)
+        ledger.sampling = sampling
+        first = ledger.num_submitted
+        for prompt in prompts:
+            for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
+                ledger.turns[ledger.num_submitted] = _Turn(prompt, sample, limit, keep)
+                ledger.num_submitted += 1
+        return list(range(first, ledger.num_submitted))
+
+    def poll(self) -> dict[int, Completion]:
+        """Generate all turns that wait. See `RolloutEngine.poll`."""
+        self._check_awake("poll")
+        ledger = self._ledger
+        waiting = {number: turn for number, turn in ledger.turns.items() if not turn.is_resting}
+        if not waiting:
+            return {}
+        assert ledger.sampling is not None
+        completions = self.generate(_requests(list(waiting.values())), ledger.sampling)
+        for (number, turn), completion in zip(waiting.items(), completions, strict=True):
+            turn.tokens += completion.token_ids
+            turn.is_resting = True
+            if not turn.is_kept:
+                del ledger.turns[number]
+        return dict(zip(waiting, completions, strict=True))
+
+    def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
+        """Note the next turn. See `RolloutEngine.extend`."""
+        turn, sampling = self._ledger.turns.get(sequence), self._ledger.sampling
+        if turn is None or not turn.is_resting or sampling is None:
+            raise unextendable(sequence)
+        check_extension(
+            f"Sequence {sequence}", token_ids, len(turn.tokens), max_tokens,
+            max_tokens=sampling.max_tokens, vocab_size=self._vocab_size,
+        )  # fmt: skip
+        turn.tokens += tuple(token_ids)
+        turn.number += 1
+        turn.limit, turn.is_resting = max_tokens, False
+
+    def abort(self, sequences: Iterable[int]) -> None:
+        """Forget sequences. See `RolloutEngine.abort`."""
+        for sequence in sequences:
+            self._ledger.turns.pop(sequence, None)
+
+
+def _requests(turns: Sequence[_Turn]) -> list[Prompt]:
+    """The turns as prompts, in order; neighbours that begin on one prompt stay one request."""
+    requests: list[Prompt] = []
+    last: _Turn | None = None
+    for turn in turns:
+        is_next = last is not None and turn.prompt is last.prompt and turn.sample == last.sample + 1
+        if is_next and not (turn.tokens or last.tokens):  # type: ignore[union-attr]
+            limits = (*requests[-1].limits(0), turn.limit)
+            samples = range(requests[-1].samples.start, turn.sample + 1)
+            requests[-1] = replace(requests[-1], samples=samples, max_tokens=limits)
+        else:
+            requests.append(turn.as_prompt())
+        last = turn
+    return requests

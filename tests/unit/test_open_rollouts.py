@@ -1,0 +1,128 @@
+"""The native engine while sequences come and go: too few pages, lost memory, windows in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from engine_models import make_model, make_prompts
+from engine_pressure import Pressure, Windowed, awake
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from open_episodes import MAX_TOKENS, Script, assert_each_is_as_alone, play, scripts
+
+from colocate.engines.native.decoder import Decoder
+from colocate.engines.native.pages import pages_for
+from colocate.types import Completion, SamplingParams
+
+LONGEST = 11 + MAX_TOKENS
+"""Tokens of the longest episode of `scripts`."""
+
+
+def tight_engine(spare_pages: int, *, page_size: int, max_num_seqs: int, steps_per_look: int):
+    """An engine whose cache holds `spare_pages` more than one sequence needs."""
+    num_pages = pages_for(LONGEST - 1, page_size) + spare_pages
+    engine = awake(
+        make_model("qwen3"),
+        max_num_seqs=max_num_seqs,
+        page_size=page_size,
+        kv_cache_tokens=num_pages * page_size,
+    )
+    engine._backend = Windowed(steps_per_look)
+    return engine
+
+
+def drain(engine) -> dict[int, Completion]:
+    turns = {}
+    while engine.is_busy:
+        turns |= engine.poll()
+    return turns
+
+
+tight_engines = st.builds(
+    tight_engine,
+    st.sampled_from([0, 1, 3, 9, 100]),
+    page_size=st.sampled_from([1, 3, 4, 16]),
+    max_num_seqs=st.integers(1, 6),
+    steps_per_look=st.integers(1, 9),
+)
+
+
+@settings(max_examples=60)
+@given(script=scripts(), engine=tight_engines, temperature=st.sampled_from([0.0, 1.0]))
+def test_without_room_episodes_are_each_as_alone(script, engine, temperature):
+    sampling = SamplingParams(MAX_TOKENS, temperature=temperature, stop_token_ids=(3, 5, 8))
+    assert_each_is_as_alone(engine, script, sampling, logprob_atol=1e-5)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=scripts(), engine=tight_engines, failing_step=st.integers(1, 40))
+def test_memory_that_runs_out_in_a_step_changes_nothing(monkeypatch, script, engine, failing_step):
+    num_steps, step = 0, Decoder.step
+
+    def failing(decoder, *args):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == failing_step:
+            raise torch.OutOfMemoryError("injected")
+        return step(decoder, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "step", failing)
+        assert_each_is_as_alone(engine, script, SamplingParams(MAX_TOKENS), logprob_atol=1e-5)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(script=scripts(), page_size=st.sampled_from([1, 4, 16]))
+def test_with_room_each_token_is_read_once(monkeypatch, script, page_size):
+    """Beside the tokens given, a turn reads the last token of the turn before, which was never fed."""
+    script = Script(script.arrivals, script.extensions, aborts={})
+    with monkeypatch.context() as patch:
+        engine = awake(make_model("qwen3"), page_size=page_size, kv_cache_tokens=4096)
+        engine.generate(make_prompts([11]), SamplingParams(MAX_TOKENS))  # makes room for the longest
+        pressure = Pressure(patch)
+        play(engine, script, SamplingParams(MAX_TOKENS))
+    given_tokens = [len(given) + 1 for turns in script.extensions.values() for given, _ in turns]
+    prompt_tokens = [len(prompt.token_ids) for _, prompt in script.arrivals]
+    assert pressure.num_prefilled_tokens == sum(prompt_tokens) + sum(given_tokens)
+    assert pressure.num_preempted == 0
+
+
+def test_sequences_that_rest_give_their_pages_up_last(monkeypatch):
+    # 10 pages of 4 tokens. A sequence of 12 + 12 tokens ends with 6 pages, which it keeps while it rests; two
+    # that run find 4, and are preempted in turn before it loses any.
+    engine = awake(make_model("qwen3"), max_num_seqs=4, page_size=4, kv_cache_tokens=40)
+    sampling = SamplingParams(24)
+    (prompt,), others = make_prompts([12]), make_prompts([3, 3], seed=1)
+    (resting,) = engine.submit([dataclasses.replace(prompt, max_tokens=(12,))], sampling, keep=True)
+    drain(engine)
+    engine.submit([dataclasses.replace(other, max_tokens=(8,)) for other in others], sampling)
+    pressure = Pressure(monkeypatch)
+    drain(engine)
+    assert pressure.num_preempted == 1
+    before = pressure.num_prefilled_tokens
+    engine.extend(resting, [7, 7], 4)
+    drain(engine)
+    assert pressure.num_prefilled_tokens - before == 2 + 1
+    # One that needs 7 pages alone takes them.
+    engine.submit(make_prompts([4], seed=2), sampling)
+    drain(engine)
+    before = pressure.num_prefilled_tokens
+    engine.extend(resting, [7], 1)
+    drain(engine)
+    assert pressure.num_prefilled_tokens - before == 12 + 12 + 2 + 4 + 1
+    engine.abort([resting])
+
+
+@pytest.mark.parametrize("max_tokens", [1, 30])
+def test_a_prompt_too_long_for_the_open_cache_opens_a_larger_one(max_tokens):
+    engine = awake(make_model("qwen3"), page_size=4)
+    sampling = SamplingParams(max_tokens)
+    short, long = make_prompts([3], 2), make_prompts([60], 2, seed=1)
+    expected = engine.generate(short, sampling) + engine.generate(long, sampling)
+    numbers = engine.submit(short, sampling)
+    turns = engine.poll()
+    numbers += engine.submit(long, sampling)
+    turns |= drain(engine)
+    assert [turns[number].token_ids for number in numbers] == [c.token_ids for c in expected]
