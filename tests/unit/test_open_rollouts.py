@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from open_episodes import MAX_TOKENS, Script, assert_each_is_as_alone, play, scripts
 
 from colocate.engines.native.decoder import Decoder
+from colocate.engines.native.model_runner import CONTEXT_PER_QUERY, packs
 from colocate.engines.native.pages import pages_for
+from colocate.engines.native.scheduler import Prefill
 from colocate.types import Completion, SamplingParams
 
 LONGEST = 11 + MAX_TOKENS
@@ -126,3 +128,17 @@ def test_a_prompt_too_long_for_the_open_cache_opens_a_larger_one(max_tokens):
     numbers += engine.submit(long, sampling)
     turns |= drain(engine)
     assert [turns[number].token_ids for number in numbers] == [c.token_ids for c in expected]
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=20),
+    max_tokens=st.integers(1, 20),
+)
+def test_prefills_are_packed_whole_and_in_order(lengths, max_tokens):
+    items = [Prefill(range(cached + new), cached, []) for cached, new in lengths]
+    pieces = []
+    for pack in packs(items, max_tokens):
+        assert 0 < sum(piece.num_tokens for piece in pack) <= max_tokens
+        assert len(pack) == 1 or sum(piece.stop for piece in pack) <= CONTEXT_PER_QUERY * max_tokens
+        pieces += [(id(piece.item), token) for piece in pack for token in range(piece.start, piece.stop)]
+    assert pieces == [(id(item), t) for item in items for t in range(item.num_cached, len(item.token_ids))]

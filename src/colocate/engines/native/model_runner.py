@@ -18,6 +18,10 @@ from colocate.engines.native.torch_backend import TorchBackend
 from colocate.kernels.definitions import Rotation
 from colocate.weights.layouts import LayerLayout, Layout, WeightPart
 
+CONTEXT_PER_QUERY = 4
+"""Tokens that a prefill's queries see at most for each of `max_prefill_tokens`, unless it reads one sequence.
+The keys and values of 4 x 8,192 tokens take 64 MiB a layer at 8 heads of 128 in bfloat16."""
+
 
 class LayerWeights:
     """One decoder layer's parameters, looked up when this object is made."""
@@ -94,7 +98,7 @@ class ModelRunner:
         Raises:
             torch.OutOfMemoryError: memory ran out, here or on a rank that decodes together with this one.
         """
-        logits = [self._prefill(pieces) for pieces in _packs(items, self.backend.max_prefill_tokens)]
+        logits = [self._prefill(pieces) for pieces in packs(items, self.backend.max_prefill_tokens)]
         return torch.cat(logits)
 
     def decode(self, batch: DecodeBatch, num_rows: int, *, max_context_len: int) -> Tensor:
@@ -181,19 +185,24 @@ class ModelRunner:
         return self.backend.add_rms_norm(x, residual, self._norm, self.layout.rms_norm_eps)[0]
 
 
-def _packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[Piece]]:
-    """The uncached tokens of the items, in order, in packs of `max_tokens`; only the last may have fewer."""
+def packs(items: Sequence[Prefill], max_tokens: int) -> Iterator[list[Piece]]:
+    """The uncached tokens of the items, in order, in packs of up to `max_tokens`.
+
+    The tokens that a pack's queries see are bounded, too, where it has several pieces, because a GPU gathers
+    their keys and values. Turns of long episodes add few tokens each and see many.
+    """
     pack: list[Piece] = []
-    room = max_tokens
+    room, sight = max_tokens, CONTEXT_PER_QUERY * max_tokens
     for item in items:
         start = item.num_cached
         while start < len(item.token_ids):
-            if room == 0:
-                yield pack
-                pack, room = [], max_tokens
             stop = min(len(item.token_ids), start + room)
+            if pack and (room == 0 or stop > sight):
+                yield pack
+                pack, room, sight = [], max_tokens, CONTEXT_PER_QUERY * max_tokens
+                stop = min(len(item.token_ids), start + room)
             pack.append(Piece(item, start, stop))
-            room -= stop - start
+            room, sight = room - (stop - start), sight - stop
             start = stop
     yield pack
 
