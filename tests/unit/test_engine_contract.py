@@ -579,7 +579,7 @@ def test_impossible_extensions_are_refused_with_their_numbers(engine, model):
     for number in (done, 12345):
         with pytest.raises(ValueError, match=f"Sequence {number} cannot be extended"):
             engine.extend(number, [1], 5)
-    with pytest.raises(ValueError, match=r"5 tokens after its prompt; 6 more and 10 to .* at most 9"):
+    with pytest.raises(ValueError, match=r"5 tokens after its prompt of 4; 6 more and 10 to .* at most 9"):
         engine.extend(kept, [1] * 6, 10)
     with pytest.raises(ValueError, match="at least 1 token"):
         engine.extend(kept, [1], 0)
@@ -588,6 +588,20 @@ def test_impossible_extensions_are_refused_with_their_numbers(engine, model):
     engine.extend(kept, [1] * 6, 9)
     assert engine.is_busy
     engine.abort([kept, done, 12345])
+    # All of the context may be used, by an episode whose prompt leaves less than max_tokens.
+    (kept,) = engine.submit(
+        [dataclasses.replace(prompt, max_tokens=(5,)) for prompt in make_prompts([MAX_POSITION - 9])],
+        sampling,
+        keep=True,
+    )
+    while engine.is_busy:
+        engine.poll()
+    with pytest.raises(ValueError, match=r"make 10, and 9 may follow"):
+        engine.extend(kept, [1], 4)
+    engine.extend(kept, [1], 3)
+    while engine.is_busy:
+        engine.poll()
+    engine.abort([kept])
     assert not engine.is_busy
 
 

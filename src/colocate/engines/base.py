@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
-from colocate.engines.requests import check_no_tensors, check_requests
+from colocate.engines.requests import check_no_tensors, check_requests, check_token_ids
 from colocate.memory.timeline import NOTHING_POOLED, PooledBytes
 from colocate.types import Completion, Prompt, SamplingParams
 
@@ -62,7 +61,8 @@ class RolloutEngine(Protocol):
         Args:
             sampling: equal to that of all sequences that the engine still has.
             keep: keep a sequence after a turn, so that it can be extended, until it is aborted. All its
-                tokens after the prompt, drawn and given, are then at most `sampling.max_tokens`.
+                tokens after the prompt, drawn and given, are then at most `sampling.max_tokens`, and within
+                the engine's context with the prompt.
 
         Returns:
             The sequences' numbers.
@@ -194,19 +194,43 @@ class BaseEngine:
         )
 
     def _check_submission(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        open_sampling: SamplingParams | None,
-        *,
-        keep: bool,
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, open_sampling: SamplingParams | None
     ) -> None:
         """Raises as `_check` does, and ValueError if the engine has sequences with other `open_sampling`."""
-        # A sequence that is kept may become as long as the rollout's limit allows.
-        whole = [replace(prompt, max_tokens=None) for prompt in prompts] if keep else []
-        self._check([*prompts, *whole], sampling)
+        self._check(prompts, sampling)
         if open_sampling not in (None, sampling):
             raise ValueError(
                 f"The engine still has sequences with {open_sampling}; it was asked for more with "
                 f"{sampling}. Finish or abort those first, or ask for the same."
+            )
+
+    def _check_extension(
+        self,
+        sequence: int,
+        token_ids: Sequence[int],
+        limit: int,
+        *,
+        num_prompt: int,
+        num_after: int,
+        sampling: SamplingParams,
+    ) -> None:
+        """Refuse tokens by which a sequence cannot be extended.
+
+        Args:
+            limit: tokens that it may draw after `token_ids`.
+            num_prompt: tokens of its prompt.
+            num_after: tokens that it has after its prompt, drawn and given.
+
+        Raises:
+            ValueError: a token outside the vocabulary, a limit below 1, or too many tokens.
+        """
+        check_token_ids(f"Sequence {sequence} was given", token_ids, self._vocab_size)
+        most = min(sampling.max_tokens, self._max_len - num_prompt)
+        total = num_after + len(token_ids) + limit
+        if limit < 1 or total > most:
+            raise ValueError(
+                f"Sequence {sequence} has {num_after} tokens after its prompt of {num_prompt}; "
+                f"{len(token_ids)} more and {limit} to draw make {total}, and {most} may follow it "
+                f"(max_tokens = {sampling.max_tokens}; {self._max_len_reason}). Draw at least 1 token and at "
+                f"most {most - num_after - len(token_ids)}, or raise max_completion_length."
             )

@@ -41,11 +41,7 @@ def check_requests(
             raise ValueError(
                 f"Prompt {prompt.key} is empty; a completion needs at least one token to start from."
             )
-        if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= vocab_size:
-            raise ValueError(
-                f"Prompt {prompt.key} has token ids from {min(prompt.token_ids)} to {max(prompt.token_ids)}; "
-                f"the model's vocabulary has {vocab_size} tokens."
-            )
+        check_token_ids(f"Prompt {prompt.key} has", prompt.token_ids, vocab_size)
         limits = prompt.limits(sampling.max_tokens)
         _check_limits(prompt, limits, sampling.max_tokens)
         max_tokens = max(limits, default=0)
@@ -77,31 +73,12 @@ def turn_key(key: int, turn: int) -> int:
     return key if turn == 0 else derived_seed(key, turn, num_bits=63)
 
 
-def check_extension(
-    name: str, token_ids: Sequence[int], num_tokens: int, limit: int, *, max_tokens: int, vocab_size: int
-) -> None:
-    """Refuse tokens that a sequence cannot be extended by.
-
-    Args:
-        name: names the sequence.
-        num_tokens: tokens that it has after its prompt, drawn and given.
-        limit: tokens that it may draw after `token_ids`.
-        max_tokens: the rollout's limit on all tokens after a prompt.
-
-    Raises:
-        ValueError: a token outside the vocabulary, a limit below 1, or more tokens than `max_tokens`.
-    """
+def check_token_ids(what: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError if a token id is outside the vocabulary; `what` begins the message."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         raise ValueError(
-            f"{name} was given token ids from {min(token_ids)} to {max(token_ids)}; the model's vocabulary "
-            f"has {vocab_size} tokens."
-        )
-    total = num_tokens + len(token_ids) + limit
-    if limit < 1 or total > max_tokens:
-        raise ValueError(
-            f"{name} has {num_tokens} tokens after its prompt; {len(token_ids)} more and {limit} to draw "
-            f"make {total}, and the rollout's max_tokens={max_tokens} bounds them all. Draw at least 1 token "
-            f"and at most {max_tokens - num_tokens - len(token_ids)}, or raise max_completion_length."
+            f"{what} token ids from {min(token_ids)} to {max(token_ids)}; the model's vocabulary has "
+            f"{vocab_size} tokens."
         )
 
 

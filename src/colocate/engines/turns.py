@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from colocate.engines.base import BaseEngine
-from colocate.engines.requests import check_extension, turn_key, unextendable
+from colocate.engines.requests import turn_key, unextendable
 from colocate.types import Completion, Prompt, SamplingParams
 
 
@@ -64,7 +64,7 @@ class TurnEngine(BaseEngine):
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
         """Note the sequences. See `RolloutEngine.submit`."""
         ledger = self._ledger
-        self._check_submission(prompts, sampling, ledger.sampling if ledger.turns else None, keep=keep)
+        self._check_submission(prompts, sampling, ledger.sampling if ledger.turns else None)
         ledger.sampling = sampling
         first = ledger.num_submitted
         for prompt in prompts:
@@ -94,10 +94,14 @@ class TurnEngine(BaseEngine):
         turn, sampling = self._ledger.turns.get(sequence), self._ledger.sampling
         if turn is None or not turn.is_resting or sampling is None:
             raise unextendable(sequence)
-        check_extension(
-            f"Sequence {sequence}", token_ids, len(turn.tokens), max_tokens,
-            max_tokens=sampling.max_tokens, vocab_size=self._vocab_size,
-        )  # fmt: skip
+        self._check_extension(
+            sequence,
+            token_ids,
+            max_tokens,
+            num_prompt=len(turn.prompt.token_ids),
+            num_after=len(turn.tokens),
+            sampling=sampling,
+        )
         turn.tokens += tuple(token_ids)
         turn.number += 1
         turn.limit, turn.is_resting = max_tokens, False

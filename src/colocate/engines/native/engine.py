@@ -27,7 +27,7 @@ from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.submissions import Submissions
 from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank, TensorParallel, joined_groups
-from colocate.engines.requests import check_extension, unextendable
+from colocate.engines.requests import unextendable
 from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import Layout, layout_for
@@ -193,10 +193,15 @@ class NativeEngine(BaseEngine):
         kept, sampling = self._submissions.sequences.get(sequence), self._submissions.sampling
         if kept is None or not kept.is_resting or sampling is None:
             raise unextendable(sequence)
-        check_extension(
-            f"Sequence {sequence}", token_ids, kept.num_context - len(kept.prompt), max_tokens,
-            max_tokens=sampling.max_tokens, vocab_size=self._vocab_size,
-        )  # fmt: skip
+        num_prompt = len(kept.prompt)
+        self._check_extension(
+            sequence,
+            token_ids,
+            max_tokens,
+            num_prompt=num_prompt,
+            num_after=kept.num_context - num_prompt,
+            sampling=sampling,
+        )
         kept.begin_turn(list(token_ids), max_tokens)
         if self._rollout is not None:
             self._rollout.scheduler.wait([kept])
@@ -210,10 +215,10 @@ class NativeEngine(BaseEngine):
 
     def _submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool) -> list[int]:
         submissions = self._submissions
-        self._check_submission(prompts, sampling, submissions.sampling, keep=keep)
+        self._check_submission(prompts, sampling, submissions.sampling)
         added = submissions.add(prompts, sampling, keep=keep)
         if self._rollout is not None:
-            if self._rollout.fits(longest_sequence(submissions.prompts(), sampling.max_tokens)):
+            if self._rollout.fits(longest_sequence(submissions.prompts(self._max_len), sampling.max_tokens)):
                 self._rollout.scheduler.wait(added.values())
             else:
                 self._suspend()
@@ -237,7 +242,7 @@ class NativeEngine(BaseEngine):
     def _open_rollout(self) -> Rollout:
         """A rollout in which all sequences that do not rest wait; those that have tokens are recomputed."""
         submissions, parallel = self._submissions, self._parallel
-        prompts, sampling = submissions.prompts(), submissions.sampling
+        prompts, sampling = submissions.prompts(self._max_len), submissions.sampling
         assert self._model is not None and sampling is not None
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)

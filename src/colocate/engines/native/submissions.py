@@ -55,12 +55,17 @@ class Submissions:
                 removed.append(self.sequences.pop(number))
         return removed
 
-    def prompts(self) -> list[Prompt]:
-        """The groups of all sequences as prompts whose limits are the most tokens that may follow them."""
+    def prompts(self, max_len: int) -> list[Prompt]:
+        """The groups of all sequences as prompts whose limits are the most tokens that may follow them.
+
+        Args:
+            max_len: tokens that the engine's context has.
+        """
         limits: dict[Group, list[int]] = {}
         for sequence in self.sequences.values():
             assert self._sampling is not None
-            limit = self._sampling.max_tokens if sequence.is_kept else sequence.limit
+            most = min(self._sampling.max_tokens, max_len - len(sequence.prompt))
+            limit = most if sequence.is_kept else sequence.limit
             limits.setdefault(sequence.group, []).append(limit)
         return [
             replace(group.prompt, samples=range(len(most)), max_tokens=tuple(most))
