@@ -56,6 +56,10 @@ class EngineCase:
     logprobs_mode: str | None = None
     """vLLM's, which decides with which sampling it has log-probs of the policy; others always have."""
     shares_weights: bool = True
+    ends_one_by_one: bool = True
+    """It returns a turn as soon as that has ended; else all that it was drawing."""
+    is_open: bool = True
+    """Sequences can be submitted and extended; else processes that generate together can do that alone."""
     is_kept: bool = False
     """It takes long to start: one serves all tests, and gets the first weights back before each."""
 
@@ -114,10 +118,14 @@ ENGINES = {
         lambda: make_4bit_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
     ),
     "transformers": EngineCase(
-        lambda: make_model("qwen3"), lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
+        lambda: make_model("qwen3"),
+        lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4),
+        ends_one_by_one=False,
     ),
     "transformers-gpt2": EngineCase(
-        make_gpt2, lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4)
+        make_gpt2,
+        lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4),
+        ends_one_by_one=False,
     ),
 }
 ENGINES_ON_GPU = {
@@ -147,7 +155,9 @@ ENGINES_WITH_VLLM = {
         make_engine=unpacked_vllm_engine,
     ),
     "vllm_server": dataclasses.replace(
-        vllm_case(make_server_model, shares_weights=False), make_engine=make_server_engine
+        vllm_case(make_server_model, shares_weights=False),
+        make_engine=make_server_engine,
+        ends_one_by_one=False,
     ),
 }
 ENGINES_WITH_VLLM_ON_GPU = {
@@ -160,6 +170,7 @@ ENGINES_OVER_PROCESSES = {
     "vllm-tensor-parallel": dataclasses.replace(
         vllm_case(model_of_this_process, shares_weights=False, logprob_atol=5e-3),
         make_engine=tensor_parallel_vllm_engine,
+        is_open=False,
     ),
 }
 
@@ -241,6 +252,15 @@ def publish(engine: RolloutEngine, model: Any, version: int) -> None:
 def engine(asleep) -> RolloutEngine:
     asleep.wake_up()
     return asleep
+
+
+@pytest.fixture
+def open_engine(engine, case) -> RolloutEngine:
+    if not case.is_open:
+        with pytest.raises(ValueError, match="together"):
+            engine.submit(make_prompts([4]), GREEDY)
+        pytest.skip("this engine refuses open rollouts, as was checked")
+    return engine
 
 
 def generate(
@@ -531,78 +551,94 @@ def test_the_whole_context_can_be_used(engine):
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts(), temperature=st.sampled_from([0.0, 1.0]))
-def test_episodes_that_come_and_go_are_each_as_alone(engine, case, script, temperature):
+def test_episodes_that_come_and_go_are_each_as_alone(open_engine, case, script, temperature):
     sampling = SamplingParams(MAX_TOKENS, temperature=temperature, stop_token_ids=(3, 5, 8))
-    assert_each_is_as_alone(engine, script, sampling, logprob_atol=case.logprob_atol)
-    assert not engine.is_busy
+    assert_each_is_as_alone(open_engine, script, sampling, logprob_atol=case.logprob_atol)
+    assert not open_engine.is_busy
 
 
-def test_a_generate_in_between_leaves_open_sequences_alone(engine):
+def test_a_short_turn_does_not_wait_for_a_long_one(open_engine, case):
+    prompts = [
+        dataclasses.replace(p, max_tokens=(n,)) for p, n in zip(make_prompts([5, 5]), (40, 2), strict=True)
+    ]
+    long, short = open_engine.submit(prompts, SamplingParams(40))
+    first: dict[int, Completion] = {}
+    while not first:
+        first = open_engine.poll()
+    assert first.keys() == ({short} if case.ends_one_by_one else {long, short})
+    while open_engine.is_busy:
+        first |= open_engine.poll()
+    assert [len(first[number].token_ids) for number in (long, short)] == [40, 2]
+
+
+def test_a_generate_in_between_leaves_open_sequences_alone(open_engine):
     sampling = SamplingParams(MAX_TOKENS)
     (prompt,), others = make_prompts([6]), make_prompts([4, 9], 2, seed=1)
-    expected, alone = engine.generate([prompt], sampling), engine.generate(others, sampling)
-    (number,) = engine.submit([prompt], sampling)
-    assert [c.token_ids for c in engine.generate(others, sampling)] == [c.token_ids for c in alone]
+    expected, alone = open_engine.generate([prompt], sampling), open_engine.generate(others, sampling)
+    (number,) = open_engine.submit([prompt], sampling)
+    assert [c.token_ids for c in open_engine.generate(others, sampling)] == [c.token_ids for c in alone]
     found = {}
-    while engine.is_busy:
-        found |= engine.poll()
+    while open_engine.is_busy:
+        found |= open_engine.poll()
     assert found.keys() == {number}
     assert found[number].token_ids == expected[0].token_ids
-    assert engine.poll() == {}
+    assert open_engine.poll() == {}
 
 
-def test_open_sequences_outlive_a_sleep(engine, model):
+def test_open_sequences_outlive_a_sleep(open_engine, model):
     sampling = SamplingParams(MAX_TOKENS)
     prompts = make_prompts([6, 3], 2)
-    alone = engine.generate(prompts, sampling)
-    numbers = engine.submit(prompts, sampling)
-    found = engine.poll()
-    engine.sleep()
+    alone = open_engine.generate(prompts, sampling)
+    numbers = open_engine.submit(prompts, sampling)
+    found = open_engine.poll()
+    open_engine.sleep()
     with pytest.raises(RuntimeError, match="asleep"):
-        engine.poll()
-    engine.wake_up()
-    while engine.is_busy:
-        found |= engine.poll()
+        open_engine.poll()
+    open_engine.wake_up()
+    while open_engine.is_busy:
+        found |= open_engine.poll()
     assert [found[number].token_ids for number in numbers] == [c.token_ids for c in alone]
 
 
-def test_impossible_extensions_are_refused_with_their_numbers(engine, model):
+def test_impossible_extensions_are_refused_with_their_numbers(open_engine, model):
     sampling = SamplingParams(20)
     prompts = [dataclasses.replace(prompt, max_tokens=(5,)) for prompt in make_prompts([4, 4])]
-    kept, done = engine.submit(prompts[:1], sampling, keep=True) + engine.submit(prompts[1:], sampling)
+    kept, done = open_engine.submit(prompts[:1], sampling, keep=True) + open_engine.submit(
+        prompts[1:], sampling
+    )
     with pytest.raises(ValueError, match="cannot be extended: it has a turn under way"):
-        engine.extend(kept, [1], 5)
+        open_engine.extend(kept, [1], 5)
     with pytest.raises(ValueError, match="The engine still has sequences"):
-        engine.submit(prompts, SamplingParams(21))
-    while engine.is_busy:
-        engine.poll()
+        open_engine.submit(prompts, SamplingParams(21))
+    while open_engine.is_busy:
+        open_engine.poll()
     for number in (done, 12345):
         with pytest.raises(ValueError, match=f"Sequence {number} cannot be extended"):
-            engine.extend(number, [1], 5)
+            open_engine.extend(number, [1], 5)
     with pytest.raises(ValueError, match=r"5 tokens after its prompt of 4; 6 more and 10 to .* at most 9"):
-        engine.extend(kept, [1] * 6, 10)
+        open_engine.extend(kept, [1] * 6, 10)
     with pytest.raises(ValueError, match="at least 1 token"):
-        engine.extend(kept, [1], 0)
+        open_engine.extend(kept, [1], 0)
     with pytest.raises(ValueError, match=str(model.config.get_text_config().vocab_size)):
-        engine.extend(kept, [10**6], 5)
-    engine.extend(kept, [1] * 6, 9)
-    assert engine.is_busy
-    engine.abort([kept, done, 12345])
+        open_engine.extend(kept, [10**6], 5)
+    open_engine.extend(kept, [1] * 6, 9)
+    assert open_engine.is_busy
+    open_engine.abort([kept, done, 12345])
     # All of the context may be used, by an episode whose prompt leaves less than max_tokens.
-    (kept,) = engine.submit(
+    (kept,) = open_engine.submit(
         [dataclasses.replace(prompt, max_tokens=(5,)) for prompt in make_prompts([MAX_POSITION - 9])],
         sampling,
         keep=True,
     )
-    while engine.is_busy:
-        engine.poll()
+    while open_engine.is_busy:
+        open_engine.poll()
     with pytest.raises(ValueError, match=r"make 10, and 9 may follow"):
-        engine.extend(kept, [1], 4)
-    engine.extend(kept, [1], 3)
-    while engine.is_busy:
-        engine.poll()
-    engine.abort([kept])
-    assert not engine.is_busy
+        open_engine.extend(kept, [1], 4)
+    open_engine.extend(kept, [1], 3)
+    while open_engine.is_busy:
+        open_engine.poll()
+    open_engine.abort([kept])
+    assert not open_engine.is_busy
 
 
 def test_closed_is_closed(engine):

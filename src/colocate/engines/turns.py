@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from colocate.types import Completion, Prompt, SamplingParams
 
 
 @dataclass
-class _Turn:
+class Turn:
     """A sequence, and its turn that waits to be drawn or was drawn last."""
 
     prompt: Prompt
@@ -39,14 +39,14 @@ class _Turn:
 class _Ledger:
     sampling: SamplingParams | None = None
     num_submitted: int = 0
-    turns: dict[int, _Turn] = field(default_factory=dict)
+    turns: dict[int, Turn] = field(default_factory=dict)
 
 
 class TurnEngine(BaseEngine):
     """An engine whose `generate` completes a list of prompts at a stroke.
 
     `poll` generates every turn that waits. Nothing of an earlier turn is kept but its tokens: the next turn
-    is a longer prompt. A subclass writes `generate`.
+    is a longer prompt. A subclass writes `generate`, and `_draw` where turns can end one by one.
     """
 
     @abstractmethod
@@ -69,24 +69,30 @@ class TurnEngine(BaseEngine):
         first = ledger.num_submitted
         for prompt in prompts:
             for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
-                ledger.turns[ledger.num_submitted] = _Turn(prompt, sample, limit, keep)
+                ledger.turns[ledger.num_submitted] = Turn(prompt, sample, limit, keep)
                 ledger.num_submitted += 1
         return list(range(first, ledger.num_submitted))
 
     def poll(self) -> dict[int, Completion]:
-        """Generate all turns that wait. See `RolloutEngine.poll`."""
+        """Generate turns that wait. See `RolloutEngine.poll`."""
         self._check_awake("poll")
         ledger = self._ledger
         waiting = {number: turn for number, turn in ledger.turns.items() if not turn.is_resting}
         if not waiting:
             return {}
         assert ledger.sampling is not None
-        completions = self.generate(_requests(list(waiting.values())), ledger.sampling)
-        for (number, turn), completion in zip(waiting.items(), completions, strict=True):
+        ended = self._draw(waiting, ledger.sampling)
+        for number, completion in ended.items():
+            turn = ledger.turns[number]
             turn.tokens += completion.token_ids
             turn.is_resting = True
             if not turn.is_kept:
                 del ledger.turns[number]
+        return ended
+
+    def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
+        """Draw turns, and return those that have ended: here all, at a stroke."""
+        completions = self.generate(_requests(list(waiting.values())), sampling)
         return dict(zip(waiting, completions, strict=True))
 
     def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
@@ -112,10 +118,10 @@ class TurnEngine(BaseEngine):
             self._ledger.turns.pop(sequence, None)
 
 
-def _requests(turns: Sequence[_Turn]) -> list[Prompt]:
+def _requests(turns: Sequence[Turn]) -> list[Prompt]:
     """The turns as prompts, in order; neighbours that begin on one prompt stay one request."""
     requests: list[Prompt] = []
-    last: _Turn | None = None
+    last: Turn | None = None
     for turn in turns:
         is_next = last is not None and turn.prompt is last.prompt and turn.sample == last.sample + 1
         if is_next and not (turn.tokens or last.tokens):  # type: ignore[union-attr]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colocate.engines.requests import check_no_tensors
-from colocate.engines.turns import TurnEngine
+from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm import internals
 from colocate.engines.vllm.arguments import (
     CPU_KV_CACHE_BYTES,
@@ -44,6 +44,7 @@ from colocate.engines.vllm.arguments import (
 from colocate.engines.vllm.environment import check_installed
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
+from colocate.engines.vllm.open_turns import OpenTurns
 from colocate.engines.vllm.requests import LLMRequest, llm_requests
 from colocate.engines.vllm.shared_weights import WeightSource, forget, num_bytes, start_source, why_not_shared
 from colocate.memory.timeline import NOTHING_POOLED
@@ -145,6 +146,7 @@ class VLLMEngine(TurnEngine):
             model_impl=model_impl,
             trust_remote_code=trust_remote_code,
         )
+        self._open_turns = OpenTurns(self._llm)
         self._note_what_has_started()
         self._say_where_weights_are(weights)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -169,6 +171,7 @@ class VLLMEngine(TurnEngine):
             ValueError: a request of this process or another one of the group is refused, also for a
                 temperature that vLLM would change.
         """
+        self._open_turns.abort()  # whoever runs vLLM's engine to the end gets all that it has finished
         error = None
         try:
             self._check(prompts, sampling)
@@ -177,8 +180,33 @@ class VLLMEngine(TurnEngine):
         requests = [] if error else list(llm_requests(prompts, sampling))
         return self._reported.of(self._group.run(requests, self._generate, error=error), sampling)
 
+    def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
+        """Note the sequences. See `RolloutEngine.submit`.
+
+        Raises:
+            ValueError: a request is refused, or several processes run this engine: they generate together.
+        """
+        if self._group.size > 1:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={self._group.size}: these processes take every step of vLLM "
+                "together, which only `generate` can do. Set it to 1 for rollouts of several turns."
+            )
+        return super().submit(prompts, sampling, keep=keep)
+
+    def abort(self, sequences: Iterable[int]) -> None:
+        """Forget sequences. See `RolloutEngine.abort`."""
+        sequences = list(sequences)
+        self._open_turns.abort(sequences)
+        super().abort(sequences)
+
+    def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
+        with internals.random_states_kept(self._device):
+            ended = self._open_turns.draw(waiting, sampling, self.policy_version)
+        return dict(zip(ended, self._reported.of(list(ended.values()), sampling), strict=True))
+
     def sleep(self, keep_bytes: int = 0) -> None:
         """Give all memory back. `keep_bytes` has no effect, because vLLM cannot give back a part."""
+        self._open_turns.abort()
         if self._is_awake and self._frees_memory:
             # vLLM's sleep drops the KV cache, saves the rest on the host at level 1 and drops it at level 2.
             # With shared weights the rest is a few buffers. A copy of the weights is dropped: it is usually
@@ -222,6 +250,7 @@ class VLLMEngine(TurnEngine):
         """
         if self.shares_weights:
             check_no_tensors(named_tensors)
+        self._open_turns.abort()
         self.policy_version = version
         self._is_stale = True
         if self._is_awake:

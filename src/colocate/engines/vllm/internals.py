@@ -46,6 +46,25 @@ def kv_cache_bytes(llm: Any) -> int:
     return llm.collective_rpc(measure)[0]
 
 
+def add_request(llm: Any, name: str, token_ids: Iterable[int], params: Any) -> None:
+    """Let vLLM's engine schedule a request, whose output `step` returns once it is finished."""
+    from vllm.sampling_params import RequestOutputKind
+
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    llm.llm_engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+
+
+def step(llm: Any) -> list[tuple[str, Any]]:
+    """Let vLLM's engine take one step: the names and completions of the requests that it finishes."""
+    return [(output.request_id, output.outputs[0]) for output in llm.llm_engine.step() if output.finished]
+
+
+def abort_requests(llm: Any, names: list[str]) -> None:
+    """Take requests back from vLLM's engine."""
+    if names:
+        llm.llm_engine.abort_request(names)
+
+
 def counts_freed_weights() -> bool:
     """Whether this vLLM counts weights that were freed while it loaded as memory that it still has.
 
