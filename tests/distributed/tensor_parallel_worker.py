@@ -27,7 +27,6 @@ from colocate.engines.native import all_reduce, capacity
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import ModelRunner
-from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.torch_backend import TorchBackend, product
 from colocate.parallel.mesh import Mesh
 from colocate.types import Completion, Prompt, SamplingParams
@@ -84,17 +83,18 @@ class Recorder:
     def __init__(self) -> None:
         self.drawn: list[Completion] = []
         self.num_prefilled = 0
-        run, prefill = Rollout.run, ModelRunner.prefill
+        finish, prefill = NativeEngine._finish, ModelRunner.prefill
 
-        def recorded(rollout: Rollout, version: int) -> list[Completion]:
-            self.drawn = run(rollout, version)
-            return self.drawn
+        def recorded(engine: NativeEngine) -> None:
+            finish(engine)
+            ended = engine._submissions.ended
+            self.drawn = [ended[number] for number in sorted(ended)]
 
         def counted(runner: ModelRunner, items: Any) -> Any:
             self.num_prefilled += sum(len(item.token_ids) - item.num_cached for item in items)
             return prefill(runner, items)
 
-        Rollout.run, ModelRunner.prefill = recorded, counted  # type: ignore[method-assign]
+        NativeEngine._finish, ModelRunner.prefill = recorded, counted  # type: ignore[method-assign]
 
 
 def plain(completions: Sequence[Completion]) -> list[tuple[Any, ...]]:

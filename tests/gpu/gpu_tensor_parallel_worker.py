@@ -19,7 +19,6 @@ from engine_models import make_lora, make_model, make_prompts
 
 from colocate.engines.native import all_reduce
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.native.rollout import Rollout
 from colocate.parallel.mesh import Mesh
 from colocate.types import Completion, SamplingParams
 from colocate.weights.layouts import WeightPart, layout_for
@@ -57,14 +56,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.drawn: list[tuple[Any, ...]] = []
-        run = Rollout.run
+        finish = NativeEngine._finish
 
-        def recorded(rollout: Rollout, version: int) -> list[Completion]:
-            completions = run(rollout, version)
-            self.drawn = kept(completions)
-            return completions
+        def recorded(engine: NativeEngine) -> None:
+            finish(engine)
+            ended = engine._submissions.ended
+            self.drawn = kept([ended[number] for number in sorted(ended)])
 
-        Rollout.run = recorded  # type: ignore[method-assign]
+        NativeEngine._finish = recorded  # type: ignore[method-assign]
 
 
 def rollouts(name: str, mesh: Mesh, recorder: Recorder) -> dict[str, Any]:

@@ -125,6 +125,7 @@ class Decoder:
         rows = slice(0, num_rows)
         if self._pool is None:
             hidden = self.runner.decode(self.batch, num_rows, max_context_len=max_context_len)
+            self.backend.parallel.least(0)  # raises if memory ran out on a rank, before a token is drawn
             drawn = self.backend.draw(hidden, self.runner.head, self._sampler, self.batch, rows)
             self._record(rows, *drawn)
             return

@@ -228,7 +228,6 @@ class NativeEngine(BaseEngine):
         while self._submissions.has_active:
             self._advance()
 
-    @torch.inference_mode()
     def _advance(self) -> None:
         """Generate a little further. What an error loses of a turn is drawn again, with equal tokens."""
         rollout, self._rollout = self._rollout or self._open_rollout(), None
@@ -241,12 +240,17 @@ class NativeEngine(BaseEngine):
 
     def _open_rollout(self) -> Rollout:
         """A rollout in which all sequences that do not rest wait; those that have tokens are recomputed."""
-        submissions, parallel = self._submissions, self._parallel
-        prompts, sampling = submissions.prompts(self._max_len), submissions.sampling
-        assert self._model is not None and sampling is not None
+        assert self._model is not None
         # Adapters may have come or gone, and `model.to(...)` moves parameters out of their fused storage.
         self._layout = layout_for(self._model)
         fuse_parameters(self._layout, room_for_adapters=self._backend.stacks_adapters)
+        with torch.inference_mode():
+            return self._rollout_of_all()
+
+    def _rollout_of_all(self) -> Rollout:
+        submissions, parallel = self._submissions, self._parallel
+        prompts, sampling = submissions.prompts(self._max_len), submissions.sampling
+        assert sampling is not None
         parallel.attempt(partial(self._size_cache, prompts, sampling.max_tokens), None)
         # Free memory may differ from rank to rank; the scheduler must not.
         num_pages = parallel.least(self._num_pages)

@@ -62,6 +62,7 @@ class Rollout:
         num_pages = pages_for(num_tokens - 1, self.cache.page_size)
         return num_tokens <= self.decoder.max_len and num_pages <= self.pool.num_pages
 
+    @torch.inference_mode()
     def advance(self) -> None:
         """Start what can start, launch a window of steps and read the one before."""
         self._admit()
