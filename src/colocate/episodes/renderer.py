@@ -1,0 +1,226 @@
+"""Between messages and tokens: what a chat template makes of a conversation, and what its model has written.
+
+Sampled tokens are never encoded again. A later turn's context consists of what the engine already has and of
+`Renderer.bridge`: the tokens that the template puts after the assistant's stop token.
+
+    … <|im_start|>assistant ⟨sampled … <|im_end|>⟩ ⟨bridge \\n<|im_start|>user … <|im_start|>assistant⟩
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from colocate.episodes.tool_syntax import message_of, syntax_of
+
+Message = dict[str, Any]
+
+_MARK = "c0loc4te"
+"""Stands for the text of dummy messages: where it is rendered, the text would be."""
+_TOOL = "probe_tool"
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "Text."}}},
+    },
+}
+
+
+class Renderer:
+    """Renders conversations with a tokenizer's chat template, and parses what the model writes.
+
+    Args:
+        chat_template_kwargs: the run's arguments for the template.
+        stop_token_ids: the tokens that end an assistant's turn when they are sampled.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"The tokenizer {tokenizer.name_or_path!r} has no chat template, and turns are messages of a "
+                "chat. Pass a `processing_class` that has one."
+            )
+        self._tokenizer = tokenizer
+        self._kwargs = dict(chat_template_kwargs or {})
+        self.stop_token_ids = tuple(stop_token_ids)
+        self._stops = {str(tokenizer.decode([token])) for token in stop_token_ids}
+        self._syntax = syntax_of(self._try_text([_user(), _call(_TOOL)]) or "")
+        reasoned = self._try_text([_user(), {**_assistant(), "reasoning_content": "r" + _MARK}])
+        self._has_reasoning = "r" + _MARK in (reasoned or "")
+        """Whether the template knows `reasoning_content`."""
+        self._keeps_turns = self._has_reasoning and self._keeps(_tool(_TOOL))
+        """Whether the turn before a tool's message stays as it was sampled, its reasoning too."""
+
+    @property
+    def _name(self) -> str:
+        return repr(self._tokenizer.name_or_path) if self._tokenizer.name_or_path else "this tokenizer"
+
+    def check_tools(self) -> None:
+        """Raises ValueError if the template cannot carry tools: their schemas, calls and answers."""
+        shown = self._try_text([_user()], [_SCHEMA])
+        called = self._try_text([_user(), _call(_TOOL), _tool(_TOOL)], [_SCHEMA])
+        for what, found in (
+            ("the tools' schemas", shown is not None and _TOOL in shown),
+            ("calls of tools", called is not None and called.count(_MARK) >= 2 and _knows_calls(self)),
+            ("what tools have answered", called is not None and called.count(_MARK) >= 3),
+        ):
+            if not found:
+                raise ValueError(
+                    f"The chat template of {self._name} does not carry {what}. Those of "
+                    "Qwen 2.5, 3 and 3.5, Llama 3.1 and 3.2 and Mistral do: pass a `processing_class` with "
+                    "such a template, or set `tokenizer.chat_template`."
+                )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """The token ids of a conversation.
+
+        Raises:
+            ValueError: the template refuses it.
+        """
+        return self._ids(self._text(messages, tools, add_generation_prompt=add_generation_prompt))
+
+    def bridge(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        last_id: int | None = None,
+    ) -> list[int] | None:
+        """The tokens between a sampled assistant's turn and the next one.
+
+        Args:
+            messages: the conversation; the last message is the sampled turn, as `parse` has read it.
+            new_messages: what was said since, by tools or the user.
+            last_id: the last sampled token; None: the one by which the template ends a turn.
+
+        Returns:
+            What closes the sampled turn, the new messages and the next generation prompt. None: the template
+            rewrites what came before, and the conversation must be rendered anew.
+        """
+        are_tools = all(message["role"] == "tool" for message in new_messages)
+        if not (are_tools and self._keeps_turns) and self._is_rewritten(messages, new_messages, tools):
+            return None
+        # Dummy messages: a turn is not always rendered as it was sampled, but what follows it is the same.
+        opening = [_user(), _call(str(new_messages[0].get("name", _TOOL))) if are_tools else _assistant()]
+        turn = self._text(opening, add_generation_prompt=False)
+        whole = self._text([*opening, *new_messages], add_generation_prompt=True)
+        end = turn[turn.rindex(_MARK) + len(_MARK) :]  # what the template puts behind the turn's text
+        start = whole.index(_MARK, whole.index(_MARK) + 1) + len(_MARK) + self._sampled_end(end, last_id)
+        return self._ids_from(whole, start)
+
+    def parse(self, token_ids: Sequence[int]) -> Message:
+        """The assistant message that a sampled turn is, with `content` and, where the model has written them,
+        `reasoning_content` and `tool_calls`. What cannot be read as a call stays plain content."""
+        ids = list(token_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            del ids[-1]
+        return message_of(str(self._tokenizer.decode(ids)), self._syntax, has_reasoning=self._has_reasoning)
+
+    def _sampled_end(self, end: str, last_id: int | None) -> int:
+        """How many characters of `end` the model has sampled: those up to its stop token."""
+        stops = self._stops if last_id is None else {str(self._tokenizer.decode([last_id]))}
+        ends = [end.index(stop) + len(stop) for stop in stops if stop in end]
+        if ends:
+            return min(ends)
+        # A turn cut short, or ended by a token that the template does not use: the template's stop token is
+        # still to come; what closes a call before it, the model has written by itself.
+        stops = {stop for stop in self._tokenizer.all_special_tokens if stop in end}
+        return min((end.index(stop) for stop in stops), default=0)
+
+    def _is_rewritten(
+        self,
+        messages: Sequence[Message],
+        new_messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+    ) -> bool:
+        """Whether the template changes what came before the last turn, or drops a part of that."""
+        before = self._text(messages[:-1], tools, add_generation_prompt=False)
+        after = self._text([*messages, *new_messages], tools, add_generation_prompt=True)
+        written = (str(messages[-1].get(part) or "").strip() for part in ("reasoning_content", "content"))
+        return not after.startswith(before) or any(text not in after[len(before) :] for text in written)
+
+    def _keeps(self, new_message: Message) -> bool:
+        messages: list[Message] = [_user(), {**_call(_TOOL), "reasoning_content": "r" + _MARK}]
+        try:
+            return not self._is_rewritten(messages, [new_message], None)
+        except ValueError:
+            return False
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **self._kwargs,
+                )
+            )
+        except Exception as error:  # templates are programs that refuse what they like, and fail as they like
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(
+                f"The chat template of {self._name} refuses a conversation of {roles}: {error}"
+            ) from error
+
+    def _try_text(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+    ) -> str | None:
+        try:
+            return self._text(messages, tools, add_generation_prompt=False)
+        except ValueError:
+            return None
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _ids_from(self, text: str, start: int) -> list[int]:
+        """The tokens of `text[start:]`, in which a tokenizer that marks a text's beginning marks none."""
+        head, ids = self._ids(text[:start]), self._ids(text)
+        return ids[len(head) :] if ids[: len(head)] == head else self._ids(text[start:])
+
+
+def _knows_calls(renderer: Renderer) -> bool:
+    return renderer._syntax is not None
+
+
+def _user() -> Message:
+    return {"role": "user", "content": _MARK}
+
+
+def _assistant() -> Message:
+    return {"role": "assistant", "content": _MARK}
+
+
+def _call(name: str) -> Message:
+    function = {"name": name, "arguments": {"x": _MARK}}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def _tool(name: str) -> Message:
+    return {"role": "tool", "name": name, "content": _MARK}
