@@ -22,7 +22,7 @@ from transformers import (
 
 from colocate import build
 from colocate.config import GRPOConfig
-from colocate.engines.base import BaseEngine
+from colocate.engines.turns import TurnEngine
 from colocate.trainer import GRPOTrainer
 from colocate.types import Completion, Prompt
 from colocate.weights.shapes import ModelShapes
@@ -186,12 +186,14 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-class StubEngine(BaseEngine):
+class StubEngine(TurnEngine):
     """A rollout engine that completes with what it is told, and knows no log-probs.
 
     Args:
-        complete: (prompt, member of the group) -> token ids.
+        complete: (prompt, member of the group) -> token ids. A later turn's prompt is all that came before.
     """
+
+    _max_len, _max_len_reason, _vocab_size = MAX_POSITION, "it is a stub", 1 << 20
 
     def __init__(self, complete: Callable[[Prompt, int], list[int]]) -> None:
         self._complete = complete

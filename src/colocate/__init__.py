@@ -6,9 +6,10 @@ from colocate.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from colocate.config import GRPOConfig
+    from colocate.experience.rollout_function import generate_rollout_completions
     from colocate.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "generate_rollout_completions"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from colocate.trainer import GRPOTrainer
 
         return GRPOTrainer
+    if name == "generate_rollout_completions":
+        from colocate.experience.rollout_function import generate_rollout_completions
+
+        return generate_rollout_completions
     raise AttributeError(f"module 'colocate' has no attribute {name!r}")

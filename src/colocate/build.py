@@ -19,13 +19,12 @@ from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.checkpoints.best import BestCheckpoint
 from colocate.config import GRPOConfig
 from colocate.data.sampler import PromptBatches
-from colocate.data.splits import EvalDataset, TrainDataset, check_datasets, evaluation_sets
+from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
 from colocate.engines import build as engines
 from colocate.engines.base import RolloutEngine
 from colocate.engines.build import EngineParts, engine_of_auto
 from colocate.experience.agreement import Agreement
 from colocate.experience.judge import Judge
-from colocate.experience.play import Player
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
@@ -40,6 +39,7 @@ from colocate.parallel.watch import watched
 from colocate.planning.planner import Planner, choose_fixed_plan
 from colocate.planning.remedies import find_remedies
 from colocate.planning.run_options import planner_for, wishes_of
+from colocate.playing import PLAIN, Playing, build_player, check_mesh, datasets_of, num_prompts_of
 from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy, check_trainable
@@ -53,7 +53,6 @@ from colocate.run import Run
 from colocate.run_identity import RunIdentity
 from colocate.run_mesh import mesh_of, part_of, splits_state
 from colocate.start_checks import check_ranks
-from colocate.trainer_arguments import check_reward_columns
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm
 from colocate.weights.weight_parts import splits_of
@@ -75,18 +74,19 @@ def build_run(
     optimizers: tuple[Any, Any] = (None, None),
     quantization_config: Any = None,
     peft_config: Any = None,
+    playing: Playing = PLAIN,
 ) -> Run:
     """Load the model and make every part of a run; the arguments are `GRPOTrainer`'s, their types checked.
 
     Raises:
         ValueError: an argument, the dataset or the batch cannot be trained on; the message says what to set.
     """
-    train_dataset, eval_dataset = check_datasets(train_dataset, eval_dataset, args)
-    check_reward_columns(reward_funcs, train_dataset, eval_dataset, args)
+    train_dataset, eval_dataset = datasets_of(train_dataset, eval_dataset, reward_funcs, args, playing)
     accelerator = set_up_process(args)
     check_ranks(args, model, train_dataset, eval_dataset)
     device, has_new_adapter = accelerator.device, peft_config is not None
     mesh = mesh_of(args, accelerator, model, quantization_config, peft_config, optimizers)
+    check_mesh(playing, mesh)
     batches = prompt_batches(train_dataset, args)
     num_steps = steps_of(args, batches.num_batches_per_epoch)
     model, originals = prepare_model(model, args, device, quantization_config, peft_config, part_of(mesh))
@@ -101,15 +101,14 @@ def build_run(
     timeline = build_timeline(device, model, optimizer, engine, journal)
     handover = Handover(engine)
     policy = build_policy(model, args, optimizer, planner, reference, handover, timeline, mesh)
-    rewards = build_rewards(reward_funcs, reward_processing_classes, args, device)
+    rewards = build_rewards(reward_funcs, reward_processing_classes, args, device, playing)
+    requests = build_requests(tokenizer, model, args, train_dataset, eval_dataset, playing)
     entropy = entropy_controller(args)
     return Run(
         args, accelerator, mesh, tokenizer, train_dataset, eval_dataset,
-        batches=batches,
-        requests=build_requests(tokenizer, model, args, train_dataset, eval_dataset),
-        engine=engine,
-        player=Player(engine, sampling),
-        judge=build_judge(rewards, tokenizer, accelerator, journal, args),
+        batches=batches, requests=requests, engine=engine,
+        player=build_player(playing, engine, sampling, requests, args),
+        judge=build_judge(rewards, tokenizer, accelerator, journal, args, playing),
         selector=Selector(policy, args),
         window=TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device),
         policy=policy,
@@ -257,10 +256,9 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
 
 def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:
     """The training prompts in the order of the run."""
-    assert args.generation_batch_size and args.num_generations, "GRPOConfig derives them"
     return PromptBatches(
         dataset,
-        args.generation_batch_size // args.num_generations,
+        num_prompts_of(args),
         shuffle=bool(args.shuffle_dataset),
         seed=args.seed if args.data_seed is None else args.data_seed,
     )
@@ -316,12 +314,26 @@ def entropy_controller(args: GRPOConfig) -> EntropyController:
 
 
 def build_rewards(
-    reward_funcs: Any, tokenizers: Any, args: GRPOConfig, device: torch.device
+    reward_funcs: Any, tokenizers: Any, args: GRPOConfig, device: torch.device, playing: Playing
 ) -> RewardFunctions:
+    """The reward functions of the user, and behind them those of environments, each of which has weight 1.
+
+    Raises:
+        ValueError: there are none; see `RewardFunctions`.
+    """
+    own, weights = playing.reward_functions, args.reward_weights
+    if own:
+        given = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        reward_funcs = [*(func for func in given if func is not None), *own]
+        if isinstance(tokenizers, (list, tuple)):
+            tokenizers = [*tokenizers, *[None] * len(own)]
+        elif tokenizers is not None:
+            tokenizers = [tokenizers, *[None] * len(own)]
+        weights = None if weights is None else [*weights, *[1.0] * len(own)]
     rewards = RewardFunctions(
-        reward_funcs,
+        reward_funcs or [],
         tokenizers,
-        reward_weights=args.reward_weights,
+        reward_weights=weights,
         chat_template_kwargs=args.chat_template_kwargs,
         model_init_kwargs={"trust_remote_code": args.trust_remote_code},
         timeout_s=args.reward_timeout_s,
@@ -363,9 +375,10 @@ def build_requests(
     args: GRPOConfig,
     train_dataset: TrainDataset,
     eval_dataset: EvalDataset | None,
+    playing: Playing,
 ) -> RequestBuilder:
     """The builder of requests from both datasets, whose longest and shortest prompts are checked now."""
-    requests = RequestBuilder(tokenizer, args, context_length(model, args))
+    requests = RequestBuilder(tokenizer, args, context_length(model, args), playing.schemas_of)
     for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
         requests.check_extremes(dataset)
     return requests
@@ -377,6 +390,7 @@ def build_judge(
     accelerator: Accelerator,
     journal: Journal,
     args: GRPOConfig,
+    playing: Playing,
 ) -> Judge:
     return Judge(
         rewards,
@@ -384,6 +398,7 @@ def build_judge(
         accelerator.device,
         advantage_options=args.options_of(AdvantageOptions),
         mask_truncated_completions=args.mask_truncated_completions,
+        has_turns=playing.has_turns,
         trainer_state=lambda: journal.state,
         rank=accelerator.process_index,
     )

@@ -271,6 +271,18 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     longer ends the run with an error that names it. None: no limit. The trainer must be in the main
     thread."""
 
+    # ── Turns ────────────────────────────────────────────────────────────────────────────────────────────
+
+    max_tool_calling_iterations: Annotated[int | None, NOT_NEGATIVE] = None
+    """Turns at most after which the tools that a model calls are run; what it calls in the next one is not.
+    None: no limit but `max_completion_length`, which bounds all tokens after a prompt."""
+    tool_timeout_s: Annotated[float | None, _SECONDS] = None
+    """Seconds that a call of a tool may take; the model then reads an error instead of a result. None: no
+    limit. The trainer must be in the main thread, unless there are `tool_workers`."""
+    tool_workers: Annotated[int, NOT_NEGATIVE] = 0
+    """Threads for tools and environments that are not async. 0: they run in the main thread, one after the
+    other, while the device generates."""
+
     # ── Logging ──────────────────────────────────────────────────────────────────────────────────────────
 
     log_completions: bool = False
@@ -301,7 +313,6 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     ds3_gather_for_generation: bool = True
     pad_to_multiple_of: int | Literal["auto"] | None = "auto"
     cache_implementation: str | None = None
-    max_tool_calling_iterations: int | None = None
     log_multimodal: bool = True
     log_completions_hub_repo: str | None = None
     use_transformers_continuous_batching: bool = False

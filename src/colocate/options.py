@@ -102,7 +102,6 @@ UNNECESSARY: dict[str, str] = {
     "pad_to_multiple_of": "sequences are packed, never padded",
     "use_liger_loss": "log-probabilities are always computed in chunks, never from full logits",
     "log_multimodal": "completions are text",
-    "max_tool_calling_iterations": "only a trainer with tools reads it, and there are none yet",
     "cache_implementation": "the engines keep a KV cache of their own, and none changes a result",
     "use_transformers_continuous_batching": _NATIVE_BATCHING,
     "transformers_continuous_batching_config": _NATIVE_BATCHING,

@@ -16,9 +16,11 @@ from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.engines.base import RolloutEngine
 from colocate.experience.agreement import Agreement
+from colocate.experience.episode_player import EpisodePlayer
 from colocate.experience.judge import Judge
 from colocate.experience.play import Player
 from colocate.experience.requests import RequestBuilder
+from colocate.experience.rollout_function import FunctionPlayer
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
@@ -46,7 +48,7 @@ class Run:
     batches: PromptBatches
     requests: RequestBuilder
     engine: RolloutEngine
-    player: Player
+    player: Player | EpisodePlayer | FunctionPlayer
     judge: Judge
     selector: Selector
     window: TrainingWindow

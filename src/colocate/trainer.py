@@ -20,16 +20,15 @@ from colocate.config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.experience.slices import SliceRows
 from colocate.parallel.watch import watched
+from colocate.playing import playing_of
 from colocate.run_header import header_rows
-from colocate.trainer_arguments import check_arguments, config_or_default, refuse_at_once
+from colocate.trainer_arguments import check_arguments, check_reward_source, config_or_default
 from colocate.trl_names import TRLNames
 from colocate.weights.layouts import causal_lm
 
 
 class GRPOTrainer(TRLNames):
-    """Trains a language model with GRPO and its variants (DeepSeekMath, arXiv 2402.03300).
-
-    The arguments are TRL's; `tools`, `rollout_func` and `environment_factory` are refused by name.
+    """Trains a language model with GRPO and its variants (DeepSeekMath, arXiv 2402.03300); TRL's arguments.
 
     Args:
         model: name or path of a causal language model, a loaded one, or a PEFT model.
@@ -43,6 +42,9 @@ class GRPOTrainer(TRLNames):
         optimizers: an optimizer over the model's parameters and a scheduler, in place of `args`' own.
         quantization_config: passed to `from_pretrained` when `model` is a name.
         peft_config: train an adapter instead of the whole model.
+        tools: functions that the model may call (`colocate.episodes.tools`).
+        rollout_func: a function that plays episodes by itself (`colocate.experience.rollout_function`).
+        environment_factory: makes an environment, or a dict of such (`colocate.episodes.environments`).
 
     Raises:
         TypeError: an argument has a type that the trainer does not take.
@@ -66,9 +68,7 @@ class GRPOTrainer(TRLNames):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        refuse_at_once(
-            reward_funcs, tools=tools, rollout_func=rollout_func, environment_factory=environment_factory
-        )
+        check_reward_source(reward_funcs, environment_factory)
         args = config_or_default(args, model)
         sealed.check_writable(args.run_dir)
         check_arguments(
@@ -95,10 +95,10 @@ class GRPOTrainer(TRLNames):
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
+            playing=playing_of(tools, environment_factory, rollout_func, args, self),
         )
         """The parts of the run; before `train`, `dataclasses.replace` can put another part in."""
-        self.args, self.accelerator, self.model = args, self.run.accelerator, self.run.model
-        self.processing_class = self.run.tokenizer
+        self.args, self.model, self.processing_class = args, self.run.model, self.run.tokenizer
         self.train_dataset, self.eval_dataset = self.run.train_dataset, self.run.eval_dataset
         self.optimizer, self.lr_scheduler = self.policy.optimizer.optimizer, self.policy.optimizer.scheduler
         self._slice_rows = SliceRows(self.run.window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,22 +17,14 @@ from colocate.reporting.trackers import check_installed
 from colocate.rewards.arguments import check_columns
 from colocate.weights.layouts import causal_lm
 
-NOT_SUPPORTED = {
-    "tools": "agents that call tools are not supported yet",
-    "rollout_func": "the rollout comes from an engine; implement colocate.engines.base.RolloutEngine instead",
-    "environment_factory": "environments are not supported yet",
-}
 
-
-def refuse_at_once(reward_funcs: Any, **unsupported: Any) -> None:
-    """Raises ValueError if nothing rewards completions, or for an argument that only TRL's trainer has."""
-    if reward_funcs is None or (isinstance(reward_funcs, (list, tuple)) and not reward_funcs):
+def check_reward_source(reward_funcs: Any, environment_factory: Any) -> None:
+    """Raises ValueError if nothing can reward completions."""
+    is_empty = reward_funcs is None or (isinstance(reward_funcs, (list, tuple)) and not reward_funcs)
+    if is_empty and environment_factory is None:
         raise ValueError(
             "No reward source provided: pass a function, a sequence classifier or its name in `reward_funcs`."
         )
-    for name, value in unsupported.items():
-        if value is not None:
-            raise ValueError(f"GRPOTrainer does not take {name}: {NOT_SUPPORTED[name]}.")
 
 
 def config_or_default(args: Any, model: Any) -> GRPOConfig:
@@ -70,7 +63,7 @@ def check_arguments(
         ImportError: a tracker in `report_to` is not installed.
     """
     _check_model(model)
-    _check_reward_funcs(reward_funcs)
+    _check_reward_funcs([] if reward_funcs is None else reward_funcs)
     check_installed(report_to)
     if train_dataset is not None:
         _check_dataset("train_dataset", train_dataset)
@@ -89,12 +82,24 @@ def check_arguments(
     _check_peft_config(peft_config)
 
 
-def check_reward_columns(reward_funcs: Any, train_dataset: Any, eval_dataset: Any, args: GRPOConfig) -> None:
-    """Raises ValueError if a reward function needs an argument for which a dataset has no column."""
+def check_reward_columns(
+    reward_funcs: Any,
+    train_dataset: Any,
+    eval_dataset: Any,
+    args: GRPOConfig,
+    provided: Collection[str] = (),
+) -> None:
+    """Raises ValueError if a reward function needs an argument for which a dataset has no column, and which
+    is not among the columns `provided` by episodes."""
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     for dataset in (train_dataset, *evaluated):
         if dataset is not None:
-            check_columns(reward_funcs, dataset.column_names, only_prompts=bool(args.remove_unused_columns))
+            check_columns(
+                reward_funcs,
+                dataset.column_names,
+                only_prompts=bool(args.remove_unused_columns),
+                provided=provided,
+            )
 
 
 def _refuse(name: str, value: Any, wanted: str) -> NoReturn:

@@ -122,7 +122,6 @@ class TRLNames:
     """The attributes and methods of `GRPOTrainer` that scripts written for TRL use."""
 
     args: GRPOConfig
-    accelerator: Accelerator
     model: Any
     train_dataset: TrainDataset
     eval_dataset: EvalDataset | None
@@ -219,6 +218,10 @@ class TRLNames:
     def reward_func_names(self) -> list[str]:
         """[F] names under which rewards are logged."""
         return self.run.judge.reward_functions.names
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.run.accelerator
 
     @property
     def reward_weights(self) -> Tensor:

@@ -77,6 +77,7 @@ def tokenize_prompts(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None,
     names: Sequence[str] | None = None,
+    schemas: Sequence[list[dict[str, Any]] | None] | None = None,
 ) -> list[tuple[int, ...]]:
     """The token ids of each row's `prompt`, never padded.
 
@@ -87,6 +88,7 @@ def tokenize_prompts(
         max_prompt_length: Longer prompts keep their last `max_prompt_length` tokens, the generation prompt
             and the end of the question among these.
         names: How errors name the rows; by default by their numbers here.
+        schemas: The JSON schemas of each row's tools, for its chat template; None: it has none.
 
     Raises:
         ValueError: a prompt is empty or neither form, the chat template refuses it, the tokenizer has none
@@ -102,7 +104,8 @@ def tokenize_prompts(
         name = row_name(index) if names is None else names[index]
         _check_prompt(prompt, name)
         if is_conversational(prompt):
-            ids = _apply_chat_template(row, tokenizer, chat_template_kwargs or {}, name)
+            tools = None if schemas is None else schemas[index]
+            ids = _apply_chat_template(row, tokenizer, chat_template_kwargs or {}, name, tools)
         else:
             ids = tokenizer(text=prompt)["input_ids"]
         if not ids:
@@ -119,6 +122,7 @@ def _apply_chat_template(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any],
     name: str,
+    tools: list[Any] | None = None,
 ) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(
@@ -131,6 +135,7 @@ def _apply_chat_template(
     try:
         encoded: Any = tokenizer.apply_chat_template(
             row["prompt"],
+            tools=tools,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=True,

@@ -55,7 +55,9 @@ class Renderer:
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs or {})
         self.stop_token_ids = tuple(stop_token_ids)
-        self._stops = {str(tokenizer.decode([token])) for token in stop_token_ids}
+        self._stops = {
+            self._decoded(token) for token in stop_token_ids if token in tokenizer.added_tokens_decoder
+        }
         self._syntax = syntax_of(self._try_text([_user(), _call(_TOOL)]) or "")
         reasoned = self._try_text([_user(), {**_assistant(), "reasoning_content": "r" + _MARK}])
         self._has_reasoning = "r" + _MARK in (reasoned or "")
@@ -137,14 +139,17 @@ class Renderer:
 
     def _sampled_end(self, end: str, last_id: int | None) -> int:
         """How many characters of `end` the model has sampled: those up to its stop token."""
-        stops = self._stops if last_id is None else {str(self._tokenizer.decode([last_id]))}
+        known = self._tokenizer.added_tokens_decoder  # only such a token stands for the same text everywhere
+        stops = self._stops if last_id is None else {self._decoded(last_id)} if last_id in known else set()
         ends = [end.index(stop) + len(stop) for stop in stops if stop in end]
         if ends:
             return min(ends)
         # A turn cut short, or ended by a token that the template does not use: the template's stop token is
         # still to come; what closes a call before it, the model has written by itself.
-        stops = {stop for stop in self._tokenizer.all_special_tokens if stop in end}
-        return min((end.index(stop) for stop in stops), default=0)
+        return min((end.index(stop) for stop in self._stops if stop in end), default=0)
+
+    def _decoded(self, token_id: int) -> str:
+        return str(self._tokenizer.decode([token_id]))
 
     def _is_rewritten(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,14 +52,20 @@ class RequestBuilder:
 
     Args:
         context_length: tokens that prompt and completion may have together.
+        schemas_of: the JSON schemas of the tools that a row's prompt is to describe; None: there are none.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: RequestOptions, context_length: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: RequestOptions,
+        context_length: int,
+        schemas_of: Callable[[dict[str, Any]], list[dict[str, Any]] | None] = lambda row: None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self._schemas_of = schemas_of
         self._options = options
-        self._context_length = context_length
+        self.context_length = context_length
 
     def training(self, batch: PromptBatch) -> RolloutRequest:
         """This rank's equal share of the batch's completions; a group may span ranks.
@@ -110,6 +116,16 @@ class RequestBuilder:
         extremes = sorted({*by_length[:16], *by_length[-16:]})
         self._tokenize([dataset[row] for row in extremes], [row_name(row) for row in extremes])
 
+    def tokenize(self, rows: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+        """The prompt tokens of rows.
+
+        Raises:
+            ValueError: a prompt cannot be tokenized, or leaves no room for `max_completion_length`.
+        """
+        return self._tokenize(
+            rows, [f"Prompt {number} of the rollout (from 0)" for number in range(len(rows))]
+        )
+
     def _request(
         self,
         rows: list[dict[str, Any]],
@@ -127,11 +143,12 @@ class RequestBuilder:
         options = self._options
         token_ids = tokenize_prompts(
             rows,
-            self._tokenizer,
+            self.tokenizer,
             chat_template_kwargs=options.chat_template_kwargs,
             max_prompt_length=options.max_prompt_length,
             names=names,
+            schemas=[self._schemas_of(row) for row in rows],
         )
         for ids in token_ids:
-            check_context_length(len(ids), options.max_completion_length, self._context_length)
+            check_context_length(len(ids), options.max_completion_length, self.context_length)
         return token_ids

@@ -64,20 +64,27 @@ _ALWAYS_GIVEN = frozenset(
 )
 
 
-def check_columns(reward_funcs: Any, columns: Collection[str] | None, *, only_prompts: bool = False) -> None:
+def check_columns(
+    reward_funcs: Any,
+    columns: Collection[str] | None,
+    *,
+    only_prompts: bool = False,
+    provided: Collection[str] = (),
+) -> None:
     """Refuse a reward function that needs an argument which neither the trainer nor the dataset provides.
 
     Args:
         reward_funcs: one reward function or several; reward models need no arguments and are skipped.
         columns: the dataset's columns; None for a stream that does not know them.
         only_prompts: whether `remove_unused_columns` has dropped all columns but `prompt`.
+        provided: names of columns that the episodes have besides.
 
     Raises:
         ValueError: an argument has no column; the message has its name and the columns that there are.
     """
     if columns is None:
         return
-    given = _ALWAYS_GIVEN | (set(columns) - set(REPLACED_COLUMNS))
+    given = _ALWAYS_GIVEN | set(provided) | (set(columns) - set(REPLACED_COLUMNS))
     for func in reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]:
         missing = [name for name in _required_arguments(func) if name not in given]
         if missing:

@@ -1,0 +1,197 @@
+"""What a run's episodes are played with: tools, environments, a function of the user's, or none of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+
+from colocate.config import GRPOConfig
+from colocate.data.splits import EvalDataset, TrainDataset, check_datasets
+from colocate.engines.base import RolloutEngine
+from colocate.episodes.environments import EMPTY_PROMPT, EnvironmentPool
+from colocate.episodes.renderer import Renderer
+from colocate.episodes.tool_runner import ToolRunner
+from colocate.episodes.tools import Toolbox
+from colocate.experience.episode_player import EpisodePlayer
+from colocate.experience.play import Player
+from colocate.experience.requests import RequestBuilder
+from colocate.experience.rollout_function import FunctionPlayer, RolloutFunc
+from colocate.parallel.mesh import Mesh
+from colocate.trainer_arguments import check_reward_columns
+from colocate.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Playing:
+    """`GRPOTrainer`'s arguments `tools`, `environment_factory` and `rollout_func`, checked."""
+
+    toolbox: Toolbox = field(default_factory=Toolbox)
+    environments: EnvironmentPool | None = None
+    rollout_func: RolloutFunc | None = None
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether episodes may have several turns, and given tokens in them."""
+        return bool(self.toolbox) or self.environments is not None or self.rollout_func is not None
+
+    @property
+    def reward_functions(self) -> list[Callable[..., Any]]:
+        """The environments' own."""
+        return [] if self.environments is None else self.environments.reward_functions
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What reward functions get beside the dataset's columns."""
+        return () if self.environments is None else ("environments",)
+
+    def toolboxes(self) -> list[Toolbox]:
+        """All toolboxes that episodes may have."""
+        return [self.toolbox] if self.environments is None else list(self.environments.toolboxes.values())
+
+    def schemas_of(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The schemas of the tools of a row's episodes; None: it has no tools."""
+        toolbox: Toolbox | None = self.toolbox
+        if self.environments is not None:
+            boxes = self.environments.toolboxes
+            toolbox = boxes[None] if None in boxes else boxes.get(row.get("environment"))
+        return toolbox.schemas or None if toolbox else None
+
+
+PLAIN = Playing()
+"""Episodes of a single turn."""
+
+
+def playing_of(
+    tools: Sequence[Callable[..., Any]] | None,
+    environment_factory: Any,
+    rollout_func: Callable[[list[Any], Any], dict[str, Any]] | None,
+    args: GRPOConfig,
+    trainer: Any,
+) -> Playing:
+    """Look at the tools and construct the first environments.
+
+    Args:
+        trainer: what `rollout_func` gets as its second argument.
+
+    Raises:
+        ValueError: a tool or an environment that cannot be used, or `rollout_func` beside either.
+    """
+    if rollout_func is not None and (tools or environment_factory is not None):
+        raise ValueError(
+            "rollout_func plays whole episodes itself, so `tools` and `environment_factory` would have no "
+            "effect. Pass either it or them."
+        )
+    if rollout_func is not None and not callable(rollout_func):
+        raise ValueError(f"rollout_func={rollout_func!r:.100} cannot be called.")
+    toolbox = Toolbox(tools or ())
+    environments = None
+    if environment_factory is not None:
+        environments = EnvironmentPool(environment_factory, tools or (), args.tool_workers)
+    if rollout_func is None:
+        return Playing(toolbox, environments, None)
+    return Playing(toolbox, environments, lambda prompts: rollout_func(prompts, trainer))
+
+
+def check_mesh(playing: Playing, mesh: Mesh) -> None:
+    """Raises ValueError if ranks are to decode together, and episodes have turns, which end on each rank at
+    times of their own."""
+    if playing.has_turns and playing.rollout_func is None and mesh.num_weight_parts > 1:
+        raise ValueError(
+            f"The weights are split over {mesh.num_weight_parts} processes, which decode together, but not "
+            "while tools answer at different times on each. Set shard=1: every process has all weights then, "
+            "and a part of the optimizer's state."
+        )
+
+
+def datasets_of(
+    train_dataset: TrainDataset | None,
+    eval_dataset: EvalDataset | None,
+    reward_funcs: Any,
+    args: GRPOConfig,
+    playing: Playing,
+) -> tuple[TrainDataset, EvalDataset | None]:
+    """The datasets with the columns that reward functions are to see, and with prompts where environments
+    provide these.
+
+    Raises:
+        ValueError: see `check_datasets`; or a reward function needs a column that there is not.
+    """
+    train_dataset = with_prompts(train_dataset, playing, num_prompts_of(args))
+    train_dataset, eval_dataset = check_datasets(train_dataset, eval_dataset, args)
+    if playing.rollout_func is None:  # which may return any column
+        check_reward_columns(reward_funcs, train_dataset, eval_dataset, args, playing.columns)
+    return train_dataset, eval_dataset
+
+
+def num_prompts_of(args: GRPOConfig) -> int:
+    """The unique prompts of a generation batch."""
+    assert args.generation_batch_size and args.num_generations, "GRPOConfig derives them"
+    return args.generation_batch_size // args.num_generations
+
+
+def with_prompts(dataset: TrainDataset | None, playing: Playing, num_prompts: int) -> TrainDataset | None:
+    """The dataset with an empty message as each prompt, where environments provide the prompts.
+
+    Args:
+        num_prompts: rows of the dataset if there is none at all, as where an environment has the data.
+    """
+    if playing.environments is None:
+        return dataset
+    if dataset is None:
+        return datasets.Dataset.from_list([{"prompt": EMPTY_PROMPT}] * num_prompts)
+    if not hasattr(dataset, "column_names") or "prompt" in (dataset.column_names or ["prompt"]):
+        return dataset
+    return dataset.map(lambda row: {"prompt": EMPTY_PROMPT})
+
+
+def build_player(
+    playing: Playing,
+    engine: RolloutEngine,
+    sampling: SamplingParams,
+    requests: RequestBuilder,
+    args: GRPOConfig,
+) -> Player | EpisodePlayer | FunctionPlayer:
+    """The player that a run needs.
+
+    Raises:
+        ValueError: the chat template cannot carry tools, or no completion has room for a call.
+    """
+    if playing.rollout_func is not None:
+        return FunctionPlayer(engine, sampling, playing.rollout_func, requests.tokenizer)
+    if not playing.has_turns:
+        return Player(engine, sampling)
+    renderer = Renderer(requests.tokenizer, args.chat_template_kwargs, sampling.stop_token_ids)
+    if any(playing.toolboxes()):
+        renderer.check_tools()
+        check_room(playing, requests, sampling)
+    return EpisodePlayer(
+        engine,
+        sampling,
+        renderer,
+        ToolRunner(args.tool_timeout_s, args.tool_workers),
+        tokenize=requests.tokenize,
+        toolbox=playing.toolbox,
+        environments=playing.environments,
+        max_tool_calling_iterations=args.max_tool_calling_iterations,
+        context_length=requests.context_length,
+    )
+
+
+def check_room(playing: Playing, requests: RequestBuilder, sampling: SamplingParams) -> None:
+    """Raises ValueError if no call of any tool fits into a completion."""
+    sizes = {
+        name: len(requests.tokenizer(json.dumps({"name": name, "arguments": {}}))["input_ids"])
+        for toolbox in playing.toolboxes()
+        for name in toolbox.names
+    }
+    name, size = min(sizes.items(), key=lambda item: item[1])
+    if size > sampling.max_tokens:
+        raise ValueError(
+            f"max_completion_length={sampling.max_tokens} bounds all tokens after a prompt, calls of tools "
+            f"and what these answer among them, but the shortest call, of {name!r} without arguments, "
+            f"takes {size} already. Raise max_completion_length."
+        )
