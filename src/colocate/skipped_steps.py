@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 
-import torch
+from torch import Tensor
 
 from colocate.checkpoints.finite import check_finite_weights
 from colocate.policy.policy import UpdateResult
@@ -29,10 +29,11 @@ def keep_skipped_step(run: Run, samples: list[Sample], update: UpdateResult) -> 
     decode = run.tokenizer.decode
     with file.open("w") as stream:
         for sample, logprobs in zip(samples, update.logprobs, strict=True):
+            advantage = sample.advantage
             record = {
                 "prompt": decode(sample.prompt_ids),
                 "completion": decode(sample.completion_ids),
-                "advantage": torch.as_tensor(sample.advantage).tolist(),
+                "advantage": advantage.tolist() if isinstance(advantage, Tensor) else advantage,
                 "is_finite": bool(logprobs.isfinite().all()),
             }
             stream.write(json.dumps(record) + "\n")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerState
@@ -261,7 +262,10 @@ class Judge:
 
     def _sample(self, entry: _Entry, row: Row, advantage: float | list[float]) -> Sample:
         device, prompt, logprobs = self._device, entry.prompt, row.logprobs
-        mask = torch.tensor(row.is_sampled, dtype=torch.float32, device=device)
+        # By way of bytes, which takes a tenth of the time: there are millions of tokens.
+        mask = torch.tensor(
+            np.frombuffer(bytearray(row.is_sampled), dtype=bool), dtype=torch.float32, device=device
+        )
         if self._mask_truncated and entry.episode.is_truncated:
             mask = torch.zeros_like(mask)
         return Sample(
