@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_trl_loss import EOS, MAX_COMPLETION_LENGTH, VOCAB, TRLReference, assert_same, our_params, tiny_model
+from test_trl_loss import EOS, MAX_COMPLETION_LENGTH, VOCAB, TRLReference, our_params, tiny_model
 from torch import Tensor
 from transformers import TrainingArguments
 
@@ -185,7 +185,11 @@ def our_update(reference: TRLTurns, members: list[list[Sample]], case: str, loss
     return update.loss, torch.cat(parts), update.metrics.compute()
 
 
-FEW = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=4,
+    phases=[Phase.reuse, Phase.generate],  # shrinking takes minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -234,9 +238,12 @@ def test_turns_train_as_in_trl(
     if "num_iterations" in OPTIONS[case]:
         reference.update_policy()
     reference.trainer._metrics["train"].clear()
-    expected = reference.loss(batch)
+    expected_loss, expected_gradient = reference.loss(batch)
     loss, gradient, metrics = our_update(reference, members, case, loss_type, level)
-    assert_same(loss, gradient, expected)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+    # Episodes in which much cancels have small gradients; they are sums of entries as large as the largest.
+    largest = expected_gradient.abs().max().item()
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7 + 1e-5 * largest)
     for name, (value,) in reference.trainer._metrics["train"].items():
         if name in metrics and name != "entropy_coef":
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_episodes import PROMPT, context_of, episodes
 from test_policy import TEMPERATURE, VOCAB, make_model, make_policy
@@ -72,7 +72,7 @@ def gradient_by_calls(model, played: list[Episode], loss_type: str) -> list[torc
 
 
 @pytest.mark.parametrize("loss_type", NORMALISERS)
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, phases=[Phase.reuse, Phase.generate])  # shrinking takes minutes
 @given(
     played=st.lists(episodes().map(in_vocabulary), min_size=2, max_size=3),
     turn_rewards=st.lists(st.dictionaries(st.integers(0, 7), st.integers(-3, 3)), min_size=3, max_size=3),
