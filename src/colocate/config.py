@@ -63,6 +63,7 @@ SHARD_CHOICES: tuple[Any, ...] = ("auto", "none", 1, 2, 4, 8)
 _Record = TypeVar("_Record", AdvantageOptions, ObjectiveParams)
 
 _TOP_K = Requirement("must be 0 or -1 (all tokens) or positive", lambda v: v >= -1)
+_THREADS = Requirement("must be 0 to 1,024 threads", lambda v: 0 <= v <= 1024)
 _SECONDS = Requirement("must be greater than 0 and at most 1e9 seconds", lambda v: 0 < v <= 1e9)
 _TIMEOUT = Requirement("must be greater than 0 and less than 2**31 seconds", lambda v: 0 < v < 2**31)
 
@@ -279,7 +280,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     tool_timeout_s: Annotated[float | None, _SECONDS] = None
     """Seconds that a call of a tool may take; the model then reads an error instead of a result. None: no
     limit. The trainer must be in the main thread, unless there are `tool_workers`."""
-    tool_workers: Annotated[int, NOT_NEGATIVE] = 0
+    tool_workers: Annotated[int, _THREADS] = 0
     """Threads for tools and environments that are not async. 0: they run in the main thread, one after the
     other, while the device generates."""
 

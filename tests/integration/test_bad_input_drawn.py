@@ -73,7 +73,8 @@ for names, domain in (
     ("num_generations", whole(2)),
     ("max_steps", whole(-1)),  # -1, and as transformers has it 0, leave it to num_train_epochs
     ("save_total_limit", whole(-(2**63))),  # transformers: 0 and below keep all
-    ("num_completions_to_print data_seed", whole(0)),
+    ("num_completions_to_print data_seed max_tool_calling_iterations", whole(0)),
+    ("tool_workers", whole(0, 1025)),
     ("top_k", whole(-1)),  # transformers: 0 keeps all; vLLM: -1
     ("seed", whole(0, 2**32)),
     ("vllm_server_port vllm_group_port", whole(1, 65536)),
@@ -84,7 +85,7 @@ for names, domain in (
     ("num_train_epochs temperature repetition_penalty adam_epsilon vllm_server_timeout", real(0, above=True)),
     ("sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg", real(0, above=True)),
     ("off_policy_mask_threshold", real(0, above=True)),
-    ("reward_timeout_s", real(0, 1e9, above=True, below=False)),
+    ("reward_timeout_s tool_timeout_s", real(0, 1e9, above=True, below=False)),
     ("adam_beta1 adam_beta2 warmup_ratio", real(0, 1)),
     ("warmup_steps", lambda v: v == 0 or steps(v)),
     ("logging_steps eval_steps save_steps", steps),
