@@ -357,6 +357,10 @@ class TRLNames:
                 tags=tags,
             )
 
+    def end(self) -> None:
+        """Finish the trackers and leave the group of processes: the last call of a script."""
+        self.accelerator.end_training()
+
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         self.journal.handler.add_callback(callback)
 

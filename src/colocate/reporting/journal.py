@@ -198,6 +198,9 @@ class Journal:
             self._run_log.describe(redacted(description))
         self._last_logged_step = self.state.global_step
         self._started_s = time.monotonic()
+        for callback in self.handler.callbacks:
+            if hasattr(callback, "progress"):  # one that draws, too
+                callback.progress = self.progress
         self.event("on_train_begin")
 
     def say(self, text: str) -> None:

@@ -105,6 +105,11 @@ class Progress:
         """The console to print through while the panel is shown: the output then scrolls by above it."""
         return self._console
 
+    @property
+    def has_display(self) -> bool:
+        """Whether the run is shown in a panel or a notebook's table, and not as plain lines."""
+        return self._live is not None or self._table is not None
+
     def say(self, text: str) -> None:
         """Print a text about the run, above the panel if there is one."""
         if self._shows:
