@@ -926,6 +926,15 @@ def test_title_and_note_never_overlap(width):
         assert aside.get("y") == head.get("y") if free > 20 else aside.get("y") > head.get("y")
 
 
+def test_options_that_json_has_no_form_for_are_written_as_text(tmp_path):
+    kwargs = {"dtype": torch.bfloat16, "max_memory": {0: (torch.float16, 1)}}
+    options = provenance(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=kwargs))[
+        "options"
+    ]
+    expected = {"dtype": "torch.bfloat16", "max_memory": {"0": ["torch.float16", 1]}}
+    assert json.loads(json.dumps(options))["model_init_kwargs"] == expected
+
+
 def test_report_shows_command_commit_and_options_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "sys.orig_argv", ["/env/bin/python", "/env/bin/colocate", "train", "run.yaml", "--hub_token", "hf_x"]

@@ -62,7 +62,7 @@ def changed_options(options: Any) -> dict[str, Any]:
     changed = {}
     for field in dataclasses.fields(options):
         value = _plain(getattr(options, field.name))
-        if not isinstance(value, str | int | float | list | dict | None):
+        if not isinstance(value, _JSON):
             continue
         if field.default is not dataclasses.MISSING:
             default = field.default
@@ -75,12 +75,21 @@ def changed_options(options: Any) -> dict[str, Any]:
     return changed
 
 
+_JSON = str | int | float | list | dict | None
+
+
 def _plain(value: Any) -> Any:
-    """`value` with every enumeration's member replaced by its value, and tuples by lists."""
+    """`value` with every enumeration's member replaced by its value, and tuples by lists. What JSON has no
+    form for is replaced by its text in dicts and lists, such as a `torch.dtype` in `model_init_kwargs`."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _item(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_item(item) for item in value]
     return value
+
+
+def _item(value: Any) -> Any:
+    value = _plain(value)
+    return value if isinstance(value, _JSON) else str(value)
