@@ -78,12 +78,12 @@ class TrlParser(HfArgumentParser):
         values = {} if path is None else _read(path)
         _set_environment(values.pop("env", {}), path)
         from_file = self.set_defaults_with_config(**values)
-        if from_file and fail_with_unknown_args and not return_remaining_strings:
-            raise ValueError(self._unknown(path, values))
         outputs = self.parse_args_into_dataclasses(
             args=arguments, return_remaining_strings=return_remaining_strings
         )
         if not return_remaining_strings:
+            if from_file and fail_with_unknown_args:
+                raise ValueError(self._unknown(path, values))
             return outputs
         *records, remaining = outputs
         if separate_remaining_strings:
