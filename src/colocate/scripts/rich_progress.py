@@ -37,7 +37,9 @@ class RichProgressCallback(TrainerCallback):
             return
         console = Console() if self.progress is None else self.progress.console
         self._bar = Bar(console=console)
-        self._task: TaskID = self._bar.add_task("[blue]Training  ", total=state.max_steps)
+        self._task: TaskID = self._bar.add_task(
+            "[blue]Training  ", total=state.max_steps, completed=state.global_step
+        )
         self._status = Status("Nothing to log yet ...", console=console)
         self._live = Live(Panel(Group(self._bar, self._status)), console=console)
         self._live.start()
