@@ -246,7 +246,7 @@ def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> Sampli
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
         top_k=max(args.top_k or 0, 0),
-        top_p=args.top_p,
+        top_p=1.0 if args.top_p is None else args.top_p,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
         stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *stop_token_ids_of(args.generation_kwargs)))),

@@ -184,8 +184,9 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     # Log-probabilities divide by the temperature: at 0 the policy would be a point mass without gradient.
     temperature: Annotated[float, POSITIVE] = 1.0
     """What the logits are divided by, both when completions are sampled and when they are trained on."""
-    top_p: Annotated[float, SHARE] = 1.0
-    """Sample only from the smallest set of tokens whose probabilities add up to this; 1 samples from all."""
+    top_p: Annotated[float | None, SHARE] = 1.0
+    """Sample only from the smallest set of tokens whose probabilities add up to this; 1 and None sample from
+    all."""
     top_k: Annotated[int | None, _TOP_K] = 0
     """Sample only from this many most likely tokens; 0, -1 (as in vLLM) and None sample from all."""
     min_p: Annotated[float | None, FRACTION] = None

@@ -260,8 +260,10 @@ def test_values_out_of_range(name, value, make):
         make(**{name: value})
 
 
-@pytest.mark.parametrize("options", [{"top_k": -1}, {"top_k": None}, {"generation_kwargs": {"top_k": -1}}])
-def test_no_top_k_in_every_dialect_keeps_all(options, make):
+@pytest.mark.parametrize(
+    "options", [{"top_k": -1}, {"top_k": None}, {"generation_kwargs": {"top_k": -1}}, {"top_p": None}]
+)
+def test_no_filter_in_every_dialect_keeps_all(options, make):
     assert sampling_params(make(**options), ()) == sampling_params(make(), ())
 
 
