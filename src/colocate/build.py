@@ -25,6 +25,7 @@ from colocate.engines.base import RolloutEngine
 from colocate.engines.build import EngineParts, engine_of_auto
 from colocate.experience.agreement import Agreement
 from colocate.experience.judge import Judge
+from colocate.experience.refill import RefillingSelector
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
@@ -109,7 +110,7 @@ def build_run(
         batches=batches, requests=requests, engine=engine,
         player=build_player(playing, engine, sampling, requests, args),
         judge=build_judge(rewards, tokenizer, accelerator, journal, args, playing),
-        selector=Selector(policy, args),
+        selector=build_selector(policy, args, rewards),
         window=TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device),
         policy=policy,
         objective=Objective(args.options_of(ObjectiveParams), entropy),
@@ -208,6 +209,25 @@ def first_plan(planner: Planner) -> TrainPlan:
         f"{plan.kv_cache_tokens:,} tokens."
     )
     return plan.train_plan
+
+
+def build_selector(policy: Policy, args: GRPOConfig, rewards: RewardFunctions) -> Selector:
+    """The selector of groups to train on.
+
+    Raises:
+        ValueError: `refill_reward` is none of the reward functions, or there is nothing to refill.
+    """
+    if args.refill_reward is not None and args.refill_reward not in rewards.names:
+        raise ValueError(
+            f"refill_reward={args.refill_reward!r} is none of the reward functions: "
+            f"{', '.join(map(repr, rewards.names))}."
+        )
+    if args.refill_reward is not None and not args.max_refill_rounds:
+        raise ValueError(
+            f"refill_reward={args.refill_reward!r} says which groups are replaced, and max_refill_rounds=0 "
+            "that none is. Set max_refill_rounds to at least 1."
+        )
+    return RefillingSelector(policy, args) if args.max_refill_rounds else Selector(policy, args)
 
 
 def build_agreement(

@@ -273,6 +273,15 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     longer ends the run with an error that names it. None: no limit. The trainer must be in the main
     thread."""
 
+    # ── Dynamic sampling ─────────────────────────────────────────────────────────────────────────────────
+
+    max_refill_rounds: Annotated[int, NOT_NEGATIVE] = 0
+    """How many more rollouts may replace groups whose members all have one reward, until the batch is full
+    (dynamic sampling, DAPO). What is missing then stays as it is. 0: all groups are trained on."""
+    refill_reward: str | None = None
+    """With max_refill_rounds: the reward function in which the members of a group must differ. None: the
+    weighted sum of all."""
+
     # ── Turns ────────────────────────────────────────────────────────────────────────────────────────────
 
     max_tool_calling_iterations: Annotated[int | None, NOT_NEGATIVE] = None

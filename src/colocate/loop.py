@@ -54,13 +54,13 @@ def train(run: Run, face: Face) -> None:
         while not is_over(run):
             journal.event("on_step_begin")
             while not window.ready:  # a rollout may feed several steps, and a step may take several rollouts
-                batch = next(run.batches)
+                batch = run.selector.next_batch(run.batches)
                 request = run.requests.training(batch)
                 face.note_request(request)
                 episodes = roll_out(run, request)
                 with timeline.phase("score"):
                     rollout = run.judge.score(request, episodes)
-                journal.add_rollout(rollout.metrics, rollout.table, rollout.num_tokens)
+                journal.add_rollout(run.selector.metrics(rollout), rollout.table, rollout.num_tokens)
                 with timeline.phase("train"):
                     run.agreement.check(rollout.samples)
                     window.add(run.selector.slices(rollout, batch.number), partial(old_logprobs, run))

@@ -78,9 +78,19 @@ def test_unknown_loss_type(tmp_path):
         make_config(tmp_path, loss_type="dapoo")
 
 
-@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
-def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
-    with pytest.raises(ValueError, match=f"GRPOTrainer does not take {name}: "):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tools", "A tool is a function or a method; got <built-in function print>"),
+        ("rollout_func", r"rollout_func=\[<built-in function print>\] cannot be called"),
+        (
+            "environment_factory",
+            r"environment_factory is \[<built-in function print>\], which cannot be called",
+        ),
+    ],
+)
+def test_what_cannot_play_is_refused_by_name(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, **{name: [print]})
 
 

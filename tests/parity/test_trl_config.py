@@ -27,6 +27,7 @@ OWN = {
         ("max_tokens_per_microbatch", "activation_policy", "share_prompts", "logprob_chunk_size"),
         "packing and what of a step is in memory at a time",
     ),
+    **dict.fromkeys(("max_refill_rounds", "refill_reward"), "dynamic sampling"),
     **dict.fromkeys(("tool_timeout_s", "tool_workers"), "tools that hang, and threads for those that wait"),
     **dict.fromkeys(
         ("offload_optimizer", "shard", "max_skipped_steps", "reward_timeout_s"),

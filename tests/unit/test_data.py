@@ -194,6 +194,22 @@ def test_resuming_continues_where_the_run_stopped(num_rows, num_prompts, num_tak
     assert next(stopped) == uninterrupted[num_used]
 
 
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=12), num_taken=st.integers(0, 11))
+def test_batches_of_other_sizes_go_on_where_the_run_stopped(sizes, num_taken):
+    dataset = datasets.Dataset.from_dict({"prompt": [str(i) for i in range(9)]})
+    whole, stopped, resumed = (PromptBatches(dataset, 3) for _ in range(3))
+    expected = [whole.take(size) for size in sizes]
+    assert [key for batch in expected for key in batch.keys] == list(range(sum(sizes)))
+    for epoch in range(expected[-1].epoch + 1):
+        rows = [row["prompt"] for batch in expected if batch.epoch == epoch for row in batch.rows]
+        assert len(rows) == len(set(rows))
+        assert epoch == expected[-1].epoch or len(rows) > 9 - 4
+    for size in sizes[:num_taken]:
+        stopped.take(size)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert [resumed.take(size) for size in sizes[num_taken:]] == expected[num_taken:]
+
+
 def test_resuming_reads_no_prompt_that_was_used():
     class Counting(list):
         def __getitem__(self, index):
@@ -202,7 +218,7 @@ def test_resuming_reads_no_prompt_that_was_used():
 
     reads = []
     batches = PromptBatches(Counting({"prompt": i} for i in range(100)), 4)
-    batches.load_state_dict(batches.state_dict() | {"epoch": 7, "index": 3, "number": 178})
+    batches.load_state_dict(batches.state_dict() | {"epoch": 7, "row": 12, "number": 178, "key": 712})
     next(batches)
     assert len(reads) == 4
 
@@ -212,7 +228,7 @@ def test_keys_are_never_used_twice():
     batches = list(islice(PromptBatches(dataset, 3), 8))
     keys = [key for batch in batches for key in batch.keys]
     assert keys == list(range(24))
-    assert [(b.epoch, b.index, b.number) for b in batches[:4]] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
+    assert [(b.epoch, b.row, b.number) for b in batches[:4]] == [(0, 0, 0), (0, 3, 1), (1, 0, 2), (1, 3, 3)]
 
 
 def test_positions_in_another_order_are_refused():

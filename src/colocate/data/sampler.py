@@ -21,8 +21,8 @@ class PromptBatch:
     """Numbers of the prompts in the run: each is used once, and is equal on every rank and after a
     restart."""
     epoch: int
-    index: int
-    """Number of this batch in its epoch."""
+    row: int
+    """Rows of its epoch that were drawn before this batch."""
     number: int
     """Number of this batch in the run."""
 
@@ -65,7 +65,7 @@ class PromptBatches(Iterator[PromptBatch]):
         self._drop_last = drop_last
         self._is_stream = isinstance(dataset, datasets.IterableDataset)
         self._dataset = dataset.shuffle(seed=seed) if self._is_stream and shuffle else dataset
-        self._epoch = self._index = self._number = 0
+        self._epoch = self._row = self._number = self._key = 0
         self._rows: Iterator[dict[str, Any]] | None = None  # what is left of the epoch; None: not opened
         self._generator = torch.Generator()
         self._num_permutations = 0  # drawn from the generator so far
@@ -81,33 +81,42 @@ class PromptBatches(Iterator[PromptBatch]):
         return num_full + (rest > 0 and not self._drop_last)
 
     def __next__(self) -> PromptBatch:
+        return self.take(self.num_prompts)
+
+    def take(self, num_prompts: int) -> PromptBatch:
+        """A batch of another size. An epoch's last rows are left out if they are too few for it.
+
+        Raises:
+            StopIteration: all epochs are over.
+            ValueError: an epoch has fewer rows.
+        """
         while self.num_epochs is None or self._epoch < self.num_epochs:
             if self._rows is None:
                 self._rows = self._open_epoch()
-            rows = list(islice(self._rows, self.num_prompts))
-            if len(rows) == self.num_prompts or (rows and not self._drop_last):
-                first_key = self._number * self.num_prompts
-                keys = list(range(first_key, first_key + len(rows)))
-                batch = PromptBatch(rows, keys, self._epoch, self._index, self._number)
-                self._index += 1
+            rows = list(islice(self._rows, num_prompts))
+            if len(rows) == num_prompts or (rows and not self._drop_last):
+                keys = list(range(self._key, self._key + len(rows)))
+                batch = PromptBatch(rows, keys, self._epoch, self._row, self._number)
+                self._row += len(rows)
+                self._key += len(rows)
                 self._number += 1
                 return batch
-            if self._index == 0:
+            if self._row == 0:
                 raise self._no_batch(len(rows))
             self._rows = None
             self._epoch += 1
-            self._index = 0
+            self._row = 0
         raise StopIteration
 
     def state_dict(self, batch: PromptBatch | None = None) -> dict[str, Any]:
         """The position at which `batch` comes next, again; by default that of the first batch not yet
         drawn."""
-        epoch, index, number = (
-            (self._epoch, self._index, self._number)
+        epoch, row, number, key = (
+            (self._epoch, self._row, self._number, self._key)
             if batch is None
-            else (batch.epoch, batch.index, batch.number)
+            else (batch.epoch, batch.row, batch.number, batch.keys[0])
         )
-        return {"epoch": epoch, "index": index, "number": number, **self._schedule()}
+        return {"epoch": epoch, "row": row, "number": number, "key": key, **self._schedule()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position of `state_dict`.
@@ -124,7 +133,8 @@ class PromptBatches(Iterator[PromptBatch]):
                     f"run has {value}: the prompts already seen cannot be told. Resume with the same "
                     "dataset, generation_batch_size / num_generations, shuffle_dataset and seed."
                 )
-        self._epoch, self._index, self._number = state["epoch"], state["index"], state["number"]
+        self._epoch, self._row = state["epoch"], state["row"]
+        self._number, self._key = state["number"], state["key"]
         self._rows = None
 
     def _schedule(self) -> dict[str, Any]:
@@ -137,7 +147,7 @@ class PromptBatches(Iterator[PromptBatch]):
         }
 
     def _open_epoch(self) -> Iterator[dict[str, Any]]:
-        start = self._index * self.num_prompts
+        start = self._row
         if self._is_stream:
             self._dataset.set_epoch(self._epoch)
             return islice(iter(self._dataset), start, None)

@@ -154,3 +154,29 @@ def _exchanged(
     return {
         i: cards[i].with_tensors(*tensors) for i, *tensors in zip(incoming, all_ids, all_floats, strict=True)
     }
+
+
+def spread(
+    members: Sequence[list[Sample]], *, rank: int, num_ranks: int, device: torch.device
+) -> list[list[Sample]]:
+    """This rank's equal share of all ranks' members of groups; every rank must call it.
+
+    Args:
+        members: the samples of each of this rank's episodes; ranks may have unequal numbers of them, and all
+            together a multiple of `num_ranks`.
+    """
+    if num_ranks == 1:
+        return list(members)
+    first = ranks.own_part(len(members), rank).start
+    cards = ranks.of_all_ranks(
+        [_Card.of(sample, rank, first + n) for n, member in enumerate(members) for sample in member]
+    )
+    # Every member has a sample at least, so the last card has the last member's number.
+    per_rank = (cards[-1].slice_number + 1) // num_ranks
+    own = [sample for member in members for sample in member]
+    new_owners = [card.slice_number // per_rank for card in cards]
+    here = _exchanged(own, cards, new_owners, rank, num_ranks, device)
+    result: dict[int, list[Sample]] = {}
+    for number in sorted(here):
+        result.setdefault(cards[number].slice_number, []).append(here[number])
+    return list(result.values())

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from colocate.data.sampler import PromptBatch, PromptBatches
 from colocate.experience.dealing import dealt
 from colocate.experience.judge import Rollout
 from colocate.experience.weighting import (
@@ -28,6 +29,14 @@ class Selector:
     def __init__(self, policy: Policy, options: WeightingOptions) -> None:
         self._policy = policy
         self._options = options
+
+    def next_batch(self, batches: PromptBatches) -> PromptBatch:
+        """The prompts of the next rollout."""
+        return next(batches)
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """The metrics to log of a rollout that is about to be selected from."""
+        return rollout.metrics
 
     def slices(self, rollout: Rollout, number: int) -> list[list[Sample]]:
         """The samples that this rank trains on, in slices, with loss weights and the reference's log-probs.

@@ -1,0 +1,104 @@
+"""Dynamic sampling: groups that teach nothing are replaced until the batch is full (DAPO, arXiv 2503.14476).
+
+A group whose members all have one reward has no advantages. With `max_refill_rounds` R its place is filled
+from up to R more rollouts, each of as many prompts as groups are missing:
+
+    rollout   64 groups, 30 of them dull  →  30 groups, 13 dull  →  13 groups, 6 dull  →  …
+    kept      34                             51                     58
+
+What is still missing after the last round is filled with dull groups, so that a batch has its size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from colocate.data.sampler import PromptBatch, PromptBatches
+from colocate.experience.dealing import spread
+from colocate.experience.judge import Group, Rollout
+from colocate.experience.select import Selector
+from colocate.experience.weighting import WeightingOptions
+from colocate.policy.policy import Policy
+from colocate.types import Sample
+
+
+class RefillOptions(WeightingOptions, Protocol):
+    """The options of refilling; `GRPOConfig` documents each."""
+
+    max_refill_rounds: int
+    refill_reward: str | None
+    num_generations: int
+
+
+class RefillingSelector(Selector):
+    """Trains on groups whose rewards differ.
+
+    All ranks know the rewards of all groups, so they agree on what is kept and on the next rollout's size
+    without a word. Nothing is pending when a step is taken, so checkpoints know nothing of rounds.
+    """
+
+    def __init__(self, policy: Policy, options: RefillOptions) -> None:
+        super().__init__(policy, options)
+        self._refill = options
+        self._kept: list[Group] = []
+        self._dull: list[Group] = []
+        self._rollouts: list[Rollout] = []
+        self._num_wanted = 0
+
+    def next_batch(self, batches: PromptBatches) -> PromptBatch:
+        """A whole batch, or the prompts of the groups that are missing; a few more where ranks could not
+        share them equally."""
+        if not self._rollouts:
+            self._num_wanted = batches.num_prompts
+            return next(batches)
+        missing = self._num_wanted - len(self._kept)
+        together = self._refill.world_size // math.gcd(self._refill.world_size, self._refill.num_generations)
+        return batches.take(-(-missing // together) * together)
+
+    def metrics(self, rollout: Rollout) -> dict[str, float]:
+        """The metrics of the batch so far, each the mean over its rollouts by their groups, and the share of
+        groups that were dull."""
+        rollouts = [*self._rollouts, rollout]
+        names = dict.fromkeys(name for one in rollouts for name in one.metrics)
+        means = {name: _mean(name, rollouts) for name in names}
+        num_groups = sum(len(one.groups) for one in rollouts)
+        num_dull = len(self._dull) + sum(self._is_dull(group, rollout) for group in rollout.groups)
+        return {**means, "refill/dull_groups": num_dull / num_groups, "refill/rounds": len(rollouts) - 1.0}
+
+    def slices(self, rollout: Rollout, number: int) -> list[list[Sample]]:
+        """See `Selector.slices`; no slices while groups are missing and rounds are left."""
+        for group in rollout.groups:
+            (self._dull if self._is_dull(group, rollout) else self._kept).append(group)
+        self._rollouts.append(rollout)
+        missing = self._num_wanted - len(self._kept)
+        if missing > 0 and len(self._rollouts) <= self._refill.max_refill_rounds:
+            return []
+        groups = [*self._kept, *self._dull][: self._num_wanted]
+        self._kept, self._dull, self._rollouts = [], [], []
+        members = spread(
+            [member for group in groups for member in group.members],
+            rank=self._refill.process_index,
+            num_ranks=self._refill.world_size,
+            device=self._policy.device,
+        )
+        # From here on a rollout is its members, whichever group they are of.
+        return super().slices(replace(rollout, groups=[replace(groups[0], members=members)]), number)
+
+    def _is_dull(self, group: Group, rollout: Rollout) -> bool:
+        """Whether no member is better than another: by the reward of the option's name, or by advantages."""
+        name = self._refill.refill_reward
+        if name is None:
+            return not bool(group.advantages.any())
+        rewards = group.rewards[:, list(rollout.table.rewards).index(name)]
+        rewards = rewards[~torch.isnan(rewards)]
+        return len(rewards) == 0 or bool((rewards == rewards[0]).all())
+
+
+def _mean(name: str, rollouts: Sequence[Rollout]) -> float:
+    pairs = [(len(one.groups), one.metrics[name]) for one in rollouts if name in one.metrics]
+    return sum(count * value for count, value in pairs) / sum(count for count, _ in pairs)
