@@ -41,13 +41,15 @@ def test_two_gpus_train_what_one_does(directory, tmp_path):
     one = build(tmp_path, "float32", num_ranks=1)
     one.train()
     both = torch.load(directory / "float32" / "rank0.pt")
-    for name, expected in trained(one).items():
-        # Sums in another order, and Adam divides a gradient by its own size even where that is rounding:
-        # single weights may differ by a step. With half of the batch alone all are more than 1 away.
-        moved, gap = expected - both["before"][name], both["after"][name] - expected
-        assert gap.norm() < 0.02 * moved.norm() and (gap.abs() > 3e-4).float().mean() < 0.01, name
-    for record, expected in zip(
-        read_metrics(directory / "float32"), read_metrics(tmp_path / "float32"), strict=True
-    ):
+    records = zip(read_metrics(directory / "float32"), read_metrics(tmp_path / "float32"), strict=True)
+    for record, expected in records:  # first, for weights cannot agree after other completions
         assert record["reward"] == pytest.approx(expected["reward"], abs=1e-6)
+        # Before clipping, which would hide a gradient that is summed or divided wrongly.
+        assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    for name, weights in trained(one).items():
+        # The sums are rounded in another order: by 1e-6 of a gradient on a CPU, which `ADAM_EPSILON` lets
+        # grow to 2e-5 of the movement in five steps, and noise of 1e-4 to 3e-4; without it, that is 0.16,
+        # and 1e-5 moves elements of the embedding by a whole step. With half the batch alone it is above 0.8.
+        moved, gap = weights - both["before"][name], both["after"][name] - weights
+        assert gap.norm() < 1e-3 * moved.norm(), name
     one.engine.close()
