@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 CLOSE_ENOUGH = 1.01
-"""The largest rank's tokens over the mean from which on groups are left as they are: a step waits no longer
-for it than for other noise, and each cut of a group makes a prompt be computed twice."""
+"""The largest rank's tokens over the mean up to which sequences are left where they are: a step waits no
+longer for it than for other noise, and each cut of a group makes a prompt be computed twice."""
 
 
 def deal(
-    groups: Sequence[Sequence[int]], prompt_lengths: Sequence[int], lengths: Sequence[int], num_ranks: int
+    groups: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    lengths: Sequence[int],
+    owners: Sequence[int],
+    num_ranks: int,
 ) -> list[int]:
     """The rank that each sequence goes to; a prompt counts once on each rank that has a part of its group.
 
-    Whole groups, the largest first, go to the rank with the fewest tokens (LPT, Graham 1969). Then, while the
-    largest rank is more than `CLOSE_ENOUGH` times the mean, a sequence or its rank's part of a group moves
-    from there to the smallest rank: the one that leaves the larger of both ranks smallest, prompt included.
+    While the largest rank is more than `CLOSE_ENOUGH` times the mean, a sequence or its rank's part of a
+    group moves from there to the smallest rank: the one that leaves the larger of both ranks smallest, prompt
+    included. All that leave it below that bound are equally good, and of these the fewest sequences move. In
+    the end each sequence that could have stayed without making the largest rank larger goes back.
+
     So where it stops early, the largest rank has at most one sequence with its prompt more than the smallest.
     No rank stays without a sequence unless there are fewer sequences than ranks. The result depends on the
     numbers only, so every rank can compute it for itself.
@@ -25,17 +32,20 @@ def deal(
         groups: for each prompt, the indices of the sequences that share it; every index occurs once.
         prompt_lengths: tokens of each sequence's prompt, by index; 1 or more.
         lengths: tokens of each sequence, its prompt included, by index; more than its prompt's.
+        owners: the rank that has each sequence now, by index.
     """
-    hands = [_Hand() for _ in range(num_ranks)]
     own = [length - prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]
     prompts = [prompt_lengths[group[0]] for group in groups]
-    sizes = [prompt + sum(own[i] for i in group) for prompt, group in zip(prompts, groups, strict=True)]
-    for group in sorted(range(len(groups)), key=lambda number: -sizes[number]):
-        smallest = min(hands, key=lambda hand: hand.num_tokens)
-        smallest.parts[group] = list(groups[group])
-        smallest.num_tokens += sizes[group]
-    while _even_out(hands, prompts, own):
-        pass
+    hands = [_Hand() for _ in range(num_ranks)]
+    for group, members in enumerate(groups):
+        for index in members:
+            hands[owners[index]].take(group, index, own[index], prompts[group])
+    while move := _best_move(hands, prompts, own):
+        giver, taker, group, moved = move
+        for index in moved:
+            giver.give(group, index, own[index], prompts[group])
+            taker.take(group, index, own[index], prompts[group])
+    _take_back(hands, prompts, own, owners)
     ranks = [0] * len(lengths)
     for rank, hand in enumerate(hands):
         for members in hand.parts.values():
@@ -44,30 +54,51 @@ def deal(
     return ranks
 
 
+@dataclass(eq=False)
 class _Hand:
     """What a rank has: its tokens, and its part of each group by the group's number."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.parts: dict[int, list[int]] = {}
+    num_tokens: int = 0
+    parts: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def has_several(self) -> bool:
         return len(self.parts) > 1 or any(len(members) > 1 for members in self.parts.values())
 
+    def take(self, group: int, index: int, own_tokens: int, prompt_tokens: int) -> None:
+        self.num_tokens += own_tokens + (0 if group in self.parts else prompt_tokens)
+        self.parts.setdefault(group, []).append(index)
 
-def _even_out(hands: list[_Hand], prompts: Sequence[int], own: Sequence[int]) -> bool:
-    """Move the best part from the largest rank to the smallest; False if nothing is to be gained."""
+    def give(self, group: int, index: int, own_tokens: int, prompt_tokens: int) -> None:
+        self.parts[group].remove(index)
+        if not self.parts[group]:
+            del self.parts[group]
+        self.num_tokens -= own_tokens + (0 if group in self.parts else prompt_tokens)
+
+
+def _largest(hands: Sequence[_Hand]) -> int:
+    return max(hand.num_tokens for hand in hands)
+
+
+def _close_enough(hands: Sequence[_Hand]) -> float:
+    """The tokens up to which no rank is too large."""
+    return CLOSE_ENOUGH * sum(hand.num_tokens for hand in hands) / len(hands)
+
+
+def _best_move(
+    hands: Sequence[_Hand], prompts: Sequence[int], own: Sequence[int]
+) -> tuple[_Hand, _Hand, int, list[int]] | None:
+    """From the largest rank, to the smallest, and which sequences of which group; None if nothing is to be
+    gained."""
     smallest = min(hands, key=lambda hand: hand.num_tokens)
     givers = [hand for hand in hands if hand.has_several]
     if not givers:
-        return False
+        return None
     giver = max(givers, key=lambda hand: hand.num_tokens)
-    largest = max(hand.num_tokens for hand in hands)
-    mean = sum(hand.num_tokens for hand in hands) / len(hands)
-    if smallest.parts and (largest <= CLOSE_ENOUGH * mean or giver.num_tokens < largest):
-        return False
-    best: tuple[int, int, int, list[int]] | None = None
+    largest, close_enough = _largest(hands), _close_enough(hands)
+    if smallest.parts and (largest <= close_enough or giver.num_tokens < largest):
+        return None
+    best: tuple[float, int, int, int, list[int]] | None = None
     for group, members in giver.parts.items():
         added_prompt = 0 if group in smallest.parts else prompts[group]
         for moved in [members, *([index] for index in members if len(members) > 1)]:
@@ -75,17 +106,32 @@ def _even_out(hands: list[_Hand], prompts: Sequence[int], own: Sequence[int]) ->
             tokens = sum(own[index] for index in moved)
             left = giver.num_tokens - tokens - freed_prompt
             larger = max(left, smallest.num_tokens + tokens + added_prompt)
-            # Of moves that are equally good for the clock, the one that leaves the fewest tokens in all.
-            move = larger, added_prompt - freed_prompt, group, moved
-            best = move if best is None else min(best, move)
-    if best is None or best[0] >= giver.num_tokens:
-        return False
-    _, _, group, moved = best
-    members = giver.parts.pop(group)
-    tokens = sum(own[index] for index in moved)
-    smallest.num_tokens += tokens + (0 if group in smallest.parts else prompts[group])
-    giver.num_tokens -= tokens + (prompts[group] if len(moved) == len(members) else 0)
-    smallest.parts.setdefault(group, []).extend(moved)
-    if kept := [index for index in members if index not in moved]:
-        giver.parts[group] = kept
-    return True
+            if larger < giver.num_tokens:
+                # Of moves that are equally good for the clock and as short, the one that leaves the fewest
+                # tokens in all.
+                move = max(larger, close_enough), len(moved), added_prompt - freed_prompt, group, moved
+                best = move if best is None else min(best, move)
+    return None if best is None else (giver, smallest, best[3], list(best[4]))
+
+
+def _take_back(
+    hands: Sequence[_Hand], prompts: Sequence[int], own: Sequence[int], owners: Sequence[int]
+) -> None:
+    """Give back each sequence without which its first rank is no larger than the ranks may be."""
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        bound = max(_largest(hands), _close_enough(hands))
+        for hand in hands:
+            for group, index in [(g, i) for g, members in hand.parts.items() for i in members]:
+                first = hands[owners[index]]
+                if first is hand or not hand.has_several:
+                    continue
+                back = group, index, own[index], prompts[group]
+                hand.give(*back)
+                first.take(*back)
+                if first.num_tokens <= bound:
+                    has_changed = True
+                else:
+                    first.give(*back)
+                    hand.take(*back)

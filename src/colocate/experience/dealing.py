@@ -1,13 +1,14 @@
 """Samples change ranks before they are trained on, so that no step waits for the rank with the most tokens.
 
+Only as many move as evenness needs, and where the ranks are even to 1 % none does (`data.dealing`).
 A completion is drawn alike and trained on alike wherever it is, and its loss weight is fixed before. The loss
 of a step is the mean of the ranks' losses, a sum over all samples: it does not depend on who has which. What
 comes later (reference, old log-probs, every pass) finds the samples where they are trained on, so nothing is
 ever sent back.
 
     tokens of     rank 0       rank 1                    rank 0        rank 1
-    group 0, 1    900 800      group 2, 3  100 200  →    group 0, 3    group 1, 2
-                  = 1,700                  = 300         = 1,100       = 900
+    group 0, 1    900 800      group 2, 3  100 200  →    group 0       group 1, 2, 3
+                  = 1,700                  = 300         = 900         = 1,100
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ class _Card:
         return self.num_prompt + self.num_completion
 
     @property
-    def num_floats(self) -> int:
-        return self.num_completion * len(self.per_token)
+    def num_words(self) -> int:
+        return self.num_ids + self.num_completion * len(self.per_token)
 
-    def with_tensors(self, ids: Tensor, floats: Tensor) -> Sample:
-        """The sample, from its token ids [P + C] and its fields [C] one after the other."""
+    def with_tensors(self, words: Tensor) -> Sample:
+        """The sample, from the int32 words of its token ids [P + C] and of its fields [C] one after the
+        other."""
+        ids, floats = words[: self.num_ids].long(), words[self.num_ids :].view(torch.float32)
         prompt_ids, completion_ids = ids.split([self.num_prompt, self.num_completion])
         per_token = floats.split([self.num_completion] * len(self.per_token))
         fields: dict[str, Any] = dict(zip(self.per_token, per_token, strict=True))
@@ -97,7 +100,8 @@ def dealt(
     cards = ranks.of_all_ranks(
         [_Card.of(sample, rank, number) for number, samples in enumerate(slices) for sample in samples]
     )
-    new_owners = [0] * len(cards)
+    owners = [card.owner for card in cards]
+    new_owners = list(owners)
     for first in range(0, len(slices), num_together):
         together = range(first, first + num_together)
         numbers = [i for i, card in enumerate(cards) if card.slice_number in together]
@@ -105,16 +109,19 @@ def dealt(
             numbers, _owners([cards[i] for i in numbers], share_prompts, num_ranks), strict=True
         ):
             new_owners[number] = owner
+    if new_owners == owners:
+        return list(slices)
     result: list[list[Sample]] = [[] for _ in slices]
-    moved = _exchanged(own, cards, new_owners, rank, num_ranks, device)
-    for number in sorted(moved):  # by number over all ranks, whoever it came from
-        result[cards[number].slice_number].append(moved[number])
+    here = _exchanged(own, cards, new_owners, rank, num_ranks, device)
+    for number in sorted(here):  # by number over all ranks, whoever it came from
+        result[cards[number].slice_number].append(here[number])
     return result
 
 
 def _owners(cards: Sequence[_Card], share_prompts: bool, num_ranks: int) -> list[int]:
     groups = groups_of([card.sample for card in cards], share_prompts=share_prompts)
-    return deal(groups, [card.num_shared for card in cards], [card.num_ids for card in cards], num_ranks)
+    prompt_lengths, lengths = [card.num_shared for card in cards], [card.num_ids for card in cards]
+    return deal(groups, prompt_lengths, lengths, [card.owner for card in cards], num_ranks)
 
 
 def _exchanged(
@@ -125,35 +132,31 @@ def _exchanged(
     num_ranks: int,
     device: torch.device,
 ) -> dict[int, Sample]:
-    """The samples that come to this rank, its own among them, by number over all ranks.
+    """The samples that this rank is to have, by number over all ranks.
 
-    Two flat buffers go through two collectives, whatever the number of samples. All ranks know the sizes.
+    One flat buffer goes through one collective, whatever the number of samples. All ranks know the sizes.
     """
     mine = dict(zip([i for i, card in enumerate(cards) if card.owner == rank], own, strict=True))
-    sent = [[i for i in mine if new_owners[i] == to] for to in range(num_ranks)]
+    sent = [[i for i in mine if new_owners[i] == to and to != rank] for to in range(num_ranks)]
     received = [
-        [i for i, card in enumerate(cards) if card.owner == origin and new_owners[i] == rank]
+        [i for i, card in enumerate(cards) if card.owner == origin != rank and new_owners[i] == rank]
         for origin in range(num_ranks)
     ]
     outgoing = [i for numbers in sent for i in numbers]
     incoming = [i for numbers in received for i in numbers]
-    ids = [torch.empty(0, dtype=torch.int64, device=device)]
-    ids += [x for i in outgoing for x in (mine[i].prompt_ids, mine[i].completion_ids)]
-    floats = [torch.empty(0, device=device)]
-    floats += [getattr(mine[i], name) for i in outgoing for name in cards[i].per_token]
-    all_ids = ranks.exchanged(
-        torch.cat(ids),
-        [sum(cards[i].num_ids for i in numbers) for numbers in sent],
-        [sum(cards[i].num_ids for i in numbers) for numbers in received],
-    ).split([cards[i].num_ids for i in incoming])
-    all_floats = ranks.exchanged(
-        torch.cat(floats),
-        [sum(cards[i].num_floats for i in numbers) for numbers in sent],
-        [sum(cards[i].num_floats for i in numbers) for numbers in received],
-    ).split([cards[i].num_floats for i in incoming])
-    return {
-        i: cards[i].with_tensors(*tensors) for i, *tensors in zip(incoming, all_ids, all_floats, strict=True)
-    }
+    # Token ids are below 2^31, and floats travel as their bits.
+    words = [torch.empty(0, dtype=torch.int32, device=device)]
+    for i in outgoing:
+        words += [mine[i].prompt_ids.int(), mine[i].completion_ids.int()]
+        words += [getattr(mine[i], name).view(torch.int32) for name in cards[i].per_token]
+    flat = ranks.exchanged(
+        torch.cat(words),
+        [sum(cards[i].num_words for i in numbers) for numbers in sent],
+        [sum(cards[i].num_words for i in numbers) for numbers in received],
+    )
+    arrived = flat.split([cards[i].num_words for i in incoming])
+    here = {i: sample for i, sample in mine.items() if new_owners[i] == rank}
+    return here | {i: cards[i].with_tensors(part) for i, part in zip(incoming, arrived, strict=True)}
 
 
 def spread(
@@ -167,16 +170,16 @@ def spread(
     """
     if num_ranks == 1:
         return list(members)
-    first = ranks.own_part(len(members), rank).start
     cards = ranks.of_all_ranks(
-        [_Card.of(sample, rank, first + n) for n, member in enumerate(members) for sample in member]
+        [_Card.of(sample, rank, number) for number, member in enumerate(members) for sample in member]
     )
-    # Every member has a sample at least, so the last card has the last member's number.
-    per_rank = (cards[-1].slice_number + 1) // num_ranks
+    places = list(dict.fromkeys((card.owner, card.slice_number) for card in cards))
+    numbers = {place: number for number, place in enumerate(places)}
+    of_card = [numbers[card.owner, card.slice_number] for card in cards]
+    per_rank = len(places) // num_ranks
     own = [sample for member in members for sample in member]
-    new_owners = [card.slice_number // per_rank for card in cards]
-    here = _exchanged(own, cards, new_owners, rank, num_ranks, device)
+    here = _exchanged(own, cards, [number // per_rank for number in of_card], rank, num_ranks, device)
     result: dict[int, list[Sample]] = {}
-    for number in sorted(here):
-        result.setdefault(cards[number].slice_number, []).append(here[number])
+    for index in sorted(here):
+        result.setdefault(of_card[index], []).append(here[index])
     return list(result.values())
