@@ -87,6 +87,12 @@ def samples_of(rank: int, rollout: int, case: str = "") -> list[Sample]:
     return samples
 
 
+def num_loss_tokens(rollout: int, case: str) -> int:
+    """The tokens that the loss counts, of both ranks."""
+    samples = [sample for rank in range(2) for sample in samples_of(rank, rollout, case)]
+    return int(sum(sample.completion_mask.sum() for sample in samples))
+
+
 def policy_of(case: str) -> Policy:
     model = tiny.make_model("llama")
     if case == "router":
@@ -124,7 +130,10 @@ def train(case: str, rank: int) -> dict[str, Any]:
     window = TrainingWindow(SLICES_PER_STEP, NUM_ITERATIONS, torch.device("cpu"))
     metrics, trained = [], []
     for rollout in range(NUM_ROLLOUTS):
-        scored: Any = SimpleNamespace(members=[[sample] for sample in samples_of(rank, rollout, case)])
+        scored: Any = SimpleNamespace(
+            members=[[sample] for sample in samples_of(rank, rollout, case)],
+            num_loss_tokens=num_loss_tokens(rollout, case),
+        )
         window.add(selector.slices(scored, rollout), lambda s: [x for x, _ in policy.logprobs(s)])
         while window.ready:
             samples = selector.for_step(window.peek())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +14,14 @@ from dealing_worker import (
     NUM_ITERATIONS,
     NUM_ROLLOUTS,
     SLICES_PER_STEP,
+    num_loss_tokens,
     objective_of,
     options_of,
     policy_of,
     samples_of,
 )
 
-from colocate.experience import ranks, weighting
+from colocate.experience import weighting
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.types import Sample
@@ -41,12 +41,11 @@ def both(tmp_path_factory) -> list[dict[str, Any]]:
 def slices_of_both(case: str, rollout: int) -> list[list[Sample]]:
     """The slices of both ranks put together, each sample with its weight in the mean over ranks."""
     generated = [samples_of(rank, rollout, case) for rank in range(2)]
-    counts = [float(sample.completion_mask.sum()) for samples in generated for sample in samples]
-    with mock.patch.object(ranks, "gather_object", lambda _: counts):
-        parts = [
-            weighting.shuffled_slices([[s] for s in samples], options_of(case, rank, 2), rollout)
-            for rank, samples in enumerate(generated)
-        ]
+    num_tokens = num_loss_tokens(rollout, case)
+    parts = [
+        weighting.shuffled_slices([[s] for s in samples], options_of(case, rank, 2), rollout, num_tokens)
+        for rank, samples in enumerate(generated)
+    ]
     return [
         [replace(s, loss_weight=s.loss_weight / 2, entropy_weight=s.entropy_weight / 2) for s in (*a, *b)]
         for a, b in zip(*parts, strict=True)

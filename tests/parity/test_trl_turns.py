@@ -167,7 +167,8 @@ def our_update(reference: TRLTurns, members: list[list[Sample]], case: str, loss
     )  # fmt: skip
     moved = {name: p.clone() for name, p in reference.model.state_dict().items()}
     policy = policy_of(moved, reference.plain_steps)
-    (samples,) = shuffled_slices(members, weighting, 0)
+    num_tokens = int(sum(s.completion_mask.sum() for member in members for s in member))
+    (samples,) = shuffled_slices(members, weighting, 0, num_tokens)
     if "num_iterations" in options:
         policy.model.load_state_dict(reference.weights_at_rollout)
         old = [logprobs for logprobs, _ in policy.logprobs(samples)]

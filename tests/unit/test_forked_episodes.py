@@ -87,7 +87,7 @@ def test_every_sampled_token_counts_once(loss_type, played, turn_rewards, budget
     )  # fmt: skip
     rollout, model = judged(played), make_model("qwen3")
     expected = gradient_by_calls(model, played, loss_type)
-    (samples,) = shuffled_slices(rollout.members, options, 0)
+    (samples,) = shuffled_slices(rollout.members, options, 0, rollout.num_loss_tokens)
     before = [p.detach().clone() for p in model.parameters()]
     params = ObjectiveParams(loss_type=loss_type, vllm_importance_sampling_correction=False)
     make_policy(model, budget=budget).update(samples, Objective(params))

@@ -13,9 +13,9 @@ import torch
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.episodes.episode import Episode
 from colocate.experience import ranks
-from colocate.experience.judge import EpisodeFacts, Judge, Rollout
+from colocate.experience.judge import EpisodeFacts, Judge, RankShare, Rollout
 from colocate.experience.requests import RolloutRequest
-from colocate.rewards.base import RewardFunctions
+from colocate.rewards.base import RewardFunctions, RewardTable
 from colocate.rewards.errors import RewardError
 from colocate.types import Completion, Prompt
 from tiny import EOS, make_tokenizer
@@ -47,12 +47,22 @@ def test_a_group_that_spans_ranks_has_the_numbers_of_both():
     )
     turns = [Completion(tuple(TOKENS[name]), None, "stop", 0) for name in "aabc"]
     episodes = [Episode.of_turn(p, turn) for p, turn in zip([(5,), (6,), (6,), (6,)], turns, strict=True)]
-    judge = Judge(RewardFunctions(lengths), make_tokenizer(), torch.device("cpu"), rank=1)
-    # What rank 0 sends: how many it has, their rewards, facts, metrics, texts.
-    facts = [EpisodeFacts(40, 1, n, False, 0, 0, 0, False, (0.0,)) for n in (2, 7)]
-    others = iter([[2], [[2.0], [7.0]], facts, [{}], ["1", "1"], ["b", "?"], [{}]])
-    with mock.patch.object(ranks, "gather_object", lambda local: [*next(others), *local]):
+    judge = Judge(
+        RewardFunctions(lengths),
+        make_tokenizer(),
+        torch.device("cpu"),
+        rank=1,
+        mask_truncated_completions=True,
+    )
+    scores = RewardTable(torch.tensor([[2.0], [7.0]]), {"note": ["p", "q"]}, {"logged": [1.0, 3.0]})
+    facts = [EpisodeFacts(40, 1, n, n == 7, 0, 0, 0, False, (0.0,)) for n in (2, 7)]
+    share = RankShare(scores, facts, ["1", "1"], ["b", "?"])
+    with mock.patch.object(ranks, "gather_object", lambda local: [share, *local]):
         rollout = judge.score(request, episodes)
+    assert rollout.table.completions[:2] == ["b", "?"] and len(rollout.table.completions) == 6
+    assert rollout.table.extra == {"note": ["p", "q", None, None, None, None]}
+    assert rollout.metrics["logged"] == 2.0 and rollout.metrics["completions/clipped_ratio"] == 1 / 6
+    assert (rollout.num_tokens, rollout.num_loss_tokens) == (6 + 21, 14)  # less the 7 that were cut off
     first, second = rollout.groups
     assert (first.key, second.key) == (40, 41)
     assert first.rewards.tolist() == [[2.0], [7.0], [3.0]] and second.rewards.tolist() == [

@@ -45,9 +45,8 @@ def evaluation_weights(ranks: list[list[list[Sample]]], loss_type: str) -> list[
             world_size=len(ranks),
             process_index=rank,
         )
-        counts = [float(merged(member).completion_mask.sum()) for part in ranks for member in part]
-        gathered = iter([counts, [len(part) for part in ranks]])
-        with mock.patch.object(over_ranks, "gather_object", lambda values, gathered=gathered: next(gathered)):
+        counts = [[float(merged(member).completion_mask.sum()) for member in part] for part in ranks]
+        with mock.patch.object(over_ranks, "gather_object", lambda _, counts=counts: counts):
             weighted = weighting.weighted_for_evaluation(own, args)
         weights += [(s.loss_weight / len(ranks), s.entropy_weight / len(ranks)) for s in weighted]
     return weights
@@ -70,8 +69,9 @@ def test_samples_of_one_episode_count_as_one(loss_type, members, batch_size):
         per_device_train_batch_size=batch_size, gradient_accumulation_steps=2, steps_per_generation=4,
     )  # fmt: skip
     numbered = [[replace(s, prompt_key=n) for s in member] for n, member in enumerate(members)]
-    slices = weighting.shuffled_slices(numbered, options, 7)
-    expected = weighting.shuffled_slices([[merged(member)] for member in numbered], options, 7)
+    num_tokens = int(sum(s.completion_mask.sum() for member in members for s in member))
+    slices = weighting.shuffled_slices(numbered, options, 7, num_tokens)
+    expected = weighting.shuffled_slices([[merged(member)] for member in numbered], options, 7, num_tokens)
     for got, want in zip(slices, expected, strict=True):
         weight_of = {s.prompt_key: (s.loss_weight, s.entropy_weight) for s in want}
         assert list(dict.fromkeys(s.prompt_key for s in got)) == list(weight_of)

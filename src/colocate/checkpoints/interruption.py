@@ -11,7 +11,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+
+from colocate.parallel.verdict import Peers
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -85,7 +86,9 @@ class StopRequest:
         """Whether any rank was asked to stop. All ranks get one answer, so that all stop after one step."""
         if self._accelerator.num_processes == 1:
             return self._received is not None
-        first = next(filter(None, gather_object([self._received])), None)
+        own = 0 if self._received is None else int(self._received)
+        numbers = [number for (number,) in Peers.all(self._accelerator.device).gather(own) if number]
+        first = signal.Signals(numbers[0]) if numbers else None
         # A signal that only this rank notes after the exchange waits for the next step.
         self._received = first or self._received
         return first is not None

@@ -52,6 +52,8 @@ class Rollout:
     table: CompletionTable
     num_tokens: int
     """The number of prompt tokens and of sampled tokens, over all ranks."""
+    num_loss_tokens: int
+    """The number of tokens that the loss counts, over all ranks."""
 
     @property
     def members(self) -> list[list[Sample]]:
@@ -79,6 +81,17 @@ class EpisodeFacts(NamedTuple):
     has_turn_rewards: bool
     returns: tuple[float, ...]
     """`Episode.returns`."""
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What a rank tells all others of its episodes, in the one exchange that scoring has."""
+
+    scores: RewardTable
+    facts: list[EpisodeFacts]
+    prompts: list[Any]
+    """As reward functions see them, and the texts, too."""
+    texts: list[Any]
 
 
 @dataclass(frozen=True)
@@ -175,15 +188,19 @@ class Judge:
         """
         entries = self._entries(request, episodes)
         scores = self._rewards_of(entries)
-
-        own = ranks.own_part(len(entries), self._rank)
-        # In float64, because float32 may hold the rewards but not the squares of their deviations.
-        rewards = torch.tensor(ranks.of_all_ranks(scores.rewards.tolist()), dtype=torch.float64)  # [N, F]
-        facts = ranks.of_all_ranks([entry.facts for entry in entries])
+        told = (
+            [entry.facts for entry in entries],
+            [x.shown_prompt for x in entries],
+            [x.text for x in entries],
+        )
+        shares = ranks.of_all_ranks([RankShare(scores, *told)])
+        own = ranks.own_part([len(share.facts) for share in shares], self._rank)
+        facts = [x for share in shares for x in share.facts]
         compared = Comparison.of(
             self.reward_functions.names,
             self._weights,
-            rewards,
+            # In float64, because float32 may hold the rewards but not the squares of their deviations.
+            torch.cat([share.scores.rewards for share in shares]).double(),  # [N, F]
             [x.returns for x in facts] if any(x.has_turn_rewards for x in facts) else None,
             request.num_generations,
             self._advantage_options,
@@ -197,15 +214,8 @@ class Judge:
             **_length_metrics([x.num_sampled for x in facts], [x.is_truncated for x in facts]),
             **(_turn_metrics(facts) if self._has_turns else {}),
             **compared.metrics(),
-            **ranks.means(scores.metrics),
+            **ranks.means([share.scores.metrics for share in shares]),
         }
-        table = CompletionTable(
-            prompts=ranks.of_all_ranks([entry.shown_prompt for entry in entries]),
-            completions=ranks.of_all_ranks([entry.text for entry in entries]),
-            rewards={name: compared.rewards[:, i].tolist() for i, name in enumerate(compared.names)},
-            advantages=compared.advantages.tolist(),
-            extra=ranks.columns(scores.extra_columns, len(entries)),
-        )
         size = request.num_generations
         keys = [x.key for x in facts[::size]]
         groups = [
@@ -216,7 +226,15 @@ class Judge:
                 zip(keys, ranks.by_group(members, own.start, len(keys), size), strict=True)
             )
         ]
-        return Rollout(groups, metrics, table, num_tokens=sum(x.num_prompt + x.num_sampled for x in facts))
+        return Rollout(
+            groups,
+            metrics,
+            _table(shares, compared),
+            num_tokens=sum(x.num_prompt + x.num_sampled for x in facts),
+            num_loss_tokens=sum(
+                x.num_sampled for x in facts if not (self._mask_truncated and x.is_truncated)
+            ),
+        )
 
     def _entries(self, request: RolloutRequest, episodes: Sequence[Episode]) -> list[_Entry]:
         pairs = request.per_completion()
@@ -278,6 +296,18 @@ class Judge:
             rollout_logprobs=None if logprobs is None else torch.tensor(logprobs, device=device),
             prompt_key=prompt.key if entry.has_prompt(row) else None,
         )
+
+
+def _table(shares: Sequence[RankShare], compared: Comparison) -> CompletionTable:
+    return CompletionTable(
+        prompts=[prompt for share in shares for prompt in share.prompts],
+        completions=[text for share in shares for text in share.texts],
+        rewards={name: compared.rewards[:, i].tolist() for i, name in enumerate(compared.names)},
+        advantages=compared.advantages.tolist(),
+        extra=ranks.columns(
+            [share.scores.extra_columns for share in shares], [len(share.facts) for share in shares]
+        ),
+    )
 
 
 def _turn_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:

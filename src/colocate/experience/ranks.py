@@ -27,10 +27,10 @@ def of_all_ranks(local: list[Item]) -> list[Item]:
     return gather_object(local)
 
 
-def own_part(num_local: int, rank: int) -> slice:
-    """Where the `num_local` items of this rank lie in `of_all_ranks`."""
-    first = sum(of_all_ranks([num_local])[:rank])
-    return slice(first, first + num_local)
+def own_part(sizes: Sequence[int], rank: int) -> slice:
+    """Where a rank's items lie among those of all ranks, each of which has as many as `sizes` says."""
+    first = sum(sizes[:rank])
+    return slice(first, first + sizes[rank])
 
 
 def by_group(local: list[Item], first: int, num_groups: int, num_generations: int) -> list[list[Item]]:
@@ -67,17 +67,25 @@ def totals(metrics: Metrics) -> dict[str, float]:
     return total.compute()
 
 
-def means(local: dict[str, list[float]]) -> dict[str, float]:
+def means(parts: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     """The mean of each metric over the ranks that have it."""
     values: dict[str, list[float]] = {}
-    for part in of_all_ranks([local]):
+    for part in parts:
         for name, own in part.items():
             values.setdefault(name, []).extend(own)
     return {name: sum(own) / len(own) for name, own in values.items() if own}
 
 
-def columns(local: dict[str, list[Any]], num_rows: int) -> dict[str, list[Any]]:
-    """The columns of all ranks' rows; a rank that lacks a column contributes `num_rows` times None."""
-    # Every rank walks the same names in the same order, or values would end up in one another's columns.
-    names = sorted({name for part in of_all_ranks([local]) for name in part})
-    return {name: of_all_ranks(local.get(name, [None] * num_rows)) for name in names}
+def columns(parts: Sequence[dict[str, list[Any]]], sizes: Sequence[int]) -> dict[str, list[Any]]:
+    """The columns of all ranks' rows; a rank that lacks a column has None in each of its rows.
+
+    Args:
+        sizes: the number of rows of each rank.
+    """
+    names = sorted({name for part in parts for name in part})
+    return {
+        name: [
+            value for part, size in zip(parts, sizes, strict=True) for value in part.get(name, [None] * size)
+        ]
+        for name in names
+    }

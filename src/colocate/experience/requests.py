@@ -25,6 +25,9 @@ class RolloutRequest:
     num_generations: int
     """G, completions of a group over all ranks; a request's prompt may ask for a part of its group only."""
 
+    batch_keys: Sequence[int] = ()
+    """The keys of the prompts of the whole batch, over all ranks, whose rows `SliceRows` keeps."""
+
     def per_completion(self) -> list[tuple[dict[str, Any], Prompt]]:
         """The row and the prompt of each completion, in the order in which the engine returns completions."""
         pairs = zip(self.rows, self.prompts, strict=True)
@@ -81,7 +84,8 @@ class RequestBuilder:
         keys = [batch.keys[index] for index, _ in share]
         # The dataset's own row numbers are gone by now: a stream has none, and the order is random.
         names = [f"The run's prompt {key} (from 0)" for key in keys]
-        return self._request(rows, keys, [members for _, members in share], options.num_generations, names)
+        members = [members for _, members in share]
+        return self._request(rows, keys, members, options.num_generations, names, batch.keys)
 
     def evaluation(self, rows: Sequence[dict[str, Any]]) -> RolloutRequest:
         """This rank's share of all held-out prompts, with their whole groups.
@@ -94,10 +98,12 @@ class RequestBuilder:
         per_rank = math.ceil(len(rows) / options.world_size)
         share = range(len(rows))[options.process_index * per_rank :][:per_rank]
         # Negative keys: a held-out prompt never shares its random numbers with a training prompt.
-        keys = [-1 - index for index in share]
+        batch_keys = [-1 - index for index in range(len(rows))]
+        keys = [batch_keys[index] for index in share]
         members = [range(num_generations)] * len(share)
         names = [row_name(index) for index in share]
-        return self._request([rows[index] for index in share], keys, members, num_generations, names)
+        own_rows = [rows[index] for index in share]
+        return self._request(own_rows, keys, members, num_generations, names, batch_keys)
 
     def check_extremes(self, dataset: datasets.Dataset | datasets.IterableDataset) -> None:
         """Find prompts too long for the context, or without a token, before anything is generated.
@@ -133,11 +139,11 @@ class RequestBuilder:
         members: list[range],
         num_generations: int,
         names: list[str],
+        batch_keys: Sequence[int],
     ) -> RolloutRequest:
         parts = zip(self._tokenize(rows, names), keys, members, strict=True)
-        return RolloutRequest(
-            rows, [Prompt(ids, key, samples) for ids, key, samples in parts], num_generations
-        )
+        prompts = [Prompt(ids, key, samples) for ids, key, samples in parts]
+        return RolloutRequest(rows, prompts, num_generations, batch_keys)
 
     def _tokenize(self, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[tuple[int, ...]]:
         options = self._options

@@ -51,7 +51,8 @@ class Selector:
         assert options.steps_per_generation is not None, "GRPOConfig derives it"
         # A step begins at a multiple of both numbers: slices in such a stretch are never in different steps.
         num_together = math.gcd(options.gradient_accumulation_steps, options.steps_per_generation)
-        slices = self._dealt(shuffled_slices(rollout.members, options, number), num_together)
+        slices = shuffled_slices(rollout.members, options, number, rollout.num_loss_tokens)
+        slices = self._dealt(slices, num_together)
         samples = iter(self._with_reference([sample for samples in slices for sample in samples]))
         return [[next(samples) for _ in part] for part in slices]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colocate.experience import ranks
 from colocate.experience.requests import RolloutRequest
 from colocate.experience.window import TrainingWindow
 from colocate.policy.policy import UpdateResult
@@ -30,8 +29,7 @@ class SliceRows:
         held = self._window.prompt_keys()
         self._rows = {key: rows for key, rows in self._rows.items() if key in held}
         # This rank may train on completions of prompts that another has completed.
-        keys = ranks.of_all_ranks([prompt.key for prompt in request.prompts])
-        self._rows.update((key, rows) for key in keys)
+        self._rows.update((key, rows) for key in request.batch_keys)
 
     def of_next_step(self) -> list[list[dict[str, Any]]]:
         """For each slice of the next optimizer step, the rows of its whole generation batch.

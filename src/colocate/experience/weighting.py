@@ -43,38 +43,35 @@ Member = Sequence[Sample]
 
 
 def shuffled_slices(
-    members: Sequence[Member], options: WeightingOptions, batch_number: int
+    members: Sequence[Member], options: WeightingOptions, batch_number: int, num_loss_tokens: int
 ) -> list[list[Sample]]:
     """Cut this rank's members into slices of `per_device_train_batch_size`, in random order, and weigh them.
 
     The order depends on the seed and the batch's number alone, so a resumed run cuts its batches alike.
+
+    Args:
+        num_loss_tokens: tokens of the batch that the loss counts, over all ranks.
     """
     assert options.steps_per_generation is not None, "GRPOConfig derives it"
     generator = torch.Generator().manual_seed(options.seed + batch_number)
     order = torch.randperm(len(members), generator=generator).tolist()
     size = options.per_device_train_batch_size
-    slices = [[members[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
+    slices = [order[start : start + size] for start in range(0, len(order), size)]
+    counts = _token_counts(members)
     tokens_per_step = mean_tokens_per_step(
-        sum(ranks.of_all_ranks(_token_counts(members))),
+        num_loss_tokens,
         num_processes=options.world_size,
         num_accumulated=options.gradient_accumulation_steps,
         steps_per_generation=options.steps_per_generation,
     )
-    return [weighted(part, options, tokens_per_step, options.gradient_accumulation_steps) for part in slices]
-
-
-def weighted(
-    members: Sequence[Member], options: WeightingOptions, tokens_per_step: float, num_accumulated: int
-) -> list[Sample]:
-    """The samples of one slice's members, with the loss weights of the option `loss_type`.
-
-    Args:
-        tokens_per_step: the result of `normalization.mean_tokens_per_step`.
-        num_accumulated: slices in an optimizer step.
-    """
-    return _with_weights(
-        members, *_weights(_token_counts(members), options, tokens_per_step, num_accumulated)
-    )
+    num_accumulated = options.gradient_accumulation_steps
+    return [
+        _with_weights(
+            [members[i] for i in part],
+            *_weights([counts[i] for i in part], options, tokens_per_step, num_accumulated),
+        )
+        for part in slices
+    ]
 
 
 def weighted_for_evaluation(members: Sequence[Member], options: WeightingOptions) -> list[Sample]:
@@ -82,9 +79,9 @@ def weighted_for_evaluation(members: Sequence[Member], options: WeightingOptions
 
     As in training, the mean of the ranks' losses is the loss; ranks may have unequal shares.
     """
-    own = _token_counts(members)
-    counts = ranks.of_all_ranks(own)
-    part = ranks.own_part(len(own), options.process_index)
+    counts_of_ranks = ranks.of_all_ranks([_token_counts(members)])
+    counts = [count for own in counts_of_ranks for count in own]
+    part = ranks.own_part([len(own) for own in counts_of_ranks], options.process_index)
     weights = _weights(counts, options, tokens_per_step=max(sum(counts), 1.0), num_accumulated=1)
     losses, bonuses = ([options.world_size * weight for weight in values[part]] for values in weights)
     return _with_weights(members, losses, bonuses)
@@ -115,7 +112,12 @@ def with_entropy_threshold(
 
 
 def _token_counts(members: Sequence[Member]) -> list[float]:
-    return [sum(float(sample.completion_mask.sum()) for sample in member) for member in members]
+    if not members:
+        return []
+    # In one transfer: the host would wait for the device at each sample.
+    sums = torch.stack([sample.completion_mask.sum() for member in members for sample in member])
+    counts = iter(sums.tolist())
+    return [sum(next(counts) for _ in member) for member in members]
 
 
 def _weights(

@@ -40,12 +40,3 @@ def _reduce_bucket(tensors: list[Tensor]) -> None:
     flat /= dist.get_world_size()
     parts = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
-
-
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """True on every rank if it is true on one."""
-    if not is_distributed():
-        return flag
-    flags = torch.tensor(float(flag), device=device)
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags.item())

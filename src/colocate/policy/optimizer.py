@@ -198,19 +198,23 @@ class PolicyOptimizer:
         num_bytes = self._shards.exchange_bytes(list(self._gradients.values()))
         torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def reduce_gradients(self) -> Tensor:
+    def reduce_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Make the leaves' gradients the means over all ranks, and return their norm over all parameters.
 
         A rank whose samples miss a parameter takes part in its reduction with zeros.
 
+        Args:
+            loss: this rank's, a float32 scalar.
+
         Returns:
-            The norm, a float32 scalar that is equal on all ranks.
+            The norm, and a sum of the ranks' losses in some scale, that is finite if all are: float32 scalars
+            that are equal on all ranks.
         """
         if self._shards is None:
-            gradients = self.gradients()
+            gradients, losses = self.gradients(), loss.clone()
             if is_distributed():
-                all_reduce_mean(gradients)
-            return nn.utils.get_total_norm(gradients).float()
+                all_reduce_mean([*gradients, losses])
+            return nn.utils.get_total_norm(gradients).float(), losses
         assert self._mesh is not None, "shards are those of a mesh"
         # In the order of the parameters, which is common to all ranks.
         accumulated: dict[str, Tensor] = {}
@@ -224,14 +228,14 @@ class PolicyOptimizer:
         leaves, num_ranks = self._masters.leaves, self._mesh.num_replicas * self._mesh.num_weight_parts
         for name, rows in self._shards.reduce(accumulated, num_ranks):
             leaves[name].grad = rows
-        return self._norm()
+        return self._norm(loss)
 
     def _is_whole(self, name: str) -> bool:
         """Whether every rank of a weight group has all of a parameter."""
         return self._splits.get(name, UNSPLIT).dim is None
 
-    def _norm(self) -> Tensor:
-        """The norm of the gradient of which each rank has its rows."""
+    def _norm(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the gradient of which each rank has its rows, and the sum of the ranks' losses."""
         assert self._mesh is not None, "shards are those of a mesh"
         leaves = self._masters.leaves
         gradients = [leaves[name].grad for name in self._parameters]
@@ -240,9 +244,10 @@ class PolicyOptimizer:
         parts = self._mesh.num_weight_parts
         shares = [1 / parts if self._is_whole(name) else 1.0 for name in self._parameters]
         total = (torch.stack(norms).square() * torch.tensor(shares, device=self._device)).sum()
+        both = torch.stack([total, loss])
         if self._mesh.device_mesh is not None:
-            dist.all_reduce(total)
-        return total.sqrt()
+            dist.all_reduce(both)
+        return both[0].sqrt(), both[1]
 
     def gradients(self) -> list[Tensor]:
         """The accumulated gradients, one per leaf; zeros where backward has not been.

@@ -18,7 +18,7 @@ from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.verdict import Peers
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
-from colocate.policy.gradients import all_reduce_mean, any_rank, is_distributed
+from colocate.policy.gradients import all_reduce_mean, is_distributed
 from colocate.policy.head_check import check_output_head
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import token_logprobs
@@ -192,9 +192,9 @@ class Policy:
         loss, metrics, logprobs = self._retry_together(lambda: self._accumulate_all(samples, objective, size))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
-        grad_norm = self.optimizer.reduce_gradients()
+        grad_norm, losses = self.optimizer.reduce_gradients(loss)
         metrics.add_mean("grad_norm", grad_norm, 1)
-        skipped = any_rank(not bool(torch.isfinite(loss + grad_norm)), self.device)
+        skipped = not bool(torch.isfinite(losses + grad_norm))  # alike on all ranks, as both numbers are
         metrics.add_mean("skipped_updates", float(skipped), 1)
         if skipped:
             self.optimizer.zero_grad()
