@@ -11,11 +11,14 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -24,6 +27,7 @@ from small_runs import make_trainer
 
 from colocate.checkpoints import snapshot
 from colocate.checkpoints.sealed import CheckpointError
+from colocate.policy.policy import Policy
 
 # The global batch: `dapo` has one group of four per rollout, split over two ranks; `grpo` three, of which the
 # second is split.
@@ -129,8 +133,44 @@ def evaluate(trainer: Any, directory: Path) -> None:
         (directory / "evaluated.json").write_text(json.dumps(results))
 
 
+class Waits(TorchDispatchMode):
+    """Counts, by phase of a run's second step, collectives and scalars that the host waits for."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__()
+        self._trainer = trainer
+        self.counts: dict[str, dict[str, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kind = "scalars" if func is torch.ops.aten._local_scalar_dense.default else func.name()
+        if self._trainer.state.global_step == 1 and kind.startswith(("c10d", "scalars")):
+            (phase,) = self._trainer.run.timeline._open[-1:] or ["between phases"]
+            counts = self.counts.setdefault(phase, {})
+            counts[kind] = counts.get(kind, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_waits(trainer: Any, directory: Path) -> None:
+    """A run with micro-batches of several sequences, and one with a micro-batch for each."""
+    options = dict(gradient_accumulation_steps=3, num_iterations=1, max_steps=3, save_strategy="no")
+    accumulate = Policy._accumulate
+    results = []
+    for tokens in (None, 1):
+        trainer = build(directory / str(tokens), "counted", 2, **options)
+        policy = trainer.policy
+        policy.planner = None
+        policy._step_plan.plan = replace(policy.plan, tokens_per_microbatch=tokens)
+        counted = mock.patch.object(Policy, "_accumulate", autospec=True, side_effect=accumulate)
+        with Waits(trainer) as waits, counted as microbatches:
+            trainer.train()
+        results.append([microbatches.call_count, waits.counts])
+    if trainer.accelerator.is_main_process:
+        (directory / "counted.json").write_text(json.dumps(results))
+
+
 ENDINGS = {
     "changed": load_checkpoint_of_another_temperature,
+    "counted": count_waits,
     "evaluated": evaluate,
     "from_one": load_checkpoint_of_one,
     "from_parts": load_checkpoint_of_parts,

@@ -55,6 +55,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         "full_disk",
         "terminated",
         "evaluated",
+        "counted",
     )
     launch("accelerate", directory, "accelerate")
     return directory, single
@@ -186,3 +187,21 @@ def test_sigterm_to_one_rank_stops_all_at_the_same_step(runs):
     (sealed,) = list_checkpoints(directory / "terminated")
     assert sealed.name == "checkpoint-2"
     verify(sealed)
+
+
+def test_a_step_has_as_few_exchanges_as_it_needs(runs):
+    directory, _ = runs
+    (few, counts), (many, counts_of_many) = json.loads((directory / "counted.json").read_text())
+    assert many >= 2 * few and counts_of_many == counts  # the host waits for no micro-batch
+    exchanges = {
+        phase: {kind: number for kind, number in of_phase.items() if kind != "scalars"}
+        for phase, of_phase in counts.items()
+    }
+    # Objects are gathered in two exchanges, of their sizes and of their bytes.
+    assert exchanges == {
+        "score": {"c10d::allgather_": 2},  # rewards, lengths, texts and metrics, together
+        # What dealing must know of the samples, of which none moves here; the plan, whether all have got
+        # through backward, gradients, their norm with the losses, whether all can step; the weights.
+        "train": {"c10d::allgather_": 2, "c10d::allreduce_": 5, "c10d::_allgather_base_": 1},
+        "between phases": {"c10d::allgather_": 2, "c10d::allreduce_": 1},  # metrics; signals to stop
+    }

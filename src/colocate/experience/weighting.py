@@ -112,11 +112,9 @@ def with_entropy_threshold(
 
 
 def _token_counts(members: Sequence[Member]) -> list[float]:
-    if not members:
-        return []
+    sums = [sample.completion_mask.sum() for member in members for sample in member]
     # In one transfer: the host would wait for the device at each sample.
-    sums = torch.stack([sample.completion_mask.sum() for member in members for sample in member])
-    counts = iter(sums.tolist())
+    counts = iter(torch.stack(sums).tolist() if sums else [])
     return [sum(next(counts) for _ in member) for member in members]
 
 

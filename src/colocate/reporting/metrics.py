@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,17 +42,29 @@ class Metrics:
 
     def to_host(self) -> Metrics:
         """A copy of the metrics as Python floats, ready to be sent to another rank."""
+        pairs = [value for pair in self._sums.values() for value in pair]
+        numbers = iter(_to_floats([*pairs, *self._minima.values(), *self._maxima.values()]))
         host = Metrics()
-        host._sums = {name: (float(t), float(c)) for name, (t, c) in self._sums.items()}
-        host._minima = {name: float(v) for name, v in self._minima.items()}
-        host._maxima = {name: float(v) for name, v in self._maxima.items()}
+        host._sums = {name: (next(numbers), next(numbers)) for name in self._sums}
+        host._minima = {name: next(numbers) for name in self._minima}
+        host._maxima = {name: next(numbers) for name in self._maxima}
         return host
 
     def compute(self) -> dict[str, float]:
         """The final number of each metric. A mean over nothing is NaN."""
-        means = {n: float(t) / float(c) if c else math.nan for n, (t, c) in self._sums.items()}
-        extremes = {n: float(v) for part in (self._minima, self._maxima) for n, v in part.items()}
-        return {**means, **extremes}
+        host = self.to_host()
+        means = {n: float(t) / float(c) if c else math.nan for n, (t, c) in host._sums.items()}
+        return means | {n: float(v) for part in (host._minima, host._maxima) for n, v in part.items()}
+
+
+def _to_floats(values: Sequence[float | Tensor]) -> list[float]:
+    """Scalars as Python floats, with one transfer for all that are tensors: each is a wait for the device."""
+    tensors = [value.detach().reshape(()).double() for value in values if isinstance(value, Tensor)]
+    together = (
+        torch.stack([tensor.to(tensors[0].device) for tensor in tensors]) if tensors else torch.empty(0)
+    )
+    numbers = iter(together.tolist())
+    return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
 
 
 def _extreme(
