@@ -6,6 +6,7 @@ leaves the parameters, the metrics and what each rank has trained on in the dire
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from colocate.experience import ranks
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.train_plan import TrainPlan
+from colocate.parallel.mesh import Mesh
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.policy import Policy
 from colocate.policy.reference import make_reference
@@ -93,7 +95,7 @@ def num_loss_tokens(rollout: int, case: str) -> int:
     return int(sum(sample.completion_mask.sum() for sample in samples))
 
 
-def policy_of(case: str) -> Policy:
+def policy_of(case: str, mesh: Mesh | None = None) -> Policy:
     model = tiny.make_model("llama")
     if case == "router":
         torch.manual_seed(0)
@@ -111,7 +113,7 @@ def policy_of(case: str) -> Policy:
     )  # fmt: skip
     return Policy(
         model,
-        PolicyOptimizer(model, args, NUM_STEPS),
+        PolicyOptimizer(model, args, NUM_STEPS, mesh=mesh),
         temperature=1.0,
         plan=TrainPlan(tokens_per_microbatch=1 if case == "router" else 64, logprob_chunk_size=7),
         max_grad_norm=None,
@@ -154,6 +156,17 @@ def main() -> None:
     (sample,) = samples_of(0, 0)[:1]
     policy.update([sample] if rank == 0 else [], lambda logprobs, *_: (-logprobs.sum(), Metrics()))
     results["one sample"] = {"parameters": dict(policy.model.named_parameters())}
+    # First the loss of rank 0 alone is not finite, though all gradients are; then every loss is.
+    for name, mesh in (("replicated", None), ("split", Mesh.of("cpu"))):
+        policy = policy_of("grpo", mesh)
+        skipped = [
+            policy.update(
+                samples_of(rank, 0)[:2],
+                lambda logprobs, *_, add=add: (add - logprobs.sum(), Metrics()),
+            ).skipped
+            for add in (math.nan if rank == 0 else 0.0, 0.0)
+        ]
+        results[f"skipped {name}"] = skipped
     torch.save(results, Path(sys.argv[1]) / f"rank{rank}.pt")
     dist.destroy_process_group()
 

@@ -98,3 +98,8 @@ def test_a_rank_without_a_sample_takes_part_in_the_step(both):
             torch.testing.assert_close(
                 rank["one sample"]["parameters"][name].detach(), expected, rtol=0, atol=1e-5
             )
+
+
+@pytest.mark.parametrize("optimizer", ["replicated", "split"])
+def test_all_ranks_skip_a_step_for_the_loss_of_one(both, optimizer):
+    assert [rank[f"skipped {optimizer}"] for rank in both] == [[True, False]] * 2
