@@ -35,6 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": dict(loss_type="dapo", num_iterations=2, gradient_accumulation_steps=1, beta=0.1),
     "grpo": dict(loss_type="grpo", gradient_accumulation_steps=3),
 }
+
+
+def often_dull(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A reward of which every third group or so has but one value."""
+    return [float(ids[0] % 4 == 0) for ids in completion_ids]
+
+
+CASES["refill"] = CASES["grpo"] | {"reward_funcs": often_dull, "max_refill_rounds": 3}
 CASES["split"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3, "shard": 2}
 CASES["accelerate"] = CASES["grpo"]
 CASES["resumed"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3}

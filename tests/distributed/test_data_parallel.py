@@ -47,6 +47,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         directory,
         "dapo",
         "grpo",
+        "refill",
         "resumed",
         "split",
         "from_one",
@@ -87,6 +88,11 @@ def test_the_record_covers_both_processes_once(runs, case):
         assert record == pytest.approx(without_timings(expected), rel=1e-3, abs=1e-5, nan_ok=True)
     texts = [(directory / where / "completions.jsonl").read_text() for where in (case, f"one/{case}")]
     assert texts[0].count("\n") == texts[1].count("\n") > 0
+
+
+def test_two_processes_replace_the_same_groups(runs):
+    rounds = [record["refill/rounds"] for record in read_metrics(runs[0] / "refill")]
+    assert max(rounds) > 0
 
 
 def test_an_evaluation_by_two_processes_is_that_of_one(runs):

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from colocate.data.sampler import PromptBatch, PromptBatches
+from colocate.experience import ranks
 from colocate.experience.dealing import spread
 from colocate.experience.judge import Group, Rollout
 from colocate.experience.select import Selector
@@ -86,8 +87,11 @@ class RefillingSelector(Selector):
             num_ranks=self._refill.world_size,
             device=self._policy.device,
         )
+        masks = [sample.completion_mask for member in members for sample in member]
+        num_tokens = sum(ranks.of_all_ranks([int(torch.cat(masks).sum())]))
         # From here on a rollout is its members, whichever group they are of.
-        return super().slices(replace(rollout, groups=[replace(groups[0], members=members)]), number)
+        batch = replace(groups[0], members=members)
+        return super().slices(replace(rollout, groups=[batch], num_loss_tokens=num_tokens), number)
 
     def _is_dull(self, group: Group, rollout: Rollout) -> bool:
         """Whether no member is better than another: by the reward of the option's name, or by advantages."""
