@@ -133,7 +133,7 @@ def as_declared(name: str, requirement: Requirement) -> Callable[[float], bool]:
 for name, requirement in ranges_of(GRPOConfig).items():
     if name not in THEIRS:  # what an option of our own means is what it is declared to mean
         DOMAINS.setdefault(name, as_declared(name, requirement))
-ALSO_NONE = ("vllm_gpu_memory_utilization", "top_k")
+ALSO_NONE = ("vllm_gpu_memory_utilization", "top_k", "top_p")
 """Options that TRL declares as numbers: None is the default here, and generate's word for all tokens."""
 
 
