@@ -34,6 +34,7 @@ def header_rows(run: Run) -> dict[str, str]:
         "size": _size(run.model),
         "engine": f"{_ENGINES.get(kind, kind)}; {_why(run.args, run.model, run.engine)}",
         "rewards": ", ".join(run.judge.reward_functions.names),
+        **({} if run.player.words is None else {"turns": run.player.words}),
         "prompts": _prompts(run.train_dataset, run.eval_dataset),
         "device": _device(run.accelerator),
         **({} if shard is None else {"shard": shard}),

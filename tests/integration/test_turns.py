@@ -45,7 +45,7 @@ def calls_once(text: str, member: int) -> str:
     return call("add", a=n, b=1) if member % 2 else "no idea"
 
 
-def test_a_model_that_calls_a_tool_is_rewarded_for_what_it_says_then(tmp_path):
+def test_a_model_that_calls_a_tool_is_rewarded_for_what_it_says_then(tmp_path, capsys):
     seen: list[Any] = []
 
     def is_right(prompts, completions, n, **columns) -> list[float]:
@@ -62,6 +62,7 @@ def test_a_model_that_calls_a_tool_is_rewarded_for_what_it_says_then(tmp_path):
         **OPTIONS,
     )
     assert train(trainer)
+    assert "turns     tools add" in capsys.readouterr().out
     assert logged(trainer, "reward") == [0.5, 0.5]
     assert logged(trainer, "tools/call_frequency") == [0.5, 0.5]
     assert logged(trainer, "tools/failure_frequency") == [0, 0]

@@ -97,6 +97,14 @@ class EpisodePlayer:
         self._plays: dict[int, _Play] = {}
         """Episodes under way, by the number of their sequence in the engine."""
 
+    @property
+    def words(self) -> str:
+        """What episodes are played with, for a run's header."""
+        boxes = {None: self._toolbox} if self._environments is None else self._environments.toolboxes
+        names = {name: ", ".join(box.names) or "none" for name, box in boxes.items()}
+        tools = "; ".join(text if name is None else f"{name}: {text}" for name, text in names.items())
+        return f"tools {tools}" if self._environments is None else f"environments with tools {tools}"
+
     def play(self, request: RolloutRequest) -> list[Episode]:
         """Return the episodes of a request, prompt by prompt; the engine must be awake.
 

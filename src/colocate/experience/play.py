@@ -15,6 +15,9 @@ class Player:
         sampling: how tokens are drawn in every rollout.
     """
 
+    words = None
+    """How episodes are played, for a run's header; None: in one turn."""
+
     def __init__(self, engine: RolloutEngine, sampling: SamplingParams) -> None:
         self._engine = engine
         self.sampling = sampling

@@ -34,6 +34,8 @@ class FunctionPlayer:
         sampling: how `generate` draws tokens.
     """
 
+    words = "a rollout_func of yours plays the episodes"
+
     def __init__(
         self,
         engine: RolloutEngine,
