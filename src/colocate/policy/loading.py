@@ -25,6 +25,7 @@ from transformers import (
 
 from colocate.option_values import shown
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
+from colocate.weights.part_loading import load_part, stored_dtypes
 from colocate.weights.weight_parts import split_weights
 
 if TYPE_CHECKING:
@@ -57,8 +58,9 @@ def prepare_model(
     """A model ready to be trained, and its trainable weights as they were before a cast to bf16, whole.
 
     Args:
-        part: what the model keeps of its weights. It is loaded whole, and split before it goes to the device;
-            a model object may hold its part already (`weight_parts.random_parts`).
+        part: what the model keeps of its weights. Where possible nothing else is read (`part_loading`); or
+            else it is loaded whole, and split before it goes to the device. A model object may hold its part
+            already (`weight_parts.random_parts`).
 
     Raises:
         ValueError: `quantization_config` for a model that is loaded already; a model that cannot be split;
@@ -74,7 +76,9 @@ def prepare_model(
             "quantization_config applies while a model loads, but your model is already instantiated: pass "
             "it by name, or drop quantization_config."
         )
-    loaded = load_model(model, bf16=bool(options.bf16), model_init_kwargs=init_kwargs)
+    loaded: Any = part_of_checkpoint(model, part, bf16=bool(options.bf16), model_init_kwargs=init_kwargs)
+    if loaded is None:
+        loaded = load_model(model, bf16=bool(options.bf16), model_init_kwargs=init_kwargs)
     freeze_what_text_does_not_reach(loaded)
     originals = cast_to_bf16(loaded) if options.bf16 else {}
     if peft_config is not None:
@@ -88,6 +92,36 @@ def prepare_model(
     if part != WHOLE and weight_part_of(loaded) != part:
         split_weights(loaded, part)
     return nn.Module.to(loaded, device), originals
+
+
+def part_of_checkpoint(
+    model: Any, part: WeightPart, *, bf16: bool, model_init_kwargs: Mapping[str, Any]
+) -> PreTrainedModel | None:
+    """A model of which only `part` was read; None where it must be loaded whole.
+
+    That is the case for a model object, an adapter, what is quantised or holds more than a language model,
+    for arguments that `from_pretrained` alone knows, and with `bf16` for weights that are finer, as their
+    masters are made from whole ones.
+    """
+    if part == WHOLE or not isinstance(model, str) or set(model_init_kwargs) - {"trust_remote_code", "dtype"}:
+        return None
+    dtype = model_init_kwargs.get("dtype", "auto" if bf16 else "float32")
+    if bf16:
+        if dtype not in ("auto", "bfloat16", torch.bfloat16) or stored_dtypes(model) != {torch.bfloat16}:
+            return None
+        dtype = torch.bfloat16
+    dtype = DTYPES.get(dtype, dtype)
+    if not isinstance(dtype, torch.dtype) or _class_for(model, model_init_kwargs) is not AutoModelForCausalLM:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(
+            model, trust_remote_code=bool(model_init_kwargs.get("trust_remote_code"))
+        )
+    except (OSError, ValueError):  # whoever loads it whole says what is wrong
+        return None
+    if getattr(config, "quantization_config", None) is not None or hasattr(config, "auto_map"):
+        return None
+    return load_part(model, config, part, dtype=dtype)
 
 
 def load_model(

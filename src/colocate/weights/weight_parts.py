@@ -197,6 +197,14 @@ def _split_parameters(layout: Layout) -> Iterator[tuple[Tensor, Literal[0, 1]]]:
     yield layout.lm_head.weight, 0
 
 
+def empty_parts(model: Any, config: PretrainedConfig, device: torch.device | str) -> None:
+    """Give a model on the meta device memory for its weights, which may be parts; their values are any."""
+    model.to_empty(device=device)
+    model.tie_weights()
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config).to(device)  # its frequencies are a buffer, empty by now
+
+
 def random_parts(
     config: PretrainedConfig,
     part: WeightPart,
@@ -217,10 +225,7 @@ def random_parts(
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if part != WHOLE:
         split_weights(model, part)  # on the meta device only shapes change
-    model.to_empty(device=device)
-    model.tie_weights()
-    rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config).to(device)  # its frequencies are a buffer, empty by now
+    empty_parts(model, config, device)
     generator = torch.Generator(device).manual_seed(seed + part.index)
     for name, parameter in model.named_parameters():
         weights = storage_of(parameter)
