@@ -64,7 +64,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for case in cases:
         if case in ENDINGS:
-            trainer = build(directory, case, 2)
+            trainer = build(directory, case, int(os.environ["WORLD_SIZE"]), **OPTIONS_OF.get(case, {}))
             try:
                 ENDINGS[case](trainer, directory)
             except (CheckpointError, SystemExit) as end:
@@ -93,6 +93,17 @@ def load_checkpoint_of_parts(trainer: Any, directory: Path) -> None:
     """Two ranks with whole weights go on from two with a part each."""
     trainer.load_checkpoint(directory / "split" / "checkpoint-3")
     save_state(trainer, directory / "from_parts")
+
+
+def load_checkpoint_of_parts_and_save(trainer: Any, directory: Path) -> None:
+    """Four ranks, two with each half of the weights, go on from two with a half each, and save at once."""
+    trainer.load_checkpoint(directory / "split" / "checkpoint-3")
+    trainer.save_checkpoint()
+
+
+def load_checkpoint_of_four(trainer: Any, directory: Path) -> None:
+    trainer.load_checkpoint(directory / "of_four" / "checkpoint-3")
+    save_state(trainer, directory / "from_four")
 
 
 def load_checkpoint_of_another_temperature(trainer: Any, directory: Path) -> None:
@@ -176,13 +187,18 @@ def count_waits(trainer: Any, directory: Path) -> None:
         (directory / "counted.json").write_text(json.dumps(results))
 
 
+OPTIONS_OF = {"of_four": CASES["split"], "from_four": CASES["split"]}
+"""Cases among `ENDINGS` whose trainer splits the weights."""
+
 ENDINGS = {
     "changed": load_checkpoint_of_another_temperature,
     "counted": count_waits,
     "evaluated": evaluate,
+    "from_four": load_checkpoint_of_four,
     "from_one": load_checkpoint_of_one,
     "from_parts": load_checkpoint_of_parts,
     "full_disk": fill_disk_of_rank_1,
+    "of_four": load_checkpoint_of_parts_and_save,
     "terminated": terminate_rank_1,
 }
 

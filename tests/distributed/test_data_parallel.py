@@ -28,6 +28,9 @@ LAUNCHERS = {
 }
 
 
+LAUNCHERS["of four"] = [*TORCHRUN[:-1], "--nproc-per-node=4"]
+
+
 def launch(launcher: str, directory: Path, *cases: str) -> None:
     worker = Path(__file__).with_name("grpo_worker.py")
     run_python(*LAUNCHERS[launcher], worker, directory, *cases, timeout_s=240)
@@ -176,6 +179,21 @@ def test_whole_weights_go_on_from_parts_of_them(runs):
         assert state.keys() == expected.keys() == written.keys()
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor) and torch.equal(tensor, written[name]), name
+
+
+def test_four_processes_go_on_from_two_and_two_from_four(runs):
+    directory, _ = runs
+    launch("of four", directory, "of_four")
+    launch("torchrun", directory, "from_four")
+    written = {}
+    for name in ("split", "of_four"):
+        dcp_to_torch_save(directory / name / "checkpoint-3" / "shards", directory / f"{name}.pt")
+        written[name] = torch.load(directory / f"{name}.pt")
+    assert written["split"].keys() == written["of_four"].keys()
+    states = [written["of_four"], *(torch.load(directory / f"from_four{rank}.pt") for rank in range(2))]
+    for state in states:
+        assert state.keys() == written["split"].keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in written["split"].items())
 
 
 def test_a_full_disk_of_one_rank_ends_all(runs):
