@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
@@ -287,6 +288,24 @@ def test_parquet_is_what_trl_writes(tmp_path):
     pandas.testing.assert_frame_equal(
         pandas.read_parquet(path), pandas.read_parquet(tmp_path / "theirs.parquet")
     )
+
+
+def test_what_tools_and_calls_choose_the_types_of_is_written_as_json(tmp_path):
+    def episode(argument, content):
+        asked = {"type": "function", "function": {"name": "ask", "arguments": {"x": argument}}}
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [asked]},
+            {"role": "tool", "name": "ask", "content": content},
+        ]
+
+    completions = [episode(1, "one"), episode("a", [("b", 2)]), episode([None], [])]
+    table = CompletionTable(["p"] * 3, completions, {}, [0.0] * 3)
+    rows = pyarrow.parquet.read_table(write_completions_parquet(tmp_path, 1, table)).to_pylist()
+    assert [row["completion"][1]["content"] for row in rows] == ["one", '[["b", 2]]', "[]"]
+    calls = [row["completion"][0]["tool_calls"][0]["function"] for row in rows]
+    assert [c["arguments"] for c in calls] == ['{"x": 1}', '{"x": "a"}', '{"x": [null]}']
+    assert completions[0] == episode(1, "one")
+    assert "('b', 2)" in printed(table)
 
 
 def test_parquet_names_the_column_it_cannot_write(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -81,6 +82,9 @@ class CompletionTable:
 def write_completions_parquet(output_dir: str | Path, step: int, table: CompletionTable) -> Path:
     """Write `completions/completions_{step:05d}.parquet` with TRL's columns and return its path.
 
+    What models and tools choose the types of, the arguments of calls and contents that are not text, is
+    written as JSON.
+
     Raises:
         ValueError: a column mixes types that parquet cannot hold together.
     """
@@ -88,7 +92,7 @@ def write_completions_parquet(output_dir: str | Path, step: int, table: Completi
     arrays = {}
     for name, values in columns.items():
         try:
-            arrays[name] = pyarrow.array(list(values))
+            arrays[name] = pyarrow.array([_with_text(value) for value in values])
         except pyarrow.ArrowException as error:
             raise ValueError(
                 f"Column {name!r} of the completions of step {step} cannot be written as parquet ({error}): "
@@ -98,6 +102,29 @@ def write_completions_parquet(output_dir: str | Path, step: int, table: Completi
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.table(arrays), path)
     return path
+
+
+def _with_text(entry: Any) -> Any:
+    """A conversation whose calls have arguments as text, and whose messages have text as content; whatever
+    else is in a column as it is."""
+    if not _is_conversation(entry):
+        return entry
+    messages = [dict(message) for message in entry]
+    for message in messages:
+        if "content" in message and message["content"] is not None:
+            message["content"] = _json_text(message["content"])
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_call_with_text(call) for call in message["tool_calls"]]
+    return messages
+
+
+def _call_with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", {}))
+    return {**call, "function": {**function, "arguments": _json_text(function.get("arguments"))}}
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(_as_data(value), ensure_ascii=False)
 
 
 def print_completions(
@@ -183,17 +210,21 @@ def _as_data(value: Any) -> Any:
 
 def as_text(entry: Any) -> str:
     """A prompt or completion as plain text; the messages of a conversation one after the other."""
-    if not (isinstance(entry, list) and entry and all(isinstance(message, dict) for message in entry)):
+    if not _is_conversation(entry):
         return str(entry)
     return "\n\n".join(_message_text(message) for message in entry)
+
+
+def _is_conversation(entry: Any) -> bool:
+    return isinstance(entry, list) and bool(entry) and all(isinstance(message, dict) for message in entry)
 
 
 def _message_text(message: Mapping[str, Any]) -> str:
     lines = [str(message.get("role", "")).upper()]
     lines.append(str(message.get("reasoning_content") or message.get("thinking") or ""))
     content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(block.get("text", "") for block in content if isinstance(block, dict))
+    if isinstance(content, list) and all(isinstance(block, dict) and "type" in block for block in content):
+        content = "".join(block.get("text", "") for block in content)
     lines.append(str(content))
     for call in message.get("tool_calls") or []:
         function = call.get("function", {})
