@@ -239,3 +239,30 @@ def test_what_follows_a_call_is_what_trl_puts_there(name):
     }
     messages = [{"role": "user", "content": "u"}, turn]
     assert renderer.bridge(messages, answers, [TOOL]) == trainer._get_tool_suffix_ids(answers)
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@pytest.mark.parametrize("result", [[("P53", 3)], [], ["a", {"b": 1}]], ids=["rows", "none", "mixed"])
+def test_a_list_that_a_tool_returns_is_read_as_text(name, result):
+    renderer = renderer_of(name)
+    turn = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "multiply", "arguments": {}}}],
+    }
+    messages = [{"role": "user", "content": "u"}, turn]
+    answer = {"role": "tool", "name": "multiply", "content": result}
+    read = renderer.bridge(messages, [answer], [TOOL])
+    assert read is not None
+    shown = json.dumps(result) if name.startswith("llama") else str(result)  # these templates write JSON
+    assert shown in renderer._tokenizer.decode(read)
+    assert answer["content"] is result  # reward functions look at the list
+
+
+def test_blocks_of_content_are_the_templates():
+    blocks = [{"type": "text", "text": "twelve"}, {"type": "text", "text": " eggs"}]
+    asked = {"role": "user", "content": "u"}
+    text = renderer_of("qwen3_5_think")._text(
+        [asked, {"role": "tool", "content": blocks}], add_generation_prompt=False
+    )
+    assert "twelve eggs" in text

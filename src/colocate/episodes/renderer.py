@@ -58,6 +58,11 @@ class Renderer:
         self._stops = {
             self._decoded(token) for token in stop_token_ids if token in tokenizer.added_tokens_decoder
         }
+        self._shows_lists = True
+        listed = self._try_text([_user(), _call(_TOOL), {**_tool(_TOOL), "content": [["r" + _MARK]]}])
+        self._shows_lists = "r" + _MARK in (listed or "")
+        """Whether the template shows any list that is a tool's answer. Qwen 3's leaves it out, Qwen 3.5's
+        refuses it."""
         self._syntax = syntax_of(self._try_text([_user(), _call(_TOOL)]) or "")
         reasoned = self._try_text([_user(), {**_assistant(), "reasoning_content": "r" + _MARK}])
         self._has_reasoning = "r" + _MARK in (reasoned or "")
@@ -180,7 +185,7 @@ class Renderer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages),
+                    [self._readable(message) for message in messages],
                     tools=list(tools) if tools else None,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
@@ -192,6 +197,12 @@ class Renderer:
             raise ValueError(
                 f"The chat template of {self._name} refuses a conversation of {roles}: {error}"
             ) from error
+
+    def _readable(self, message: Message) -> Message:
+        """A message as the template can show it: lists that are no blocks of content may have to be text."""
+        if self._shows_lists or not _has_plain_list(message):
+            return message
+        return {**message, "content": str(message["content"])}
 
     def _try_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
@@ -208,6 +219,14 @@ class Renderer:
         """The tokens of `text[start:]`, in which a tokenizer that marks a text's beginning marks none."""
         head, ids = self._ids(text[:start]), self._ids(text)
         return ids[len(head) :] if ids[: len(head)] == head else self._ids(text[start:])
+
+
+def _has_plain_list(message: Message) -> bool:
+    """Whether a message is a tool's whose content is a list, but not one of blocks."""
+    content = message.get("content")
+    if message["role"] != "tool" or not isinstance(content, list):
+        return False
+    return not content or not all(isinstance(block, dict) and "type" in block for block in content)
 
 
 def _knows_calls(renderer: Renderer) -> bool:
