@@ -34,7 +34,7 @@ def inputs(tmp_path, monkeypatch):
     tiny.make_tokenizer().save_pretrained("model")
     rows = Dataset.from_list([{"prompt": f"{i}+{i}="} for i in range(8)])
     rows.to_json("prompts.jsonl")
-    Path("my_rewards.py").write_text("from tests.tiny import count_digits\n", encoding="utf-8")
+    Path("digit_rewards.py").write_text("from tests.tiny import count_digits\n", encoding="utf-8")
     return rows
 
 
@@ -51,7 +51,7 @@ def test_trls_grpo_script_trains_as_the_trainer_does(use_peft, inputs, monkeypat
     """`trl/scripts/grpo.py`, as the wheel brings it: arguments from the command line and from a file, the
     data from a mixture."""
     Path("script.yaml").write_text(
-        "model_name_or_path: model\nreward_funcs: [my_rewards.count_digits]\n"
+        "model_name_or_path: model\nreward_funcs: [digit_rewards.count_digits]\n"
         "datasets:\n  - path: json\n    data_files: prompts.jsonl\n    columns: [prompt]\n"
         f"use_peft: {use_peft}\nlora_r: 4\n",
         encoding="utf-8",

@@ -118,8 +118,8 @@ def test_what_must_be_loaded_whole_is(checkpoint, loads, caplog):
     weights = load_file(f"{directory}/model.safetensors")
     renamed = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     save_file(renamed, f"{directory}/model.safetensors", metadata={"format": "pt"})
-    caplog.set_level("INFO")
-    prepared(directory, 1)
+    with caplog.at_level("INFO", "colocate"):
+        prepared(directory, 1)
     assert loads["whole"] == 3
     assert "is loaded whole on every rank and then split: its files name no 'model." in caplog.text
 
