@@ -85,7 +85,7 @@ def test_a_part_that_was_read_is_that_of_the_whole_model(checkpoint, loads, monk
     whole = make_model(name, vocab_size=96)
     num_read = []
     for index in range(2):
-        found = prepared(directory, index, bf16=bf16)
+        found = prepared(directory, index, bf16=bf16, revision="main")  # as the command line passes it
         num_read.append(loads.pop("numbers"))
         assert not loads["whole"]
         with monkeypatch.context() as patch:

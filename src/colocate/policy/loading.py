@@ -25,7 +25,7 @@ from transformers import (
 
 from colocate.option_values import shown
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
-from colocate.weights.part_loading import load_part, stored_dtypes
+from colocate.weights.part_loading import at, load_part, stored_dtypes
 from colocate.weights.weight_parts import split_weights
 
 if TYPE_CHECKING:
@@ -103,11 +103,15 @@ def part_of_checkpoint(
     for arguments that `from_pretrained` alone knows, and with `bf16` for weights that are finer, as their
     masters are made from whole ones.
     """
-    if part == WHOLE or not isinstance(model, str) or set(model_init_kwargs) - {"trust_remote_code", "dtype"}:
+    known = {"trust_remote_code", "dtype", "revision"}
+    if part == WHOLE or not isinstance(model, str) or set(model_init_kwargs) - known:
         return None
+    revision = model_init_kwargs.get("revision")
     dtype = model_init_kwargs.get("dtype", "auto" if bf16 else "float32")
     if bf16:
-        if dtype not in ("auto", "bfloat16", torch.bfloat16) or stored_dtypes(model) != {torch.bfloat16}:
+        if dtype not in ("auto", "bfloat16", torch.bfloat16) or stored_dtypes(model, revision) != {
+            torch.bfloat16
+        }:
             return None
         dtype = torch.bfloat16
     dtype = DTYPES.get(dtype, dtype)
@@ -115,13 +119,13 @@ def part_of_checkpoint(
         return None
     try:
         config = AutoConfig.from_pretrained(
-            model, trust_remote_code=bool(model_init_kwargs.get("trust_remote_code"))
+            model, trust_remote_code=bool(model_init_kwargs.get("trust_remote_code")), **at(revision)
         )
     except (OSError, ValueError):  # whoever loads it whole says what is wrong
         return None
     if getattr(config, "quantization_config", None) is not None or hasattr(config, "auto_map"):
         return None
-    return load_part(model, config, part, dtype=dtype)
+    return load_part(model, config, part, dtype=dtype, revision=revision)
 
 
 def load_model(

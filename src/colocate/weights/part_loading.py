@@ -28,13 +28,21 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
-def load_part(name: str, config: PretrainedConfig, part: WeightPart, *, dtype: torch.dtype) -> Any | None:
+def load_part(
+    name: str,
+    config: PretrainedConfig,
+    part: WeightPart,
+    *,
+    dtype: torch.dtype,
+    revision: str | None = None,
+) -> Any | None:
     """A causal language model on the host that holds one part of a checkpoint's weights.
 
     Args:
         name: the checkpoint's directory, or its name on the Hub.
         config: of a plain causal language model, not quantised.
         dtype: which the weights get.
+        revision: branch, tag or commit on the Hub.
 
     Returns:
         The model; None where its weights must be loaded whole: they are in no safetensors files, under names
@@ -48,7 +56,7 @@ def load_part(name: str, config: PretrainedConfig, part: WeightPart, *, dtype: t
     if not has_layout(model):
         return None
     shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
-    files = _files_of(name)
+    files = _files_of(name, revision)
     if (reason := _why_not(shapes, files)) is not None:
         logger.info(f"{name} is loaded whole on every rank and then split: {reason}.")
         return None
@@ -59,36 +67,41 @@ def load_part(name: str, config: PretrainedConfig, part: WeightPart, *, dtype: t
         for key, parameter in model.named_parameters():
             parameter.copy_(_read(files[key], key, splits[key]))
     try:
-        model.generation_config = GenerationConfig.from_pretrained(name)
+        model.generation_config = GenerationConfig.from_pretrained(name, **at(revision))
     except OSError:  # a checkpoint may have none
         logger.debug(f"{name} has no generation_config.json.")
     return model.eval()
 
 
-def stored_dtypes(name: str) -> set[torch.dtype | None]:
+def stored_dtypes(name: str, revision: str | None = None) -> set[torch.dtype | None]:
     """The types of a checkpoint's tensors; empty if they are in no safetensors files."""
     found = set()
-    for path in set(_files_of(name).values()):
+    for path in set(_files_of(name, revision).values()):
         with safe_open(path, framework="pt") as file:
             found |= {DTYPES.get(file.get_slice(key).get_dtype()) for key in file.keys()}  # noqa: SIM118
     return found
 
 
-def _files_of(name: str) -> dict[str, Path]:
+def at(revision: str | None) -> dict[str, Any]:
+    """The argument of `from_pretrained` for a revision, if there is one."""
+    return {} if revision is None else {"revision": revision}
+
+
+def _files_of(name: str, revision: str | None) -> dict[str, Path]:
     """The file that each tensor of a checkpoint is in; none if there are no safetensors files."""
-    if (index := _found(name, INDEX)) is not None:
+    if (index := _found(name, INDEX, revision)) is not None:
         places: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        paths = {file: _found(name, file) for file in set(places.values())}
+        paths = {file: _found(name, file, revision) for file in set(places.values())}
         return {key: path for key, file in places.items() if (path := paths[file]) is not None}
-    if (single := _found(name, SINGLE)) is None:
+    if (single := _found(name, SINGLE, revision)) is None:
         return {}
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
 
 
-def _found(name: str, file: str) -> Path | None:
+def _found(name: str, file: str, revision: str | None) -> Path | None:
     try:
-        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(revision))
     except OSError:
         return None
     return None if found is None else Path(str(found))
