@@ -25,8 +25,8 @@ from colocate.experience.requests import RolloutRequest
 from colocate.types import Completion, Prompt, SamplingParams
 
 TOOL_BUDGET_S = 0.01
-"""Seconds of sync tools between two windows. The device has the window before and the one just launched to
-work on, 10 to 50 ms each, so it does not run dry."""
+"""Seconds of sync tools between two windows. Meanwhile the device works on the decode steps of the window
+that was just launched."""
 LONGEST_WAIT_S = 1.0
 """Seconds for which the player sleeps at a time when the engine has nothing to do and tools are to answer."""
 

@@ -20,7 +20,7 @@ from colocate.weights.layouts import LayerLayout, Layout, WeightPart
 
 CONTEXT_PER_QUERY = 4
 """Tokens that a prefill's queries see at most for each of `max_prefill_tokens`, unless it reads one sequence.
-The keys and values of 4 x 8,192 tokens take 64 MiB a layer at 8 heads of 128 in bfloat16."""
+The keys and values of 4 x 8,192 tokens take 128 MiB a layer at 8 heads of 128 in bfloat16."""
 
 
 class LayerWeights:
