@@ -108,8 +108,8 @@ def build_run(
     return Run(
         args, accelerator, mesh, tokenizer, train_dataset, eval_dataset,
         batches=batches, requests=requests, engine=engine,
-        player=build_player(playing, engine, sampling, requests, args),
-        judge=build_judge(rewards, tokenizer, accelerator, journal, args, playing),
+        player=build_player(playing, engine, sampling, requests, batches, args),
+        judge=build_judge(rewards, tokenizer, accelerator, journal, args, playing, engine),
         selector=build_selector(policy, args, rewards),
         window=TrainingWindow(args.gradient_accumulation_steps, args.num_iterations, device),
         policy=policy,
@@ -411,6 +411,7 @@ def build_judge(
     journal: Journal,
     args: GRPOConfig,
     playing: Playing,
+    engine: RolloutEngine,
 ) -> Judge:
     return Judge(
         rewards,
@@ -418,6 +419,8 @@ def build_judge(
         accelerator.device,
         advantage_options=args.options_of(AdvantageOptions),
         mask_truncated_completions=args.mask_truncated_completions,
+        mask_stale_tokens=args.mask_stale_tokens,
+        policy_version=(lambda: engine.policy_version) if args.max_policy_lag else None,
         has_turns=playing.has_turns,
         trainer_state=lambda: journal.state,
         rank=accelerator.process_index,

@@ -282,6 +282,15 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """With max_refill_rounds: the reward function in which the members of a group must differ. None: the
     weighted sum of all."""
 
+    # ── Carry-over ───────────────────────────────────────────────────────────────────────────────────────
+
+    max_policy_lag: Annotated[int, NOT_NEGATIVE] = 0
+    """How many generation batches are begun ahead, so that the device stays full until the longest completion
+    ends. Their tokens may then be drawn by weights that are that many rollouts old. 0: none, all tokens are
+    drawn by the weights that are trained."""
+    mask_stale_tokens: bool = False
+    """With max_policy_lag: leave tokens that older weights have drawn out of the loss."""
+
     # ── Turns ────────────────────────────────────────────────────────────────────────────────────────────
 
     max_tool_calling_iterations: Annotated[int | None, NOT_NEGATIVE] = None

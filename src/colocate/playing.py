@@ -10,12 +10,15 @@ from typing import Any
 import datasets
 
 from colocate.config import GRPOConfig
+from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset, check_datasets
 from colocate.engines.base import RolloutEngine
+from colocate.engines.native.engine import NativeEngine
 from colocate.episodes.environments import EMPTY_PROMPT, EnvironmentPool
 from colocate.episodes.renderer import Renderer
 from colocate.episodes.tool_runner import ToolRunner
 from colocate.episodes.tools import Toolbox
+from colocate.experience.carry_over import CarryingPlayer
 from colocate.experience.episode_player import EpisodePlayer
 from colocate.experience.play import Player
 from colocate.experience.requests import RequestBuilder
@@ -153,15 +156,67 @@ def build_player(
     engine: RolloutEngine,
     sampling: SamplingParams,
     requests: RequestBuilder,
+    batches: PromptBatches,
     args: GRPOConfig,
-) -> Player | EpisodePlayer | FunctionPlayer:
+) -> Player | EpisodePlayer | FunctionPlayer | CarryingPlayer:
     """The player that a run needs.
 
     Raises:
-        ValueError: the chat template cannot carry tools, or no completion has room for a call.
+        ValueError: the chat template cannot carry tools, no completion has room for a call, or batches cannot
+            be begun ahead.
     """
+    if args.max_policy_lag:
+        lag, engine = args.max_policy_lag, check_carry_over(playing, engine, args)
+        player, held_out = (_episode_player(playing, engine, sampling, requests, args) for _ in range(2))
+        return CarryingPlayer(player, held_out, engine, batches, requests, lag)
+    if args.mask_stale_tokens:
+        raise ValueError(
+            "mask_stale_tokens=True leaves tokens of older weights out of the loss, and with "
+            "max_policy_lag=0 there are none. Set max_policy_lag to at least 1."
+        )
     if playing.rollout_func is not None:
         return FunctionPlayer(engine, sampling, playing.rollout_func, requests.tokenizer)
+    return _episode_player(playing, engine, sampling, requests, args)
+
+
+def check_carry_over(playing: Playing, engine: RolloutEngine, args: GRPOConfig) -> NativeEngine:
+    """The engine, if it can begin batches ahead.
+
+    Raises:
+        ValueError: it cannot; or a function of the user's plays the episodes, or rollouts are refilled.
+    """
+    asked = f"max_policy_lag={args.max_policy_lag} lets completions go on over an update of the weights, but"
+    if not isinstance(engine, NativeEngine):
+        raise ValueError(
+            f"{asked} {type(engine).__name__} completes what it was asked for. Set engine='native', or "
+            "max_policy_lag=0."
+        )
+    if engine.num_weight_parts > 1:
+        raise ValueError(
+            f"{asked} {engine.num_weight_parts} processes share the weights and complete rollouts together. "
+            "Set shard=1, or max_policy_lag=0."
+        )
+    if playing.rollout_func is not None:
+        raise ValueError(
+            f"{asked} `rollout_func` returns whole episodes. Pass `tools` or `environment_factory`, or set "
+            "max_policy_lag=0."
+        )
+    if args.max_refill_rounds:
+        raise ValueError(
+            f"{asked} max_refill_rounds={args.max_refill_rounds} chooses the next prompts when a rollout is "
+            "scored. Set one of the two to 0."
+        )
+    return engine
+
+
+def _episode_player(
+    playing: Playing,
+    engine: RolloutEngine,
+    sampling: SamplingParams,
+    requests: RequestBuilder,
+    args: GRPOConfig,
+) -> Player | EpisodePlayer:
+    """The player of episodes that the engine draws and tools or environments answer."""
     if not playing.has_turns:
         return Player(engine, sampling)
     renderer = Renderer(requests.tokenizer, args.chat_template_kwargs, sampling.stop_token_ids)

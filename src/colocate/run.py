@@ -16,6 +16,7 @@ from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset
 from colocate.engines.base import RolloutEngine
 from colocate.experience.agreement import Agreement
+from colocate.experience.carry_over import CarryingPlayer
 from colocate.experience.episode_player import EpisodePlayer
 from colocate.experience.judge import Judge
 from colocate.experience.play import Player
@@ -48,7 +49,7 @@ class Run:
     batches: PromptBatches
     requests: RequestBuilder
     engine: RolloutEngine
-    player: Player | EpisodePlayer | FunctionPlayer
+    player: Player | EpisodePlayer | FunctionPlayer | CarryingPlayer
     judge: Judge
     selector: Selector
     window: TrainingWindow

@@ -11,6 +11,7 @@ from accelerate.utils import gather_object
 
 from colocate.checkpoints import changes, sealed, shards, snapshot
 from colocate.checkpoints.finite import check_finite_weights
+from colocate.experience.carry_over import CarryingPlayer
 from colocate.run import Run
 from colocate.weights.export import save_parts
 
@@ -83,6 +84,8 @@ def load(run: Run, directory: Path) -> None:
     run.policy.load_state_dict(policy_state, left_out)
     if changed.concern_waiting_completions:
         run.window.clear()
+        if isinstance(run.player, CarryingPlayer):
+            run.player.clear()
     if changed.changes and run.accelerator.is_main_process:
         # The main process has read one rank's; another number of ranks may have saved.
         waiting = snapshot.saved_by_ranks(directory, "window") if changed.concern_waiting_completions else ()
@@ -91,4 +94,7 @@ def load(run: Run, directory: Path) -> None:
 
 
 def _resumable_parts(run: Run) -> dict[str, snapshot.Resumable]:
-    return {"batches": run.batches, "window": run.window, "entropy": run.entropy, "journal": run.journal}
+    parts: dict[str, snapshot.Resumable] = {
+        "batches": run.batches, "window": run.window, "entropy": run.entropy, "journal": run.journal
+    }  # fmt: skip
+    return {**parts, "player": run.player} if isinstance(run.player, CarryingPlayer) else parts

@@ -97,7 +97,15 @@ class Completion:
     decoding counts as temperature 1. None when the engine cannot tell."""
     finish_reason: Literal["stop", "length"]
     policy_version: int
-    """The version of the weights that generated it."""
+    """The version of the weights that generated it, or its last token."""
+    policy_versions: tuple[int, ...] | None = None
+    """[C] the version that drew each token, where the engine got new weights in between. None: there was only
+    `policy_version`."""
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """[C] the version of the weights that drew each token."""
+        return self.policy_versions or (self.policy_version,) * len(self.token_ids)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ for names, domain in (
     ("max_steps", whole(-1)),  # -1, and as transformers has it 0, leave it to num_train_epochs
     ("save_total_limit", whole(-(2**63))),  # transformers: 0 and below keep all
     ("num_completions_to_print data_seed max_tool_calling_iterations max_refill_rounds", whole(0)),
+    ("max_policy_lag", whole(0)),
     ("tool_workers", whole(0, 1025)),
     ("top_k", whole(-1)),  # transformers: 0 keeps all; vLLM: -1
     ("seed", whole(0, 2**32)),

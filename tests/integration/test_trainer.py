@@ -430,7 +430,7 @@ def test_next_rollout_uses_the_new_weights(tmp_path, peft_config):
 
     def recorded(request, episodes):
         rollout = score(request, episodes)
-        versions.append({node.policy_version for episode in episodes for node in episode.nodes})
+        versions.append({v for e in episodes for node in e.nodes for v in node.policy_versions})
         current = trainer.policy.logprobs(rollout.samples)
         differences.append(
             max(

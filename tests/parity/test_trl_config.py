@@ -28,6 +28,7 @@ OWN = {
         "packing and what of a step is in memory at a time",
     ),
     **dict.fromkeys(("max_refill_rounds", "refill_reward"), "dynamic sampling"),
+    **dict.fromkeys(("max_policy_lag", "mask_stale_tokens"), "batches that are begun ahead"),
     **dict.fromkeys(("tool_timeout_s", "tool_workers"), "tools that hang, and threads for those that wait"),
     **dict.fromkeys(
         ("offload_optimizer", "shard", "max_skipped_steps", "reward_timeout_s"),

@@ -61,7 +61,11 @@ def test_rows_are_the_paths_to_the_leaves(episode: Episode):
 @given(episodes())
 def test_a_sampled_token_is_trained_once_in_the_first_row_that_has_it(episode: Episode):
     told = {x for node in episode.nodes if node.logprobs is not None for x in node.sampled_ids}
-    version_of = {x: node.policy_version for node in episode.nodes for x in node.sampled_ids}
+    version_of = {
+        x: version
+        for node in episode.nodes
+        for x, version in zip(node.sampled_ids, node.policy_versions, strict=True)
+    }
     seen: set[int] = set()
     for row in episode.rows():
         sampled = [x >= 1000 for x in row.completion_ids]

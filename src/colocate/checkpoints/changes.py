@@ -31,7 +31,8 @@ _IN_COMPLETIONS = frozenset(
     f"option {name}"
     for name in (
         *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_completion_length"),
-        *("loss_type", "beta", "mask_truncated_completions", "scale_rewards", "reward_weights"),
+        *("loss_type", "beta", "mask_truncated_completions", "mask_stale_tokens"),
+        *("scale_rewards", "reward_weights"),
         "multi_objective_aggregation",
     )
 ) | {"reward functions", PROCESSES}

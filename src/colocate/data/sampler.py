@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -67,6 +68,7 @@ class PromptBatches(Iterator[PromptBatch]):
         self._dataset = dataset.shuffle(seed=seed) if self._is_stream and shuffle else dataset
         self._epoch = self._row = self._number = self._key = 0
         self._rows: Iterator[dict[str, Any]] | None = None  # what is left of the epoch; None: not opened
+        self._ahead: deque[PromptBatch] = deque()  # drawn by `peek`, and not taken yet
         self._generator = torch.Generator()
         self._num_permutations = 0  # drawn from the generator so far
         if self.num_batches_per_epoch == 0:
@@ -81,7 +83,13 @@ class PromptBatches(Iterator[PromptBatch]):
         return num_full + (rest > 0 and not self._drop_last)
 
     def __next__(self) -> PromptBatch:
-        return self.take(self.num_prompts)
+        return self._ahead.popleft() if self._ahead else self.take(self.num_prompts)
+
+    def peek(self, number: int) -> list[PromptBatch]:
+        """The next `number` batches, which stay to be taken."""
+        while len(self._ahead) < number:
+            self._ahead.append(self.take(self.num_prompts))
+        return list(self._ahead)[:number]
 
     def take(self, num_prompts: int) -> PromptBatch:
         """A batch of another size. An epoch's last rows are left out if they are too few for it.
@@ -110,7 +118,8 @@ class PromptBatches(Iterator[PromptBatch]):
 
     def state_dict(self, batch: PromptBatch | None = None) -> dict[str, Any]:
         """The position at which `batch` comes next, again; by default that of the first batch not yet
-        drawn."""
+        taken."""
+        batch = self._ahead[0] if batch is None and self._ahead else batch
         epoch, row, number, key = (
             (self._epoch, self._row, self._number, self._key)
             if batch is None
@@ -136,6 +145,7 @@ class PromptBatches(Iterator[PromptBatch]):
         self._epoch, self._row = state["epoch"], state["row"]
         self._number, self._key = state["number"], state["key"]
         self._rows = None
+        self._ahead.clear()
 
     def _schedule(self) -> dict[str, Any]:
         num_rows = None if self._is_stream else len(self._dataset)

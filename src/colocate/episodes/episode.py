@@ -37,8 +37,8 @@ class Node:
     sampled_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
     """The sampled tokens' log-probabilities, as in `Completion`."""
-    policy_version: int
-    """The version of the weights that sampled."""
+    policy_versions: tuple[int, ...]
+    """The versions of the weights that sampled each of the tokens."""
     finish_reason: Literal["stop", "length"]
 
 
@@ -64,6 +64,12 @@ class Row:
     def num_sampled(self) -> int:
         """The number of tokens that are trained on in this row."""
         return sum(self.is_sampled)
+
+    def lags(self, policy_version: int) -> list[int]:
+        """[C] by how many versions the weights that sampled a token are older than `policy_version`; 0 for
+        tokens that are not trained on in this row."""
+        pairs = zip(self.is_sampled, self.policy_versions, strict=True)
+        return [policy_version - version if is_sampled else 0 for is_sampled, version in pairs]
 
 
 @dataclass(eq=False)
@@ -125,8 +131,8 @@ class Episode:
             raise ValueError(
                 f"A completion of {len(ids)} tokens has {len(logprobs)} log-probs: it needs one each."
             )
-        version, reason = completion.policy_version, completion.finish_reason
-        self.nodes.append(Node(parent, tuple(given_ids), ids, logprobs, version, reason))
+        versions, reason = completion.versions, completion.finish_reason
+        self.nodes.append(Node(parent, tuple(given_ids), ids, logprobs, versions, reason))
         self.is_truncated = reason == "length"
         return len(self.nodes) - 1
 
@@ -194,7 +200,7 @@ class Episode:
             told = node.logprobs if is_new else None
             logprobs += [math.nan] * num_given
             logprobs += [math.nan] * num_sampled if told is None else told
-            versions += [node.policy_version] * (num_given + num_sampled)
+            versions += [*node.policy_versions[:1] * num_given, *node.policy_versions]
             nodes += [number] * (num_given + num_sampled)
         return Row(
             prompt_ids,

@@ -51,6 +51,8 @@ class _Play:
     num_tokens: int = 0
     """Tokens of the history after the prompt, sampled and given."""
     num_turns: int = 0
+    number: int | None = None
+    """The number of its sequence in the engine; None: the episode is over."""
 
 
 class EpisodePlayer:
@@ -92,8 +94,8 @@ class EpisodePlayer:
         self._environments = environments
         self._max_iterations = max_tool_calling_iterations
         self._context_length = context_length
-        self._scenes: list[Scene] = []
-        """The environments of the last episodes, which reward functions may still look at."""
+        self._shown: list[_Play] = []
+        """The last episodes, at whose environments reward functions may still look."""
         self._plays: dict[int, _Play] = {}
         """Episodes under way, by the number of their sequence in the engine."""
 
@@ -112,16 +114,29 @@ class EpisodePlayer:
             ValueError: a prompt is no conversation, or too long with what its environment has added.
             RuntimeError: an environment's `reset` has failed twice.
         """
-        plays = self._begin(request)
         try:
-            self._submit(plays)
-            while self._plays:
-                self._advance()
+            return self.finish(self.begin(request))
         finally:
-            for number in list(self._plays):  # after an error, or Ctrl-C
-                self._runner.cancel(number)
-                self._retire(number)
-        return [_finished(play) for play in plays]
+            self.stop()
+
+    def begin(self, request: RolloutRequest) -> list[_Play]:
+        """Let the first turns of a request's episodes wait to be generated. Raises as `play` does."""
+        plays = self._plays_of(request)
+        self._submit(plays)
+        return plays
+
+    def finish(self, begun: list[_Play]) -> list[Episode]:
+        """Go on, with all episodes that were begun, until those of one request are over, and return these."""
+        self._shown = begun
+        while any(play.number is not None for play in begun):
+            self._advance()
+        return [_finished(play) for play in begun]
+
+    def stop(self) -> None:
+        """Leave the episodes that are not over, after an error, or Ctrl-C."""
+        for number in list(self._plays):
+            self._runner.cancel(number)
+            self._retire(number)
 
     def _advance(self) -> None:
         """Let the engine generate a little further, and tools answer meanwhile."""
@@ -133,7 +148,7 @@ class EpisodePlayer:
         if not self._engine.is_busy and self._runner.has_work:
             self._runner.wait(LONGEST_WAIT_S)
 
-    def _begin(self, request: RolloutRequest) -> list[_Play]:
+    def _plays_of(self, request: RolloutRequest) -> list[_Play]:
         """The episodes of a request, each with an environment that has been reset, if there are any."""
         members = [
             (row, replace(prompt, samples=range(sample, sample + 1), max_tokens=None))
@@ -151,17 +166,16 @@ class EpisodePlayer:
                 _Play(prompt, list(row["prompt"]), len(row["prompt"]), self._toolbox, None)
                 for row, prompt in members
             ]
-        for scene in self._scenes:
-            self._environments.end(scene)
-        self._scenes = []
-        self._scenes = self._environments.begin([row for row, _ in members])
-        observed = [
-            {**row, "prompt": scene.prompt} for (row, _), scene in zip(members, self._scenes, strict=True)
-        ]
+        for play in self._shown:
+            if play.scene is not None:
+                self._environments.end(play.scene)
+        self._shown = []
+        scenes = self._environments.begin([row for row, _ in members])
+        observed = [{**row, "prompt": scene.prompt} for (row, _), scene in zip(members, scenes, strict=True)]
         token_ids = self._tokenize(observed)
         return [
             _Play(replace(prompt, token_ids=ids), list(scene.prompt), len(scene.prompt), scene.toolbox, scene)
-            for (_, prompt), ids, scene in zip(members, token_ids, self._scenes, strict=True)
+            for (_, prompt), ids, scene in zip(members, token_ids, scenes, strict=True)
         ]
 
     def _submit(self, plays: Sequence[_Play]) -> None:
@@ -177,7 +191,8 @@ class EpisodePlayer:
             else:
                 prompts.append(play.prompt)
         numbers = self._engine.submit(prompts, self.sampling, keep=True)
-        self._plays.update(zip(numbers, plays, strict=True))
+        for number, play in zip(numbers, plays, strict=True):
+            self._plays[number], play.number = play, number
 
     def _take(self, number: int, completion: Completion) -> None:
         """Note a turn that has ended, and start the tools that it calls."""
@@ -236,7 +251,7 @@ class EpisodePlayer:
         key = turn_key(play.prompt.key, play.num_turns)
         turn = Prompt(context, key, play.prompt.samples, (left,))
         (number,) = self._engine.submit([turn], self.sampling, keep=True)
-        self._plays[number] = play
+        self._plays[number], play.number = play, number
 
     def _room(self, play: _Play, num_tokens: int) -> int:
         """The tokens that may follow when the history has `num_tokens` after its prompt."""
@@ -245,7 +260,7 @@ class EpisodePlayer:
 
     def _retire(self, number: int) -> None:
         """Let go of a sequence; its episode is over, or goes on in another one."""
-        del self._plays[number]
+        self._plays.pop(number).number = None
         self._engine.abort([number])
 
 

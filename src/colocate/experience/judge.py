@@ -81,6 +81,10 @@ class EpisodeFacts(NamedTuple):
     has_turn_rewards: bool
     returns: tuple[float, ...]
     """`Episode.returns`."""
+    lag: int = 0
+    """The sum over its sampled tokens of the updates that the weights have had since they were sampled."""
+    num_stale: int = 0
+    """The number of its sampled tokens that older weights have sampled."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,14 @@ class _Entry:
         is_less = (len(self.rows) - 1) * longest > saved_without
         return (self.prompt.key, self.number, longest) if is_less else None
 
-    @property
-    def facts(self) -> EpisodeFacts:
-        """What all ranks learn of the episode."""
+    def facts(self, policy_version: int | None) -> EpisodeFacts:
+        """What all ranks learn of the episode.
+
+        Args:
+            policy_version: the present version; None: it has sampled all tokens.
+        """
+        rows = [] if policy_version is None else self.rows
+        lags = [lag for row in rows for lag in row.lags(policy_version or 0) if lag]
         return EpisodeFacts(
             self.prompt.key,
             len(self.rows[0].prompt_ids),
@@ -141,6 +150,8 @@ class _Entry:
             len(self.rows) - 1,
             bool(self.episode.turn_rewards),
             self.episode.returns(),
+            sum(lags),
+            len(lags),
         )
 
 
@@ -149,6 +160,8 @@ class Judge:
 
     Args:
         device: the device that samples are put on.
+        mask_stale_tokens: whether tokens that older weights have sampled are left out of the loss.
+        policy_version: called for the version of the present weights; None: all episodes are theirs.
         has_turns: whether episodes may have several turns; then there are metrics of tools and forks.
         trainer_state: called for the value that reward functions receive as `trainer_state`.
         rank: this process's number.
@@ -162,6 +175,8 @@ class Judge:
         *,
         advantage_options: AdvantageOptions | None = None,
         mask_truncated_completions: bool = False,
+        mask_stale_tokens: bool = False,
+        policy_version: Callable[[], int] | None = None,
         has_turns: bool = False,
         trainer_state: Callable[[], TrainerState] = TrainerState,
         rank: int = 0,
@@ -174,6 +189,8 @@ class Judge:
         self._weights = reward_functions.weights.double()
         self._advantage_options = advantage_options or AdvantageOptions()
         self._mask_truncated = mask_truncated_completions
+        self._mask_stale = mask_stale_tokens
+        self._policy_version = policy_version
         self._has_turns = has_turns
 
     def score(self, request: RolloutRequest, episodes: Sequence[Episode]) -> Rollout:
@@ -187,9 +204,10 @@ class Judge:
                 one that makes an advantage larger than float32 holds.
         """
         entries = self._entries(request, episodes)
+        version = None if self._policy_version is None else self._policy_version()
         scores = self._rewards_of(entries)
         told = (
-            [entry.facts for entry in entries],
+            [entry.facts(version) for entry in entries],
             [x.shown_prompt for x in entries],
             [x.text for x in entries],
         )
@@ -213,6 +231,7 @@ class Judge:
         metrics = {
             **_length_metrics([x.num_sampled for x in facts], [x.is_truncated for x in facts]),
             **(_turn_metrics(facts) if self._has_turns else {}),
+            **({} if version is None else _lag_metrics(facts)),
             **compared.metrics(),
             **ranks.means([share.scores.metrics for share in shares]),
         }
@@ -231,10 +250,13 @@ class Judge:
             metrics,
             _table(shares, compared),
             num_tokens=sum(x.num_prompt + x.num_sampled for x in facts),
-            num_loss_tokens=sum(
-                x.num_sampled for x in facts if not (self._mask_truncated and x.is_truncated)
-            ),
+            num_loss_tokens=sum(self._num_loss_tokens(x) for x in facts),
         )
+
+    def _num_loss_tokens(self, facts: EpisodeFacts) -> int:
+        if self._mask_truncated and facts.is_truncated:
+            return 0
+        return facts.num_sampled - (facts.num_stale if self._mask_stale else 0)
 
     def _entries(self, request: RolloutRequest, episodes: Sequence[Episode]) -> list[_Entry]:
         pairs = request.per_completion()
@@ -286,6 +308,8 @@ class Judge:
         )
         if self._mask_truncated and entry.episode.is_truncated:
             mask = torch.zeros_like(mask)
+        if self._mask_stale and self._policy_version is not None:
+            mask[torch.tensor(row.lags(self._policy_version()), device=device) > 0] = 0.0
         return Sample(
             prompt_ids=torch.tensor(row.prompt_ids, device=device),
             completion_ids=torch.tensor(row.completion_ids, device=device),
@@ -316,6 +340,14 @@ def _turn_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:
         "tools/call_frequency": num_calls / len(facts),
         "tools/failure_frequency": sum(x.tool_failures for x in facts) / max(num_calls, 1),
         "episodes/forks": sum(x.num_forks for x in facts) / len(facts),
+    }
+
+
+def _lag_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:
+    num_sampled = max(1, sum(x.num_sampled for x in facts))
+    return {
+        "policy_lag/mean": sum(x.lag for x in facts) / num_sampled,
+        "policy_lag/stale_tokens": sum(x.num_stale for x in facts) / num_sampled,
     }
 
 

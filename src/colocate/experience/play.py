@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from colocate.engines.base import RolloutEngine
 from colocate.episodes.episode import Episode
 from colocate.experience.requests import RolloutRequest
-from colocate.types import SamplingParams
+from colocate.types import Completion, SamplingParams
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request whose sequences the engine has, and their numbers there."""
+
+    request: RolloutRequest
+    numbers: list[int]
 
 
 class Player:
-    """Asks the engine once for every completion.
+    """Asks the engine for completions, each of which is an episode.
 
     Args:
         sampling: how tokens are drawn in every rollout.
@@ -21,9 +32,35 @@ class Player:
     def __init__(self, engine: RolloutEngine, sampling: SamplingParams) -> None:
         self._engine = engine
         self.sampling = sampling
+        self._ended: dict[int, Completion] = {}
+        """Completions of requests that are not finished, by the numbers of their sequences."""
 
     def play(self, request: RolloutRequest) -> list[Episode]:
         """Return the episodes of a request, of one turn each, prompt by prompt; the engine must be awake."""
-        completions = self._engine.generate(request.prompts, self.sampling)
-        prompts = [prompt for _, prompt in request.per_completion()]
-        return [Episode.of_turn(p.token_ids, c) for p, c in zip(prompts, completions, strict=True)]
+        return _episodes(request, self._engine.generate(request.prompts, self.sampling))
+
+    def begin(self, request: RolloutRequest) -> Begun:
+        """Let the sequences of a request wait to be generated."""
+        return Begun(request, self._engine.submit(request.prompts, self.sampling))
+
+    def finish(self, begun: Begun) -> list[Episode]:
+        """Generate until a request that was begun is completed, and return its episodes as `play` does."""
+        while any(number not in self._ended for number in begun.numbers):
+            self._ended.update(self._engine.poll())
+        return _episodes(begun.request, [self._ended.pop(number) for number in begun.numbers])
+
+    def stop(self) -> None:
+        """Forget completions of requests that are not finished; the engine may keep their sequences."""
+        self._ended.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The completions of requests that are not finished."""
+        return {"ended": {number: vars(completion) for number, completion in self._ended.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ended = {number: Completion(**fields) for number, fields in state["ended"].items()}
+
+
+def _episodes(request: RolloutRequest, completions: list[Completion]) -> list[Episode]:
+    prompts = [prompt for _, prompt in request.per_completion()]
+    return [Episode.of_turn(p.token_ids, c) for p, c in zip(prompts, completions, strict=True)]

@@ -28,6 +28,11 @@ class RolloutRequest:
     batch_keys: Sequence[int] = ()
     """The keys of the prompts of the whole batch, over all ranks, whose rows `SliceRows` keeps."""
 
+    @property
+    def is_held_out(self) -> bool:
+        """Whether its prompts are evaluated and not trained on: their keys are negative."""
+        return any(key < 0 for key in self.batch_keys)
+
     def per_completion(self) -> list[tuple[dict[str, Any], Prompt]]:
         """The row and the prompt of each completion, in the order in which the engine returns completions."""
         pairs = zip(self.rows, self.prompts, strict=True)

@@ -138,6 +138,11 @@ class NativeEngine(BaseEngine):
         return self._weights.num_bytes
 
     @property
+    def num_weight_parts(self) -> int:
+        """Over how many ranks the weights are split, which decode together."""
+        return self._parallel.num_parts
+
+    @property
     def is_busy(self) -> bool:
         return bool(self._submissions.ended) or self._submissions.has_active
 
@@ -213,6 +218,30 @@ class NativeEngine(BaseEngine):
             self._rollout.drop(removed)
         self._close_if_done()
 
+    def set_aside(self) -> Submissions:
+        """Take all sequences out, wherever they are in their turns, so that others can be generated.
+
+        Their tokens are all that stays of them. `take_back` lets them go on.
+        """
+        self._suspend()
+        aside, self._submissions = self._submissions, Submissions()
+        aside.forget_cache(self.policy_version)
+        return aside
+
+    def take_back(self, aside: Submissions) -> None:
+        """Have the sequences again that were set aside. With newer weights they are read again, and go on
+        from what is likely now.
+
+        Raises:
+            RuntimeError: the engine has other sequences.
+        """
+        if self._submissions.sequences:
+            raise RuntimeError(
+                f"The engine has {len(self._submissions.sequences)} sequences: finish or abort these before "
+                "others are taken back."
+            )
+        self._submissions = aside
+
     def _submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool) -> list[int]:
         submissions = self._submissions
         self._check_submission(prompts, sampling, submissions.sampling)
@@ -268,6 +297,8 @@ class NativeEngine(BaseEngine):
         if self._rollout is not None:
             self._rollout.settle()
             self._submissions.end_turns(self.policy_version)
+            for sequence in self._submissions.sequences.values():
+                sequence.note_version(self.policy_version)  # what comes next may be drawn by other weights
         self._rollout = None
 
     def _close_if_done(self) -> None:

@@ -51,6 +51,8 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     """The tokens of the present turn that the host has read so far."""
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """The versions of the weights that drew the leading tokens of the present turn, as far as noted."""
     pages: list[int] = field(default_factory=list)
     """Its pages while it runs; those that it has kept while it rests or waits."""
     row: int = -1
@@ -99,20 +101,27 @@ class Sequence:
         """Whether the present turn has drawn all its tokens."""
         return len(self.token_ids) == self.limit or self.token_ids[-1] in stop_token_ids
 
+    def note_version(self, policy_version: int) -> None:
+        """Remember that `policy_version` drew all tokens that were drawn since this was called last."""
+        self.versions += [policy_version] * (len(self.token_ids) - len(self.versions))
+
     def completion(self, sampling: SamplingParams, policy_version: int) -> Completion:
         """What the present turn, which has ended, has drawn."""
         is_stopped = self.token_ids[-1] in sampling.stop_token_ids
+        has_older = bool(self.versions) and self.versions[0] != policy_version
+        self.note_version(policy_version)
         return Completion(
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             finish_reason="stop" if is_stopped else "length",
-            policy_version=policy_version,
+            policy_version=self.versions[-1],
+            policy_versions=tuple(self.versions) if has_older else None,
         )
 
     def begin_turn(self, token_ids: list[int], limit: int) -> None:
         """Append `token_ids`, which were not drawn, and let the sequence draw up to `limit` more."""
         self.given += self.token_ids + token_ids
-        self.token_ids, self.logprobs, self.limit = [], [], limit
+        self.token_ids, self.logprobs, self.versions, self.limit = [], [], [], limit
         self.turn += 1
         self.is_resting = False
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from colocate.engines.native.sequences import Group
 from colocate.engines.native.sequences import Sequence as RunningSequence
 from colocate.types import Completion, Prompt, SamplingParams
+
+_SAVED = ("sample", "limit", "is_kept", "turn", "given", "token_ids", "logprobs", "versions", "is_resting")
+"""What is saved of a sequence, beside its prompt."""
 
 
 class Submissions:
@@ -72,6 +76,13 @@ class Submissions:
             for group, most in limits.items()
         ]
 
+    def forget_cache(self, policy_version: int) -> None:
+        """Keep nothing of the sequences but their tokens, drawn by `policy_version` and older ones."""
+        for sequence in self.sequences.values():
+            sequence.note_version(policy_version)
+            sequence.group.forget()
+            sequence.forget()
+
     def end_turns(self, policy_version: int) -> None:
         """Turn the turns of `finished` into completions, and forget sequences that are not kept."""
         if not self.finished:
@@ -84,3 +95,27 @@ class Submissions:
             if not sequence.is_kept:
                 del self.sequences[number]
         self.finished.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sequences' tokens, and the turns that were not returned yet; the cache must be forgotten."""
+        groups = list({sequence.group: None for sequence in self.sequences.values()})
+        numbers = {group: number for number, group in enumerate(groups)}
+        return {
+            "prompts": [(group.prompt.token_ids, group.prompt.key) for group in groups],
+            "sequences": {
+                number: {"group": numbers[s.group], **{name: getattr(s, name) for name in _SAVED}}
+                for number, s in self.sequences.items()
+            },
+            "ended": {number: vars(completion) for number, completion in self.ended.items()},
+            "num_submitted": self._num_submitted,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], sampling: SamplingParams) -> None:
+        """Have the sequences of a `state_dict`, in their order, to be drawn by `sampling`."""
+        groups = [Group(Prompt(tuple(ids), key), 0) for ids, key in state["prompts"]]
+        self.sequences = {
+            number: RunningSequence(**{**fields, "group": groups[fields["group"]]})
+            for number, fields in state["sequences"].items()
+        }
+        self.ended = {number: Completion(**fields) for number, fields in state["ended"].items()}
+        self._num_submitted, self._sampling = state["num_submitted"], sampling
