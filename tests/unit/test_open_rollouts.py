@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from colocate.engines.native.decoder import Decoder
 from colocate.engines.native.model_runner import CONTEXT_PER_QUERY, packs
 from colocate.engines.native.pages import pages_for
 from colocate.engines.native.scheduler import Prefill
+from colocate.engines.native.submissions import Submissions
 from colocate.types import Completion, SamplingParams
 
 LONGEST = 11 + MAX_TOKENS
@@ -73,6 +75,44 @@ def test_memory_that_runs_out_in_a_step_changes_nothing(monkeypatch, script, eng
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "step", failing)
         assert_each_is_as_alone(engine, script, SamplingParams(MAX_TOKENS), logprob_atol=1e-5)
+
+
+@settings(max_examples=12)
+@given(script=scripts(), engine=tight_engines, interval=st.integers(1, 4))
+def test_what_is_set_aside_or_saved_goes_on_where_it_was(script, engine, interval):
+    """Other prompts are generated in between, by other sampling, and the sequences are read from a file."""
+    sampling, polled, num_polls = SamplingParams(MAX_TOKENS), engine.poll, 0
+    (other,) = make_prompts([5], seed=1)
+    expected = engine.generate([other], SamplingParams(6, temperature=0.0))
+
+    def poll() -> dict[int, Completion]:
+        nonlocal num_polls
+        num_polls += 1
+        if num_polls % interval == 0:
+            aside = engine.set_aside()
+            assert not engine.is_busy
+            assert engine.generate([other], SamplingParams(6, temperature=0.0)) == expected
+            engine.sleep()
+            engine.wake_up()
+            file = io.BytesIO()
+            torch.save(aside.state_dict(), file)
+            file.seek(0)
+            read = Submissions()
+            read.load_state_dict(torch.load(file, weights_only=True), sampling)
+            engine.take_back(read)
+        return polled()
+
+    engine.poll = poll
+    assert_each_is_as_alone(engine, script, sampling, logprob_atol=1e-5)
+
+
+def test_sequences_are_not_taken_back_over_others():
+    engine = awake(make_model("qwen3"))
+    engine.submit(make_prompts([3]), SamplingParams(4))
+    aside = engine.set_aside()
+    engine.submit(make_prompts([3], 2), SamplingParams(4))
+    with pytest.raises(RuntimeError, match="The engine has 2 sequences"):
+        engine.take_back(aside)
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
