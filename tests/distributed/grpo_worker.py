@@ -43,6 +43,8 @@ def often_dull(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 CASES["refill"] = CASES["grpo"] | {"reward_funcs": often_dull, "max_refill_rounds": 3}
+# All rows are there at once and some completion of each rank has all its tokens, so both ranks are as far.
+CASES["carry_over"] = CASES["grpo"] | {"engine": "native", "max_policy_lag": 1}
 CASES["split"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3, "shard": 2}
 CASES["accelerate"] = CASES["grpo"]
 CASES["resumed"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3}

@@ -51,6 +51,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         "dapo",
         "grpo",
         "refill",
+        "carry_over",
         "resumed",
         "split",
         "from_one",
@@ -96,6 +97,11 @@ def test_the_record_covers_both_processes_once(runs, case):
 def test_two_processes_replace_the_same_groups(runs):
     rounds = [record["refill/rounds"] for record in read_metrics(runs[0] / "refill")]
     assert max(rounds) > 0
+
+
+def test_tokens_of_older_weights_are_trained_on_by_two_processes(runs):
+    lags = [record["policy_lag/mean"] for record in read_metrics(runs[0] / "carry_over")]
+    assert max(lags) > 0.5
 
 
 def test_an_evaluation_by_two_processes_is_that_of_one(runs):
