@@ -16,15 +16,16 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.rollout.cases import SHAPES
 
+# Special tokens are found anywhere in a text, so none of them may be the beginning of a word.
+SPECIAL = ("<bos>", "<eos>", "<pad>", "<unk>")
+
 
 def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """A tokenizer with four special tokens and the words `w4`, `w5`, …, whose ids are these numbers."""
-    # Special tokens are found anywhere in a text, so none of them may be the beginning of a word.
-    special = ["<bos>", "<eos>", "<pad>", "<unk>"]
-    words = {f"w{i}" if i >= len(special) else special[i]: i for i in range(vocab_size)}
+    words = {f"w{i}" if i >= len(SPECIAL) else SPECIAL[i]: i for i in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), special, strict=True))
+    names = dict(zip(("bos_token", "eos_token", "pad_token", "unk_token"), SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 

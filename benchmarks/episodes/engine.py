@@ -19,12 +19,9 @@ import argparse
 import dataclasses
 import heapq
 import json
-import math
-import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,42 +30,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.common.results import origin
-from benchmarks.rollout.cases import SIGMA, TOKEN_RANGE, Case, model_directory, tiny
+from benchmarks.episodes.cases import CASE, TINY_TURNS, Turns
+from benchmarks.rollout.cases import Case, model_directory, tiny
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.types import Prompt, SamplingParams
-
-CASE = Case("1.5b", 64, 8, 256, 2048, lengths="lognormal")
-
-
-@dataclass(frozen=True)
-class Turns:
-    """How long the turns of each episode are, and what tools answer."""
-
-    num_turns: int = 4
-    median_tokens: int = 200
-    answer_tokens: int = 50
-    most_tokens: int = 800
-
-    def lengths(self, num_episodes: int) -> list[list[int]]:
-        """Tokens of each turn of each episode, the same in every process."""
-        rng = random.Random(2)
-        return [
-            [
-                min(max(1, round(rng.lognormvariate(math.log(self.median_tokens), SIGMA))), self.most_tokens)
-                for _ in range(self.num_turns)
-            ]
-            for _ in range(num_episodes)
-        ]
-
-    def answer(self, model: str, number: int) -> list[int]:
-        """The tokens that follow turn `number`."""
-        rng = random.Random(number)
-        return [rng.randrange(*TOKEN_RANGE[model]) for _ in range(self.answer_tokens)]
-
-    @property
-    def max_tokens(self) -> int:
-        return self.num_turns * (self.most_tokens + self.answer_tokens)
 
 
 class PrefillCount:
@@ -186,7 +152,7 @@ def main() -> None:
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "colocate-models")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    case, turns = (tiny(CASE), Turns(2, 5, 3, 9)) if options.tiny else (CASE, Turns())
+    case, turns = (tiny(CASE), TINY_TURNS) if options.tiny else (CASE, Turns())
     directory = model_directory(options.model_dir, case.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to(device)

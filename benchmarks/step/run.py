@@ -318,25 +318,36 @@ def from_metrics(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str, Any]:
-    from trl import GRPOConfig, GRPOTrainer
+def trl_config(options: argparse.Namespace, work: Work, directory: str, *, has_vllm: bool, **own: Any) -> Any:
+    """TRL's configuration, as fast as it goes.
+
+    Args:
+        has_vllm: whether vLLM generates, in this process.
+        own: options that the benchmark needs.
+    """
+    from trl import GRPOConfig
 
     on_gpu = torch.cuda.is_available()
-    has_vllm = on_gpu and not options.made_up_completions
     vllm = dict(
         use_vllm=True,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=VLLM_MEMORY,
         vllm_enable_sleep_mode=True,
         vllm_max_model_length=work.prompt_tokens + work.new_tokens + 8,
-        generation_kwargs={"ignore_eos": True},
     )
-    own = vllm if has_vllm else {"generation_kwargs": {"min_new_tokens": work.new_tokens}}
-    args = GRPOConfig(
+    return GRPOConfig(
         model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32", "attn_implementation": "sdpa"},
         use_liger_kernel=options.liger and on_gpu,
-        **(own | settings(options, work, directory)),
+        **((vllm if has_vllm else {}) | own | settings(options, work, directory)),
     )
+
+
+def run_trl(options: argparse.Namespace, work: Work, directory: str) -> dict[str, Any]:
+    from trl import GRPOTrainer
+
+    has_vllm = torch.cuda.is_available() and not options.made_up_completions
+    more = {"ignore_eos": True} if has_vllm else {"min_new_tokens": work.new_tokens}
+    args = trl_config(options, work, directory, has_vllm=has_vllm, generation_kwargs=more)
     made_up = made_up_rollout(work) if options.made_up_completions else None
     trainer, stopwatch = make_trainer(GRPOTrainer, args, options, work, rollout_func=made_up), Stopwatch()
     stopwatch.watch(trainer, "_generate_and_score_completions")
