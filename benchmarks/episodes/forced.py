@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,11 +73,17 @@ def force_engine(engine: RolloutEngine, turns: ForcedTurns) -> None:
 
     def ended(completion: Completion, turn: int) -> Completion:
         assert completion.logprobs is not None
+        token_ids = turns.ended(completion.token_ids, turn)
+        # The engine cannot tell the log-prob of what it has not drawn.
+        drawn = zip(completion.token_ids, completion.logprobs, strict=True)
+        told = itertools.chain(drawn, itertools.repeat((None, math.nan)))
         return replace(
             completion,
-            token_ids=turns.ended(completion.token_ids, turn),
-            # The engine has not drawn the last ones, so it cannot tell.
-            logprobs=completion.logprobs + (float("nan"),) * len(turns.tail(turn)),
+            token_ids=token_ids,
+            logprobs=tuple(
+                logprob if token == own else math.nan
+                for token, (own, logprob) in zip(token_ids, told, strict=False)
+            ),
             finish_reason="stop",
         )
 

@@ -60,6 +60,9 @@ from benchmarks.step.run import (
     trl_config,
 )
 
+Save = Callable[[dict[str, Any]], None]
+"""Writes the record with what has been measured so far, in case that the run is cut short."""
+
 TOKENS = ("num_prompt", "num_sampled", "num_given")
 """What the libraries must agree in: tokens of prompts, for each episode, of turns and between turns."""
 
@@ -167,7 +170,7 @@ def change_tools(scene: Scene, options: argparse.Namespace, num_done: int) -> No
         scene.environment.tool_s = times[num_done]  # type: ignore[attr-defined]
 
 
-def run_colocate(options: argparse.Namespace, scene: Scene, directory: str) -> dict[str, Any]:
+def run_colocate(options: argparse.Namespace, scene: Scene, directory: str, _: Save) -> dict[str, Any]:
     from colocate import GRPOConfig, GRPOTrainer
 
     own: dict[str, Any] = {}
@@ -178,7 +181,8 @@ def run_colocate(options: argparse.Namespace, scene: Scene, directory: str) -> d
     args = GRPOConfig(**(settings(options, scene.work, directory) | own))
     trainer, tally = make_trainer(GRPOTrainer, args, options, scene), Tally((*TOKENS, "num_trained"))
     player = trainer.run.player
-    player.sampling = dataclasses.replace(player.sampling, stop_token_ids=())
+    for one in (player, getattr(player, "_player", player)):  # with a lag one plays within the other
+        one.sampling = dataclasses.replace(player.sampling, stop_token_ids=())
     if scene.environment is None:
         force_lengths(trainer.engine, case_of(options))
     else:
@@ -217,7 +221,7 @@ def run_colocate(options: argparse.Namespace, scene: Scene, directory: str) -> d
     return {"steps": steps, "engine": type(trainer.engine).__name__}
 
 
-def run_trl(options: argparse.Namespace, scene: Scene, directory: str) -> dict[str, Any]:
+def run_trl(options: argparse.Namespace, scene: Scene, directory: str, save: Save) -> dict[str, Any]:
     from trl import GRPOTrainer
 
     turns, on_gpu = scene.turns, torch.cuda.is_available()
@@ -252,27 +256,27 @@ def run_trl(options: argparse.Namespace, scene: Scene, directory: str) -> dict[s
     trainer._generate = counted_generate
     stopwatch.watch(trainer, "_generate")
     stopwatch.watch(trainer, "_generate_and_score_completions")
-    phases: list[dict[str, float]] = []
-
-    def after_step() -> None:
-        tally.end_step()
-        phases.append(stopwatch.take()["engine_s"])
-        change_tools(scene, options, len(phases))
-
-    trainer.clock.after_step = after_step
-    change_tools(scene, options, 0)
-    trainer.train()
-    steps = []
-    for step_s, counts, phase in zip(trainer.clock.step_s(), tally.steps, phases, strict=True):
-        rollout_s = sum(s for name, s in phase.items() if name != "_generate_and_score_completions")
-        phase = phase | {"train": step_s - sum(phase.values())}
-        steps.append({"step_s": step_s, "rollout_s": rollout_s, **counts, "phases_s": phase})
-    return {
+    steps: list[dict[str, Any]] = []
+    found = {
         "steps": steps,
         "liger": args.use_liger_kernel,
         "vllm_memory": args.vllm_gpu_memory_utilization if has_vllm else None,
         "vllm_sleep": args.vllm_enable_sleep_mode if has_vllm else None,
     }
+
+    def after_step() -> None:
+        tally.end_step()
+        phases, step_s = stopwatch.take()["engine_s"], trainer.clock.step_s()[-1]
+        rollout_s = sum(s for name, s in phases.items() if name != "_generate_and_score_completions")
+        phases["train"] = step_s - sum(phases.values())
+        steps.append({"step_s": step_s, "rollout_s": rollout_s, **tally.steps[-1], "phases_s": phases})
+        save(found)
+        change_tools(scene, options, len(steps))
+
+    trainer.clock.after_step = after_step
+    change_tools(scene, options, 0)
+    trainer.train()
+    return found
 
 
 def parse() -> argparse.Namespace:
@@ -336,18 +340,23 @@ def main() -> None:
     watch = DeviceWatch() if torch.cuda.is_available() else None
     start_s = time.perf_counter()
     run: Callable[..., dict[str, Any]] = run_colocate if options.framework == "colocate" else run_trl
+
+    def save(found: dict[str, Any]) -> None:
+        for tool_s, step in zip(tool_seconds(options), found["steps"], strict=False):
+            step["tool_s"] = None if options.single_turn else tool_s
+        total_s = time.perf_counter() - start_s
+        options.out.write_text(json.dumps(record | found | {"total_s": total_s}, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as directory:
-        record |= run(options, scene, directory)
-    record["total_s"] = time.perf_counter() - start_s
+        found = run(options, scene, directory, save)
     if watch is not None:
-        record["driver_peak_bytes"] = watch.peak_bytes()
+        found["driver_peak_bytes"] = watch.peak_bytes()
         watch.close()
-    for tool_s, step in zip(tool_seconds(options), record["steps"], strict=True):
-        step["tool_s"] = None if options.single_turn else tool_s
+    save(found)
+    for step in found["steps"]:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in step["phases_s"].items())
         counts = ", ".join(f"{name} {step[name]}" for name in TOKENS)
         print(f"{step['step_s']:.2f} s, rollout {step['rollout_s']:.2f} s ({phases}), {counts}", flush=True)
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
