@@ -74,18 +74,11 @@ def force_engine(engine: RolloutEngine, turns: ForcedTurns) -> None:
     def ended(completion: Completion, turn: int) -> Completion:
         assert completion.logprobs is not None
         token_ids = turns.ended(completion.token_ids, turn)
-        # The engine cannot tell the log-prob of what it has not drawn.
-        drawn = zip(completion.token_ids, completion.logprobs, strict=True)
-        told = itertools.chain(drawn, itertools.repeat((None, math.nan)))
-        return replace(
-            completion,
-            token_ids=token_ids,
-            logprobs=tuple(
-                logprob if token == own else math.nan
-                for token, (own, logprob) in zip(token_ids, told, strict=False)
-            ),
-            finish_reason="stop",
-        )
+        # Of what the engine has not drawn it cannot tell a log-prob.
+        drawn = zip(token_ids, completion.token_ids, completion.logprobs, strict=False)
+        told = [logprob if token == own else math.nan for token, own, logprob in drawn]
+        told += [math.nan] * len(turns.tail(turn))
+        return replace(completion, token_ids=token_ids, logprobs=tuple(told), finish_reason="stop")
 
     def forced_extend(sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
         episode, turn = places[sequence]
