@@ -150,8 +150,10 @@ def timed_steps(records: list[Record], framework: str, label: str) -> list[Recor
 
 def settings_of(step: Record) -> str:
     """How a process's steps were run, in words."""
-    names = ("tool_s", "micro_batch", "vllm_sleep", "max_policy_lag", "dull_share")
-    values = [f"{name} {step[name]}" for name in names if step.get(name) is not None]
+    values = [f"{name} {step[name]}" for name in ("tool_s", "vllm_sleep") if step.get(name) is not None]
+    values += [
+        f"{name} {step[name]}" for name in ("micro_batch", "max_policy_lag", "dull_share") if step[name]
+    ]
     return ", ".join([step["framework"], step["label"], *values])
 
 
