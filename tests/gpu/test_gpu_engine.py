@@ -332,6 +332,24 @@ def test_little_memory_makes_a_smaller_cache_and_the_same_tokens(start_engine):
     assert greedy(engine, prompts, 32) == roomy
 
 
+@pytest.mark.parametrize("max_num_seqs", [5, 64])
+def test_what_is_set_aside_goes_on_with_its_pages(start_engine, max_num_seqs):
+    engine = start_engine(make_model("qwen3").cuda(), max_num_seqs=max_num_seqs)
+    prompts = make_prompts([3, 20, 90, 130], 3)
+    expected = greedy(engine, prompts, 60)
+    numbers = engine.submit(prompts, SamplingParams(60, temperature=0.0))
+    turns: dict[int, Completion] = {}
+    while engine.is_busy:
+        turns |= engine.poll()
+        aside = engine.set_aside()
+        engine.sleep()
+        assert engine.kv_cache_bytes == 0
+        engine.wake_up()
+        greedy(engine, prompts[:1], 5)  # on pages that were others'
+        engine.take_back(aside)
+    assert [list(turns[number].token_ids) for number in numbers] == expected
+
+
 def test_what_cannot_fit_is_refused_and_the_engine_lives_on(start_engine):
     engine = start_engine(make_model("llama3").cuda(), kv_cache_tokens=48)
     with pytest.raises(ValueError, match=r"kv_cache_tokens"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from test_turns import OPTIONS as TURNS
 from test_turns import SHORT_TURNS, always_calling, by_tokens, chat_model, questions
+from transformers import DynamicCache
 
 from colocate import GRPOTrainer
-from colocate.episodes.episode import Episode
+from colocate.episodes.episode import Episode, Row
 from colocate.types import Sample
 from tiny import logged, make_model, make_trainer, sums, train
 from tool_chat import add
@@ -72,23 +74,48 @@ class Watch:
             for drawn in node.policy_versions
         ]
 
+    def check_logprobs(self, model: Any) -> int:
+        """Each token's log-prob is that of the weights whose version it has, by transformers' forward and
+        cache: on keys and values that older weights have left, or that were made anew after an update.
+
+        Returns:
+            How many completions have gone on with what older weights have left.
+        """
+        num_kept = 0
+        for _, episodes in self.batches:
+            for episode in episodes:
+                (row,) = episode.rows()
+                told, drawn = torch.tensor(row.logprobs), torch.tensor(row.is_sampled)
+                num_updates = len(list(itertools.groupby(row.policy_versions))) - 1
+                for kept in itertools.product([False, True], repeat=num_updates):
+                    if torch.allclose(
+                        told[drawn], self._logprobs(model, row, kept)[drawn], atol=1e-5, rtol=0
+                    ):
+                        num_kept += any(kept)
+                        break
+                else:
+                    pytest.fail(f"{row} was not drawn by these weights")
+        return num_kept
+
     @torch.no_grad()
-    def check_logprobs(self, model: Any) -> None:
-        """Each token's log-prob is that of the weights whose version it has, by transformers' forward."""
-        rows = [row for _, episodes in self.batches for episode in episodes for row in episode.rows()]
-        num_checked = 0
-        for version, weights in self.weights.items():
-            model.load_state_dict(weights, strict=False)
-            for row in rows:
-                drawn = [n for n, v in enumerate(row.policy_versions) if v == version and row.is_sampled[n]]
-                if drawn:
-                    ids = torch.tensor(row.prompt_ids + row.completion_ids)
-                    at = len(row.prompt_ids) + torch.tensor(drawn)
-                    logprobs = model(ids[None]).logits[0].log_softmax(-1)[at - 1, ids[at]]
-                    told = torch.tensor(row.logprobs)[drawn]
-                    torch.testing.assert_close(told, logprobs, atol=1e-5, rtol=0)
-                    num_checked += len(drawn)
-        assert num_checked == sum(row.num_sampled for row in rows)
+    def _logprobs(self, model: Any, row: Row, kept: Sequence[bool]) -> torch.Tensor:
+        """[C] log-probs of a row; `kept` says of each update whether keys and values were kept over it."""
+        ids, cache, num_read, found = torch.tensor(row.prompt_ids + row.completion_ids), DynamicCache(), 0, []
+        num_drawn = len(row.prompt_ids)
+        for is_kept, (version, tokens) in zip(
+            [True, *kept], itertools.groupby(row.policy_versions), strict=True
+        ):
+            if not is_kept:
+                cache, num_read = DynamicCache(), 0
+            first = num_drawn
+            num_drawn += len(list(tokens))
+            model.load_state_dict(self.weights[version], strict=False)
+            # A token is read when the next one is drawn.
+            logits = model(ids[None, num_read : num_drawn - 1], past_key_values=cache).logits[0]
+            of_following = logits.log_softmax(-1).gather(1, ids[num_read + 1 : num_drawn, None])[:, 0]
+            found.append(of_following[first - num_drawn :])
+            num_read = num_drawn - 1
+        return torch.cat(found)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -97,7 +124,7 @@ def test_tokens_are_as_old_as_they_say_and_at_most_the_lag(tmp_path, monkeypatch
     trainer = make_trainer(tmp_path, model=make_model(), train_dataset=sums(), **options)
     watch = Watch(trainer, monkeypatch)
     assert train(trainer)
-    watch.check_logprobs(make_model())
+    assert (watch.check_logprobs(make_model()) > 0) == (lag > 0)
     assert watch.keys == [[0, 1], [2, 3], [4, 5], [6, 7]]  # the batches of a run without carry-over
     assert max(watch.lags()) == lag and min(watch.lags()) == 0
     assert (len(logged(trainer, "policy_lag/mean")) > 0) == (lag > 0)
@@ -177,12 +204,11 @@ def test_an_evaluation_in_between_changes_nothing(tmp_path):
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_run_goes_on_exactly_with_unfinished_completions(tmp_path, lag):
     options = {**RAGGED, "max_policy_lag": lag, "train_dataset": sums(), "max_steps": 5}
+    options |= {"save_strategy": "steps", "save_steps": 2}
     whole = make_trainer(tmp_path / "whole", model=make_model(), **options)
     train(whole)
-    options |= {"save_strategy": "steps", "save_steps": 2}
-    train(make_trainer(tmp_path / "cut", model=make_model(), **options))
-    again = make_trainer(tmp_path / "cut", model=make_model(), **options)
-    again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    again = make_trainer(tmp_path / "again", model=make_model(), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_equal(final_weights(whole), final_weights(again))
 
 
@@ -231,22 +257,22 @@ def test_episodes_of_several_turns_are_begun_ahead_too(tmp_path, monkeypatch, pl
         "max_completion_length": 160,
         "max_tool_calling_iterations": 3,
         "per_device_train_batch_size": 8,
-        "save_strategy": "steps",
-        "save_steps": 2,
     }
     arguments = {**options, **play, "train_dataset": questions(16), "reward_funcs": reward}
     trainer = make_trainer(tmp_path, model=chat_model(), **arguments)
     watch = Watch(trainer, monkeypatch)
     assert train(trainer)
-    watch.check_logprobs(chat_model())
+    assert watch.check_logprobs(chat_model()) > 0
     assert set(watch.lags()) == {0, 1}
     assert max(len(episode.nodes) for _, episodes in watch.batches for episode in episodes) > 2
     # Reward functions look at environments as their own episode has left them.
     assert all(row == scene for row, scene, _ in seen)
     assert "tools" in play or len(seen) == 32
-    again = make_trainer(tmp_path, model=chat_model(), **{**arguments, "max_steps": 5})
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, model=chat_model(), **{**arguments, **saves, "max_steps": 2}).train()
+    again = make_trainer(tmp_path, model=chat_model(), **arguments)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.state.global_step == 5
+    assert again.state.global_step == 4
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,29 @@ def test_what_is_set_aside_or_saved_goes_on_where_it_was(script, engine, interva
     assert_each_is_as_alone(engine, script, sampling, logprob_atol=1e-5)
 
 
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_polls=st.integers(1, 9), page_size=st.sampled_from([1, 4, 16]), lengths=st.lists(st.integers(1, 20))
+)
+def test_sequences_that_are_set_aside_keep_their_pages(monkeypatch, num_polls, page_size, lengths):
+    """Each reads its last token, which was never fed, and what its group shares is there once."""
+    engine = awake(make_model("qwen3"), page_size=page_size, kv_cache_tokens=4096)
+    engine.submit(make_prompts([*lengths, 9], 3), SamplingParams(24))
+    for _ in range(num_polls):
+        engine.poll()
+    in_use = engine._rollout.pool.num_pages - engine._rollout.pool.num_free
+    aside = engine.set_aside()
+    engine.sleep()
+    engine.wake_up()
+    engine.take_back(aside)
+    with monkeypatch.context() as patch:
+        pressure = Pressure(patch)
+        engine.poll()
+    pool = engine._rollout.pool
+    assert abs(pool.num_pages - pool.num_free - in_use) <= 2 * 3 * (len(lengths) + 1)  # those of a window
+    assert pressure.num_prefilled_tokens == 3 * (len(lengths) + 1)
+
+
 def test_sequences_are_not_taken_back_over_others():
     engine = awake(make_model("qwen3"))
     engine.submit(make_prompts([3]), SamplingParams(4))

@@ -7,9 +7,10 @@ Where completions differ in length, the longest one has the device to itself at 
     rollout k+1  batch k+1       ████▌        batch k+2  ▐██████████
 
 A rollout ends when its own batch is complete. That has the prompts which it would have with L = 0, so none is
-favoured for its short answers. What later batches have drawn by then stays. They go on after the update with
-the new weights, which read their tokens again. So a token is at most L rollouts older than the step that
-trains on it, and has the log-prob of the weights that drew it, by which importance sampling divides.
+favoured for its short answers. What later batches have drawn by then stays, and they go on after the update
+with the new weights. So a token is at most L rollouts older than the step that trains on it, and has the
+log-prob with which it was drawn, by which importance sampling divides. Over L + 1 rollouts there are at least
+as many decode steps as the longest completion has tokens: a bound on the age of tokens costs that.
 """
 
 from __future__ import annotations

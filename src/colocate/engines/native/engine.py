@@ -221,16 +221,17 @@ class NativeEngine(BaseEngine):
     def set_aside(self) -> Submissions:
         """Take all sequences out, wherever they are in their turns, so that others can be generated.
 
-        Their tokens are all that stays of them. `take_back` lets them go on.
+        They keep their pages, copied to the host. `take_back` lets them go on.
         """
+        kept = None if self._rollout is None else self._rollout.keep()
         self._suspend()
         aside, self._submissions = self._submissions, Submissions()
-        aside.forget_cache(self.policy_version)
+        aside.kept = kept or aside.kept
         return aside
 
     def take_back(self, aside: Submissions) -> None:
-        """Have the sequences again that were set aside. With newer weights they are read again, and go on
-        from what is likely now.
+        """Have the sequences again that were set aside. With newer weights they go on from keys and values of
+        older ones; a token's log-prob is the one with which it was drawn in any case.
 
         Raises:
             RuntimeError: the engine has other sequences.
@@ -289,7 +290,8 @@ class NativeEngine(BaseEngine):
             decoder.forget_graphs()  # or one rank would capture a step where another one replays it
         assert decoder is not None, "a rank without a decoder raises before"
         rollout = Rollout(decoder, sampling, num_pages=num_pages, finished=submissions.finished)
-        rollout.restart(submissions.sequences.values())
+        rollout.restart(submissions.sequences.values(), submissions.kept)
+        submissions.kept = None
         return rollout
 
     def _suspend(self) -> None:
@@ -297,8 +299,7 @@ class NativeEngine(BaseEngine):
         if self._rollout is not None:
             self._rollout.settle()
             self._submissions.end_turns(self.policy_version)
-            for sequence in self._submissions.sequences.values():
-                sequence.note_version(self.policy_version)  # what comes next may be drawn by other weights
+            self._submissions.note_version(self.policy_version)  # what comes next others may draw
         self._rollout = None
 
     def _close_if_done(self) -> None:

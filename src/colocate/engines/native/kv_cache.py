@@ -134,6 +134,27 @@ class KVCache:
         for to, from_ in zip(destination, source, strict=True):
             data.index_copy_(dim, to, data.index_select(dim, from_))
 
+    def read_pages(self, pages: Sequence[int]) -> Tensor:
+        """Copies of pages in host memory, [pages, layers, 2, K, page_size, D]; pinned, if a GPU's."""
+        assert self._data is not None, "the KV cache has no storage"
+        by_page, is_gpu = self._data.movedim(2, 0), self._data.is_cuda
+        shape = (len(pages), *by_page.shape[1:])
+        copies = torch.empty(shape, dtype=by_page.dtype, pin_memory=is_gpu)
+        numbers = torch.tensor(pages, dtype=torch.long, device=by_page.device).split(PAGES_PER_COPY)
+        for to, from_ in zip(copies.split(PAGES_PER_COPY), numbers, strict=True):
+            to.copy_(by_page.index_select(0, from_), non_blocking=True)
+        if is_gpu:
+            torch.cuda.current_stream(self._data.device).synchronize()  # the pages may be unmapped now
+        return copies
+
+    def write_pages(self, pages: Sequence[int], copies: Tensor) -> None:
+        """Put what `read_pages` has copied into pages of the cache."""
+        assert self._data is not None and self._num_pages, "the KV cache has no storage"
+        by_page = self._data.movedim(2, 0)
+        numbers = torch.tensor(pages, dtype=torch.long, device=by_page.device).split(PAGES_PER_COPY)
+        for to, from_ in zip(numbers, copies.split(PAGES_PER_COPY), strict=True):
+            by_page.index_copy_(0, to, from_.to(by_page.device, non_blocking=True))
+
     def _arena_on(self, device: torch.device) -> Arena | None:
         """The arena of this device; None on a CPU, where the cache is an ordinary tensor."""
         if device.type != "cuda":

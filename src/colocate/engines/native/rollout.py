@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from colocate.engines.native.batch import Window
 from colocate.engines.native.decoder import Decoder
@@ -13,6 +15,21 @@ from colocate.engines.native.pages import PagePool, pages_for
 from colocate.engines.native.scheduler import Scheduler
 from colocate.engines.native.sequences import Sequence as RunningSequence
 from colocate.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class KeptPages:
+    """Pages of a rollout that is over, in host memory."""
+
+    places: dict[int, int]
+    """Where a page is in `copies`, by its number in that rollout."""
+    copies: Tensor  # [pages, ...]
+
+    def of(self, pages: Iterable[int]) -> Tensor:
+        """The copies of some pages, in order."""
+        places = [self.places[page] for page in pages]
+        return self.copies if places == list(range(len(self.copies))) else self.copies[places]
+
 
 MAX_ROWS_PER_START = 64
 """Sequences that draw their first token together; it bounds the stacked copy of their logits, [64, V]."""
@@ -47,15 +64,37 @@ class Rollout:
         """The scheduler's running sequences at the last launch."""
         decoder.start_rollout(sampling)
 
-    def restart(self, sequences: Iterable[RunningSequence]) -> None:
-        """Let all `sequences` but those that rest wait: none of their tokens is in the cache."""
+    def restart(self, sequences: Iterable[RunningSequence], kept: KeptPages | None) -> None:
+        """Let all `sequences` but those that rest wait.
+
+        Args:
+            kept: pages of an earlier rollout; None, or too many for this cache: no token is in the cache.
+        """
         sequences = list(sequences)
+        adopted = [] if kept is None else self._adoptable(sequences)
+        groups = {sequence.group for sequence in adopted}
         for group in {sequence.group: None for sequence in sequences}:
-            group.forget()
+            group.leave() if group in groups else group.forget()
+        if kept is not None and adopted:
+            numbers = self.scheduler.adopt(adopted)
+            self.cache.write_pages(list(numbers.values()), kept.of(numbers))
         for sequence in sequences:
-            sequence.forget()
+            sequence.row = -1
+            if sequence.group not in groups:
+                sequence.forget()
             sequence.group.num_unstarted += sequence.is_fresh
         self.scheduler.wait(sequence for sequence in sequences if not sequence.is_resting)
+
+    def _adoptable(self, sequences: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """The sequences that go on with kept pages; none if the cache has too few.
+
+        Members that have yet to begin share the prompt's pages with their group, and are to begin with what
+        the present weights make of it: such a group is read anew.
+        """
+        beginning = {sequence.group for sequence in sequences if sequence.is_fresh}
+        found = [sequence for sequence in sequences if sequence.pages and sequence.group not in beginning]
+        pages = {page for sequence in found for page in sequence.pages}
+        return found if len(pages) <= self.pool.num_free else []
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens`, prompt and all that may follow, can run alone."""
@@ -76,6 +115,13 @@ class Rollout:
     def settle(self) -> None:
         """Read all tokens that were drawn."""
         self._collect(max_in_flight=0)
+
+    @torch.inference_mode()
+    def keep(self) -> KeptPages:
+        """Stop all sequences, and copy their pages to the host."""
+        self.settle()
+        numbers = sorted({page for sequence in self.scheduler.stop_all() for page in sequence.pages})
+        return KeptPages({page: n for n, page in enumerate(numbers)}, self.cache.read_pages(numbers))
 
     @torch.inference_mode()
     def drop(self, sequences: Sequence[RunningSequence]) -> None:

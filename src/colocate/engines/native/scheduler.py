@@ -184,6 +184,37 @@ class Scheduler:
             sequence.row = row
         self._update_max_offset()
 
+    def stop_all(self) -> list[Sequence]:
+        """Stop what runs; it keeps the pages of what it has read. The host must have read all tokens before.
+
+        Returns:
+            The sequences that have pages.
+        """
+        self._drop_retained()
+        for sequence in self.running:
+            self._keep_pages(sequence)
+        self.running = []
+        return list(self._idle)
+
+    def adopt(self, sequences: SequenceABC[Sequence]) -> dict[int, int]:
+        """Give sequences of another scheduler as many pages as they had there; the pool must have these.
+
+        Returns:
+            The numbers of the pages here, by those there.
+        """
+        old = sorted({page for sequence in sequences for page in sequence.pages})
+        new = dict(zip(old, self.pool.allocate(len(old)), strict=True))
+        for sequence in sequences:
+            group = sequence.group
+            if group.num_holders == 0:
+                group.pages = [new[page] for page in group.pages]
+            group.num_holders += 1
+            sequence.pages = [new[page] for page in sequence.pages]
+            self.pool.share(sequence.pages)
+            self._idle[sequence] = None
+        self.pool.release(new.values())  # held by sequences alone
+        return new
+
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence that does not run, and give its pages back."""
         if sequence.is_fresh:
@@ -363,13 +394,17 @@ class Scheduler:
         self._release(sequence)
 
     def _rest(self, sequence: Sequence) -> None:
+        self._keep_pages(sequence)
+        sequence.is_resting = True
+
+    def _keep_pages(self, sequence: Sequence) -> None:
+        """Let a sequence that ran hold the pages of what it has read."""
         del self._by_phase[-sequence.offset % self.page_size][sequence]
         # The last token drawn was never fed: it has no key and value. Pages beyond were taken for a window.
         sequence.num_cached = sequence.num_context - 1
         num_pages = pages_for(sequence.num_cached, self.page_size)
         self.pool.release(sequence.pages[num_pages:])
         del sequence.pages[num_pages:]
-        sequence.is_resting = True
         self._idle[sequence] = None
 
     def _release(self, sequence: Sequence) -> None:

@@ -30,7 +30,12 @@ class Group:
 
     def forget(self) -> None:
         """Count no page as held, and no member as waiting: the cache has been lost."""
-        self.pages, self.num_holders, self.is_retained, self.tail_page = [], 0, False, None
+        self.pages = []
+        self.leave()
+
+    def leave(self) -> None:
+        """Count no holder and no member: they are counted anew where the pages are adopted."""
+        self.num_holders, self.is_retained, self.tail_page = 0, False, None
         self.num_unstarted, self.logits = 0, None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from colocate.engines.native.rollout import KeptPages
 from colocate.engines.native.sequences import Group
 from colocate.engines.native.sequences import Sequence as RunningSequence
 from colocate.types import Completion, Prompt, SamplingParams
@@ -23,6 +24,8 @@ class Submissions:
         """Where a rollout puts sequences whose turn has ended."""
         self.ended: dict[int, Completion] = {}
         """Turns that have ended and were not returned yet."""
+        self.kept: KeptPages | None = None
+        """Copies of the pages that the sequences had when they were set aside."""
         self._num_submitted = 0
         self._sampling: SamplingParams | None = None
 
@@ -76,10 +79,15 @@ class Submissions:
             for group, most in limits.items()
         ]
 
-    def forget_cache(self, policy_version: int) -> None:
-        """Keep nothing of the sequences but their tokens, drawn by `policy_version` and older ones."""
+    def note_version(self, policy_version: int) -> None:
+        """Remember that `policy_version` drew all tokens that were drawn since this was called last."""
         for sequence in self.sequences.values():
             sequence.note_version(policy_version)
+
+    def forget_cache(self) -> None:
+        """Keep nothing of the sequences but their tokens."""
+        self.kept = None
+        for sequence in self.sequences.values():
             sequence.group.forget()
             sequence.forget()
 
@@ -97,7 +105,9 @@ class Submissions:
         self.finished.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sequences' tokens, and the turns that were not returned yet; the cache must be forgotten."""
+        """The sequences' tokens, and the turns that were not returned yet. No page is kept any more: what is
+        saved and what goes on shall have one future."""
+        self.forget_cache()
         groups = list({sequence.group: None for sequence in self.sequences.values()})
         numbers = {group: number for number, group in enumerate(groups)}
         return {
