@@ -149,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="made tiny, to try the script")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--lockstep", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "colocate-models")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -174,6 +175,8 @@ def main() -> None:
     }
     for tool_s in (0.0, 0.05):
         ways[f"turns {tool_s}"] = lambda seed, tool_s=tool_s: play(engine, case, turns, tool_s, seed)
+        if not options.lockstep:
+            continue
         ways[f"lockstep {tool_s}"] = lambda seed, tool_s=tool_s: in_lockstep(
             engine, case, turns, tool_s, seed
         )

@@ -181,8 +181,7 @@ def run_colocate(options: argparse.Namespace, scene: Scene, directory: str, _: S
     args = GRPOConfig(**(settings(options, scene.work, directory) | own))
     trainer, tally = make_trainer(GRPOTrainer, args, options, scene), Tally((*TOKENS, "num_trained"))
     player = trainer.run.player
-    for one in (player, getattr(player, "_player", player)):  # with a lag one plays within the other
-        one.sampling = dataclasses.replace(player.sampling, stop_token_ids=())
+    player.sampling = dataclasses.replace(player.sampling, stop_token_ids=())
     if scene.environment is None:
         force_lengths(trainer.engine, case_of(options))
     else:

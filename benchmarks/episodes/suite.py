@@ -33,7 +33,7 @@ from benchmarks.rollout.cases import model_directory
 
 TOOL_S = (0.0, 0.05)
 """Seconds that the tool takes, in turns."""
-CARRY_STEPS = (3, 6)
+CARRY_STEPS = (2, 4)
 """To warm up, in which the lag builds up, and to be timed."""
 REFILL_STEPS = (0, 2)
 """Tokens are counted, and these need no warm-up."""
@@ -69,7 +69,7 @@ class EpisodesSuite(Suite):
         model_directory(self.options.model_dir, "tiny" if self.options.tiny else CASE.model)
         if part == "engine":
             self.run(
-                "episodes.engine", "--repetitions", self.options.repetitions,
+                "episodes.engine", "--repetitions", self.options.repetitions, "--no-lockstep",
                 "--model-dir", self.options.model_dir, "--out", self.out("engine"),
             )  # fmt: skip
         elif part == "turns":

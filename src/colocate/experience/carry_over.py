@@ -25,6 +25,7 @@ from colocate.episodes.episode import Episode
 from colocate.experience.episode_player import EpisodePlayer
 from colocate.experience.play import Begun, Player
 from colocate.experience.requests import RequestBuilder, RolloutRequest
+from colocate.types import SamplingParams
 
 
 class CarryingPlayer:
@@ -54,7 +55,7 @@ class CarryingPlayer:
         self._batches = batches
         self._requests = requests
         self._max_lag = max_policy_lag
-        self.sampling, self.words = player.sampling, player.words
+        self.words = player.words
         self._begun: deque[Any] = deque()
         """What `begin` has made of the requests that are not finished, in the order of their batches."""
         self._newest_key = -1
@@ -63,6 +64,16 @@ class CarryingPlayer:
         """The numbers of the sequences of each request that was begun before the run was resumed."""
         self._aside = Submissions()
         """The engine's sequences, while another phase of the step has the device."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn in every rollout."""
+        sampling: SamplingParams = self._player.sampling
+        return sampling
+
+    @sampling.setter
+    def sampling(self, sampling: SamplingParams) -> None:
+        self._player.sampling = self._held_out.sampling = sampling
 
     def play(self, request: RolloutRequest) -> list[Episode]:
         """Return the episodes of a request, and begin those of the batches that come next.
