@@ -334,7 +334,7 @@ def test_little_memory_makes_a_smaller_cache_and_the_same_tokens(start_engine):
 
 @pytest.mark.parametrize("max_num_seqs", [5, 64])
 def test_what_is_set_aside_goes_on_with_its_pages(start_engine, max_num_seqs):
-    engine = start_engine(make_model("qwen3").cuda(), max_num_seqs=max_num_seqs)
+    engine = start_engine(make_model("qwen3", max_position_embeddings=256).cuda(), max_num_seqs=max_num_seqs)
     prompts = make_prompts([3, 20, 90, 130], 3)
     expected = greedy(engine, prompts, 60)
     numbers = engine.submit(prompts, SamplingParams(60, temperature=0.0))
