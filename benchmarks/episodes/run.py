@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -114,9 +115,9 @@ def case_of(options: argparse.Namespace) -> Case:
 
 
 def with_dull(dataset: Dataset, share: float) -> Dataset:
-    """Rows with a column `is_dull`, which is True for a share of them, spread evenly."""
-    is_dull = [int((number + 1) * share) > int(number * share) for number in range(len(dataset))]
-    return dataset.add_column("is_dull", is_dull)
+    """Rows with a column `is_dull`, which is True for each with the probability `share`."""
+    draw = random.Random(0).random
+    return dataset.add_column("is_dull", [draw() < share for _ in range(len(dataset))])
 
 
 def dull_reward(completions: list[str], is_dull: list[bool], **_: Any) -> list[float]:

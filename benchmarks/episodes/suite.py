@@ -35,8 +35,8 @@ TOOL_S = (0.0, 0.05)
 """Seconds that the tool takes, in turns."""
 CARRY_STEPS = (2, 4)
 """To warm up, in which the lag builds up, and to be timed."""
-REFILL_STEPS = (0, 2)
-"""Tokens are counted, and these need no warm-up."""
+REFILL_STEPS = (1, 4)
+"""By the first step the share of dull groups becomes known."""
 DULL_SHARE = 0.5
 PEER_WORDS = ("--micro-batch", "8", "--no-gradient-checkpointing", "--liger")
 PEER_AWAKE_MEMORY = 0.3

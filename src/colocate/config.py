@@ -277,7 +277,9 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     max_refill_rounds: Annotated[int, NOT_NEGATIVE] = 0
     """How many more rollouts may replace groups whose members all have one reward, until the batch is full
-    (dynamic sampling, DAPO). What is missing then stays as it is. 0: all groups are trained on."""
+    (dynamic sampling, DAPO). The first rollout of a step asks for more prompts, too, by the share of such
+    groups in the steps before; all together for at most so many more batches of prompts. What is missing then
+    stays as it is. 0: all groups are trained on."""
     refill_reward: str | None = None
     """With max_refill_rounds: the reward function in which the members of a group must differ. None: the
     weighted sum of all."""

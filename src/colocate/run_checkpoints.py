@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from colocate.checkpoints import changes, sealed, shards, snapshot
 from colocate.checkpoints.finite import check_finite_weights
 from colocate.experience.carry_over import CarryingPlayer
+from colocate.experience.refill import RefillingSelector
 from colocate.run import Run
 from colocate.weights.export import save_parts
 
@@ -97,4 +98,8 @@ def _resumable_parts(run: Run) -> dict[str, snapshot.Resumable]:
     parts: dict[str, snapshot.Resumable] = {
         "batches": run.batches, "window": run.window, "entropy": run.entropy, "journal": run.journal
     }  # fmt: skip
-    return {**parts, "player": run.player} if isinstance(run.player, CarryingPlayer) else parts
+    if isinstance(run.player, CarryingPlayer):
+        parts["player"] = run.player
+    if isinstance(run.selector, RefillingSelector):
+        parts["selector"] = run.selector
+    return parts

@@ -48,10 +48,11 @@ def test_dull_groups_are_replaced_until_the_batch_is_full(tmp_path, monkeypatch)
     trainer = make_trainer(tmp_path, reward_funcs=odd, train_dataset=numbered(), **OPTIONS)
     batches = trained_keys(trainer, monkeypatch)
     assert train(trainer)
-    # 4 prompts, of which 2 are odd; 2, of which 1 is; 1, which is even; 1, which is odd.
+    # 4 prompts, of which 2 are odd; 2, of which 1 is; 1, which is even; 1, which is odd. Then 8 at once.
     assert batches == [[1, 3, 5, 7], [9, 11, 13, 15]]
     assert logged(trainer, "refill/dull_groups") == [0.5, 0.5]
-    assert logged(trainer, "refill/rounds") == [3, 3]
+    assert logged(trainer, "refill/unused_groups") == [0.0, 0.0]
+    assert logged(trainer, "refill/rounds") == [3, 0]
     assert logged(trainer, "reward") == [0.75, 0.75]  # of all that was generated
     assert logged(trainer, "num_tokens")[-1] > 0
 
@@ -63,6 +64,41 @@ def test_after_the_last_round_the_batch_is_filled_with_dull_groups(tmp_path, mon
     batches = trained_keys(trainer, monkeypatch)
     assert train(trainer)
     assert batches == [[0, 1, 2, 3], [7, 8, 9, 12]]
+
+
+def test_what_is_not_needed_is_left_out_in_the_order_of_the_prompts(tmp_path, monkeypatch):
+    """The first step finds half of its groups dull, so the second asks for 8 prompts, none of which is."""
+    late = differs_if(lambda n: n >= 4)
+    trainer = make_trainer(tmp_path, reward_funcs=late, train_dataset=numbered(), **OPTIONS, max_steps=3)
+    batches = trained_keys(trainer, monkeypatch)
+    assert train(trainer)
+    # What is dull in half of all cases by one step, and never by the next, is expected in a quarter.
+    assert batches == [[4, 5, 6, 7], [8, 9, 10, 11], [16, 17, 18, 19]]
+    assert logged(trainer, "refill/unused_groups") == [0.0, 0.5, 2 / 6]
+    assert logged(trainer, "refill/rounds") == [1, 0, 0]
+
+
+def test_a_batch_has_at_most_as_many_prompts_as_its_rounds_would(tmp_path, monkeypatch):
+    """Where all groups are dull, the second step asks for all at once, and for no more then."""
+    options = {**OPTIONS, "max_refill_rounds": 2}
+    none = differs_if(lambda n: False)
+    trainer = make_trainer(tmp_path, reward_funcs=none, train_dataset=numbered(), **options)
+    batches = trained_keys(trainer, monkeypatch)
+    trainer.train()
+    assert batches == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    assert logged(trainer, "refill/rounds") == [2, 0]
+
+
+def test_an_epochs_end_needs_no_more_than_what_is_missing(tmp_path, monkeypatch):
+    """The second step would take 8 prompts, and the epoch has 6 left, of which it needs 4."""
+    odd = differs_if(lambda n: n % 2)
+    rows = numbered(14)
+    trainer = make_trainer(tmp_path, reward_funcs=odd, train_dataset=rows, **OPTIONS, max_steps=3)
+    batches = trained_keys(trainer, monkeypatch)
+    trainer.train()
+    assert batches[0] == [1, 3, 5, 7]
+    assert batches[1] == [9, 11, 13, 15]  # the last one is of the second epoch, whose first key is 14
+    assert logged(trainer, "refill/rounds")[1] == 1
 
 
 def test_a_reward_may_be_chosen_in_which_groups_must_differ(tmp_path, monkeypatch):

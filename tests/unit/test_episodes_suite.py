@@ -144,9 +144,10 @@ def test_consecutive_prompts_have_the_tokens_of_the_case_wherever_a_rollout_begi
     assert seen[4].max_tokens == (5,)  # it has begun before
 
 
-def test_half_of_the_rows_are_dull_and_their_groups_teach_nothing():
-    rows = run.with_dull(run.Dataset.from_dict({"prompt": list("abcdefgh")}), 0.5)
-    assert sum(rows["is_dull"]) == sum(rows["is_dull"][:4]) * 2 == 4
+def test_a_share_of_the_rows_is_dull_and_their_groups_teach_nothing():
+    rows = run.with_dull(run.Dataset.from_dict({"prompt": ["a"] * 1000}), 0.3)
+    assert abs(sum(rows["is_dull"]) - 300) < 4 * math.sqrt(1000 * 0.3 * 0.7)
+    assert rows["is_dull"] == run.with_dull(rows.remove_columns("is_dull"), 0.3)["is_dull"]
     assert run.dull_reward(["x"] * 4, [True, True, False, False]) == [0.0, 0.0, 2.0, 3.0]
 
 
@@ -159,10 +160,14 @@ def test_groups_are_replaced_with_as_many_tokens_as_it_takes(tmp_path, monkeypat
     run.main()
     found = json.loads(out.read_text())
     assert found["refill_rounds"] > 0
-    # Of two groups one is dull; its place is filled by the one after the next.
+    first, second = found["steps"]
+    is_dull = run.with_dull(run.Dataset.from_dict({"prompt": ["a"] * 12}), 0.5)["is_dull"]
+    lively = [number for number, dull in enumerate(is_dull) if not dull]
+    assert first["num_sampled"] == (lively[1] + 1) * 4 * 32  # the prompts up to the second that is not dull
+    assert first["num_trained"] == second["num_trained"] == 2 * 4 * 32
     found["label"] = "refill"
-    assert suite.refill_overhead([found]) == pytest.approx(7 / 8)
-    assert all(step["num_trained"] == 2 * 4 * 32 for step in found["steps"])
+    num_sampled = first["num_sampled"] + second["num_sampled"]
+    assert suite.refill_overhead([found]) == pytest.approx(num_sampled / (4 * 4 * 32) / 2)
 
 
 def test_turns_have_room_for_a_call():

@@ -82,7 +82,8 @@ def load_rank_state(directory: Path, rank: int, parts: Mapping[str, Resumable]) 
     num_saved = len(list(directory.glob("rank*.pt")))
     state = read_data(directory / f"rank{rank % num_saved if num_saved else rank}.pt")
     for name, part in parts.items():
-        if name != "player" or name in state["parts"]:  # not where the run that saved carried nothing over
+        # Runs that carried nothing over, or refilled nothing, have saved no such part.
+        if name not in ("player", "selector") or name in state["parts"]:
             part.load_state_dict(state["parts"][name])
     _restore_random_state(state["random"])
 

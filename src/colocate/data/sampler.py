@@ -91,18 +91,24 @@ class PromptBatches(Iterator[PromptBatch]):
             self._ahead.append(self.take(self.num_prompts))
         return list(self._ahead)[:number]
 
-    def take(self, num_prompts: int) -> PromptBatch:
+    def take(self, num_prompts: int, at_least: int | None = None, multiple_of: int = 1) -> PromptBatch:
         """A batch of another size. An epoch's last rows are left out if they are too few for it.
+
+        Args:
+            at_least: prompts that suffice where an epoch has no more; None: `num_prompts`.
+            multiple_of: what the number of prompts is to be a multiple of, at an epoch's end as well.
 
         Raises:
             StopIteration: all epochs are over.
             ValueError: an epoch has fewer rows.
         """
+        at_least = num_prompts if at_least is None else at_least
         while self.num_epochs is None or self._epoch < self.num_epochs:
             if self._rows is None:
                 self._rows = self._open_epoch()
             rows = list(islice(self._rows, num_prompts))
-            if len(rows) == num_prompts or (rows and not self._drop_last):
+            rows = rows[: len(rows) - len(rows) % multiple_of]
+            if len(rows) >= at_least or (rows and not self._drop_last):
                 keys = list(range(self._key, self._key + len(rows)))
                 batch = PromptBatch(rows, keys, self._epoch, self._row, self._number)
                 self._row += len(rows)

@@ -1,12 +1,15 @@
 """Dynamic sampling: groups that teach nothing are replaced until the batch is full (DAPO, arXiv 2503.14476).
 
 A group whose members all have one reward has no advantages. With `max_refill_rounds` R its place is filled
-from up to R more rollouts, each of as many prompts as groups are missing:
+from up to R more rollouts, of at most R batches' prompts together:
 
-    rollout   64 groups, 30 of them dull  →  30 groups, 13 dull  →  13 groups, 6 dull  →  …
-    kept      34                             51                     58
+    first step    64 prompts, 30 groups dull  →  30 prompts, 13 dull  →  13 prompts, 6 dull  →  …
+    later ones   121 prompts, 55 groups dull: the first 64 of the other 66 are trained on
 
-What is still missing after the last round is filled with dull groups, so that a batch has its size.
+A rollout takes as long as its longest completion, whichever number of prompts it has. So each one asks for as
+many as are expected to fill the batch, by the share of groups that were dull in the steps before. The batch
+has those that differ in the order of the prompts, which favours none; those beyond it are not used. What is
+still missing after the last round is filled with dull groups, so that a batch has its size.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -40,7 +43,7 @@ class RefillingSelector(Selector):
     """Trains on groups whose rewards differ.
 
     All ranks know the rewards of all groups, so they agree on what is kept and on the next rollout's size
-    without a word. Nothing is pending when a step is taken, so checkpoints know nothing of rounds.
+    without a word. No group is pending when a step is taken, so checkpoints know nothing of rounds.
     """
 
     def __init__(self, policy: Policy, options: RefillOptions) -> None:
@@ -50,35 +53,60 @@ class RefillingSelector(Selector):
         self._dull: list[Group] = []
         self._rollouts: list[Rollout] = []
         self._num_wanted = 0
+        self._dull_share: float | None = None
+        """The share of groups that is expected to be dull; None before the first step."""
 
     def next_batch(self, batches: PromptBatches) -> PromptBatch:
-        """A whole batch, or the prompts of the groups that are missing; a few more where ranks could not
-        share them equally."""
+        """The prompts that are expected to fill the batch; a few more where ranks could not share them
+        equally, and fewer at an epoch's end."""
         if not self._rollouts:
             self._num_wanted = batches.num_prompts
-            return next(batches)
         missing = self._num_wanted - len(self._kept)
+        expected = math.ceil(missing / (1 - min(self._dull_share or 0.0, self._most_expected)))
         together = self._refill.world_size // math.gcd(self._refill.world_size, self._refill.num_generations)
-        return batches.take(-(-missing // together) * together)
+        at_least, at_most = (
+            -(-number // together) * together for number in (min(missing, self._num_left), self._num_left)
+        )
+        number = -(-min(expected, at_most) // together) * together
+        return batches.take(number, at_least, multiple_of=together)
+
+    @property
+    def _most_expected(self) -> float:
+        """The share of dull groups at which one rollout has all prompts that a batch may have."""
+        return self._refill.max_refill_rounds / (self._refill.max_refill_rounds + 1)
+
+    @property
+    def _num_left(self) -> int:
+        """The prompts that may still be asked for, to fill this batch."""
+        most = (self._refill.max_refill_rounds + 1) * self._num_wanted
+        return most - sum(len(rollout.groups) for rollout in self._rollouts)
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
-        """The metrics of the batch so far, each the mean over its rollouts by their groups, and the share of
-        groups that were dull."""
+        """The metrics of the batch so far, each the mean over its rollouts by their groups, and the shares of
+        groups that were dull and that differed but were not needed."""
         rollouts = [*self._rollouts, rollout]
         names = dict.fromkeys(name for one in rollouts for name in one.metrics)
         means = {name: _mean(name, rollouts) for name in names}
         num_groups = sum(len(one.groups) for one in rollouts)
         num_dull = len(self._dull) + sum(self._is_dull(group, rollout) for group in rollout.groups)
-        return {**means, "refill/dull_groups": num_dull / num_groups, "refill/rounds": len(rollouts) - 1.0}
+        num_unused = max(0, num_groups - num_dull - self._num_wanted)
+        return {
+            **means,
+            "refill/dull_groups": num_dull / num_groups,
+            "refill/unused_groups": num_unused / num_groups,
+            "refill/rounds": len(rollouts) - 1.0,
+        }
 
     def slices(self, rollout: Rollout, number: int) -> list[list[Sample]]:
-        """See `Selector.slices`; no slices while groups are missing and rounds are left."""
+        """See `Selector.slices`; no slices while groups are missing and rounds and prompts are left."""
         for group in rollout.groups:
             (self._dull if self._is_dull(group, rollout) else self._kept).append(group)
         self._rollouts.append(rollout)
-        missing = self._num_wanted - len(self._kept)
-        if missing > 0 and len(self._rollouts) <= self._refill.max_refill_rounds:
+        is_short = len(self._kept) < self._num_wanted and self._num_left > 0
+        if is_short and len(self._rollouts) <= self._refill.max_refill_rounds:
             return []
+        share = len(self._dull) / (len(self._dull) + len(self._kept))
+        self._dull_share = share if self._dull_share is None else (share + self._dull_share) / 2
         groups = [*self._kept, *self._dull][: self._num_wanted]
         self._kept, self._dull, self._rollouts = [], [], []
         members = spread(
@@ -92,6 +120,13 @@ class RefillingSelector(Selector):
         # From here on a rollout is its members, whichever group they are of.
         batch = replace(groups[0], members=members)
         return super().slices(replace(rollout, groups=[batch], num_loss_tokens=num_tokens), number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The share of dull groups, on which the next rollout's size depends."""
+        return {"dull_share": self._dull_share}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._dull_share = state["dull_share"]
 
     def _is_dull(self, group: Group, rollout: Rollout) -> bool:
         """Whether no member is better than another: by the reward of the option's name, or by advantages."""
