@@ -106,7 +106,7 @@ def build_run(
     requests = build_requests(tokenizer, model, args, train_dataset, eval_dataset, playing)
     entropy = entropy_controller(args)
     return Run(
-        args, accelerator, mesh, tokenizer, train_dataset, eval_dataset,
+        args, accelerator, mesh, tokenizer, train_dataset, eval_dataset, playing,
         batches=batches, requests=requests, engine=engine,
         player=build_player(playing, engine, sampling, requests, batches, args),
         judge=build_judge(rewards, tokenizer, accelerator, journal, args, playing, engine),

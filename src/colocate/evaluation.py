@@ -12,6 +12,7 @@ from colocate.checkpoints.finite import check_finite_weights
 from colocate.data.splits import TrainDataset
 from colocate.experience import ranks
 from colocate.loop import roll_out
+from colocate.playing import with_prompts
 from colocate.run import Run
 
 
@@ -26,7 +27,7 @@ def evaluate(run: Run, dataset: TrainDataset, metric_key_prefix: str) -> dict[st
     """
     check_finite_weights(run.policy, run.args, "evaluation")
     start_s = time.time()
-    rows = list(dataset)
+    rows = list(with_prompts(dataset, run.playing))
     with run.timeline.phase("evaluate"):
         metrics = _metrics(run, rows)
     metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

@@ -123,7 +123,14 @@ def datasets_of(
     Raises:
         ValueError: see `check_datasets`; or a reward function needs a column that there is not.
     """
-    train_dataset = with_prompts(train_dataset, playing, num_prompts_of(args))
+    if train_dataset is None and playing.environments is not None:  # an environment has the data
+        train_dataset = datasets.Dataset.from_list([{"prompt": EMPTY_PROMPT}] * num_prompts_of(args))
+    elif train_dataset is not None:
+        train_dataset = with_prompts(train_dataset, playing)
+    if isinstance(eval_dataset, dict):
+        eval_dataset = {name: with_prompts(part, playing) for name, part in eval_dataset.items()}
+    elif eval_dataset is not None:
+        eval_dataset = with_prompts(eval_dataset, playing)
     train_dataset, eval_dataset = check_datasets(train_dataset, eval_dataset, args)
     if playing.rollout_func is None:  # which may return any column
         check_reward_columns(reward_funcs, train_dataset, eval_dataset, args, playing.columns)
@@ -136,17 +143,9 @@ def num_prompts_of(args: GRPOConfig) -> int:
     return args.generation_batch_size // args.num_generations
 
 
-def with_prompts(dataset: TrainDataset | None, playing: Playing, num_prompts: int) -> TrainDataset | None:
-    """The dataset with an empty message as each prompt, where environments provide the prompts.
-
-    Args:
-        num_prompts: rows of the dataset if there is none at all, as where an environment has the data.
-    """
-    if playing.environments is None:
-        return dataset
-    if dataset is None:
-        return datasets.Dataset.from_list([{"prompt": EMPTY_PROMPT}] * num_prompts)
-    if not hasattr(dataset, "column_names") or "prompt" in (dataset.column_names or ["prompt"]):
+def with_prompts(dataset: TrainDataset, playing: Playing) -> TrainDataset:
+    """The dataset with an empty message as each prompt, where it has none and environments provide these."""
+    if playing.environments is None or "prompt" in next(iter(dataset), {"prompt": EMPTY_PROMPT}):
         return dataset
     return dataset.map(lambda row: {"prompt": EMPTY_PROMPT})
 

@@ -27,6 +27,7 @@ from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
 from colocate.memory.timeline import Timeline
 from colocate.parallel.mesh import Mesh
+from colocate.playing import Playing
 from colocate.policy.policy import Policy
 from colocate.reporting.journal import Journal
 from colocate.run_identity import RunIdentity
@@ -44,6 +45,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     train_dataset: TrainDataset
     eval_dataset: EvalDataset | None
+    playing: Playing
 
     # From prompts to optimizer steps, in the order in which a step comes by.
     batches: PromptBatches

@@ -105,6 +105,28 @@ def test_an_environment_may_bring_the_prompts_and_the_reward(tmp_path, dataset):
     assert logged(trainer, "rewards/Counter/mean") == [0.75, 0.75]
 
 
+@pytest.mark.parametrize("is_dict", [False, True], ids=["one", "dict"])
+def test_an_environment_brings_the_prompts_of_evaluation_too(tmp_path, is_dict):
+    levels = Dataset.from_list([{"level": 1}] * 2)
+    stream = levels.to_iterable_dataset()
+    trainer = make_trainer(
+        tmp_path,
+        model=chat_model(),
+        stub=writing(lambda text, member: call("step") if member else "stop"),
+        reward_funcs=None,
+        train_dataset=None,
+        eval_dataset={"rows": levels, "stream": stream} if is_dict else levels,
+        environment_factory=Counter,
+        eval_strategy="steps",
+        eval_steps=2,
+        **OPTIONS,
+    )
+    trainer.train()
+    for name in ("eval_rows_reward", "eval_stream_reward") if is_dict else ("eval_reward",):
+        assert logged(trainer, name) == [0.75]
+    assert trainer.evaluate(levels)["eval_reward"] == 0.75
+
+
 def test_environments_by_name_and_their_own_weights(tmp_path):
     class Other(Counter):
         """Counts by two."""
