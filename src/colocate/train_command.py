@@ -166,12 +166,9 @@ def with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any
 def _peft_config(run: RunConfig) -> Any:
     if not run.use_peft:
         return None
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ImportError("use_peft=True needs PEFT: pip install 'peft>=0.18'") from error
+    from colocate.scripts.model_config import lora_config
 
-    return LoraConfig(
+    return lora_config(
         r=run.lora_r,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,

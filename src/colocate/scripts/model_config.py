@@ -141,11 +141,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
     """
     if not model_args.use_peft:
         return None
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise ImportError("use_peft=True needs PEFT: pip install 'peft>=0.18'") from error
-    return LoraConfig(
+    return lora_config(
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha,
         lora_dropout=model_args.lora_dropout,
@@ -157,6 +153,19 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         task_type=model_args.lora_task_type,
         target_parameters=model_args.lora_target_parameters,
     )
+
+
+def lora_config(**options: Any) -> LoraConfig:
+    """PEFT's configuration of LoRA adapters, with options of its own.
+
+    Raises:
+        ImportError: PEFT is not installed.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ImportError("use_peft=True needs PEFT: pip install 'peft>=0.18'") from error
+    return LoraConfig(**options)
 
 
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
