@@ -25,7 +25,7 @@ from transformers import (
 
 from colocate.option_values import shown
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
-from colocate.weights.part_loading import at, load_part, stored_dtypes
+from colocate.weights.part_loading import at, load_part
 from colocate.weights.weight_parts import split_weights
 
 if TYPE_CHECKING:
@@ -109,9 +109,7 @@ def part_of_checkpoint(
     revision = model_init_kwargs.get("revision")
     dtype = model_init_kwargs.get("dtype", "auto" if bf16 else "float32")
     if bf16:
-        if dtype not in ("auto", "bfloat16", torch.bfloat16) or stored_dtypes(model, revision) != {
-            torch.bfloat16
-        }:
+        if dtype not in ("auto", "bfloat16", torch.bfloat16):
             return None
         dtype = torch.bfloat16
     dtype = DTYPES.get(dtype, dtype)
@@ -125,7 +123,7 @@ def part_of_checkpoint(
         return None
     if getattr(config, "quantization_config", None) is not None or hasattr(config, "auto_map"):
         return None
-    return load_part(model, config, part, dtype=dtype, revision=revision)
+    return load_part(model, config, part, dtype=dtype, is_stored_so=bf16, revision=revision)
 
 
 def load_model(
