@@ -50,7 +50,7 @@ class Face(Protocol):
 def train(run: Run, face: Face) -> None:
     """Take the steps of a run."""
     journal, timeline, window = run.journal, run.timeline, run.window
-    with StopRequest(run.accelerator) as stop, journal.progress:
+    with StopRequest(run.accelerator) as stop, journal.progress, run.playing.tools_at_work():
         while not is_over(run):
             journal.event("on_step_begin")
             while not window.ready:  # a rollout may feed several steps, and a step may take several rollouts

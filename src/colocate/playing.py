@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,8 @@ class Playing:
     toolbox: Toolbox = field(default_factory=Toolbox)
     environments: EnvironmentPool | None = None
     rollout_func: RolloutFunc | None = None
+    runners: list[ToolRunner] = field(default_factory=list)
+    """What runs the tools for the players that were built."""
 
     @property
     def has_turns(self) -> bool:
@@ -50,6 +53,14 @@ class Playing:
     def columns(self) -> tuple[str, ...]:
         """What reward functions get beside the dataset's columns."""
         return () if self.environments is None else ("environments",)
+
+    @contextmanager
+    def tools_at_work(self) -> Iterator[None]:
+        """A context at whose end no thread of tools is left, unless it is within another such context."""
+        with ExitStack() as stack:
+            for runner in self.runners:
+                stack.enter_context(runner)
+            yield
 
     def toolboxes(self) -> list[Toolbox]:
         """All toolboxes that episodes may have."""
@@ -222,11 +233,12 @@ def _episode_player(
     if any(playing.toolboxes()):
         renderer.check_tools()
         check_room(playing, requests, sampling)
+    playing.runners.append(ToolRunner(args.tool_timeout_s, args.tool_workers))
     return EpisodePlayer(
         engine,
         sampling,
         renderer,
-        ToolRunner(args.tool_timeout_s, args.tool_workers),
+        playing.runners[-1],
         tokenize=requests.tokenize,
         toolbox=playing.toolbox,
         environments=playing.environments,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,74 @@ def test_a_model_that_calls_a_tool_is_rewarded_for_what_it_says_then(tmp_path, c
     assert [[m["role"] for m in c] for c in with_call] == [["assistant", "tool", "assistant"]] * 4
     sampled = [len(call("add", a=0, b=1)) - len("<tool_call></tool_call>") + 3 + 2, len("no idea") + 1]
     assert logged(trainer, "completions/mean_length") == [sum(sampled) / 2] * 2
+
+
+@pytest.mark.parametrize("tool_workers", [0, 2])
+def test_no_thread_of_tools_is_left_after_a_run_and_a_later_one_starts_its_own(tmp_path, tool_workers):
+    seen: dict[str, list[Any]] = {"loop": [], "thread": []}
+
+    async def later(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        await asyncio.sleep(0)
+        seen["loop"].append(asyncio.get_running_loop())
+        seen["thread"].append(threading.current_thread())
+        return add(a, b)
+
+    def calls_both(text: str, member: int) -> str:
+        if "<|im_start|>tool\n" in text:
+            return "done"
+        return call("later" if member % 2 else "add", a=1, b=1)
+
+    def is_right(completions: list[Any], trainer_state: Any, **columns: Any) -> list[float]:
+        if trainer_state.global_step == fails_at:
+            raise ValueError("on purpose")
+        return [float(c[-2]["content"] == "2") * n for n, c in enumerate(completions)]
+
+    before = set(threading.enumerate())
+
+    def no_thread_is_left() -> bool:
+        threads = [t for t in threading.enumerate() if t.name in ("tools", "tool_workers")]
+        for thread in set(threads) - before:
+            thread.join(5.0)  # one that takes jobs ends when it sees that there are none
+        return not any(thread.is_alive() for thread in set(threads) - before)
+
+    fails_at = -1
+    trainer = make_trainer(
+        tmp_path,
+        model=chat_model(),
+        stub=writing(calls_both),
+        reward_funcs=is_right,
+        train_dataset=questions(),
+        eval_dataset=questions(2),
+        tools=[add, later],
+        tool_workers=tool_workers,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        **OPTIONS,
+    )
+    trainer.train()
+    assert no_thread_is_left()
+    # One thread for all steps and the evaluations between them, and one loop even after them: what tools keep
+    # connections on.
+    assert len(set(seen["thread"])) == 1
+    assert trainer.evaluate()["eval_reward"] == 3.5
+    assert no_thread_is_left()
+    assert len(set(seen["thread"])) == 2 and len(set(seen["loop"])) == 1
+    num_calls = len(seen["thread"])
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert trainer.state.global_step == 2 and len(seen["thread"]) > num_calls
+    assert no_thread_is_left()
+    fails_at = 1
+    with pytest.raises(Exception, match="on purpose"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert no_thread_is_left()
 
 
 class Counter:

@@ -323,6 +323,43 @@ def test_results_stand_in_the_order_of_the_calls(messages, num_workers, budget_s
             )
 
 
+def test_a_runner_that_rests_ends_what_is_under_way_and_keeps_what_tools_have_on_the_loop(make):
+    kept, event, begun, ended = [], threading.Event(), threading.Event(), threading.Event()
+    before = set(threading.enumerate())
+
+    async def beat(event):
+        while True:
+            await asyncio.sleep(0.001)
+            event.set()
+
+    async def connect():
+        kept.append(asyncio.create_task(beat(event)))
+
+    async def hang():
+        begun.set()
+        try:
+            await asyncio.sleep(100)
+        finally:
+            ended.set()
+
+    runner = make(60.0)
+    with runner:
+        with runner:
+            run(runner, [call(connect)])
+        assert event.wait(5.0)  # the inner end is none
+        runner.start("late", [call(hang)])
+        assert begun.wait(5.0)
+    assert ended.is_set() and not runner.has_work
+    assert set(threading.enumerate()) <= before
+    event.clear()
+    assert not event.wait(0.05)
+    with runner:
+        run(runner, [call(connect)])
+        assert event.wait(5.0) and not any(task.done() for task in kept)
+    runner.close()
+    assert all(task.cancelled() for task in kept)
+
+
 def test_sync_tools_come_first_in_the_main_thread_and_polls_keep_to_their_budget(make):
     events = []
 

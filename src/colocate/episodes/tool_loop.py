@@ -62,6 +62,11 @@ class ToolLoop:
         elif is_late:
             self._ping = Task(self._loop.submit(_nothing()), None)
 
+    def pause(self) -> None:
+        """End the thread until a tool is submitted again; connections that tools have on the loop stay."""
+        self._loop.pause()
+        self._ping = None
+
     def close(self) -> None:
         self._loop.close()
 

@@ -79,6 +79,9 @@ class ToolRunner:
     get copies of their arguments, and lists that they return are copied: what they do with them later changes
     no message.
 
+    A runner is a context manager, which may be entered within itself: at the end of the outermost one, calls
+    are forgotten and threads end. The next call starts others.
+
     Args:
         timeout_s: Seconds that a call may take; None: no limit.
         num_workers: threads for sync tools; 0: they run in the main thread, in `poll`.
@@ -99,6 +102,7 @@ class ToolRunner:
         self._workers = ToolWorkers(num_workers, self._changed.set) if num_workers else None
         self._batches: dict[Hashable, _Batch] = {}
         self._queue: deque[Hashable] = deque()  # keys of batches with a sync call for the main thread
+        self._num_users = 0
 
     @property
     def has_work(self) -> bool:
@@ -186,11 +190,24 @@ class ToolRunner:
             self._give_up(work)
         return any(isinstance(work, Task) or work.started_s is not None for work in running)
 
+    def __enter__(self) -> ToolRunner:
+        self._num_users += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self._end_calls()
+            self._loop.pause()
+
     def close(self) -> None:
-        """Forget all calls and end the threads."""
+        """Forget all calls, and end the threads and the loop."""
+        self._end_calls()
+        self._loop.close()
+
+    def _end_calls(self) -> None:
         for key in list(self._batches):
             self.cancel(key)
-        self._loop.close()
         if self._workers is not None:
             self._workers.close()
 

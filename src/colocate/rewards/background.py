@@ -31,16 +31,12 @@ class BackgroundLoop:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._is_closing = threading.Event()
 
     def submit(self, awaitable: Awaitable) -> Future:
-        """Start an awaitable on the loop and return a handle for `result`. The first call starts the
-        thread."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            # A daemon: a run that ends with an exception must not wait for it.
-            self._thread = threading.Thread(target=_run, args=(self._loop,), name=self._name, daemon=True)
-            self._thread.start()
-        return asyncio.run_coroutine_threadsafe(_settle(awaitable, self._timeout_s), self._loop)
+        """Start an awaitable on the loop and return a handle for `result`. The first call, and the first one
+        after `pause`, starts the thread."""
+        return asyncio.run_coroutine_threadsafe(_settle(awaitable, self._timeout_s), self._running())
 
     def result(self, future: Future) -> Any:
         """Wait for what was submitted.
@@ -59,14 +55,37 @@ class BackgroundLoop:
             raise error
         return value
 
-    def close(self) -> None:
+    def pause(self) -> None:
+        """Cancel what was submitted and end the thread. What was left on the loop besides goes on when
+        something is submitted again."""
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=SLACK_S)
-        if not self._thread.is_alive():  # else something blocks it, and it ends with the process
+        if self._thread.is_alive():  # something blocks it, and it ends with the process
+            self._loop = None
+        self._thread = None
+
+    def close(self) -> None:
+        """Cancel all that is on the loop, and end it and the thread."""
+        if self._loop is None:
+            return
+        self._is_closing.set()
+        self._running()
+        self.pause()
+        if self._loop is not None:
             self._loop.close()
-        self._loop = self._thread = None
+        self._loop, self._is_closing = None, threading.Event()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        if self._thread is None:
+            # A daemon: a run that ends with an exception must not wait for it.
+            arguments = (self._loop, self._is_closing)
+            self._thread = threading.Thread(target=_run, args=arguments, name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
 
     def _places(self) -> list[tuple[FrameType, int]]:
         """The frames and lines at which the loop's thread is, the outermost first."""
@@ -75,7 +94,7 @@ class BackgroundLoop:
         return list(traceback.walk_stack(frame))[::-1] if frame is not None else []
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, is_closing: threading.Event) -> None:
     while True:
         try:
             loop.run_forever()
@@ -83,11 +102,15 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         except (SystemExit, KeyboardInterrupt):
             # The task that raised it has kept it for whoever awaits it, but asyncio leaves the loop too.
             continue
-    rest = asyncio.all_tasks(loop)
+    rest = [task for task in asyncio.all_tasks(loop) if is_closing.is_set() or _was_submitted(task)]
     for task in rest:
         task.cancel()
     if rest:
         loop.run_until_complete(asyncio.wait(rest))
+
+
+def _was_submitted(task: asyncio.Task) -> bool:
+    return getattr(task.get_coro(), "cr_code", None) is _settle.__code__
 
 
 async def _settle(awaitable: Awaitable, timeout_s: float | None) -> tuple[Any, BaseException | None]:
