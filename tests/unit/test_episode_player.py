@@ -37,6 +37,7 @@ class Table:
         template: str = TEMPLATE,
         max_tokens: int = 600,
         max_iterations: int | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.tokenizer = make_chat_tokenizer(template)
         stop = self.tokenizer.eos_token_id
@@ -56,7 +57,7 @@ class Table:
             self.engine,
             SamplingParams(max_tokens, stop_token_ids=(stop,)),
             Renderer(self.tokenizer, None, (stop,)),
-            ToolRunner(),
+            ToolRunner(timeout_s),
             tokenize=self.tokenize,
             toolbox=self.toolbox,
             environments=environments,
@@ -131,6 +132,27 @@ def test_failures_are_what_the_model_reads():
     unknown, wrong = table.play("q")
     assert "{'error': 'Tool no_such not found.'}" in table.text(unknown)
     assert "error" in table.text(wrong) and (wrong.tool_calls, wrong.tool_failures) == (1, 1)
+
+
+def test_episodes_count_what_took_too_long_and_how_long_tools_took():
+    async def nap(seconds: float) -> str:
+        """Nap.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return "awake"
+
+    def write(text: str, member: int) -> str:
+        naps = [0.1, 0.2] if member else [60.0]
+        num_taken = text.count("<|im_start|>tool\n")
+        return call("nap", seconds=naps[num_taken]) if num_taken < len(naps) else "ok"
+
+    late, quick = Table(write, [nap], timeout_s=1.5).play("q")
+    assert (late.tool_calls, late.tool_failures, late.tool_timeouts) == (1, 1, 1)
+    assert (quick.tool_calls, quick.tool_failures, quick.tool_timeouts) == (2, 0, 0)
+    assert 0.3 <= quick.tool_s < 1.5 <= late.tool_s < 6.0
 
 
 def test_no_episode_waits_for_the_tool_of_another():

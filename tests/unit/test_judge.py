@@ -55,7 +55,7 @@ def test_a_group_that_spans_ranks_has_the_numbers_of_both():
         mask_truncated_completions=True,
     )
     scores = RewardTable(torch.tensor([[2.0], [7.0]]), {"note": ["p", "q"]}, {"logged": [1.0, 3.0]})
-    facts = [EpisodeFacts(40, 1, n, n == 7, 0, 0, 0, False, (0.0,)) for n in (2, 7)]
+    facts = [EpisodeFacts(40, 1, n, n == 7, 0, 0, 0, 0.0, 0, False, (0.0,)) for n in (2, 7)]
     share = RankShare(scores, facts, ["1", "1"], ["b", "?"])
     with mock.patch.object(ranks, "gather_object", lambda local: [share, *local]):
         rollout = judge.score(request, episodes)
@@ -84,11 +84,12 @@ def judged(tokenizer, *reward_functions, **options) -> tuple[Rollout, list[Episo
     def turn(*ids: int, reason: str = "stop") -> Completion:
         return Completion(ids, tuple(-float(x) for x in ids), reason, 0)
 
-    forked = Episode(tool_calls=2, tool_failures=1, messages=[{"role": "assistant", "content": "a"}])
+    counts = dict(tool_calls=2, tool_failures=1, tool_timeouts=1, tool_s=2.5)
+    forked = Episode(**counts, messages=[{"role": "assistant", "content": "a"}])
     forked.add(None, (5, 6), turn(20, 21))
     forked.add(0, (9,), turn(22))
     forked.add(0, (9, 9), turn(23, 24, 25))
-    cut = Episode(tool_calls=1)
+    cut = Episode(tool_calls=1, tool_s=0.5)
     cut.add(None, (5, 6), turn(30))
     cut.add(0, (9, 9, 9), turn(31, 32, reason="length"))
     alone = Episode(environment="room", prompt="a room", extra={"score": 3})
@@ -137,6 +138,7 @@ def test_rows_of_an_episode_are_one_member_of_its_group(mask_truncated):
     assert metrics["completions/mean_terminated_length"] == 3.0
     assert metrics["tools/call_frequency"] == 0.75
     assert metrics["tools/failure_frequency"] == pytest.approx(1 / 3)
+    assert (metrics["tools/timeouts"], metrics["tools/seconds"]) == (pytest.approx(1 / 3), 1.0)
     assert metrics["episodes/forks"] == 0.25
     assert rollout.num_tokens == (2 + 6) + (2 + 3) + (2 + 2) + (1 + 1)
 
@@ -159,7 +161,7 @@ def test_reward_functions_see_messages_and_what_episodes_add():
     assert seen["ids"][:2] == [[20, 21, 9, 9, 23, 24, 25], [30, 9, 9, 9, 31, 32]]
     assert (seen["label"], seen["score"]) == (["x", "x", "y", "y"], [None, None, 3, None])
     assert seen["environments"] == [None, None, "room", None]
-    assert not {"tools/call_frequency", "episodes/forks"} & set(rollout.metrics)
+    assert not {"tools/call_frequency", "tools/seconds", "episodes/forks"} & set(rollout.metrics)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

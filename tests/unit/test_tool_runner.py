@@ -202,6 +202,7 @@ def test_a_sync_tool_that_hangs_ends_with_its_time(make, num_workers, hang):
     results = run(make(LIMIT_S, num_workers), [call(hang), call(returns("next"))])
     assert time.monotonic() - start < 3
     assert results[0].is_failure and f"took longer than {LIMIT_S:g} s" in results[0].content
+    assert results[0].is_timeout and not results[1].is_timeout
     assert results[1].content == "next"
 
 
@@ -229,7 +230,7 @@ def test_async_tools_that_hang_block_or_swallow_cost_their_own_message_only(make
     runner.start("hang", [call(hang)])
     runner.start("swallow", [call(swallow)])
     finished = run_all(runner)
-    assert all(r[0].is_failure and "took longer" in r[0].content for r in finished.values()) and cancelled
+    assert all(r[0].is_timeout and "took longer" in r[0].content for r in finished.values()) and cancelled
     assert [finished[key][0].is_left_running for key in ("hang", "swallow")] == [False, True]
     start = time.monotonic()
     runner.start("block", [call(block)])

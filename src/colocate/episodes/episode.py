@@ -91,6 +91,10 @@ class Episode:
     """How many tools were called, unknown ones included."""
     tool_failures: int = 0
     """How many of these calls failed."""
+    tool_timeouts: int = 0
+    """How many of these calls took too long, which are failures, too."""
+    tool_s: float = 0.0
+    """The seconds that these calls took together, each from the tool's beginning to its end."""
     turn_rewards: dict[int, float] = field(default_factory=dict)
     """What turns have earned by themselves, by the number of the node that ended the turn."""
     is_truncated: bool = False

@@ -39,6 +39,8 @@ class ToolResult:
     is_left_running: bool = False
     """Whether the tool was given up while it ran, in a thread or on the loop: it may change its environment
     later."""
+    is_timeout: bool = False
+    """Whether the tool took too long."""
 
     @property
     def message(self) -> dict[str, Any]:
@@ -362,7 +364,8 @@ class ToolRunner:
         return ToolResult(call.name, content, True, latency_s)
 
     def _timeout(self, call: ToolCall, latency_s: float) -> ToolResult:
-        return self._failure(call, f"The tool {call.name} took longer than {self._timeout_s:g} s.", latency_s)
+        late = self._failure(call, f"The tool {call.name} took longer than {self._timeout_s:g} s.", latency_s)
+        return dataclasses.replace(late, is_timeout=True)
 
 
 def _call(call: ToolCall) -> Any:

@@ -215,6 +215,8 @@ class EpisodePlayer:
         play, episode = self._plays[number], self._plays[number].episode
         episode.tool_calls += len(results)
         episode.tool_failures += sum(result.is_failure for result in results)
+        episode.tool_timeouts += sum(result.is_timeout for result in results)
+        episode.tool_s += sum(result.latency_s for result in results)
         answers = [result.message for result in results]
         if play.scene is not None and (reward := play.scene.end_turn(results)) is not None:
             assert play.node is not None, "a turn has ended"

@@ -76,6 +76,8 @@ class EpisodeFacts(NamedTuple):
     is_truncated: bool
     tool_calls: int
     tool_failures: int
+    tool_timeouts: int
+    tool_s: float
     num_forks: int
     """Its rows, but the first."""
     has_turn_rewards: bool
@@ -147,6 +149,8 @@ class _Entry:
             self.episode.is_truncated,
             self.episode.tool_calls,
             self.episode.tool_failures,
+            self.episode.tool_timeouts,
+            self.episode.tool_s,
             len(self.rows) - 1,
             bool(self.episode.turn_rewards),
             self.episode.returns(),
@@ -339,6 +343,8 @@ def _turn_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:
     return {
         "tools/call_frequency": num_calls / len(facts),
         "tools/failure_frequency": sum(x.tool_failures for x in facts) / max(num_calls, 1),
+        "tools/timeouts": sum(x.tool_timeouts for x in facts) / max(num_calls, 1),
+        "tools/seconds": sum(x.tool_s for x in facts) / max(num_calls, 1),
         "episodes/forks": sum(x.num_forks for x in facts) / len(facts),
     }
 

@@ -25,7 +25,8 @@ TRAINER_METRICS = RESERVED_KEYS.union(
     (f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max")),
     (f"completions/{name}_length" for name in ("mean", "min", "max")),
     (f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
-    ("completions/clipped_ratio", "tools/call_frequency", "tools/failure_frequency", "episodes/forks"),
+    (f"tools/{name}" for name in ("call_frequency", "failure_frequency", "timeouts", "seconds")),
+    ("completions/clipped_ratio", "episodes/forks"),
     (f"rewards/{TURN_REWARDS}/{name}" for name in ("mean", "std")),
 )
 """Names of the trainer's own metrics: a function's metric under such a name would replace it, or be
