@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_episodes import MAX_TOKENS, Script, assert_each_is_as_alone, play, scripts
 
+from colocate.engines.native import kept_pages
 from colocate.engines.native.decoder import Decoder
 from colocate.engines.native.model_runner import CONTEXT_PER_QUERY, packs
 from colocate.engines.native.pages import pages_for
@@ -113,6 +114,7 @@ def test_what_is_set_aside_or_saved_goes_on_where_it_was(script, engine, interva
 def test_sequences_that_are_set_aside_keep_their_pages(monkeypatch, num_polls, page_size, lengths):
     """Each reads its last token, which was never fed, and what its group shares is there once."""
     engine = awake(make_model("qwen3"), page_size=page_size, kv_cache_tokens=4096)
+    monkeypatch.setattr(kept_pages, "SLAB_BYTES", 3 * engine._cache.page_bytes(torch.float32))
     engine.submit(make_prompts([*lengths, 9], 3), SamplingParams(24))
     for _ in range(num_polls):
         engine.poll()
@@ -127,6 +129,21 @@ def test_sequences_that_are_set_aside_keep_their_pages(monkeypatch, num_polls, p
     pool = engine._rollout.pool
     assert abs(pool.num_pages - pool.num_free - in_use) <= 2 * 3 * (len(lengths) + 1)  # those of a window
     assert pressure.num_prefilled_tokens == 3 * (len(lengths) + 1)
+
+
+def test_without_host_memory_sequences_go_on_all_the_same(monkeypatch, caplog):
+    prompts, sampling = make_prompts([5, 9], 3), SamplingParams(24, temperature=0.0)
+    engine = awake(make_model("qwen3"), page_size=4)
+    expected = [list(completion.token_ids) for completion in engine.generate(prompts, sampling)]
+    monkeypatch.setattr(kept_pages.host, "available_bytes", lambda: 2**10)
+    numbers, turns = engine.submit(prompts, sampling), {}
+    while engine.is_busy:
+        turns |= engine.poll()
+        aside = engine.set_aside()
+        assert aside.kept is None
+        engine.take_back(aside)
+    assert [list(turns[number].token_ids) for number in numbers] == expected
+    assert caplog.text.count("their tokens are read anew") == 1
 
 
 def test_sequences_are_not_taken_back_over_others():

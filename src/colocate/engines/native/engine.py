@@ -22,6 +22,7 @@ from colocate.engines.native.capacity import (
     useful_pages,
 )
 from colocate.engines.native.decoder import Decoder, capacity_for
+from colocate.engines.native.kept_pages import HostRoom
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
@@ -125,6 +126,7 @@ class NativeEngine(BaseEngine):
         self._max_pages: int | None = None
         """Upper limit of the KV cache's pages, set when memory ran out with more pages; None: no limit."""
         self._submissions = Submissions()
+        self._host_room = HostRoom()
         self._rollout: Rollout | None = None
         self._recovery = Recovery([self._shrink_prefill, self._shrink_cache], ADVICE)
         fuse_parameters(layout, room_for_adapters=self._backend.stacks_adapters)
@@ -221,12 +223,12 @@ class NativeEngine(BaseEngine):
     def set_aside(self) -> Submissions:
         """Take all sequences out, wherever they are in their turns, so that others can be generated.
 
-        They keep their pages, copied to the host. `take_back` lets them go on.
+        They keep their pages, copied to the host, if it has room. `take_back` lets them go on.
         """
-        kept = None if self._rollout is None else self._rollout.keep()
-        self._suspend()
+        if self._rollout is not None:
+            self._submissions.kept = self._rollout.keep(self._host_room)
+            self._suspend()
         aside, self._submissions = self._submissions, Submissions()
-        aside.kept = kept or aside.kept
         return aside
 
     def take_back(self, aside: Submissions) -> None:

@@ -78,6 +78,11 @@ class KVCache:
         """Bytes of one page: keys and values of `page_size` tokens in all layers."""
         return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * dtype.itemsize
 
+    def bytes_of(self, num_pages: int) -> int:
+        """Bytes of pages in the type that the cache has."""
+        assert self._data is not None, "the KV cache has no storage"
+        return num_pages * self.page_bytes(self._data.dtype)
+
     def allocate(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take memory for `num_pages` pages. The contents of all pages, old ones too, are undefined then.
 

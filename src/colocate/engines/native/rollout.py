@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from colocate.engines.native.batch import Window
 from colocate.engines.native.decoder import Decoder
+from colocate.engines.native.kept_pages import HostRoom, KeptPages
 from colocate.engines.native.pages import PagePool, pages_for
 from colocate.engines.native.scheduler import Scheduler
 from colocate.engines.native.sequences import Sequence as RunningSequence
 from colocate.types import SamplingParams
-
-
-@dataclass(frozen=True)
-class KeptPages:
-    """Pages of a rollout that is over, in host memory."""
-
-    places: dict[int, int]
-    """Where a page is in `copies`, by its number in that rollout."""
-    copies: Tensor  # [pages, ...]
-
-    def of(self, pages: Iterable[int]) -> Tensor:
-        """The copies of some pages, in order."""
-        places = [self.places[page] for page in pages]
-        return self.copies if places == list(range(len(self.copies))) else self.copies[places]
-
 
 MAX_ROWS_PER_START = 64
 """Sequences that draw their first token together; it bounds the stacked copy of their logits, [64, V]."""
@@ -76,8 +60,7 @@ class Rollout:
         for group in {sequence.group: None for sequence in sequences}:
             group.leave() if group in groups else group.forget()
         if kept is not None and adopted:
-            numbers = self.scheduler.adopt(adopted)
-            self.cache.write_pages(list(numbers.values()), kept.of(numbers))
+            kept.restore(self.cache, self.scheduler.adopt(adopted))
         for sequence in sequences:
             sequence.row = -1
             if sequence.group not in groups:
@@ -117,11 +100,11 @@ class Rollout:
         self._collect(max_in_flight=0)
 
     @torch.inference_mode()
-    def keep(self) -> KeptPages:
-        """Stop all sequences, and copy their pages to the host."""
+    def keep(self, room: HostRoom) -> KeptPages | None:
+        """Stop all sequences, and copy their pages to the host; None if it has no room for them."""
         self.settle()
         numbers = sorted({page for sequence in self.scheduler.stop_all() for page in sequence.pages})
-        return KeptPages({page: n for n, page in enumerate(numbers)}, self.cache.read_pages(numbers))
+        return KeptPages(self.cache, numbers) if room.has(self.cache.bytes_of(len(numbers))) else None
 
     @torch.inference_mode()
     def drop(self, sequences: Sequence[RunningSequence]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from colocate.engines.native.rollout import KeptPages
+from colocate.engines.native.kept_pages import KeptPages
 from colocate.engines.native.sequences import Group
 from colocate.engines.native.sequences import Sequence as RunningSequence
 from colocate.types import Completion, Prompt, SamplingParams
