@@ -30,7 +30,6 @@ from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
-from colocate.memory.sharding import Sharding
 from colocate.memory.timeline import Category, Timeline
 from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
@@ -52,7 +51,7 @@ from colocate.reporting.journal import Journal
 from colocate.rewards.base import RewardFunctions
 from colocate.run import Run
 from colocate.run_identity import RunIdentity
-from colocate.run_mesh import mesh_of, part_of, splits_state
+from colocate.run_mesh import mesh_of, part_of, sharding_of, splits_state
 from colocate.start_checks import check_ranks
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm
@@ -87,7 +86,7 @@ def build_run(
     check_ranks(args, model, train_dataset, eval_dataset)
     device, has_new_adapter = accelerator.device, peft_config is not None
     mesh = mesh_of(args, accelerator, model, quantization_config, peft_config, optimizers)
-    check_mesh(playing, mesh)
+    check_mesh(playing, mesh, args)
     batches = prompt_batches(train_dataset, args)
     num_steps = steps_of(args, batches.num_batches_per_epoch)
     model, originals = prepare_model(model, args, device, quantization_config, peft_config, part_of(mesh))
@@ -96,7 +95,7 @@ def build_run(
     # An engine may take all memory that it finds free: whatever else needs memory is made first.
     reference = make_reference(model, has_new_adapter=has_new_adapter) if args.beta > 0 else None
     optimizer = build_optimizer(model, args, num_steps.of_run, originals, optimizers, mesh)
-    planner = planner_for(model, args, Sharding(mesh.num_ranks, mesh.num_weight_parts, optimizer.is_split))
+    planner = planner_for(model, args, sharding_of(args, mesh, splits_optimizer=optimizer.is_split))
     engine = build_engine(model, args, accelerator, sampling, mesh)
     journal = build_journal(args, accelerator, callbacks, num_steps, model, tokenizer, optimizer)
     timeline = build_timeline(device, model, optimizer, engine, journal)

@@ -162,6 +162,10 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     reduced gradients are split over all of them, the weights are whole. 2, 4 or 8: so many processes of one
     machine share one copy of the weights, too, and decode together. "auto": 1, as far as the optimizer steps
     on each value by itself."""
+    decode_shard: Annotated[int | None, AT_LEAST_ONE] = None
+    """With shard=2, 4 or 8: how many of the processes that share the weights decode together, a divisor of
+    shard. Fewer than shard gather weights for each rollout: they need memory for them and spend less time in
+    sums, and 1 can play episodes of several turns. None: as many as shard."""
     max_skipped_steps: Annotated[int, AT_LEAST_ONE] = 3
     """A step whose loss or gradient is not finite is skipped; this many of them in a row stop the run."""
 

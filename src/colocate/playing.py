@@ -110,14 +110,16 @@ def playing_of(
     return Playing(toolbox, environments, lambda prompts: rollout_func(prompts, trainer))
 
 
-def check_mesh(playing: Playing, mesh: Mesh) -> None:
+def check_mesh(playing: Playing, mesh: Mesh, args: GRPOConfig) -> None:
     """Raises ValueError if ranks are to decode together, and episodes have turns, which end on each rank at
     times of their own."""
-    if playing.has_turns and playing.rollout_func is None and mesh.num_weight_parts > 1:
+    together = args.decode_shard or mesh.num_weight_parts
+    if playing.has_turns and playing.rollout_func is None and mesh.num_weight_parts > 1 and together > 1:
         raise ValueError(
-            f"The weights are split over {mesh.num_weight_parts} processes, which decode together, but not "
-            "while tools answer at different times on each. Set shard=1: every process has all weights then, "
-            "and a part of the optimizer's state."
+            f"The weights are split over {mesh.num_weight_parts} processes, of which {together} decode "
+            "together, but not while tools answer at different times on each. Set decode_shard=1: every "
+            "process gathers all weights for a rollout. Or set shard=1: every process has all weights, and a "
+            "part of the optimizer's state."
         )
 
 
@@ -204,7 +206,7 @@ def check_carry_over(playing: Playing, engine: RolloutEngine, args: GRPOConfig) 
     if engine.num_weight_parts > 1:
         raise ValueError(
             f"{asked} {engine.num_weight_parts} processes share the weights and complete rollouts together. "
-            "Set shard=1, or max_policy_lag=0."
+            "Set decode_shard=1 or shard=1, or max_policy_lag=0."
         )
     if playing.rollout_func is not None:
         raise ValueError(

@@ -19,6 +19,7 @@ from colocate.weights.weight_parts import sizes_of
 _ENGINES = {
     "NativeEngine": "native, which decodes on the trainer's own weights",
     "TransformersEngine": "transformers' model.generate, which is slow",
+    "GatheredEngine": "native, which gathers the trainer's weights for each rollout",
     "VLLMEngine": "vLLM in this process",
     "VLLMServerEngine": "a vLLM server",
 }
@@ -28,7 +29,8 @@ def header_rows(run: Run) -> dict[str, str]:
     """The rows of the header, by label; each is one line of words."""
     lm = causal_lm(run.model)
     kind = type(run.engine).__name__
-    shard = shard_row(run.mesh, splits_optimizer=run.policy.optimizer.is_split)
+    splits_optimizer, decode_shard = run.policy.optimizer.is_split, run.args.decode_shard
+    shard = shard_row(run.mesh, splits_optimizer=splits_optimizer, decode_shard=decode_shard)
     return {
         "model": lm.config.name_or_path or type(lm).__name__,
         "size": _size(run.model),
@@ -85,7 +87,7 @@ def _device(accelerator: Accelerator) -> str:
     return f"{accelerator.num_processes} x {name}" if accelerator.num_processes > 1 else name
 
 
-def shard_row(mesh: Mesh, *, splits_optimizer: bool) -> str | None:
+def shard_row(mesh: Mesh, *, splits_optimizer: bool, decode_shard: int | None = None) -> str | None:
     """What the ranks of a run split, in words; None: there is one rank."""
     if mesh.num_ranks == 1:
         return None
@@ -94,6 +96,9 @@ def shard_row(mesh: Mesh, *, splits_optimizer: bool) -> str | None:
     else:
         groups = "" if mesh.num_replicas == 1 else f", in {mesh.num_replicas} such groups"
         weights = f"{mesh.num_weight_parts} ranks share the weights{groups}"
+        if decode_shard is not None and decode_shard < mesh.num_weight_parts:
+            together = "each alone" if decode_shard == 1 else f"{decode_shard} together"
+            weights += f" and gather them to decode {together}"
     if not splits_optimizer:
         return f"{weights}, and the optimizer's state, too"
     return f"{weights}, optimizer split over {mesh.num_ranks}"

@@ -10,6 +10,7 @@ from transformers.training_args import OptimizerNames
 
 from colocate.config import GRPOConfig
 from colocate.experience.ranks import of_all_ranks
+from colocate.memory.sharding import Sharding
 from colocate.parallel.mesh import Mesh
 from colocate.planning.run_sharding import choose_weight_parts
 from colocate.policy.optimizer_names import WHOLE_MATRIX
@@ -50,6 +51,11 @@ def weight_parts_of(
     if accelerator.is_main_process:
         logger.info(f"shard='auto' came to {parts}: {reason}")
     return parts
+
+
+def sharding_of(args: GRPOConfig, mesh: Mesh, *, splits_optimizer: bool) -> Sharding:
+    """What the ranks split, for the planner."""
+    return Sharding(mesh.num_ranks, mesh.num_weight_parts, splits_optimizer, args.decode_shard)
 
 
 def part_of(mesh: Mesh) -> WeightPart:

@@ -45,7 +45,10 @@ def often_dull(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 CASES["refill"] = CASES["grpo"] | {"reward_funcs": often_dull, "max_refill_rounds": 3}
 # All rows are there at once and some completion of each rank has all its tokens, so both ranks are as far.
 CASES["carry_over"] = CASES["grpo"] | {"engine": "native", "max_policy_lag": 1}
+# Split weights, of which each rank gathers the rest to decode alone, at its own pace.
+CASES["gathered"] = CASES["carry_over"] | {"shard": 2, "decode_shard": 1}
 CASES["split"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3, "shard": 2}
+SPLIT_CASES = ("gathered", "split")
 CASES["accelerate"] = CASES["grpo"]
 CASES["resumed"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3}
 
@@ -53,6 +56,8 @@ CASES["resumed"] = CASES["dapo"] | {"save_strategy": "steps", "save_steps": 3}
 def build(directory: Path, case: str, num_ranks: int, **options: Any) -> Any:
     """The trainer of one of `num_ranks` ranks."""
     options = {"max_steps": 5, "learning_rate": 3e-3, **CASES.get(case, CASES["resumed"]), **options}
+    if num_ranks == 1 and case == "gathered":
+        options |= {"shard": "auto", "decode_shard": None}
     return make_trainer(directory / case, per_device_train_batch_size=4 // num_ranks, **options)
 
 
@@ -79,7 +84,7 @@ def main() -> None:
         trainer = build(directory, case, 2)
         assert trainer.accelerator.num_processes == 2
         trainer.train(resume_from_checkpoint=resume)
-        if case == "split":
+        if case in SPLIT_CASES:
             trainer.save_model()
             continue
         rank = trainer.accelerator.process_index

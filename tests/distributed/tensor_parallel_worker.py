@@ -26,8 +26,10 @@ from engine_models import make_lora, make_model, make_prompts, randomise_adapter
 from colocate.engines.native import all_reduce, capacity
 from colocate.engines.native import engine as native_engine
 from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.gathered_engine import GatheredEngine
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.torch_backend import TorchBackend, product
+from colocate.parallel.decode_mesh import DecodeMesh
 from colocate.parallel.mesh import Mesh
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import AdaptedLinear
@@ -41,6 +43,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: make_lora("qwen3-tied", vocab_size=1024, num_key_value_heads=4),
     # Parts of a block and 44 tokens; a window, so that attention does not see all of a prompt.
     "odd": lambda: make_model("qwen2-window", vocab_size=600, num_key_value_heads=4),
+    "tied": lambda: make_model("qwen3-tied", vocab_size=1024, num_key_value_heads=4),
 }
 
 SAMPLINGS = {
@@ -262,6 +265,47 @@ def without_memory(mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
     return found
 
 
+def gathered(name: str, mesh: Mesh, num_parts: int) -> dict[str, Any]:
+    """What a rank gets that decodes with `num_parts` gathered parts, and the bytes that these take."""
+    model, part = MODELS[name](), WeightPart(mesh.weight_part, mesh.num_weight_parts)
+    split_weights(model, part)
+    decode = DecodeMesh.of(mesh, num_parts)
+    engine = GatheredEngine(model, decode, max_num_seqs=32, page_size=4)
+    prompts, found = share_of(part.index, part.count), {"asleep": [engine.rollout_weight_bytes]}
+    engine.wake_up()
+    found["awake"] = [engine.rollout_weight_bytes]
+    for kind in ("greedy", "drawn"):
+        found[kind] = plain(engine.generate(prompts, SAMPLINGS[kind]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    engine.sleep()
+    found["asleep"].append(engine.rollout_weight_bytes)
+    if part.index == 1:
+        storage = engine._gathered._storage
+        engine._gathered._storage = mock.Mock()
+        effects = torch.OutOfMemoryError("injected"), storage.untyped_storage()
+        engine._gathered._storage.untyped_storage.side_effect = effects
+    try:
+        engine.wake_up()
+    except torch.OutOfMemoryError as error:
+        found["error"] = str(error)
+    if part.index == 1:
+        engine._gathered._storage = storage
+    found["asleep"].append(engine.rollout_weight_bytes)
+    engine.wake_up()
+    found["after a step"] = plain(engine.generate(prompts, SAMPLINGS["greedy"]))
+    if num_parts == 1:  # a rank that decodes alone may do so in its own time
+        numbers = engine.submit(prompts, SAMPLINGS["greedy"])
+        turns: dict[int, Completion] = {}
+        while engine.is_busy:
+            turns |= engine.poll()
+        found["turns"] = plain([turns[number] for number in numbers])
+    engine.close()
+    found["asleep"].append(engine.rollout_weight_bytes)
+    return found
+
+
 def message_of(work: Callable[..., Any], *arguments: Any) -> str:
     try:
         work(*arguments)
@@ -287,6 +331,9 @@ def main() -> None:
             found = rollouts(name, mesh, recorder)
         torch.save(found, directory / f"{name}-{mesh.num_weight_parts}-{rank}.pt")
     torch.save(without_memory(by_two, recorder), directory / f"memory-{rank}.pt")
+    for name, mesh, num_parts in (("qwen2", by_two, 1), ("tied", by_four, 1), ("qwen2", by_four, 2)):
+        file = f"gathered-{name}-{mesh.num_weight_parts}-{num_parts}-{rank}.pt"
+        torch.save(gathered(name, mesh, num_parts), directory / file)
     dist.barrier()
     dist.destroy_process_group()
 

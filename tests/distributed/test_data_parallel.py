@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_worker import CASES, build
+from grpo_worker import CASES, SPLIT_CASES, build
 from small_runs import read_metrics, without_timings
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
@@ -52,6 +52,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         "grpo",
         "refill",
         "carry_over",
+        "gathered",
         "resumed",
         "split",
         "from_one",
@@ -66,7 +67,7 @@ def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     return directory, single
 
 
-WHOLE_CASES = [case for case in CASES if case != "split"]
+WHOLE_CASES = [case for case in CASES if case not in SPLIT_CASES]
 
 
 @pytest.mark.parametrize("case", WHOLE_CASES)
@@ -102,6 +103,21 @@ def test_two_processes_replace_the_same_groups(runs):
 def test_tokens_of_older_weights_are_trained_on_by_two_processes(runs):
     lags = [record["policy_lag/mean"] for record in read_metrics(runs[0] / "carry_over")]
     assert max(lags) > 0.5
+
+
+def test_two_processes_that_gather_weights_to_decode_equal_one(runs):
+    """They train on parts of the weights and begin batches ahead, for which a process must decode alone."""
+    directory, single = runs
+    saved = dict(
+        AutoModelForCausalLM.from_pretrained(directory / "gathered", dtype="auto").named_parameters()
+    )
+    for name, parameter in single["gathered"].model.named_parameters():
+        torch.testing.assert_close(saved[name].data, parameter.data, rtol=0, atol=3e-5)
+    for record, expected in zip(
+        read_metrics(directory / "gathered"), read_metrics(single["gathered"].args.output_dir), strict=True
+    ):
+        assert record["policy_lag/mean"] == expected["policy_lag/mean"]
+        assert record["reward"] == pytest.approx(expected["reward"])
 
 
 def test_an_evaluation_by_two_processes_is_that_of_one(runs):

@@ -138,3 +138,38 @@ def test_what_one_rank_asks_wrongly_is_refused_on_all(directory):
         assert "Prompt 7 is empty" in prompt
         assert f"The model holds part {rank % 2} of 2 of its weights" in engine
         assert found["nothing"] == []
+
+
+@pytest.mark.parametrize(("case", "num_parts"), [("qwen2-2", 1), ("tied-4", 1), ("qwen2-4", 2)])
+def test_ranks_that_gather_weights_draw_what_one_rank_does(directory, case, num_parts):
+    ranks = of_ranks(directory, f"gathered-{case}-{num_parts}")
+    name, num_weight_parts = case.split("-")
+    model = MODELS[name]()
+    engine, expected = awake(model), {}
+    for kind in ("greedy", "drawn"):
+        expected[kind] = plain(engine.generate(PROMPTS, SAMPLINGS[kind]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    engine.update_weights((), 1)
+    expected["after a step"] = plain(engine.generate(PROMPTS, SAMPLINGS["greedy"]))
+    assert expected["after a step"] != expected["greedy"]
+    for first in range(0, 4, int(num_weight_parts)):
+        group = ranks[first : first + int(num_weight_parts)]
+        for kind, completions_of_one in expected.items():
+            assert_equal([completion for rank in group for completion in rank[kind]], completions_of_one)
+    for rank in ranks:
+        assert rank.get("turns", rank["after a step"]) == rank["after a step"]
+
+
+@pytest.mark.parametrize(("case", "num_parts"), [("qwen2-2", 1), ("tied-4", 1), ("qwen2-4", 2)])
+def test_gathered_weights_take_memory_while_the_engine_is_awake(directory, case, num_parts):
+    """Also after one rank had too little of it, which all of its group were told."""
+    model = MODELS[case.split("-")[0]]()
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    for rank in of_ranks(directory, f"gathered-{case}-{num_parts}"):
+        assert rank["asleep"] == [0] * 4
+        (held,) = rank["awake"]
+        # Norms are whole on every rank; each block begins at a multiple of 512 bytes.
+        assert num_bytes / num_parts <= held < 1.2 * num_bytes / num_parts + 512 * 100
+        assert f"decode_shard={num_parts} gathers" in rank["error"]

@@ -96,6 +96,7 @@ for names, domain in (
     ("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", real(1)),
     ("delta", real(1.2, above=True)),
     ("shard", (1, 2, 4, 8).__contains__),
+    ("decode_shard", (1,).__contains__),  # one process has one part of the weights
 ):
     DOMAINS.update(dict.fromkeys(names.split(), domain))
 

@@ -12,9 +12,11 @@ from transformers import GPT2Config, Qwen2Config
 from colocate import run_mesh
 from colocate.cli import main
 from colocate.config import GRPOConfig
+from colocate.parallel.decode_mesh import DecodeMesh
 from colocate.planning import run_sharding
 from colocate.planning.hardware import find_gpu
 from colocate.planning.run_sharding import choose_weight_parts
+from colocate.playing import check_mesh
 from colocate.policy import cudnn_attention
 from colocate.run_header import shard_row
 from colocate.run_mesh import weight_parts_of
@@ -160,17 +162,47 @@ def test_the_main_process_says_what_came_out_and_the_largest_wins(run_on, monkey
 
 
 @pytest.mark.parametrize(
-    ("num_parts", "num_replicas", "splits", "row"),
+    ("num_parts", "num_replicas", "splits", "decode_shard", "row"),
     [
-        (1, 1, False, None),
-        (1, 2, True, "weights whole on each of 2 ranks, optimizer split over 2"),
-        (1, 2, False, "weights whole on each of 2 ranks, and the optimizer's state, too"),
-        (2, 1, True, "2 ranks share the weights, optimizer split over 2"),
-        (4, 2, True, "4 ranks share the weights, in 2 such groups, optimizer split over 8"),
+        (1, 1, False, None, None),
+        (1, 2, True, None, "weights whole on each of 2 ranks, optimizer split over 2"),
+        (1, 2, False, 1, "weights whole on each of 2 ranks, and the optimizer's state, too"),
+        (2, 1, True, 2, "2 ranks share the weights, optimizer split over 2"),
+        (
+            2,
+            1,
+            True,
+            1,
+            "2 ranks share the weights and gather them to decode each alone, optimizer split over 2",
+        ),
+        (4, 2, True, None, "4 ranks share the weights, in 2 such groups, optimizer split over 8"),
     ],
 )
-def test_the_header_says_what_ranks_split(num_parts, num_replicas, splits, row):
+def test_the_header_says_what_ranks_split(num_parts, num_replicas, splits, decode_shard, row):
     mesh = SimpleNamespace(
         num_weight_parts=num_parts, num_replicas=num_replicas, num_ranks=num_parts * num_replicas
     )
-    assert shard_row(mesh, splits_optimizer=splits) == row
+    assert shard_row(mesh, splits_optimizer=splits, decode_shard=decode_shard) == row
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "decode_shard", "is_refused"),
+    [(2, None, True), (4, 2, True), (2, 1, False), (1, None, False)],
+)
+def test_episodes_of_several_turns_need_a_process_that_decodes_alone(num_parts, decode_shard, is_refused):
+    mesh, args = SimpleNamespace(num_weight_parts=num_parts), SimpleNamespace(decode_shard=decode_shard)
+    playing = SimpleNamespace(has_turns=True, rollout_func=None)
+    if not is_refused:
+        return check_mesh(playing, mesh, args)
+    with pytest.raises(
+        ValueError,
+        match=f"split over {num_parts} .* {decode_shard or num_parts} decode together.*Set decode_shard=1",
+    ):
+        check_mesh(playing, mesh, args)
+
+
+@pytest.mark.parametrize(("num_parts", "decode_shard"), [(1, 2), (4, 3), (2, 4)])
+def test_decode_shard_divides_the_parts_of_the_weights(num_parts, decode_shard):
+    mesh = SimpleNamespace(num_weight_parts=num_parts)
+    with pytest.raises(ValueError, match=f"decode_shard={decode_shard} lets .* split over {num_parts}"):
+        DecodeMesh.of(mesh, decode_shard)

@@ -363,6 +363,34 @@ def test_what_cannot_be_split_is_refused_with_the_arithmetic(shapes, changes, nu
     assert (reason in choice.reason) == (num_gpus == 8)
 
 
+def test_gathered_weights_take_memory_in_rollouts_alone():
+    """t = 4 and t' = 2: trained in quarters, decoded in halves, each with half of the key-value heads."""
+    load = on_gpu(prompt_tokens=512, completion_tokens=1024)
+    load = replace(load, sharding=Sharding(decode_shard=2))
+    gathering = Case(MODELS["7B"], load, 80 * GIB, Wishes(shard=4), Cluster(4, 1, H100)).plan()
+    together = [under(4, parts, MODELS["7B"], on_gpu()).of_engine.num_rollout_sequences for parts in (2, 4)]
+    quarter, half = MODELS["7B"].part(4), MODELS["7B"].part(2)
+    assert size_of(gathering, "weights") == quarter.weight_bytes(torch.bfloat16)
+    assert size_of(gathering, "gathered weights") == half.weight_bytes(torch.bfloat16)
+    assert gathering.kv_bytes_per_token == half.kv_bytes_per_token(torch.bfloat16)
+    assert together == [2 * on_gpu().num_rollout_sequences, 4 * on_gpu().num_rollout_sequences]
+    assert gathering.num_running == min(512, together[0])
+
+
+def test_weights_are_gathered_only_where_they_can_be():
+    load = replace(on_gpu(), sharding=Sharding(decode_shard=4))
+    asked = Case(MODELS["7B"], load, 80 * GIB, Wishes(shard=2), Cluster(8, 1, H100))
+    with pytest.raises(ValueError, match="decode_shard=4 does not divide 2"):
+        asked.plan()
+    choice = replace(asked, wishes=Wishes()).sharding_choice(asked.cluster)
+    assert choice.sharding.num_weight_parts == 4
+    adapted = replace(asked, shapes=MODELS["7B"].with_lora(Lora(16)), wishes=Wishes(shard=4))
+    adapted.plan()  # at t' = t nothing is gathered
+    load = replace(load, sharding=Sharding(decode_shard=2))
+    with pytest.raises(ValueError, match="not possible beside adapters"):
+        replace(adapted, workload=load).plan()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("vocab_size", [96, 97])
 @pytest.mark.parametrize("num_kv_heads", [2, 4])

@@ -27,6 +27,7 @@ class EngineOptions(Protocol):
     output_dir: str | None
     offload_optimizer: bool | None
     shard: int | str
+    decode_shard: int | None
     trust_remote_code: bool
     generation_batch_size: int | None
     per_device_eval_batch_size: int
@@ -70,15 +71,20 @@ class EngineParts:
 
 def _native(parts: EngineParts) -> RolloutEngine:
     from colocate.engines.native.engine import NativeEngine
+    from colocate.engines.native.gathered_engine import GatheredEngine
+    from colocate.parallel.decode_mesh import DecodeMesh
+    from colocate.parallel.mesh import Mesh
 
-    return NativeEngine(
-        parts.model,
-        group=None if parts.mesh is None else parts.mesh.weight_group,
+    mesh, decode_shard = parts.mesh or Mesh(None), parts.options.decode_shard
+    options = dict(
         max_num_seqs=parts.options.max_num_seqs,
         page_size=parts.options.page_size,
         kv_cache_tokens=parts.options.kv_cache_tokens,
         max_model_len=parts.options.vllm_max_model_length,
     )
+    if decode_shard in (None, mesh.num_weight_parts):
+        return NativeEngine(parts.model, group=mesh.weight_group, **options)
+    return GatheredEngine(parts.model, DecodeMesh.of(mesh, decode_shard), **options)
 
 
 def _vllm(parts: EngineParts) -> RolloutEngine:
@@ -153,8 +159,11 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
 
     Raises:
         ImportError: `name` is "vllm" without a vLLM that is supported.
-        ValueError: another engine than the native one would have to read weights that ranks share.
+        ValueError: another engine than the native one would have to read weights that ranks share, or these
+            cannot decode as `decode_shard` says.
     """
+    from colocate.parallel.decode_mesh import check_decode_parts
+
     num_parts = 1 if parts.mesh is None else parts.mesh.num_weight_parts
     if num_parts > 1 and name != "native":
         raise ValueError(
@@ -162,6 +171,8 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
             f"(shard={num_parts}); the native engine can. Set engine='native', or shard=1, with which every "
             "process has a copy."
         )
+    if (decode_shard := parts.options.decode_shard) is not None and decode_shard != num_parts:
+        check_decode_parts(num_parts, decode_shard)
     return ENGINES[name](parts)
 
 

@@ -12,10 +12,22 @@ class Sharding:
     num_ranks: int = 1
     """The GPUs of the run (N)."""
     num_weight_parts: int = 1
-    """The ranks that share one copy of the weights (t), and that generate completions together."""
+    """The ranks that share one copy of the weights (t)."""
     splits_optimizer: bool = True
     """Whether the ranks split masters, moments and reduced gradients; False: each holds all of them
     (`shard="none"`)."""
+    decode_shard: int | None = None
+    """The ranks that generate completions together, a divisor t' of t; None: t."""
+
+    @property
+    def num_decode_parts(self) -> int:
+        """The parts t' of the weights with which completions are generated, one on each rank."""
+        return min(self.decode_shard or self.num_weight_parts, self.num_weight_parts)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank gathers parts of the weights for each rollout."""
+        return self.num_decode_parts < self.num_weight_parts
 
     @property
     def num_replicas(self) -> int:

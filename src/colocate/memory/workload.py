@@ -72,9 +72,9 @@ class Workload:
 
     @property
     def of_engine(self) -> Workload:
-        """What a rank's part of an engine is asked for: the t ranks that share the weights decode the
-        completions of all of them together, each with its part of every matrix and of every head."""
-        num_sequences = self.num_rollout_sequences * self.sharding.num_weight_parts
+        """What a rank's part of an engine is asked for: the t' ranks that decode together complete the
+        prompts of all of them, each with its part of every matrix and of every head."""
+        num_sequences = self.num_rollout_sequences * self.sharding.num_decode_parts
         return replace(self, num_rollout_sequences=num_sequences)
 
     @property

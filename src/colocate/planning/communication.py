@@ -85,6 +85,20 @@ def gathers_s(shapes: ModelShapes, workload: Workload, gpu: Gpu) -> float:
     return per_weight * num_weights * (parts - 1) / parts / link_bytes_per_s(gpu, parts)
 
 
+def gathered_s(decoded: ModelShapes, workload: Workload, gpu: Gpu) -> float:
+    """Seconds in which a rank gathers the weights that it decodes with, before each rollout; 0.0 where these
+    are the weights that it trains with.
+
+    Args:
+        decoded: what a rank decodes with.
+    """
+    if not workload.sharding.gathers:
+        return 0.0
+    num_together = workload.sharding.num_weight_parts // workload.sharding.num_decode_parts
+    received = decoded.weight_bytes(workload.parameter_dtype) * (num_together - 1) / num_together
+    return received / link_bytes_per_s(gpu, num_together)
+
+
 def exposed_s(messages_s: float, compute_s: float) -> float:
     """Seconds that messages add to the computation beside which they run."""
     return max(0.0, messages_s - compute_s) + EXPOSED_SHARE * min(messages_s, compute_s)

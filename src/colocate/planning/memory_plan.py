@@ -184,14 +184,14 @@ def account(
         raise ValueError(f"optim={workload.optim!r}: state size unknown; one of {', '.join(MOMENTS_BYTES)}.")
     resident = resident_rows(shapes, workload, train_plan)
     rollout, kv_tokens = engine_turn(shapes, workload, resident, device_memory_bytes)
-    engine, held = workload.of_engine, shapes.part(workload.sharding.num_weight_parts)
+    engine, decoded = workload.of_engine, shapes.part(workload.sharding.num_decode_parts)
     rows = (*resident, *rollout, *_train_rows(shapes, workload, train_plan, correction))
     return MemoryPlan(
         rows=rows,
         train_plan=train_plan,
         num_parameters=shapes.num_parameters,
         num_trained_parameters=shapes.num_trained,
-        kv_bytes_per_token=held.kv_bytes_per_token(workload.parameter_dtype),
+        kv_bytes_per_token=decoded.kv_bytes_per_token(workload.parameter_dtype),
         kv_cache_tokens=kv_tokens,
         kv_cache_sequences=_num_sequences(engine, kv_tokens),
         num_running=engine.num_running,
@@ -223,12 +223,15 @@ def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan
         rows.append(Row("reference", "resident", weights, how))
     if workload.is_gpu:
         if workload.engine == "native":
-            rows += engine_rows(held, workload.of_engine)
+            rows += engine_rows(shapes.part(sharding.num_decode_parts), workload.of_engine)
         elif workload.engine == "vllm":
             rows.append(asleep_row())
         context = f"{CONTEXT_BYTES / 2**30:.2f} GiB of context, cuBLAS's workspaces"
         rows.append(Row("CUDA", "resident", CONTEXT_BYTES + CUBLAS_BYTES, context))
-        groups = [size for size in (sharding.num_replicas, sharding.num_weight_parts) if size > 1]
+        of_ranks = [sharding.num_replicas, sharding.num_weight_parts]
+        if sharding.gathers:
+            of_ranks += [sharding.num_decode_parts, sharding.num_weight_parts // sharding.num_decode_parts]
+        groups = [size for size in of_ranks if size > 1]
         if groups:
             sizes = " and of ".join(map(str, groups))
             how = f"{NCCL_BYTES / 2**30:.2f} GiB for each group of ranks: of {sizes}"
@@ -251,7 +254,7 @@ def engine_turn(
     room = None if device_memory_bytes is None else device_memory_bytes - total_bytes(resident)
     if workload.engine == "vllm" and workload.is_gpu:
         return vllm_rows(shapes, workload, room_bytes=room, device_memory_bytes=device_memory_bytes)
-    return rollout_rows(shapes.part(workload.sharding.num_weight_parts), workload.of_engine, room)
+    return rollout_rows(shapes.part(workload.sharding.num_decode_parts), workload.of_engine, room)
 
 
 def train_room(

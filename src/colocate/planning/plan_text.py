@@ -79,6 +79,7 @@ class Answer:
             "num_gpus": self.cluster.num_gpus,
             "num_nodes": self.cluster.num_nodes,
             "num_weight_parts": sharding.num_weight_parts,
+            "num_decode_parts": sharding.num_decode_parts,
             "num_optimizer_parts": sharding.num_optimizer_parts,
             "sharding": self.choice.reason,
             "verdict": self.verdict,
@@ -159,6 +160,8 @@ def _split(choice: Choice, case: Case) -> str:
         "every GPU holds all weights" if parts == 1 else f"every {parts} GPUs share one copy of the weights"
     )
     what = "the adapters' moments" if case.shapes.has_adapters else "masters, moments and gradients"
+    if sharding.gathers:
+        weights += f" and gather parts for rollouts, in which {sharding.num_decode_parts} decode together"
     return f"shard={parts}, {weights}; {what} are split over all {sharding.num_ranks}"
 
 
@@ -291,7 +294,7 @@ def _place_of_optimizer(answer: Answer) -> str:
 
 
 def _rollout_line(answer: Answer) -> str:
-    plan, load, parts = answer.plan, answer.case.workload, answer.choice.sharding.num_weight_parts
+    plan, load, parts = answer.plan, answer.case.workload, answer.choice.sharding.num_decode_parts
     if load.engine == "vllm_server":
         return "Rollout: on the devices of the vLLM server; it takes nothing of this one."
     engine = ""

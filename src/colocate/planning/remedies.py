@@ -116,7 +116,7 @@ def with_adapters(case: Case, *, in_4bit: bool) -> Case:
     shapes = case.shapes if case.shapes.has_adapters else case.shapes.with_lora(Lora(_RANK))
     shapes = replace(shapes, four_bit=FourBit()) if in_4bit else shapes
     if in_4bit:  # such weights are not split
-        sharding = replace(case.workload.sharding, num_weight_parts=1)
+        sharding = replace(case.workload.sharding, num_weight_parts=1, decode_shard=None)
         case = replace(case, workload=with_sharding(shapes, case.workload, sharding))
         case = case if case.wishes.shard == "none" else _of_wishes(shard="auto")(case)
     return _without_sharing(replace(case, shapes=shapes))
@@ -152,8 +152,8 @@ def _kinds(case: Case) -> Iterator[list[Change]]:
     if workload.parameter_dtype.itemsize == 4:
         yield [Change(("dtype=bfloat16",), 2, _of_workload(parameter_dtype=torch.bfloat16))]
     if workload.engine == "native" and workload.max_num_seqs > 64:
-        held = shapes.part(workload.sharding.num_weight_parts)
-        scratch = decode_bytes(held, 64) if workload.is_gpu else 0
+        decoded = shapes.part(workload.sharding.num_decode_parts)
+        scratch = decode_bytes(decoded, 64) if workload.is_gpu else 0
         fewer = _of_workload(max_num_seqs=64, decode_rows=64, decode_scratch_bytes=scratch)
         yield [Change(("max_num_seqs=64",), 2, fewer)]
     if workload.has_reference and not shapes.has_adapters:

@@ -89,6 +89,7 @@ def choose_sharding(
     if wish == "none":
         only = _candidate(shapes, workload, cluster, Sharding(cluster.num_gpus, 1, False), plan_of)
         return Choice(only, (only,))
+    decode_shard = workload.sharding.decode_shard
     obstacles = {parts: obstacle(shapes, workload, cluster, parts) for parts in NUM_WEIGHT_PARTS}
     possible = [parts for parts, reason in obstacles.items() if reason is None]
     if wish != "auto" and wish not in possible:
@@ -98,7 +99,9 @@ def choose_sharding(
             f"{', '.join(map(str, possible))}."
         )
     considered = tuple(
-        _candidate(shapes, workload, cluster, Sharding(cluster.num_gpus, parts), plan_of)
+        _candidate(
+            shapes, workload, cluster, Sharding(cluster.num_gpus, parts, decode_shard=decode_shard), plan_of
+        )
         for parts in (possible if wish == "auto" else [wish])
     )
     of_node = {parts: why for parts, why in obstacles.items() if cluster.gpus_per_node % parts == 0}
@@ -110,7 +113,7 @@ def with_sharding(shapes: ModelShapes, workload: Workload, sharding: Sharding) -
     """The workload of a rank under `sharding`."""
     scratch = workload.decode_scratch_bytes
     if workload.is_gpu:
-        scratch = decode_bytes(shapes.part(sharding.num_weight_parts), workload.decode_rows)
+        scratch = decode_bytes(shapes.part(sharding.num_decode_parts), workload.decode_rows)
     return replace(workload, sharding=sharding, decode_scratch_bytes=scratch)
 
 
@@ -120,8 +123,12 @@ def obstacle(shapes: ModelShapes, workload: Workload, cluster: Cluster, num_part
 
 
 def _obstacles(shapes: ModelShapes, workload: Workload, cluster: Cluster, num_parts: int) -> Iterator[str]:
+    if (decode_shard := workload.sharding.decode_shard) is not None and num_parts % decode_shard:
+        yield f"decode_shard={decode_shard} does not divide {num_parts}"
     if num_parts == 1:
         return
+    if decode_shard is not None and decode_shard < num_parts and shapes.has_adapters:
+        yield f"decode_shard={decode_shard} gathers weights, which is not possible beside adapters"
     if cluster.gpus_per_node % num_parts:
         yield f"the {cluster.gpus_per_node} GPUs of a node cannot be divided into groups of {num_parts}"
     if workload.engine != "native":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from colocate.memory.train_plan import OVERHEAD_TOKENS
 from colocate.memory.workload import Workload
-from colocate.planning.communication import all_reduce_s, exchange_s, exposed_s, gathers_s
+from colocate.planning.communication import all_reduce_s, exchange_s, exposed_s, gathered_s, gathers_s
 from colocate.planning.hardware import Cluster, Gpu
 from colocate.planning.memory_plan import MemoryPlan
 from colocate.policy.footprint import Microbatch, train_flops_per_token
@@ -90,7 +90,7 @@ def step_time(shapes: ModelShapes, workload: Workload, speed: Speed, num_iterati
 
 
 def _rollout_speed(whole: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> float:
-    parts = workload.sharding.num_weight_parts
+    parts = workload.sharding.num_decode_parts
     shapes = whole.part(parts)
     rows = max(1, plan.kv_cache_sequences)
     prompts = -(-rows // workload.num_generations)
@@ -108,7 +108,8 @@ def _rollout_speed(whole: ModelShapes, workload: Workload, plan: MemoryPlan, gpu
     token_bytes, sums = shapes.hidden_size * workload.parameter_dtype.itemsize, 2 * shapes.num_layers + 1
     step_s += sums * all_reduce_s(rows * token_bytes, parts, gpu)
     prefill_s += sums * all_reduce_s(prompts * workload.prompt_tokens * token_bytes, parts, gpu)
-    return rows * workload.completion_tokens / (prefill_s + workload.completion_tokens * step_s) / parts
+    rollout_s = prefill_s + workload.completion_tokens * step_s + gathered_s(shapes, workload, gpu)
+    return rows * workload.completion_tokens / rollout_s / parts
 
 
 def _train_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> float:

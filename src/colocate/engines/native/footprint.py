@@ -137,8 +137,11 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
 
 def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row | None:
     """The row of the dequantised weights, a copy or one matrix, chosen as `capacity.take_weights` does; or of
-    the adapters' A beside split weights."""
+    the adapters' A beside split weights; or of the weights that are gathered."""
     b = workload.parameter_dtype.itemsize
+    if workload.sharding.gathers:
+        how = f"{shapes.num_parameters:,} parameters × {b} B"
+        return Row("gathered weights", "rollout", shapes.weight_bytes(workload.parameter_dtype), how)
     if shapes.four_bit is None:
         if not (workload.is_gpu and shapes.has_adapters and workload.sharding.num_weight_parts > 1):
             return None
