@@ -19,6 +19,8 @@ from engine_models import make_lora, make_model, make_prompts
 
 from colocate.engines.native import all_reduce
 from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.gathered_engine import GatheredEngine
+from colocate.parallel.decode_mesh import DecodeMesh
 from colocate.parallel.mesh import Mesh
 from colocate.types import Completion, SamplingParams
 from colocate.weights.layouts import WeightPart, layout_for
@@ -111,6 +113,34 @@ def rollouts(name: str, mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
     return found
 
 
+def gathered(name: str, mesh: Mesh) -> dict[str, Any]:
+    """What a rank draws alone from weights that it gathers in each rollout, and the memory that these take."""
+    rank, device = mesh.weight_part, torch.device("cuda", mesh.weight_part)
+    model = MODELS[name]().to(device)
+    split_weights(model, WeightPart(rank, 2))
+    engine = GatheredEngine(model, DecodeMesh.of(mesh, 1), page_size=16)
+    found: dict[str, Any] = {"bytes": []}
+
+    def generate(kind: str, name: str | None = None) -> None:
+        asleep = engine.rollout_weight_bytes
+        engine.wake_up()
+        found["bytes"].append((asleep, engine.rollout_weight_bytes))
+        found[name or kind] = kept(engine.generate(PROMPTS, SAMPLINGS[kind]))
+        engine.sleep()
+
+    for kind in SAMPLINGS:
+        generate(kind)
+    found["graphs"] = engine._decoder.num_graphs
+    generate("greedy", "greedy again")
+    found["more graphs"] = engine._decoder.num_graphs - found["graphs"]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    generate("greedy", "after a step")
+    engine.close()
+    return found
+
+
 def sums(mesh: Mesh) -> list[tuple[str, float, bool]]:
     """For sums of many sizes: the largest error in units of rounding, and whether both ranks have one result.
 
@@ -153,6 +183,8 @@ def main() -> None:
         torch.save(sums(mesh), directory / f"sums-{shots}-{rank}.pt")
         for name in MODELS:
             torch.save(rollouts(name, mesh, recorder), directory / f"{name}-{shots}-{rank}.pt")
+    for name in ("biases", "bfloat16"):
+        torch.save(gathered(name, mesh), directory / f"{name}-gathered-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_models import make_model, owners_of, policy_logprobs
-from gpu_tensor_parallel_worker import MODELS, PROMPTS, SAMPLINGS, SHOTS, SIZES
+from gpu_tensor_parallel_worker import MODELS, PROMPTS, SAMPLINGS, SHOTS, SIZES, kept
 from test_gpu_engine import assert_same_draws
 
 from colocate.engines.native.engine import NativeEngine
@@ -88,6 +88,18 @@ def test_two_gpus_draw_what_one_does(directory, one_gpu, name, shots):
                 torch.testing.assert_close(
                     torch.tensor(logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=1e-4
                 )
+
+
+@pytest.mark.parametrize("name", ["biases", "bfloat16"])
+def test_ranks_that_gather_the_weights_draw_what_one_gpu_does(directory, one_gpu, name):
+    """Bit for bit, from graphs that are captured once; without the weights' memory while they sleep."""
+    num_bytes = sum(parameter.nbytes for parameter in MODELS[name]().parameters())
+    for found in of_ranks(directory, f"{name}-gathered"):
+        for kind in (*SAMPLINGS, "after a step"):
+            assert found[kind] == kept(one_gpu[name, kind]), kind
+        assert found["greedy again"] == found["greedy"]
+        assert found["graphs"] > 0 == found["more graphs"]
+        assert all(asleep == 0 and awake >= num_bytes for asleep, awake in found["bytes"])
 
 
 @pytest.mark.parametrize("shots", SHOTS)
