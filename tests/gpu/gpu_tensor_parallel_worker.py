@@ -114,7 +114,7 @@ def rollouts(name: str, mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
 
 
 def gathered(name: str, mesh: Mesh) -> dict[str, Any]:
-    """What a rank draws alone from weights that it gathers in each rollout, and the memory that these take."""
+    """What a rank draws alone from weights that it gathers for each rollout, and the memory they take."""
     rank, device = mesh.weight_part, torch.device("cuda", mesh.weight_part)
     model = MODELS[name]().to(device)
     split_weights(model, WeightPart(rank, 2))
