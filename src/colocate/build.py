@@ -89,7 +89,7 @@ def build_run(
     check_mesh(playing, mesh, args)
     batches = prompt_batches(train_dataset, args)
     num_steps = steps_of(args, batches.num_batches_per_epoch)
-    model, originals = prepare_model(model, args, device, quantization_config, peft_config, part_of(mesh))
+    model, originals = prepare_model(model, args, device, quantization_config, peft_config, *part_of(mesh))
     tokenizer = load_tokenizer(model, processing_class, trust_remote_code=args.trust_remote_code)
     sampling = sampling_params(args, stop_token_ids(tokenizer, model))
     # An engine may take all memory that it finds free: whatever else needs memory is made first.

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from accelerate import Accelerator
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.training_args import OptimizerNames
 
 from colocate.config import GRPOConfig
@@ -58,9 +59,9 @@ def sharding_of(args: GRPOConfig, mesh: Mesh, *, splits_optimizer: bool) -> Shar
     return Sharding(mesh.num_ranks, mesh.num_weight_parts, splits_optimizer, args.decode_shard)
 
 
-def part_of(mesh: Mesh) -> WeightPart:
-    """The part of the weights that this rank keeps."""
-    return WeightPart(mesh.weight_part, mesh.num_weight_parts)
+def part_of(mesh: Mesh) -> tuple[WeightPart, DeviceMesh | None]:
+    """The part of the weights that this rank keeps, and the ranks with the others in the order of parts."""
+    return WeightPart(mesh.weight_part, mesh.num_weight_parts), mesh.weight_mesh
 
 
 def splits_state(args: GRPOConfig, optimizers: Any, mesh: Mesh) -> bool:

@@ -163,9 +163,16 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
             cannot decode as `decode_shard` says.
     """
     from colocate.parallel.decode_mesh import check_decode_parts
+    from colocate.weights.fully_sharded import is_fully_sharded
 
     num_parts = 1 if parts.mesh is None else parts.mesh.num_weight_parts
-    if num_parts > 1 and name != "native":
+    if num_parts > 1 and is_fully_sharded(parts.model) and name == "vllm_server":
+        raise ValueError(
+            f"engine={name!r} cannot be sent weights that {num_parts} processes share by FSDP2 "
+            f"(shard={num_parts}). Set engine='vllm' or 'transformers', or shard=1, with which every process "
+            "has a copy."
+        )
+    if num_parts > 1 and not is_fully_sharded(parts.model) and name != "native":
         raise ValueError(
             f"engine={name!r} cannot generate where {num_parts} processes share one copy of the weights "
             f"(shard={num_parts}); the native engine can. Set engine='native', or shard=1, with which every "

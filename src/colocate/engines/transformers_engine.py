@@ -18,6 +18,7 @@ from colocate.engines.requests import derived_seed
 from colocate.engines.turns import TurnEngine
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
+from colocate.weights.fully_sharded import gather_whole, is_fully_sharded, let_go, whole_bytes
 from colocate.weights.layouts import causal_lm
 
 
@@ -90,8 +91,28 @@ class TransformersEngine(TurnEngine):
                 completions.update(zip(batch, generated, strict=True))
         return [completions[index] for index in range(len(requests))]
 
+    @property
+    def rollout_weight_bytes(self) -> int:
+        """Bytes of the whole weights that are gathered from the ranks with parts of them; 0 asleep."""
+        return whole_bytes(self._base) if self._is_awake and is_fully_sharded(self._base) else 0
+
+    def wake_up(self) -> None:
+        """Allow `generate`. Weights that FSDP2 has split are gathered whole: ranks draw other numbers of
+        tokens, and cannot gather block by block together."""
+        was_awake = self._is_awake
+        super().wake_up()
+        if not was_awake and is_fully_sharded(self._base):
+            gather_whole(self._base)
+
+    def sleep(self, keep_bytes: int = 0) -> None:
+        """Refuse `generate`, and let go of weights that were gathered."""
+        if self._is_awake and is_fully_sharded(self._base):
+            let_go(self._base)
+        super().sleep(keep_bytes)
+
     def close(self) -> None:
         """Let go of the model."""
+        self.sleep()
         super().close()
         self._base = None
 

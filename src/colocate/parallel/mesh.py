@@ -101,6 +101,11 @@ class Mesh:
         """The ranks with the same part of the weights, which split its masters; None where there is one."""
         return None if self.num_replicas == 1 else self._group("replica")
 
+    @property
+    def weight_mesh(self) -> DeviceMesh | None:
+        """The ranks of `weight_group` in the order of their parts; None where each rank has all weights."""
+        return None if self.num_weight_parts == 1 or not self.device_mesh else self.device_mesh["weight"]
+
     def _group(self, name: str) -> ProcessGroup:
         assert self.device_mesh is not None, "one rank has no groups"
         return self.device_mesh.get_group(name)

@@ -32,19 +32,22 @@ from torch.distributed import ProcessGroup
 from colocate.parallel.collectives import gather_rows
 from colocate.weights.adapters import base_linear
 from colocate.weights.layouts import LayerLayout, Layout
-from colocate.weights.weight_parts import Split, storage_of
+from colocate.weights.weight_parts import RowChunk, Split, storage_of, whole_tensor
 
 AddGradient = Callable[[Tensor, Tensor], None]
 """(parameter, value): adds `value`, of the shape of `storage_of(parameter)`, to the parameter's gradient."""
 
 
 def gather_full(parameter: Tensor, split: Split, group: ProcessGroup) -> Tensor:
-    """The full tensor of a parameter of which each rank of `group` holds a part, contiguous or transposed.
+    """The full tensor of a parameter of which each rank of `group` holds a part, contiguous or transposed,
+    or as FSDP2 splits it.
 
     All ranks of the group must call it together. A parameter that is not split is returned as it is.
     """
     if split.dim is None:
         return parameter.detach()
+    if isinstance(split, RowChunk):
+        return whole_tensor(parameter)
     full = _gathered(storage_of(parameter), split.part.count, group)
     return full.t() if split.dim == 1 else full
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from colocate.option_values import shown
+from colocate.weights.fully_sharded import is_fully_sharded, shard_fully
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
 from colocate.weights.part_loading import at, load_part
 from colocate.weights.weight_parts import split_weights
@@ -54,6 +56,7 @@ def prepare_model(
     quantization_config: Any,
     peft_config: Any,
     part: WeightPart = WHOLE,
+    weight_mesh: DeviceMesh | None = None,
 ) -> tuple[Any, dict[str, Tensor]]:
     """A model ready to be trained, and its trainable weights as they were before a cast to bf16, whole.
 
@@ -61,6 +64,8 @@ def prepare_model(
         part: what the model keeps of its weights. Where possible nothing else is read (`part_loading`); or
             else it is loaded whole, and split before it goes to the device. A model object may hold its part
             already (`weight_parts.random_parts`).
+        weight_mesh: of the ranks with the parts, by which a model without a layout is split
+            (`fully_sharded`).
 
     Raises:
         ValueError: `quantization_config` for a model that is loaded already; a model that cannot be split;
@@ -90,6 +95,9 @@ def prepare_model(
         # transformers has read JSON text into a dict by now.
         enable_gradient_checkpointing(loaded, options.gradient_checkpointing_kwargs)
     if part != WHOLE and weight_part_of(loaded) != part:
+        if weight_mesh is not None and not has_layout(loaded):
+            shard_fully(loaded, part, weight_mesh, device)
+            return loaded, originals
         split_weights(loaded, part)
     return nn.Module.to(loaded, device), originals
 
@@ -371,7 +379,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> No
     An embedding with more rows than the tokenizer has ids is fine: it is often rounded up for the hardware.
     """
     largest = max(tokenizer.get_vocab().values())
-    rows = len(causal_lm(model).get_input_embeddings().weight) * weight_part_of(model).count
+    rows = len(causal_lm(model).get_input_embeddings().weight)
+    if not is_fully_sharded(model):  # where it says how many rows the whole has
+        rows *= weight_part_of(model).count
     if largest >= rows:
         raise ValueError(
             f"The tokenizer's largest token id is {largest}, but the model embeds ids 0 to {rows - 1} "

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from colocate.parallel.collectives import all_gather, reduce_scatter
 from colocate.parallel.mesh import Mesh
+from colocate.weights.weight_parts import local_part
 
 Item = TypeVar("Item")
 
@@ -55,11 +56,12 @@ class Rows:
 
 def rows_in_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """A parameter, or a tensor shaped `like` it, as rows [n, ...] in the order in which the parameter lies
-    in memory, without autograd."""
+    in memory, without autograd; those that FSDP2 has left on this rank."""
     parameter = tensor if like is None else like
+    own = local_part(tensor)
     if parameter.ndim == 0:
-        return tensor.detach().view(1)
-    return tensor.detach().t() if not parameter.is_contiguous() else tensor.detach()
+        return own.view(1)
+    return own.t() if not parameter.is_contiguous() else own
 
 
 class MasterShards:

@@ -47,6 +47,12 @@ def for_each(
         raise failure
 
 
+def filler(device: torch.device) -> Sample:
+    """A sample of two tokens that counts for nothing: for passes that a rank makes for the others' sake."""
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    return Sample(one, one, completion_mask=torch.zeros(1, device=device), advantage=0.0)
+
+
 def loss_batch(samples: Sequence[Sample]) -> LossBatch:
     """The samples' fields that the objective reads, padded on the right, on their device.
 

@@ -13,16 +13,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from colocate.algorithms.objective import LossBatch
 from colocate.data.packing import pack, pack_padded
-from colocate.memory.recovery import Recovery, Remedy
+from colocate.memory.recovery import Recovery, Remedy, Result
 from colocate.memory.train_plan import TrainPlan, TrainPlanner
 from colocate.parallel.mesh import Mesh
-from colocate.parallel.verdict import Peers
+from colocate.parallel.verdict import Peers, first_line
 from colocate.policy.forward import check_causal, padded_hidden_states, padded_with_router_loss
 from colocate.policy.gradients import all_reduce_mean, is_distributed
 from colocate.policy.head_check import check_output_head
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import token_logprobs
-from colocate.policy.microbatches import for_each, loss_batch
+from colocate.policy.microbatches import filler, for_each, loss_batch
 from colocate.policy.optimizer import PolicyOptimizer
 from colocate.policy.optimizer_state import Read, Shapes
 from colocate.policy.output_head import output_head
@@ -35,6 +35,7 @@ from colocate.policy.step_plan import StepPlan
 from colocate.policy.whole_weights import find_nonfinite_weight, starting_checksums
 from colocate.reporting.metrics import Metrics
 from colocate.types import Sample
+from colocate.weights.fully_sharded import is_fully_sharded, run_gathered
 
 LossFunction = Callable[[Tensor, Tensor, LossBatch], tuple[Tensor, Metrics]]
 """(policy_logprobs [B, T], entropies [B, T], batch) -> (loss to be summed over micro-batches, metrics)
@@ -43,6 +44,10 @@ The entropies carry a gradient, unless the function's attribute `has_entropy_bon
 entropies' gradient, the log-probabilities' gradient costs less.
 """
 
+UNREPEATABLE_ADVICE = (
+    "With FSDP2 a pass that has failed on one rank cannot be repeated. Lower max_tokens_per_microbatch, "
+    "max_completion_length or max_prompt_length, or set gradient_checkpointing=True."
+)
 OUT_OF_MEMORY_ADVICE = (
     "The engine has given everything back, layers keep nothing and a micro-batch is one sequence. Lower "
     "max_completion_length or max_prompt_length, set use_peft or load_in_4bit, or free memory on the device."
@@ -75,8 +80,21 @@ def check_trainable(model: nn.Module) -> None:
         # Fuses the parameters, now and not in the first step: an engine may capture graphs before it.
         check_stack(model)
     else:
-        check_output_head(model)
-        check_causal(model)
+        with torch.no_grad():
+            run_gathered(model, partial(check_output_head, model))
+            run_gathered(model, partial(check_causal, model))
+
+
+def _once(work: Callable[[], Result]) -> Result:
+    """Do work that other ranks take part in and cannot repeat.
+
+    Raises:
+        RuntimeError: memory has run out.
+    """
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(f"{first_line(error)} {UNREPEATABLE_ADVICE}") from error
 
 
 class Policy:
@@ -154,6 +172,8 @@ class Policy:
         # An update is everyone's. Log-probs need the ranks that share the weights, if any; the others may ask
         # for them less often.
         self._retry, self._retry_together = recovery(self._partners).run, recovery(self._everyone).run
+        if is_fully_sharded(model):
+            self._retry = self._retry_together = _once
         self._mark_memory = mark_memory
         self._host_activations = HostActivations()
         self._stacks = Stacks(
@@ -328,6 +348,9 @@ class Policy:
 
             def accumulate(indices: list[int]) -> None:
                 microbatch = [samples[i] for i in indices]
+                if not microbatch:
+                    self._go_along()
+                    return
                 share = len(indices) / size
                 part, part_metrics, part_logprobs = self._accumulate(stack, microbatch, objective, share)
                 loss.add_(part)
@@ -344,14 +367,12 @@ class Policy:
     ) -> tuple[Tensor, Metrics, list[Tensor]]:
         """Forward and backward of one micro-batch, `share` of the step's sequences; gradients stay in the
         optimizer's leaves."""
-        router_loss = None
+        hidden = router_loss = None
         if self.router_loss_coef:
             hidden, router_loss = padded_with_router_loss(self.model, samples)
-        else:
-            hidden = self._hidden_states(self.model, stack, samples)
         entropy_gradient = getattr(objective, "has_entropy_bonus", True)
-        logprobs, entropies = self._logprobs(
-            self.model, stack, hidden, samples, entropy_gradient=entropy_gradient
+        logprobs, entropies = self._scored(
+            self.model, stack, samples, hidden, entropy_gradient=entropy_gradient
         )
         del hidden  # [N, hidden] that would stay through the layers' backward pass, where memory is fullest
         loss, metrics = objective(
@@ -378,14 +399,42 @@ class Policy:
         with self._stacks.open(model, use) as stack:
 
             def evaluate(indices: list[int]) -> None:
-                microbatch = [samples[i] for i in indices]
-                hidden = self._hidden_states(model, stack, microbatch)
-                logprobs, entropies = self._logprobs(model, stack, hidden, microbatch, entropy_gradient=False)
-                results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=True))
+                microbatch = [samples[i] for i in indices] or [filler(self.device)]
+                logprobs, entropies = self._scored(model, stack, microbatch, entropy_gradient=False)
+                # Of a filler nothing is kept.
+                results.update(zip(indices, zip(logprobs, entropies, strict=True), strict=False))
 
             microbatches = self._microbatches(samples, packed=stack is not None)
             for_each(stack, microbatches, evaluate, has_backward=False)
         return [results[i] for i in range(len(samples))]
+
+    def _go_along(self) -> None:
+        """Make the passes of a micro-batch that other ranks have and this one has not."""
+        logprobs, _ = self._scored(self.model, None, [filler(self.device)], entropy_gradient=False)
+        (0 * logprobs[0].sum()).backward()
+
+    def _scored(
+        self,
+        model: nn.Module,
+        stack: DecoderStack | None,
+        samples: list[Sample],
+        hidden: Tensor | None = None,
+        *,
+        entropy_gradient: bool,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Log-probabilities and entropies of every completion, each [C].
+
+        Args:
+            hidden: what `_hidden_states` returns, if it is known.
+        """
+
+        def work() -> tuple[Tensor, Tensor]:
+            states = self._hidden_states(model, stack, samples) if hidden is None else hidden
+            return self._logprobs(model, stack, states, samples, entropy_gradient=entropy_gradient)
+
+        logprobs, entropies = run_gathered(model, work)
+        lengths = [len(sample.completion_ids) for sample in samples]
+        return list(logprobs.split(lengths)), list(entropies.split(lengths))
 
     def _hidden_states(self, model: nn.Module, stack: DecoderStack | None, samples: list[Sample]) -> Tensor:
         """The last hidden states that predict completion tokens, [N, hidden], sample after sample."""
@@ -403,8 +452,8 @@ class Policy:
         samples: list[Sample],
         *,
         entropy_gradient: bool,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Log-probabilities and entropies of every completion, each [C], from its hidden states."""
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of all completions, each [N], from their hidden states."""
         self._mark_memory("layers", "workspace")
         head = output_head(model)
         logprobs, entropies = token_logprobs(
@@ -417,8 +466,7 @@ class Policy:
             keep_softmax=self.plan.keep_softmax,
         )
         self._mark_memory("log-probs", "logits")
-        lengths = [len(sample.completion_ids) for sample in samples]
-        return list(logprobs.split(lengths)), list(entropies.split(lengths))
+        return logprobs, entropies
 
     def _microbatches(self, samples: Sequence[Sample], *, packed: bool) -> list[list[int]]:
         """The indices of the samples in each micro-batch.
@@ -435,10 +483,11 @@ class Policy:
         lengths = [sample.num_tokens for sample in samples]
         self._step_plan.see(samples)
         budget = self._step_plan.budget
-        if not packed:
-            return pack_padded(lengths, budget)
-        groups = groups_of(samples, share_prompts=self._share_prompts)
-        parts = pack(groups, [sample.num_shared for sample in samples], lengths, budget)
+        if packed:
+            groups = groups_of(samples, share_prompts=self._share_prompts)
+            parts = pack(groups, [sample.num_shared for sample in samples], lengths, budget)
+        else:
+            parts = pack_padded(lengths, budget)
         most = max(count for (count,) in self._partners.gather(len(parts)))
         return parts + [[] for _ in range(most - len(parts))]
 

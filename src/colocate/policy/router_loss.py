@@ -14,6 +14,7 @@ import logging
 import torch
 from torch import nn
 
+from colocate.weights.fully_sharded import is_fully_sharded
 from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def router_loss_coef(model: nn.Module, asked: float | None) -> float:
         0.0 for a model that has no such loss.
 
     Raises:
-        ValueError: it is asked for, and the model has none.
+        ValueError: it is asked for, and the model has none; or the model has one, and FSDP2 splits it.
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()
@@ -38,6 +39,11 @@ def router_loss_coef(model: nn.Module, asked: float | None) -> float:
     if not coef:
         return 0.0
     if hasattr(config, "output_router_logits") and _has_router_loss(lm):
+        if is_fully_sharded(lm):
+            raise ValueError(
+                f"The routers' auxiliary loss (router_aux_loss_coef={coef}) is not computed for a model "
+                "without a layout whose weights are split by FSDP2. Set router_aux_loss_coef=0, or shard=1."
+            )
         return float(coef)
     if asked is not None:
         raise ValueError(

@@ -12,7 +12,7 @@ from colocate.checkpoints.snapshot import as_text, bit_sum
 from colocate.parallel.mesh import Mesh
 from colocate.policy.reference import FrozenCopy, Reference, is_of_reference
 from colocate.weights.layouts import WHOLE
-from colocate.weights.weight_parts import splits_of
+from colocate.weights.weight_parts import local_part, splits_of
 
 
 def starting_checksums(
@@ -66,7 +66,7 @@ def _checksum(weights: Sequence[Tensor], parts: set[int], mesh: Mesh) -> str:
         parts: ids of those of which this rank has a part only.
     """
     numbered = list(enumerate(weights, start=1))
-    total = bit_sum((number, weight) for number, weight in numbered if id(weight) in parts)
+    total = bit_sum((number, local_part(weight)) for number, weight in numbered if id(weight) in parts)
     totals: list[int] = [total]
     if (group := mesh.weight_group) is not None:
         totals = [0] * mesh.num_weight_parts
@@ -81,7 +81,8 @@ def find_nonfinite_weight(model: nn.Module, mesh: Mesh) -> str | None:
     Ranks with the same weights find the same without asking; those with parts of them ask one another, so
     that all must call it together. It reads every parameter once and waits for the device.
     """
-    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and p.numel()]
+    local = ((n, local_part(p)) for n, p in model.named_parameters())
+    named = [(n, p) for n, p in local if p.is_floating_point() and p.numel()]
     # The largest magnitude is NaN or infinite if any is, and needs no second tensor of the weight's size.
     largest = torch.stack([torch.linalg.vector_norm(p, torch.inf).float() for _, p in named])
     bad = (~largest.isfinite()).nonzero().flatten().tolist()

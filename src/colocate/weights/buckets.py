@@ -22,6 +22,7 @@ from colocate.weights.adapters import (
 )
 from colocate.weights.layouts import causal_lm
 from colocate.weights.quantized import compute_dtype, dequantize, is_4bit
+from colocate.weights.weight_parts import whole_tensor
 
 BUCKET_BYTES = 2**30
 
@@ -44,8 +45,10 @@ def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tu
     """All weights of a causal language model, which may be inside a PEFT wrapper, in buckets of bounded size.
 
     Names are those of the base model's own state dict. Plain parameters come as they are (detached, not
-    copied), tied ones once. A merged weight is summed in float32 and rounded once to the base weight's type;
-    the trainer's own forward rounds W x and B A x apart, so the two differ by a rounding.
+    copied), tied ones once. One that FSDP2 has split is gathered in its own type, for which all ranks that
+    share the weights must take the buckets together. A merged weight is summed in float32 and rounded once
+    to the base weight's type; the trainer's own forward rounds W x and B A x apart, so the two differ by a
+    rounding.
 
     Args:
         max_bytes: a bucket's tensors have at most this size together. A larger tensor has a bucket for
@@ -97,7 +100,11 @@ def _weights(module: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, in
             num_bytes = linear.in_features * linear.out_features * compute_dtype(linear).itemsize
         else:
             num_bytes = parameter.nbytes
-        make = partial(_merged, module, name) if is_adapted or is_4bit(linear) else parameter.detach
+        make = (
+            partial(_merged, module, name)
+            if is_adapted or is_4bit(linear)
+            else partial(whole_tensor, parameter)
+        )
         yield prefix + name, num_bytes, make
     if not is_adapted:  # the modules below an adapted layer are its adapters, which were merged
         for name, child in module.named_children():

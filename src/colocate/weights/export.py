@@ -1,6 +1,7 @@
 """Writes a model whose weights are split over ranks as a plain Hugging Face directory.
 
-One parameter at a time is gathered whole, and one file's parameters at a time are on the host.
+One parameter at a time is gathered whole, and one file's parameters at a time are on the host; of a model
+without a layout, whose files transformers alone knows how to write, all of them on the host of one rank.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from colocate.parallel.weight_store import gather_full
+from colocate.weights.fully_sharded import is_fully_sharded
 from colocate.weights.layouts import causal_lm
-from colocate.weights.weight_parts import splits_of
+from colocate.weights.weight_parts import splits_of, whole_tensor
 
 INDEX = "model.safetensors.index.json"
 
@@ -40,6 +42,9 @@ def save_parts(
         OSError: a file could not be written.
     """
     lm: Any = causal_lm(model)
+    if is_fully_sharded(lm):
+        _save_fully_sharded(lm, directory, is_writer=is_writer, file_size=file_size)
+        return
     parameters, splits = dict(lm.named_parameters()), splits_of(lm)
     wholes = {
         name: torch.empty(splits[name].full_shape(p.shape), dtype=p.dtype, device="meta")
@@ -70,3 +75,17 @@ def save_parts(
     config.save_pretrained(directory)
     if lm.can_generate():
         lm.generation_config.save_pretrained(directory)
+
+
+def _save_fully_sharded(lm: Any, directory: Path, *, is_writer: bool, file_size: str) -> None:
+    wholes: dict[int, torch.Tensor] = {}
+    """By the parameter's or buffer's id, so that a tied weight stays one tensor."""
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        if id(tensor) not in wholes:
+            whole = whole_tensor(tensor)
+            wholes[id(tensor)] = whole.cpu() if is_writer else whole.new_empty(0)
+            del whole
+        state[name] = wholes[id(tensor)]
+    if is_writer:
+        lm.save_pretrained(directory, state_dict=state, max_shard_size=file_size)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from colocate.weights.adapters import Adapter, base_linear, projection_adapters
@@ -52,6 +53,23 @@ class Split:
         )
 
 
+@dataclass(frozen=True)
+class RowChunk(Split):
+    """How FSDP2 splits a parameter: by rows as `torch.chunk` cuts them, so that the last parts may have fewer
+    rows, or none."""
+
+    shape: torch.Size
+    """The shape of the whole parameter."""
+
+    def of_full(self, full: Tensor) -> Tensor:
+        num_rows = -(-len(full) // self.part.count)
+        start = min(self.part.index * num_rows, len(full))
+        return full[start : start + num_rows]
+
+    def full_shape(self, local: torch.Size) -> torch.Size:
+        return self.shape
+
+
 UNSPLIT = Split(None, WHOLE)
 """How a parameter is split that every rank holds whole."""
 
@@ -61,8 +79,10 @@ def splits_of(model: nn.Module) -> dict[str, Split]:
 
     In a model whose weights were not split every part is the whole.
     """
-    if weight_part_of(model) == WHOLE:
+    if (part := weight_part_of(model)) == WHOLE:
         return {name: UNSPLIT for name, _ in model.named_parameters()}
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        return {name: RowChunk(0, part, p.shape) for name, p in model.named_parameters()}
     layout = layout_for(model)
     dims = {id(parameter): dim for parameter, dim in _split_parameters(layout)}
     return {name: Split(dims.get(id(p)), layout.part) for name, p in model.named_parameters()}
@@ -100,14 +120,27 @@ def local_adapters(modules: Sequence[nn.Module], part: WeightPart) -> list[tuple
     return own
 
 
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's rows of a parameter that FSDP2 has split, without autograd; any other as it is."""
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def whole_tensor(parameter: Tensor) -> Tensor:
+    """The whole of a parameter, without autograd: gathered where FSDP2 has split it, by all ranks that share
+    it together; any other as it is."""
+    detached = parameter.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
 def storage_of(parameter: Tensor) -> Tensor:
-    """A parameter as it lies in memory, contiguous, without autograd: itself, or [in/t, out] where a part of
-    o or down is stored transposed.
+    """A parameter as it lies in memory, contiguous, without autograd: itself, its rows on this rank where
+    FSDP2 has split it, or [in/t, out] where a part of o or down is stored transposed.
 
     Raises:
         ValueError: neither the parameter nor its transpose is contiguous.
     """
-    tensor = parameter.detach()
+    tensor = local_part(parameter)
     if tensor.is_contiguous():
         return tensor
     if tensor.ndim == 2 and tensor.t().is_contiguous():

@@ -52,6 +52,7 @@ from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, all_bytes, buckets, tied_head, why_not_publishable
 from colocate.weights.layouts import causal_lm, layout_for
 from colocate.weights.shared_views import fuse_parameters
+from colocate.weights.weight_parts import whole_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -421,7 +422,7 @@ class VLLMEngine(TurnEngine):
                     self._llm.apply_model(lambda module: module.load_weights(self._weights()))
                 else:
                     name = tied_head(self._base)
-                    head = None if name is None else self._base.get_parameter(name).detach()
+                    head = None if name is None else whole_tensor(self._base.get_parameter(name))
                     internals.reload_weights(self._llm, self._weights(), head)
         if self.published_bytes:
             logger.debug(

@@ -1,0 +1,154 @@
+"""A model without a layout whose weights are split over ranks by PyTorch's FSDP2 (`fully_shard`).
+
+Nothing is known of such a model but its blocks. Rank r of t keeps the r-th chunk of every parameter's rows,
+as `torch.chunk` cuts them, and a block's parameters are gathered whole while the block computes, forward and
+again backward (PyTorch FSDP, Zhao et al. 2023, arXiv:2304.11277). What is outside of the blocks (embeddings,
+the last norm, the head) is gathered for a whole pass.
+
+All ranks that share the weights make the same forward and backward passes. One that fails in a pass leaves
+the others waiting, so that its error must end the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from colocate.weights.layouts import WeightPart, causal_lm
+
+Result = TypeVar("Result")
+
+
+def why_not_fully_sharded(model: nn.Module) -> str | None:
+    """What keeps a model without a layout from being split by FSDP2; None: nothing does."""
+    lm = causal_lm(model)
+    if hasattr(model, "peft_config"):
+        return "it has an adapter, whose weights are of another type than those around them"
+    if not _blocks(lm):
+        return "it does not say what its blocks are (`_no_split_modules` names none that it has)"
+    parameters = dict(lm.named_parameters())
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            return f"{name} is quantised ({parameter.dtype})"
+        if parameter.ndim == 0:
+            return f"{name} is a single number, which has no rows"
+    if len(dtypes := {str(p.dtype).removeprefix("torch.") for p in parameters.values()}) > 1:
+        return f"its parameters have several types: {', '.join(sorted(dtypes))}"
+    of_block: dict[int, str] = {}
+    for number, block in enumerate(_blocks(lm)):
+        for parameter in block.parameters():
+            if of_block.setdefault(id(parameter), str(number)) != str(number):
+                return f"blocks {of_block[id(parameter)]} and {number} share a parameter"
+    return None
+
+
+def shard_fully(model: nn.Module, part: WeightPart, mesh: DeviceMesh, device: torch.device) -> None:
+    """Keep one part of the weights of a model without a layout, on `device`, in place.
+
+    Its parameters become `DTensor`s, and its class a subclass that PyTorch makes.
+
+    Args:
+        part: which of the parts this rank keeps.
+        mesh: of the ranks that share one copy of the weights, in the order of the parts.
+
+    Raises:
+        ValueError: the model cannot be split; the message says why and what to set.
+    """
+    lm = causal_lm(model)
+    if (reason := why_not_fully_sharded(model)) is not None:
+        raise ValueError(
+            f"shard={part.count} splits the weights of {type(lm).__name__}, a model without a layout, over "
+            f"{part.count} processes by FSDP2, but {reason}. Set shard=1, which splits the optimizer alone."
+        )
+    # Gradients are summed in float32, and stored in the parameters' type, in which they were made.
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for parameter in lm.parameters():
+        parameter.data = parameter.data.contiguous()
+    for block in _blocks(lm):
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    name = type(lm).__name__
+    fully_shard(lm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    type(lm).__name__ = name  # messages and checkpoints name the architecture, not PyTorch's subclass of it
+    nn.Module.to(lm, device)
+    for module in _sharded_modules(lm):
+        # Sums, of which the optimizer makes the mean over all ranks. A mean of PyTorch's own or a scaled sum
+        # is made by NCCL alone.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if hasattr(module, "set_reduce_scatter_unused_params"):  # PyTorch 2.13: experts that one rank misses
+            module.set_reduce_scatter_unused_params(True)
+    lm.weight_part = part
+    lm.run_gathered = MethodType(_run, lm)
+    register_fsdp_forward_method(lm, "run_gathered")
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Whether `shard_fully` has split the model's weights."""
+    return isinstance(causal_lm(model), FSDPModule)
+
+
+def run_gathered(model: nn.Module, work: Callable[[], Result]) -> Result:
+    """Do `work`, which may call any of the model's modules and read the weights outside of its blocks; all
+    ranks that share the weights must do it together.
+
+    What it returns may go backward, once. Of a model that is not sharded by FSDP2 `work` is just called.
+    """
+    if not is_fully_sharded(model):
+        return work()
+    lm = causal_lm(model)
+    result: Result = lm.run_gathered(work)
+    if not torch.is_grad_enabled():  # no backward pass follows, which would let go of the gathered weights
+        lm.reshard()
+    return result
+
+
+def _run(lm: nn.Module, work: Callable[[], Result]) -> Result:
+    return work()
+
+
+def gather_whole(model: nn.Module) -> None:
+    """Make all of a model's weights whole on this rank until `let_go`, so that ranks can run it each by
+    itself; all ranks that share the weights must call it together."""
+    for module in _sharded_modules(causal_lm(model)):
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+
+
+def let_go(model: nn.Module) -> None:
+    """Keep this rank's part only."""
+    lm = causal_lm(model)
+    for module in _sharded_modules(lm):
+        module.reshard()
+        module.set_reshard_after_forward(module is not lm, recurse=False)
+
+
+def whole_bytes(model: nn.Module) -> int:
+    """Bytes of the whole weights."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in causal_lm(model).parameters())
+
+
+def _blocks(lm: Any) -> list[nn.Module]:
+    """The modules that transformers would not put on two devices, none inside another."""
+    names = set(getattr(lm, "_no_split_modules", None) or ())
+    blocks: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in lm.modules():
+        if type(module).__name__.removeprefix("FSDP") in names and id(module) not in inside:
+            blocks.append(module)
+            inside |= {id(child) for child in module.modules()}
+    return [block for block in blocks if any(True for _ in block.parameters())]
+
+
+def _sharded_modules(lm: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in lm.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,91 @@
+"""Two processes that split a model without a layout by FSDP2 train and generate what one process does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fully_sharded_worker import FAMILIES, build
+from small_runs import read_metrics
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM
+
+from processes import TORCHRUN, run_python
+
+pytestmark = pytest.mark.early
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """Where two processes wrote what they found."""
+    directory = tmp_path_factory.mktemp("runs")
+    run_python(*TORCHRUN, Path(__file__).with_name("fully_sharded_worker.py"), directory, timeout_s=240)
+    return directory
+
+
+def of_ranks(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_and_tokens_are_those_of_one_process(directory, family):
+    for rank in of_ranks(directory):
+        found = rank[family]
+        assert len(found) > 20
+        assert {name: x for name, x in found.items() if not x < 1e-5} == {}
+
+
+def weights_of(path: Path, directory: Path) -> dict[str, torch.Tensor]:
+    dcp_to_torch_save(path / "shards", directory / "whole.pt")
+    return torch.load(directory / "whole.pt", weights_only=True)
+
+
+def test_a_run_equals_that_of_one_process(directory, tmp_path):
+    one = build(tmp_path / "one", 1)
+    start = {name: p.detach().clone() for name, p in one.model.named_parameters()}
+    one.train()
+    expected = dict(one.model.named_parameters())
+    state = weights_of(directory / "run" / "checkpoint-5", tmp_path)
+    assert max((expected[name] - start[name]).abs().max().item() for name in start) > 5e-3
+    saved = AutoModelForCausalLM.from_pretrained(directory / "run", dtype="auto")
+    assert type(saved) is type(one.model) and saved.config.architectures == ["GPT2LMHeadModel"]
+    exported = dict(saved.named_parameters())
+    assert exported.keys() == expected.keys()
+    for name, parameter in expected.items():
+        # Ranks sum in another order, and Adam's first steps divide a gradient by its own size.
+        torch.testing.assert_close(state[f"weights/{name}"], parameter.detach(), atol=1e-5, rtol=0)
+        assert torch.equal(exported[name], state[f"weights/{name}"]), name
+    ours, theirs = read_metrics(directory / "run"), read_metrics(tmp_path / "one")
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("loss", "grad_norm", "reward"):
+            assert mine.get(name) == pytest.approx(other.get(name), abs=1e-5, rel=1e-5), name
+
+
+def test_a_resumed_run_ends_bit_for_bit_like_one_in_one_go(directory, tmp_path):
+    resumed, straight = (
+        weights_of(directory / name / "checkpoint-5", tmp_path) for name in ("resumed", "run")
+    )
+    assert resumed.keys() == straight.keys()
+    assert {name.split("/")[0] for name in straight} == {"weights", "state"}
+    for name, tensor in straight.items():
+        assert torch.equal(resumed[name], tensor), name
+
+
+def test_one_process_goes_on_from_the_parts_of_two(directory, tmp_path):
+    one = build(tmp_path / "one", 1)
+    one.load_checkpoint(directory / "run" / "checkpoint-5")
+    for name, tensor in weights_of(directory / "run" / "checkpoint-5", tmp_path).items():
+        if name.startswith("weights/"):
+            assert torch.equal(one.model.get_parameter(name.removeprefix("weights/")), tensor)
+
+
+def test_what_cannot_be_split_is_refused_by_name(directory):
+    for rank in of_ranks(directory):
+        told = rank["refusals"]
+        assert "it has an adapter" in told["adapter"] and "Set shard=1" in told["adapter"]
+        assert "engine='vllm_server' cannot be sent weights" in told["server"]
+        assert "Set beta=0, or shard=1" in told["reference"]
+        assert "cannot run this model: GPT2LMHeadModel has no layout" in told["native"]
