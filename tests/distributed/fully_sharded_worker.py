@@ -29,6 +29,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.parallel.mesh import Mesh
+from colocate.policy import policy as policy_module
+from colocate.policy.loading import enable_gradient_checkpointing
+from colocate.policy.reference import make_reference
 from colocate.weights.buckets import buckets, tied_head
 from colocate.weights.fully_sharded import shard_fully
 from colocate.weights.layouts import WeightPart
@@ -75,11 +78,14 @@ def steps(mesh: Mesh, family: str) -> Iterator[tuple[str, float]]:
     lengths, num_ranks, rank = [(3, 5), (9, 2), (2, 12), (6, 6)], dist.get_world_size(), dist.get_rank()
     samples = [make_samples(lengths[: 4 - r], seed=r) for r in range(num_ranks)]
     whole = make_model(family)
-    parts = shard(copy.deepcopy(whole), mesh)
+    parts = copy.deepcopy(whole)
+    if family == "gpt_neox":
+        enable_gradient_checkpointing(parts)
+    parts = shard(parts, mesh)
     options: dict[str, Any] = dict(max_grad_norm=1.0, learning_rate=0.1, budget=16)
     start = copy.deepcopy(whole)
-    one = make_policy(whole, **options)
-    policy = make_policy(parts, mesh=mesh, **options)
+    one = make_policy(whole, reference=make_reference(whole), **options)
+    policy = make_policy(parts, reference=make_reference(parts), mesh=mesh, **options)
     for step in range(3):
         of_ranks = samples[:1] + [[]] * (num_ranks - 1) if step == 1 else samples
         everyones = [  # the gradient is the mean over ranks
@@ -106,6 +112,7 @@ def steps(mesh: Mesh, family: str) -> Iterator[tuple[str, float]]:
     yield "log-probs", largest((a, b) for (a, _), (b, _) in zip(got, one.logprobs(own), strict=True))
     with torch.no_grad():
         yield "own log-probs", largest((a, b) for (a, _), (b, _) in zip(got, plain(whole, own), strict=True))
+    yield "reference", largest(zip(policy.reference_logprobs(own), one.reference_logprobs(own), strict=True))
     splits, moved = splits_of(parts), 0.0
     kept = 0
     for key, parameter in whole.named_parameters():
@@ -143,8 +150,46 @@ def engines(parts: Any, whole: Any) -> Iterator[tuple[str, float]]:
     yield "published", largest((published[name], expected[name]) for name in expected)
 
 
+def bf16(mesh: Mesh) -> Iterator[tuple[str, float]]:
+    """A step on bf16 weights: masters beside those of one process, by the largest change of one."""
+    samples, num_ranks = make_samples([(3, 5), (9, 2), (2, 12)]), dist.get_world_size()
+    start = make_model("gpt2")
+    whole = copy.deepcopy(start).to(torch.bfloat16)
+    parts = shard(copy.deepcopy(whole), mesh)
+    options: dict[str, Any] = dict(max_grad_norm=1.0, learning_rate=1.0, budget=16)
+    one, policy = make_policy(whole, **options), make_policy(parts, mesh=mesh, **options)
+    before = {n: w.clone() for n, w in one.optimizer.state_dict()["weights"].items()}
+    with mock.patch.object(dist, "get_world_size", lambda *_: 1):
+        one.update(samples, objective)
+    own = [replace(s, loss_weight=s.loss_weight * num_ranks, entropy_weight=s.entropy_weight * num_ranks)
+           for s in samples[dist.get_rank() :: num_ranks]]  # fmt: skip
+    policy.update(own, objective)
+    expected, got = one.optimizer.state_dict()["weights"], policy.optimizer.tensors()
+    change = max((expected[name] - before[name]).abs().max().item() for name in expected)
+    assert change > 1e-2
+    wholes = {name: got[f"weights/{name}"].full_tensor() for name in expected}
+    assert {p.dtype for p in parts.parameters()} == {torch.bfloat16}
+    assert {w.dtype for w in wholes.values()} == {torch.float32}
+    # Ranks sum gradients that were rounded to 8 bits one by one.
+    yield "masters", largest((wholes[n], expected[n]) for n in expected) / change / 1000
+    rounded = ((local_part(p), local_part(got[f"weights/{n}"]).to(p)) for n, p in parts.named_parameters())
+    yield "rounded masters", largest(rounded)
+
+
+def out_of_memory(mesh: Mesh) -> str:
+    """What is said when memory runs out in a pass."""
+    policy = make_policy(shard(make_model("gpt2"), mesh), mesh=mesh)
+    with mock.patch.object(policy_module, "padded_hidden_states", side_effect=torch.OutOfMemoryError("full")):
+        try:
+            policy.update(make_samples([(3, 5)]), objective)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
 OPTIONS: dict[str, Any] = dict(
     model="gpt2", disable_dropout=True, max_steps=5, learning_rate=3e-3, loss_type="dapo", num_iterations=2,
+    beta=0.1,
     adam_epsilon=1e-4,  # keys' biases have no gradient but rounding, which must not be made a step
     gradient_accumulation_steps=1, save_strategy="steps", save_steps=3,
 )  # fmt: skip
@@ -180,7 +225,6 @@ def refusals(directory: Path) -> dict[str, str]:
         "adapter": dict(peft_config=LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)),
         "server": dict(engine="vllm_server"),
         "native": dict(engine="native"),
-        "reference": dict(beta=0.1),
     }
     told = {}
     for name, options in cases.items():
@@ -196,10 +240,12 @@ def main() -> None:
     directory = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = Mesh.of("cpu", dist.get_world_size())
+    mesh = Mesh.of("cpu", 2)
     results: dict[str, Any] = {family: dict(steps(mesh, family)) for family in FAMILIES}
+    results["bf16"] = dict(bf16(mesh))
     run(directory)
     results["refusals"] = refusals(directory)
+    results["memory"] = out_of_memory(mesh)
     (directory / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

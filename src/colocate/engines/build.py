@@ -212,7 +212,10 @@ def engine_of_auto(
 
 def _moments_bytes(parts: EngineParts) -> int:
     """Bytes of Adam's two float32 moments, which exist from the first step on and stay during rollouts."""
-    num_trained = sum(parameter.numel() for parameter in parts.model.parameters() if parameter.requires_grad)
+    from colocate.weights.weight_parts import local_part
+
+    trained = (parameter for parameter in parts.model.parameters() if parameter.requires_grad)
+    num_trained = sum(local_part(parameter).numel() for parameter in trained)
     is_split = parts.mesh is not None and parts.options.shard != "none"
     return 8 * num_trained // (parts.mesh.num_replicas if parts.mesh and is_split else 1)
 

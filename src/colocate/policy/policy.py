@@ -94,7 +94,7 @@ def _once(work: Callable[[], Result]) -> Result:
     try:
         return work()
     except torch.OutOfMemoryError as error:
-        raise RuntimeError(f"{first_line(error)} {UNREPEATABLE_ADVICE}") from error
+        raise RuntimeError(f"{first_line(error).rstrip('.')}. {UNREPEATABLE_ADVICE}") from error
 
 
 class Policy:

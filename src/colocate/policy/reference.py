@@ -10,8 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colocate.weights.fully_sharded import is_fully_sharded
-from colocate.weights.layouts import weight_part_of
+from colocate.weights.fully_sharded import copy_sharded, is_fully_sharded
 
 ADAPTER_NAME = "ref"
 """TRL's name for the frozen copy of an adapter."""
@@ -39,20 +38,11 @@ class Reference(Protocol):
 
 
 class FrozenCopy:
-    """A second set of weights, for full fine-tuning. Make it before the optimizer hooks into the policy.
-
-    Raises:
-        ValueError: the weights are split by FSDP2, which copies no model.
-    """
+    """A second set of weights, for full fine-tuning. Make it before the optimizer hooks into the policy."""
 
     def __init__(self, policy_model: nn.Module) -> None:
-        if is_fully_sharded(policy_model):
-            raise ValueError(
-                "A KL penalty (beta above 0) needs a reference model, and a model without a layout, whose "
-                f"{weight_part_of(policy_model).count} parts are FSDP2's, cannot be copied. Set beta=0, or "
-                "shard=1."
-            )
-        self._model = copy.deepcopy(policy_model).requires_grad_(False).eval()
+        make = copy_sharded if is_fully_sharded(policy_model) else copy.deepcopy
+        self._model = make(policy_model).requires_grad_(False).eval()
         self._has_moved = False
 
     @contextmanager

@@ -11,7 +11,10 @@ the others waiting, so that its error must end the run.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -26,6 +29,7 @@ from torch.distributed.fsdp import (
 )
 
 from colocate.weights.layouts import WeightPart, causal_lm
+from colocate.weights.weight_parts import local_part
 
 Result = TypeVar("Result")
 
@@ -71,6 +75,49 @@ def shard_fully(model: nn.Module, part: WeightPart, mesh: DeviceMesh, device: to
             f"shard={part.count} splits the weights of {type(lm).__name__}, a model without a layout, over "
             f"{part.count} processes by FSDP2, but {reason}. Set shard=1, which splits the optimizer alone."
         )
+    origin = _Origin(_without_weights(lm), part, mesh, device)
+    _wrap(lm, part, mesh)
+    nn.Module.to(lm, device)
+    _origins[lm] = origin
+
+
+@torch.no_grad()
+def copy_sharded(model: nn.Module) -> Any:
+    """A second model with the weights that `model` has now, split as they are; without gradients."""
+    lm = causal_lm(model)
+    origin = _origins[lm]
+    copied: Any = copy.deepcopy(origin.blank)
+    _wrap(copied, origin.part, origin.mesh)
+    copied._apply(lambda x: (torch.empty_like if x.is_meta else torch.Tensor.to)(x, device=origin.device))
+    for mine, theirs in zip(copied.parameters(), lm.parameters(), strict=True):
+        local_part(mine).copy_(local_part(theirs))
+    return copied
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """How a model was split."""
+
+    blank: nn.Module
+    """As it was before, without weights: its parameters are on the meta device, its buffers are whole."""
+    part: WeightPart
+    mesh: DeviceMesh
+    device: torch.device
+
+
+_origins: weakref.WeakKeyDictionary[nn.Module, _Origin] = weakref.WeakKeyDictionary()
+"""By causal language model; a model that FSDP2 has split cannot be copied itself."""
+
+
+def _without_weights(lm: Any) -> Any:
+    known: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in lm.parameters()
+    }
+    return copy.deepcopy(lm, known)
+
+
+def _wrap(lm: Any, part: WeightPart, mesh: DeviceMesh) -> None:
+    """Have FSDP2 split the model's parameters, wherever they are."""
     # Gradients are summed in float32, and stored in the parameters' type, in which they were made.
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for parameter in lm.parameters():
@@ -80,7 +127,6 @@ def shard_fully(model: nn.Module, part: WeightPart, mesh: DeviceMesh, device: to
     name = type(lm).__name__
     fully_shard(lm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     type(lm).__name__ = name  # messages and checkpoints name the architecture, not PyTorch's subclass of it
-    nn.Module.to(lm, device)
     for module in _sharded_modules(lm):
         # Sums, of which the optimizer makes the mean over all ranks. A mean of PyTorch's own or a scaled sum
         # is made by NCCL alone.
