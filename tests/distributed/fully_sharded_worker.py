@@ -133,7 +133,8 @@ def steps(mesh: Mesh, family: str) -> Iterator[tuple[str, float]]:
 def engines(parts: Any, whole: Any) -> Iterator[tuple[str, float]]:
     """What an engine with the trainer's weights draws, and what one with its own copy is given."""
     rank = dist.get_rank()
-    prompts = make_prompts([3, 7, 5, 4][rank:], seed=rank)  # ranks have other numbers of tokens to draw
+    # Ranks have other numbers of batches, of other lengths.
+    prompts = make_prompts([3, 7, 5, 4][2 * (rank % 2) :], seed=rank)
     drawn = []
     for model in (parts, whole):
         engine = TransformersEngine(model, pad_token_id=0, max_num_seqs=2)

@@ -160,6 +160,7 @@ class TransformersEngine(TurnEngine):
                 input_ids,
                 attention_mask=attention_mask,
                 logits_processor=[] if generation_kwargs else [draw],
+                synced_gpus=False,  # weights are whole here, and ranks have other numbers of batches
                 generation_config=GenerationConfig(
                     max_new_tokens=max(limits),
                     eos_token_id=list(sampling.stop_token_ids) or None,
