@@ -69,12 +69,13 @@ VOCAB_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)
 PAD, EOS = 0, 1
 
 
-# "gpt2" has no layout for the native engine, has dropout, and runs padded.
+# "gpt2" and "gpt_neox" have no layout for the native engine and run padded; "gpt2" has dropout.
 _ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": dict(head_dim=8, tie_word_embeddings=False),
     "qwen2": dict(tie_word_embeddings=True),
     "llama": {},
     "gpt2": {},
+    "gpt_neox": {},
 }
 
 

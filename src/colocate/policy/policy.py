@@ -172,8 +172,9 @@ class Policy:
         # An update is everyone's. Log-probs need the ranks that share the weights, if any; the others may ask
         # for them less often.
         self._retry, self._retry_together = recovery(self._partners).run, recovery(self._everyone).run
+        self._retry_passes = self._retry_together
         if is_fully_sharded(model):
-            self._retry = self._retry_together = _once
+            self._retry = self._retry_passes = _once
         self._mark_memory = mark_memory
         self._host_activations = HostActivations()
         self._stacks = Stacks(
@@ -209,7 +210,7 @@ class Policy:
         self._step_plan.see(samples)
         self._step_plan.join(self._everyone)
         size = self._step_size(samples)
-        loss, metrics, logprobs = self._retry_together(lambda: self._accumulate_all(samples, objective, size))
+        loss, metrics, logprobs = self._retry_passes(lambda: self._accumulate_all(samples, objective, size))
         metrics.add_mean("loss", loss, 1)
         metrics.add_mean("learning_rate", self.optimizer.learning_rate, 1)
         grad_norm, losses = self.optimizer.reduce_gradients(loss)

@@ -116,7 +116,7 @@ def _merged(module: nn.Module, name: str) -> Tensor:
     """The weight or bias of a linear layer with its adapters added."""
     linear = base_linear(module)
     is_weight = name == "weight"
-    base = dequantize(linear) if is_weight and is_4bit(linear) else getattr(linear, name).detach()
+    base = dequantize(linear) if is_weight and is_4bit(linear) else whole_tensor(getattr(linear, name))
     adapters = active_adapters(module)
     if is_weight:
         updates = [(adapter.scaling, adapter) for adapter in adapters]

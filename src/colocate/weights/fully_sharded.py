@@ -3,7 +3,7 @@
 Nothing is known of such a model but its blocks. Rank r of t keeps the r-th chunk of every parameter's rows,
 as `torch.chunk` cuts them, and a block's parameters are gathered whole while the block computes, forward and
 again backward (PyTorch FSDP, Zhao et al. 2023, arXiv:2304.11277). What is outside of the blocks (embeddings,
-the last norm, the head) is gathered for a whole pass.
+the last norm, the head) is gathered for a whole pass. LoRA adapters stay whole on every rank.
 
 All ranks that share the weights make the same forward and backward passes. One that fails in a pass leaves
 the others waiting, so that its error must end the run.
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from colocate.weights.adapters import base_linear, unsupported_adapters
 from colocate.weights.layouts import WeightPart, causal_lm
 from colocate.weights.weight_parts import local_part
 
@@ -37,11 +38,12 @@ Result = TypeVar("Result")
 def why_not_fully_sharded(model: nn.Module) -> str | None:
     """What keeps a model without a layout from being split by FSDP2; None: nothing does."""
     lm = causal_lm(model)
-    if hasattr(model, "peft_config"):
-        return "it has an adapter, whose weights are of another type than those around them"
+    if (reason := unsupported_adapters(lm)) is not None:
+        return reason
     if not _blocks(lm):
         return "it does not say what its blocks are (`_no_split_modules` names none that it has)"
-    parameters = dict(lm.named_parameters())
+    adapters = _adapters(lm)
+    parameters = {name: p for name, p in lm.named_parameters() if p not in adapters}
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             return f"{name} is quantised ({parameter.dtype})"
@@ -51,7 +53,7 @@ def why_not_fully_sharded(model: nn.Module) -> str | None:
         return f"its parameters have several types: {', '.join(sorted(dtypes))}"
     of_block: dict[int, str] = {}
     for number, block in enumerate(_blocks(lm)):
-        for parameter in block.parameters():
+        for parameter in set(block.parameters()) - adapters:
             if of_block.setdefault(id(parameter), str(number)) != str(number):
                 return f"blocks {of_block[id(parameter)]} and {number} share a parameter"
     return None
@@ -120,12 +122,13 @@ def _wrap(lm: Any, part: WeightPart, mesh: DeviceMesh) -> None:
     """Have FSDP2 split the model's parameters, wherever they are."""
     # Gradients are summed in float32, and stored in the parameters' type, in which they were made.
     precision = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    kept: dict[str, Any] = dict(mesh=mesh, mp_policy=precision, ignored_params=_adapters(lm))
     for parameter in lm.parameters():
         parameter.data = parameter.data.contiguous()
     for block in _blocks(lm):
-        fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(block, **kept)
     name = type(lm).__name__
-    fully_shard(lm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(lm, **kept, reshard_after_forward=False)
     type(lm).__name__ = name  # messages and checkpoints name the architecture, not PyTorch's subclass of it
     for module in _sharded_modules(lm):
         # Sums, of which the optimizer makes the mean over all ranks. A mean of PyTorch's own or a scaled sum
@@ -194,6 +197,12 @@ def _blocks(lm: Any) -> list[nn.Module]:
             blocks.append(module)
             inside |= {id(child) for child in module.modules()}
     return [block for block in blocks if any(True for _ in block.parameters())]
+
+
+def _adapters(lm: nn.Module) -> set[nn.Parameter]:
+    """The parameters of LoRA adapters on linear layers."""
+    adapted = [module for module in lm.modules() if hasattr(module, "get_base_layer")]
+    return {p for module in adapted for p in set(module.parameters()) - set(base_linear(module).parameters())}
 
 
 def _sharded_modules(lm: nn.Module) -> Iterator[FSDPModule]:

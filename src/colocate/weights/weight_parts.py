@@ -82,7 +82,10 @@ def splits_of(model: nn.Module) -> dict[str, Split]:
     if (part := weight_part_of(model)) == WHOLE:
         return {name: UNSPLIT for name, _ in model.named_parameters()}
     if any(isinstance(p, DTensor) for p in model.parameters()):
-        return {name: RowChunk(0, part, p.shape) for name, p in model.named_parameters()}
+        named = model.named_parameters()
+        return {
+            n: RowChunk(0, part, p.shape) if isinstance(p, DTensor) else Split(None, part) for n, p in named
+        }
     layout = layout_for(model)
     dims = {id(parameter): dim for parameter, dim in _split_parameters(layout)}
     return {name: Split(dims.get(id(p)), layout.part) for name, p in model.named_parameters()}
