@@ -98,6 +98,7 @@ def test_every_part_is_cut_by_its_record():
         ("qwen3", {}, 4, "num_key_value_heads=2 cannot be divided by 4"),
         ("llama", {"num_key_value_heads": 4, "intermediate_size": 50}, 4, "intermediate_size=50 cannot"),
         ("llama", {"vocab_size": 97}, 2, r"resize_token_embeddings\(98\)"),
+        ("llama", {"attention_dropout": 0.1}, 2, "its attention_dropout=0.1 is computed by transformers'"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(name, options, count, message):

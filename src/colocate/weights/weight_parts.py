@@ -158,6 +158,12 @@ def why_not_split(layout: Layout, count: int) -> str | None:
         return f"{layout.architecture} keeps the queries', keys' and values' weights in one matrix"
     if any(is_4bit(base_linear(module)) for module in chain(*first.projection_groups())):
         return "weights in 4 bits are not split"
+    config = getattr(layout.base(), "config", None)
+    if dropout := getattr(config, "attention_dropout", 0.0):  # transformers' modules read whole weights
+        return (
+            f"its attention_dropout={dropout} is computed by transformers' modules, from whole weights: set it "
+            "to 0 in the model's configuration or model_init_kwargs"
+        )
     mlp_size = len(base_linear(first.gate_up[0]).weight) * layout.part.count
     for name, size in (
         ("num_attention_heads", layout.num_heads),
