@@ -232,6 +232,7 @@ def refusals(directory: Path) -> dict[str, str]:
         "adapter": dict(peft_config=LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)),
         "server": dict(engine="vllm_server"),
         "native": dict(engine="native"),
+        "together": dict(decode_shard=2),
     }
     told = {}
     for name, options in cases.items():

@@ -166,6 +166,14 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
     from colocate.weights.fully_sharded import is_fully_sharded
 
     num_parts = 1 if parts.mesh is None else parts.mesh.num_weight_parts
+    if (decode_shard := parts.options.decode_shard) is not None and decode_shard != num_parts:
+        check_decode_parts(num_parts, decode_shard)
+    if num_parts > 1 and is_fully_sharded(parts.model) and decode_shard not in (None, 1):
+        raise ValueError(
+            f"decode_shard={decode_shard} lets {decode_shard} processes decode together, which needs a model "
+            "with a layout; weights that FSDP2 splits are gathered, and every process generates alone. Set "
+            "decode_shard=1 or None."
+        )
     if num_parts > 1 and is_fully_sharded(parts.model) and name == "vllm_server":
         raise ValueError(
             f"engine={name!r} cannot be sent weights that {num_parts} processes share by FSDP2 "
@@ -178,8 +186,6 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
             f"(shard={num_parts}); the native engine can. Set engine='native', or shard=1, with which every "
             "process has a copy."
         )
-    if (decode_shard := parts.options.decode_shard) is not None and decode_shard != num_parts:
-        check_decode_parts(num_parts, decode_shard)
     return ENGINES[name](parts)
 
 
