@@ -2,6 +2,7 @@
 
 python -m benchmarks.pages.pictures benchmarks/results/modes-h200x2.json docs/modes-h200x2.svg
 python -m benchmarks.pages.pictures benchmarks/results/curves-h200.json docs/curves-h200.svg
+python -m benchmarks.pages.pictures benchmarks/results/lag-cpu.json docs/lag-cpu.svg
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages.tables import NAMES, mode_name
+from benchmarks.pages.tables import LAG_SETTINGS, LAG_TASKS, NAMES, mode_name
 from colocate.reporting.plots import Axis, Plot
 from colocate.reporting.theme import plot_rules, stylesheet
 
 WIDTH, HEIGHT, GAP, MARGIN = 470, 300, 32, 20
 COLORS = {"native": "blue", "colocate": "orange", "server": "slate"}
+LAG_COLORS = {"lag0": "slate", "lag1": "blue", "lag2": "orange", "refill": "green"}
+NUM_AVERAGED = 5
+"""Steps whose mean is a point of a line, so that lines of several runs can be told apart."""
 
 
 def is_plain(row: dict[str, Any]) -> bool:
@@ -94,6 +98,45 @@ def curves_panels(result: dict[str, Any]) -> list[str]:
     return panels
 
 
+def lag_panels(result: dict[str, Any]) -> list[str]:
+    """Reward by step, a panel for each task: a faint line for each seed, their mean in full."""
+    panels = []
+    for task, name in LAG_TASKS.items():
+        lines: dict[str, list[list[float]]] = {}
+        for record in result["repetitions"]:
+            if record["task"] == task:
+                lines.setdefault(record["setting"], []).append(averaged(record["reward"]))
+        settings = [setting for setting in LAG_COLORS if setting in lines]
+        values = [value for setting in settings for line in lines[setting] for value in line]
+        num_points = len(lines[settings[0]][0])
+        steps = [NUM_AVERAGED * (i + 0.5) + 0.5 for i in range(num_points)]  # the middle of steps from 1 on
+        plot = Plot(
+            f"Reward, {name} task",
+            Axis.around([0, NUM_AVERAGED * num_points], tight=True, whole=True),
+            Axis.around(values),
+            legend=[(LAG_SETTINGS[setting], LAG_COLORS[setting], "line") for setting in settings],
+            width=WIDTH,
+            height=HEIGHT,
+            note=f"mean of {NUM_AVERAGED} steps",
+        )
+        for setting in settings:
+            for line in lines[setting]:
+                plot.line(steps, line, LAG_COLORS[setting], "faint")
+        for setting in settings:  # over all that is faint
+            means = [statistics.fmean(rewards) for rewards in zip(*lines[setting], strict=True)]
+            plot.line(steps, means, LAG_COLORS[setting])
+        panels.append(plot.svg())
+    return panels
+
+
+def averaged(values: list[float]) -> list[float]:
+    """The means of every `NUM_AVERAGED` values."""
+    return [
+        statistics.fmean(values[i : i + NUM_AVERAGED])
+        for i in range(0, len(values) - NUM_AVERAGED + 1, NUM_AVERAGED)
+    ]
+
+
 def picture(panels: list[str]) -> str:
     """The panels side by side, as one SVG file."""
     width = 2 * MARGIN + len(panels) * WIDTH + (len(panels) - 1) * GAP
@@ -117,7 +160,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
     result = json.loads(options.result.read_text())
-    panels = {"modes": modes_panels, "curves": curves_panels}[result["name"]](result)
+    panels = {"modes": modes_panels, "curves": curves_panels, "lag": lag_panels}[result["name"]](result)
     options.picture.write_text(picture(panels), encoding="utf-8")
 
 

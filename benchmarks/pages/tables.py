@@ -2,7 +2,7 @@
 
     python -m benchmarks.pages.tables benchmarks/results/rollout-h200.json
 
-Of the results rollout, decode-swiglu, decode-profile and modes.
+Of the results rollout, decode-swiglu, decode-profile, modes and lag.
 """
 
 from __future__ import annotations
@@ -92,6 +92,31 @@ def modes_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+LAG_TASKS = {"quickstart": "quickstart", "calculator": "tool"}
+LAG_SETTINGS = {"lag0": "lag 0", "lag1": "lag 1", "lag2": "lag 2", "refill": "refill"}
+
+
+def lag_table(result: dict[str, Any]) -> list[str]:
+    """A row for each task and setting of `curves/lag.py`: rewards, and differences to lag 0 over seeds."""
+    claims = result["claims"]
+    lines = [
+        "| task | setting | reward of the last steps | less lag 0 | reward of all steps | less lag 0 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["setup"]["summary"]:
+        key = f"{row['task']}_{row['setting']}"
+        cells = [LAG_TASKS[row["task"]], LAG_SETTINGS[row["setting"]]]
+        for figure in ("final_reward", "mean_reward"):
+            cells.append(f"{claims[f'{figure}_{key}']:.3f}")
+            if (difference := claims.get(f"{figure}_difference_{key}")) is None:
+                cells.append("–")
+            else:
+                error = claims[f"{figure}_difference_error_{key}"]
+                cells.append(f"{difference:+.3f} ± {error:.3f}".replace("-", "−"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("result", type=Path)
@@ -101,6 +126,7 @@ def main() -> None:
         "decode-swiglu": swiglu_table,
         "decode-profile": profile_table,
         "modes": lambda result: modes_table(result["setup"]["summary"]),
+        "lag": lag_table,
     }
     print(*parts[result["name"]](result), sep="\n")
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from chat import Message, build_model, build_tokenizer, called, imitate
 from datasets import Dataset
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from colocate import GRPOConfig, GRPOTrainer
 
@@ -54,6 +55,46 @@ def is_right(completions: list[list[Message]], answer: list[int], **columns: Any
     ]
 
 
+def beginner(rng: random.Random, num_steps: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """A model that has imitated the demonstrations, and its tokenizer."""
+    tokenizer = build_tokenizer(PHRASES)
+    model = build_model(tokenizer)
+    imitate(model, tokenizer, demonstration, [add], num_steps=num_steps, rng=rng)
+    return model, tokenizer
+
+
+def problems(rng: random.Random) -> Dataset:
+    sums = [(number(rng), number(rng)) for _ in range(2000)]
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": a + b} for a, b in sums]
+    )
+
+
+def build_trainer(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, dataset: Dataset, **options: Any
+) -> GRPOTrainer:
+    config = GRPOConfig(
+        per_device_train_batch_size=128,
+        num_generations=8,
+        max_completion_length=40,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        **options,
+    )
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=is_right,
+        args=config,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        tools=[add],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,33 +107,15 @@ def main() -> None:
 
     rng = random.Random(arguments.seed)
     torch.manual_seed(arguments.seed)
-    tokenizer = build_tokenizer(PHRASES)
-    model = build_model(tokenizer)
-    imitate(model, tokenizer, demonstration, [add], num_steps=arguments.imitation_steps, rng=rng)
-    sums = [(number(rng), number(rng)) for _ in range(2000)]
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=is_right,
-        args=GRPOConfig(
-            output_dir=arguments.output_dir,
-            max_steps=arguments.max_steps,
-            per_device_train_batch_size=128,
-            num_generations=8,
-            max_completion_length=40,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            logging_steps=5,
-            save_strategy="no",
-            report_to="none",
-            seed=arguments.seed,
-            use_cpu=True,
-            bf16=False,
-        ),
-        train_dataset=Dataset.from_list(
-            [{"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": a + b} for a, b in sums]
-        ),
-        processing_class=tokenizer,
-        tools=[add],
+    model, tokenizer = beginner(rng, arguments.imitation_steps)
+    trainer = build_trainer(
+        model,
+        tokenizer,
+        problems(rng),
+        output_dir=arguments.output_dir,
+        max_steps=arguments.max_steps,
+        logging_steps=5,
+        seed=arguments.seed,
     )
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
