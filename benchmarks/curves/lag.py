@@ -5,8 +5,8 @@
 
 The quickstart's task and the tool task, each from one warm start, at every setting with every seed. A run is
 a process with one thread on a CPU, and an optimizer step trains on one batch of completions, so that at lag 0
-it trains on the policy's own. The engine has rows for `--rows` batches: where completions may go on, they do
-as often as the lag allows, and tokens are as old as they can be.
+it trains on the policy's own. The engine has rows for one and a half batches: batches begun ahead have rows
+from the start, and an update comes in the middle of their completions.
 
 Seeds are paired: a difference to lag 0 is of two runs with the same prompts in the same order. A run that has
 left its record in --records is not repeated.
@@ -33,6 +33,7 @@ RUN_S = 540.0
 """A run that takes longer has failed."""
 BATCH_SIZE = 128
 """Completions of an optimizer step, of both tasks."""
+NUM_ROWS = 192
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,6 @@ class LagSuite(Suite):
         parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
         parser.add_argument("--seeds", type=int, default=3)
         parser.add_argument("--steps", type=int, help="of every run; by default as many as the task needs")
-        parser.add_argument("--rows", type=int, default=3, help="batches for which the engine has rows")
 
     def measure(self, part: str) -> None:
         """Run what is missing, as far as the time goes."""
@@ -100,7 +100,7 @@ class LagSuite(Suite):
         if self.time_is_up():
             return
         case = TASKS[task]
-        options = [*case.options, *SETTINGS[setting], f"max_num_seqs={self.options.rows * BATCH_SIZE}"]
+        options = [*case.options, *SETTINGS[setting], f"max_num_seqs={NUM_ROWS}"]
         if setting == "refill":
             options.append(f"refill_reward={case.reward}")
         self.run(
@@ -119,7 +119,7 @@ class LagSuite(Suite):
         return {
             "num_final_steps": NUM_FINAL,
             "batch_size": BATCH_SIZE,
-            "num_rows": self.options.rows * BATCH_SIZE,
+            "num_rows": NUM_ROWS,
             "summary": summary(records),
         }
 
@@ -164,14 +164,20 @@ def _mean_and_error(values: list[float]) -> tuple[float, float]:
 
 
 def summary(records: list[Record]) -> list[dict[str, Any]]:
-    """A row for each task and setting: the means over its runs of the metrics' means, and a run's time."""
+    """A row for each task and setting: the means over its runs of the metrics' means and of the tokens that
+    were generated and read, and a run's time."""
     rows = []
     for task, setting in itertools.product(TASKS, SETTINGS):
         runs = [record for record in records if (record["task"], record["setting"]) == (task, setting)]
         if runs:
             means = {name: statistics.fmean(run["means"][name] for run in runs) for name in runs[0]["means"]}
-            total_s = statistics.median(run["total_s"] for run in runs)
-            rows.append({"task": task, "setting": setting, **means, "total_s": total_s})
+            rows.append(
+                {
+                    **{"task": task, "setting": setting, **means},
+                    "num_tokens": statistics.fmean(run["num_tokens"] for run in runs),
+                    "total_s": statistics.median(run["total_s"] for run in runs),
+                }
+            )
     return rows
 
 

@@ -99,13 +99,10 @@ def curves(metrics: Path, names: Sequence[str] = tuple(CURVES)) -> dict[str, lis
 
 
 def means(metrics: Path) -> dict[str, float]:
-    """The means over rollouts of what there is to say of lag and of refilling."""
+    """The means over rollouts of the log-probs' difference, and of all there is of lag and of refilling."""
     lines = rollouts(metrics)
-    names = {name for line in lines for name in line if "policy_lag" in name or name.startswith("refill/")}
-    return {
-        name: statistics.fmean(line[name] for line in lines if line.get(name) is not None)
-        for name in sorted({*names, f"{GAP}/mean"})
-    }
+    names = [name for name in lines[0] if name.startswith((f"{GAP}/mean", "policy_lag/", "refill/"))]
+    return {name: statistics.fmean(line[name] for line in lines) for name in names}
 
 
 def main() -> None:
@@ -126,6 +123,7 @@ def main() -> None:
         TASKS[options.task](options.start, Path(directory), options.steps, changed)
         metrics = Path(directory) / "metrics.jsonl"
         record |= curves(metrics, options.curves) | {"means": means(metrics)}
+        record["num_tokens"] = rollouts(metrics)[-1]["num_tokens"]
     record["total_s"] = time.perf_counter() - start_s
     options.out.write_text(json.dumps(record) + "\n")
 

@@ -97,15 +97,22 @@ LAG_SETTINGS = {"lag0": "lag 0", "lag1": "lag 1", "lag2": "lag 2", "refill": "re
 
 
 def lag_table(result: dict[str, Any]) -> list[str]:
-    """A row for each task and setting of `curves/lag.py`: rewards, and differences to lag 0 over seeds."""
-    claims = result["claims"]
+    """A row for each task and setting of `curves/lag.py`: by how many updates a token is older than the
+    weights it trains, tokens over those of lag 0, rewards, and their differences to lag 0 over seeds."""
+    claims, rows = result["claims"], result["setup"]["summary"]
+    base = {row["task"]: row["num_tokens"] for row in rows if row["setting"] == "lag0"}
     lines = [
-        "| task | setting | reward of the last steps | less lag 0 | reward of all steps | less lag 0 |",
-        "|---|---|---|---|---|---|",
+        "| task | setting | age of a token | × tokens | last steps | less lag 0 | all steps | less lag 0 |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in result["setup"]["summary"]:
+    for row in rows:
         key = f"{row['task']}_{row['setting']}"
-        cells = [LAG_TASKS[row["task"]], LAG_SETTINGS[row["setting"]]]
+        cells = [
+            LAG_TASKS[row["task"]],
+            LAG_SETTINGS[row["setting"]],
+            f"{row['policy_lag/mean']:.2f}" if "policy_lag/mean" in row else "–",
+            f"{row['num_tokens'] / base[row['task']]:.2f}",
+        ]
         for figure in ("final_reward", "mean_reward"):
             cells.append(f"{claims[f'{figure}_{key}']:.3f}")
             if (difference := claims.get(f"{figure}_difference_{key}")) is None:

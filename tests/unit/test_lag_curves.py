@@ -37,8 +37,10 @@ def test_a_run_of_the_tool_task_leaves_a_record(tmp_path: Path, monkeypatch: pyt
     curves_run.main()
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["task"], record["setting"], record["seed"]) == ("calculator", "refill", 1)
-    # After two steps of imitation nothing is right: all groups are dull, and each is replaced once.
+    # After two steps of imitation nothing is right: all groups are dull, and all are replaced once.
     assert record["reward"] == [0.0] * 2 and "gap_mean" not in record
+    # Two rollouts in each step, prompts of 16 tokens.
+    assert record["num_tokens"] > 2 * 2 * 128 * (16 + 1)
     assert record["means"]["refill/dull_groups"] == record["means"]["refill/rounds"] == 1.0
     assert record["commit"] == "a commit"
 
@@ -86,7 +88,7 @@ def test_every_setting_runs_with_every_seed(tmp_path: Path) -> None:
         if run["setting"] == "refill":
             own["refill_reward"] = "correct" if run["task"] == "quickstart" else "is_right"
         assert {k: v for k, v in run.items() if k not in names} == expected[run["setting"]] | own
-        assert run["max_num_seqs"] == str(3 * 128)
+        assert run["max_num_seqs"] == "192"
 
 
 def test_a_run_that_has_a_record_is_not_repeated(tmp_path: Path) -> None:
@@ -110,7 +112,8 @@ def records() -> list[dict[str, Any]]:
             "setting": setting,
             "seed": seed,
             "reward": [0.3] * 10 + [final - 0.05, final + 0.05] * 5,
-            "means": {"a metric": float(seed)},
+            "means": {"policy_lag/mean": 0.25 * (seed + 1)} if setting == "lag1" else {},
+            "num_tokens": 3000 if setting == "refill" else 2000,
             "total_s": 60.0,
         }
         for task in lag.TASKS
@@ -152,9 +155,11 @@ def test_without_a_run_its_settings_claims_are_missing() -> None:
 def test_the_table_has_differences_with_their_errors() -> None:
     table = tables.lag_table(result())
     assert len(table) == 2 + 2 * 3
-    assert table[2] == "| quickstart | lag 0 | 0.850 | – | 0.575 | – |"
-    assert table[3] == "| quickstart | lag 1 | 0.837 | −0.013 ± 0.012 | 0.568 | −0.007 ± 0.006 |"
-    assert table[7] == "| tool | refill | 0.900 | +0.050 ± 0.029 | 0.600 | +0.025 ± 0.014 |"
+    assert table[2] == "| quickstart | lag 0 | – | 1.00 | 0.850 | – | 0.575 | – |"
+    assert (
+        table[3] == "| quickstart | lag 1 | 0.50 | 1.00 | 0.837 | −0.013 ± 0.012 | 0.568 | −0.007 ± 0.006 |"
+    )
+    assert table[7] == "| tool | refill | – | 1.50 | 0.900 | +0.050 ± 0.029 | 0.600 | +0.025 ± 0.014 |"
 
 
 def test_the_picture_has_a_line_for_each_run_and_setting() -> None:
