@@ -3,10 +3,11 @@
 
     python -m benchmarks.curves.lag --hardware cpu [--jobs 16] [--tasks calculator] [--settings lag0 refill]
 
-The quickstart's task and the tool task, each from one warm start, at every setting with every seed. A run is
-a process with one thread on a CPU, and an optimizer step trains on one batch of completions, so that at lag 0
-it trains on the policy's own. The engine has rows for one and a half batches: batches begun ahead have rows
-from the start, and an update comes in the middle of their completions.
+The quickstart's task and the tool task, each from one warm start, at every setting with every seed, and with
+a quarter of their learning rates at every lag. A run is a process with one thread on a CPU, and an optimizer
+step trains on one batch of completions, so that at lag 0 it trains on the policy's own. The engine has rows
+for one and a half batches: batches begun ahead have rows from the start, and an update comes in the middle of
+their completions.
 
 Seeds are paired: a difference to lag 0 is of two runs with the same prompts in the same order. A run that has
 left its record in --records is not repeated.
@@ -19,6 +20,7 @@ import itertools
 import math
 import os
 import statistics
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +40,24 @@ NUM_ROWS = 192
 
 @dataclass(frozen=True)
 class Task:
+    start: str
+    """The task of `curves/run.py`, whose warm start it has."""
     num_steps: int
     reward: str
     """The reward function, in which the members of a group are to differ where groups are replaced."""
     options: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ("lag0", "lag1", "lag2", "refill")
 
 
+LAGS = ("lag0", "lag1", "lag2")
 TASKS = {
-    "quickstart": Task(200, "correct", ("steps_per_generation=1",)),
-    "calculator": Task(60, "is_right"),
+    "quickstart": Task("quickstart", 200, "correct", ("steps_per_generation=1",)),
+    "calculator": Task("calculator", 60, "is_right"),
+    # The learning rates of recipe and example were chosen at lag 0; these are a quarter of them.
+    "quickstart_quarter": Task(
+        "quickstart", 200, "correct", ("steps_per_generation=1", "learning_rate=2e-4"), LAGS
+    ),
+    "calculator_quarter": Task("calculator", 120, "is_right", ("learning_rate=2.5e-4",), LAGS),
 }
 SETTINGS: dict[str, tuple[str, ...]] = {
     "lag0": (),
@@ -56,6 +67,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 BASE = "lag0"
 """The setting that the others are compared with."""
+
+
+def cases_of(tasks: Iterable[str], settings: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of task and setting, those that are measured among all."""
+    return [case for case in itertools.product(tasks, settings) if case[1] in TASKS[case[0]].settings]
 
 
 class LagSuite(Suite):
@@ -83,18 +99,19 @@ class LagSuite(Suite):
         done = {(record["task"], record["setting"], record["seed"]) for record in read_records(self.records)}
         seeds = range(self.options.seeds)
         # Those that replace groups take longest, and begin.
-        runs = itertools.product(self.options.tasks, reversed(self.options.settings), seeds)
+        cases = cases_of(self.options.tasks, self.options.settings)
+        cases.sort(key=lambda case: case[1] != "refill")
+        runs = [(*case, seed) for case, seed in itertools.product(cases, seeds)]
         missing = [run for run in runs if run not in done]
+        names = list(dict.fromkeys(TASKS[task].start for task in self.options.tasks))
         with ThreadPoolExecutor(self.options.jobs) as pool:
-            starts = dict(
-                zip(self.options.tasks, pool.map(self._warm_start, self.options.tasks), strict=True)
-            )
-            list(pool.map(lambda run: self._train(*run, start=starts[run[0]]), missing))
+            starts = dict(zip(names, pool.map(self._warm_start, names), strict=True))
+            list(pool.map(lambda run: self._train(*run, start=starts[TASKS[run[0]].start]), missing))
 
-    def _warm_start(self, task: str) -> Path:
-        """The directory of what the runs of a task start from."""
-        directory = self.records / task
-        if task == "quickstart":
+    def _warm_start(self, name: str) -> Path:
+        """The directory of what runs start from."""
+        directory = self.records / name
+        if name == "quickstart":
             return warm_start(directory)
         if not (directory / "model/model.safetensors").exists():  # written last
             self.run("curves.tool_task", directory, timeout_s=RUN_S, OMP_NUM_THREADS="1")
@@ -108,7 +125,8 @@ class LagSuite(Suite):
         if setting == "refill":
             options.append(f"refill_reward={case.reward}")
         self.run(
-            "curves.run", "--task", task, "--steps", self.options.steps or case.num_steps, "--start", start,
+            "curves.run", "--task", case.start, "--start", start,
+            "--steps", self.options.steps or case.num_steps,
             "--curves", "reward", "--label", f"task={task}", f"setting={setting}", f"seed={seed}",
             "--option", f"seed={seed}", *options, "--out", self.out(f"{task}-{setting}-{seed}"),
             timeout_s=RUN_S,
@@ -149,7 +167,7 @@ def compute_claims(records: list[Record], tasks: list[str], settings: list[str],
     """
     claims: Claims = {}
     runs = {(record["task"], record["setting"], record["seed"]): record for record in records}
-    for task, setting in itertools.product(tasks, settings):
+    for task, setting in cases_of(tasks, settings):
         pairs = [(runs.get((task, setting, seed)), runs.get((task, BASE, seed))) for seed in range(num_seeds)]
         for name, figure in FIGURES.items():
             values = [figure(run) for run, _ in pairs if run]
@@ -167,11 +185,15 @@ def _mean_and_error(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
 
 
+def _range(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
 def summary(records: list[Record]) -> list[dict[str, Any]]:
     """A row for each task and setting: the means over its runs of the metrics' means and of the tokens that
-    were generated and read, and a run's time."""
+    were generated and read, the lowest and the highest of their rewards, and a run's time."""
     rows = []
-    for task, setting in itertools.product(TASKS, SETTINGS):
+    for task, setting in cases_of(TASKS, SETTINGS):
         runs = [record for record in records if (record["task"], record["setting"]) == (task, setting)]
         if runs:
             means = {name: statistics.fmean(run["means"][name] for run in runs) for name in runs[0]["means"]}
@@ -179,6 +201,7 @@ def summary(records: list[Record]) -> list[dict[str, Any]]:
                 {
                     **{"task": task, "setting": setting, **means},
                     "num_tokens": statistics.fmean(run["num_tokens"] for run in runs),
+                    **{f"{name}_range": _range(list(map(figure, runs))) for name, figure in FIGURES.items()},
                     "total_s": statistics.median(run["total_s"] for run in runs),
                 }
             )

@@ -18,6 +18,7 @@ from colocate.reporting.plots import Axis, Plot
 from colocate.reporting.theme import plot_rules, stylesheet
 
 WIDTH, HEIGHT, GAP, MARGIN = 470, 300, 32, 20
+NUM_COLUMNS = 2
 COLORS = {"native": "blue", "colocate": "orange", "server": "slate"}
 LAG_COLORS = {"lag0": "slate", "lag1": "blue", "lag2": "orange", "refill": "green"}
 NUM_AVERAGED = 5
@@ -111,7 +112,7 @@ def lag_panels(result: dict[str, Any]) -> list[str]:
         num_points = len(lines[settings[0]][0])
         steps = [NUM_AVERAGED * (i + 0.5) + 0.5 for i in range(num_points)]  # the middle of steps from 1 on
         plot = Plot(
-            f"Reward, {name} task",
+            f"Reward: {name}",
             Axis.around([0, NUM_AVERAGED * num_points], tight=True, whole=True),
             Axis.around(values),
             legend=[(LAG_SETTINGS[setting], LAG_COLORS[setting], "line") for setting in settings],
@@ -138,11 +139,17 @@ def averaged(values: list[float]) -> list[float]:
 
 
 def picture(panels: list[str]) -> str:
-    """The panels side by side, as one SVG file."""
-    width = 2 * MARGIN + len(panels) * WIDTH + (len(panels) - 1) * GAP
-    height = 2 * MARGIN + HEIGHT
+    """The panels in rows of two, as one SVG file."""
+    num_rows = -(-len(panels) // NUM_COLUMNS)
+    width = 2 * MARGIN + NUM_COLUMNS * WIDTH + (NUM_COLUMNS - 1) * GAP
+    height = 2 * MARGIN + num_rows * HEIGHT + (num_rows - 1) * GAP
     placed = "".join(
-        panel.replace("<svg ", f'<svg x="{MARGIN + i * (WIDTH + GAP)}" y="{MARGIN}" ', 1)
+        panel.replace(
+            "<svg ",
+            f'<svg x="{MARGIN + i % NUM_COLUMNS * (WIDTH + GAP)}" '
+            f'y="{MARGIN + i // NUM_COLUMNS * (HEIGHT + GAP)}" ',
+            1,
+        )
         for i, panel in enumerate(panels)
     )
     # Within another picture a plot keeps its own size.

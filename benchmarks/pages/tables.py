@@ -92,17 +92,23 @@ def modes_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-LAG_TASKS = {"quickstart": "quickstart", "calculator": "tool"}
+LAG_TASKS = {
+    "quickstart": "quickstart",
+    "calculator": "tool",
+    "quickstart_quarter": "quickstart, ¼ rate",
+    "calculator_quarter": "tool, ¼ rate",
+}
 LAG_SETTINGS = {"lag0": "lag 0", "lag1": "lag 1", "lag2": "lag 2", "refill": "refill"}
 
 
 def lag_table(result: dict[str, Any]) -> list[str]:
     """A row for each task and setting of `curves/lag.py`: by how many updates a token is older than the
-    weights it trains, tokens over those of lag 0, rewards, and their differences to lag 0 over seeds."""
+    weights it trains, tokens over those of lag 0, rewards with the lowest and the highest of its seeds, and
+    their differences to lag 0 over seeds."""
     claims, rows = result["claims"], result["setup"]["summary"]
     base = {row["task"]: row["num_tokens"] for row in rows if row["setting"] == "lag0"}
     lines = [
-        "| task | setting | age of a token | × tokens | last steps | less lag 0 | all steps | less lag 0 |",
+        "| task | setting | age | × tokens | last steps | less lag 0 | all steps | less lag 0 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -114,7 +120,8 @@ def lag_table(result: dict[str, Any]) -> list[str]:
             f"{row['num_tokens'] / base[row['task']]:.2f}",
         ]
         for figure in ("final_reward", "mean_reward"):
-            cells.append(f"{claims[f'{figure}_{key}']:.3f}")
+            low, high = row[f"{figure}_range"]
+            cells.append(f"{claims[f'{figure}_{key}']:.3f} ({low:.2f} to {high:.2f})")
             if (difference := claims.get(f"{figure}_difference_{key}")) is None:
                 cells.append("–")
             else:

@@ -71,13 +71,18 @@ def problems(rng: random.Random) -> Dataset:
 
 
 def build_trainer(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, dataset: Dataset, **options: Any
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    dataset: Dataset,
+    *,
+    learning_rate: float = 1e-3,
+    **options: Any,
 ) -> GRPOTrainer:
     config = GRPOConfig(
         per_device_train_batch_size=128,
         num_generations=8,
         max_completion_length=40,
-        learning_rate=1e-3,
+        learning_rate=learning_rate,
         lr_scheduler_type="constant",
         save_strategy="no",
         report_to="none",

@@ -75,7 +75,9 @@ def test_every_setting_runs_with_every_seed(tmp_path: Path) -> None:
     start, *runs = commands(tmp_path)
     assert start == ["curves.tool_task", str(tmp_path / "calculator")]
     found = [options_of(run) for run in runs]
-    assert len({(run["task"], run["setting"], run["seed"]) for run in found}) == len(found) == 2 * 4 * 3
+    assert len({(run["task"], run["setting"], run["seed"]) for run in found}) == len(found) == 2 * (4 + 3) * 3
+    started = {run[run.index("--task") + 1]: Path(run[run.index("--start") + 1]) for run in runs}
+    assert started == {task: tmp_path / task for task in ("quickstart", "calculator")}
     names = {"task", "setting", "seed", "max_num_seqs"}
     expected = {
         "lag0": {},
@@ -84,7 +86,10 @@ def test_every_setting_runs_with_every_seed(tmp_path: Path) -> None:
         "refill": {"max_refill_rounds": "3"},
     }
     for run in found:
-        own = {"steps_per_generation": "1"} if run["task"] == "quickstart" else {}
+        task, _, is_slow = run["task"].partition("_")
+        own = {"steps_per_generation": "1"} if task == "quickstart" else {}
+        if is_slow:
+            own["learning_rate"] = "2e-4" if task == "quickstart" else "2.5e-4"
         if run["setting"] == "refill":
             own["refill_reward"] = "correct" if run["task"] == "quickstart" else "is_right"
         assert {k: v for k, v in run.items() if k not in names} == expected[run["setting"]] | own
@@ -116,9 +121,8 @@ def records() -> list[dict[str, Any]]:
             "num_tokens": 3000 if setting == "refill" else 2000,
             "total_s": 60.0,
         }
-        for task in lag.TASKS
-        for setting, finals in FINALS.items()
-        for seed, final in enumerate(finals)
+        for task, setting in lag.cases_of(lag.TASKS, FINALS)
+        for seed, final in enumerate(FINALS[setting])
     ]
 
 
@@ -132,15 +136,15 @@ def test_differences_are_of_runs_of_one_seed() -> None:
     for task in lag.TASKS:
         assert claims[f"final_reward_{task}_lag0"] == pytest.approx(0.85)
         assert f"final_reward_difference_{task}_lag0" not in claims
-        for setting in ("lag1", "refill"):
-            differences = [a - b for a, b in zip(FINALS[setting], FINALS["lag0"], strict=True)]
-            error = statistics.stdev(differences) / math.sqrt(3)
-            for figure, share in (("final_reward", 1.0), ("mean_reward", 0.5)):
-                key = f"{task}_{setting}"
-                assert claims[f"{figure}_difference_{key}"] == pytest.approx(
-                    share * statistics.mean(differences)
-                )
-                assert claims[f"{figure}_difference_error_{key}"] == pytest.approx(share * error)
+    cases = lag.cases_of(lag.TASKS, ["lag1", "refill"])
+    assert len(cases) == 4 + 2
+    for task, setting in cases:
+        differences = [a - b for a, b in zip(FINALS[setting], FINALS["lag0"], strict=True)]
+        error = statistics.stdev(differences) / math.sqrt(3)
+        for figure, share in (("final_reward", 1.0), ("mean_reward", 0.5)):
+            key = f"{task}_{setting}"
+            assert claims[f"{figure}_difference_{key}"] == pytest.approx(share * statistics.mean(differences))
+            assert claims[f"{figure}_difference_error_{key}"] == pytest.approx(share * error)
 
 
 def test_without_a_run_its_settings_claims_are_missing() -> None:
@@ -154,20 +158,30 @@ def test_without_a_run_its_settings_claims_are_missing() -> None:
 
 def test_the_table_has_differences_with_their_errors() -> None:
     table = tables.lag_table(result())
-    assert len(table) == 2 + 2 * 3
-    assert table[2] == "| quickstart | lag 0 | – | 1.00 | 0.850 | – | 0.575 | – |"
-    assert (
-        table[3] == "| quickstart | lag 1 | 0.50 | 1.00 | 0.837 | −0.013 ± 0.012 | 0.568 | −0.007 ± 0.006 |"
+    assert len(table) == 2 + 2 * 3 + 2 * 2
+    assert table[2] == (
+        "| quickstart | lag 0 | – | 1.00 | 0.850 (0.80 to 0.90) | – | 0.575 (0.55 to 0.60) | – |"
     )
-    assert table[7] == "| tool | refill | – | 1.50 | 0.900 | +0.050 ± 0.029 | 0.600 | +0.025 ± 0.014 |"
+    assert table[3] == (
+        "| quickstart | lag 1 | 0.50 | 1.00 | 0.837 (0.78 to 0.91) | −0.013 ± 0.012 "
+        "| 0.568 (0.54 to 0.60) | −0.007 ± 0.006 |"
+    )
+    assert table[7] == (
+        "| tool | refill | – | 1.50 | 0.900 (0.90 to 0.90) | +0.050 ± 0.029 "
+        "| 0.600 (0.60 to 0.60) | +0.025 ± 0.014 |"
+    )
 
 
 def test_the_picture_has_a_line_for_each_run_and_setting() -> None:
     drawn = ElementTree.fromstring(pictures.picture(pictures.lag_panels(result())))
     lines = [e.get("class", "") for e in drawn.iter() if e.tag.endswith("path")]
-    assert sum(line.startswith("faint") for line in lines) == 2 * 9
-    assert sum(line.startswith("curve") for line in lines) == 2 * (3 + 3)  # and the legend's
+    assert sum(line.startswith("faint") for line in lines) == 2 * 9 + 2 * 6
+    assert sum(line.startswith("curve") for line in lines) == 2 * (3 + 3) + 2 * (2 + 2)  # and the legend's
     titles = {element.text for element in drawn.iter() if element.get("class") == "title"}
-    assert titles == {"Reward, quickstart task", "Reward, tool task"}
+    assert titles == {
+        *("Reward: quickstart", "Reward: tool", "Reward: quickstart, ¼ rate", "Reward: tool, ¼ rate")
+    }
+    corners = [(e.get("x"), e.get("y")) for e in drawn if e.tag.endswith("svg")]
+    assert len({x for x, _ in corners}) == len({y for _, y in corners}) == 2 and len(set(corners)) == 4
     texts = {element.text for element in drawn.iter()}
     assert {"lag 0", "lag 1", "refill"} <= texts and "lag 2" not in texts
