@@ -102,7 +102,7 @@ def curves_panels(result: dict[str, Any]) -> list[str]:
 def lag_panels(result: dict[str, Any]) -> list[str]:
     """Reward by step, a panel for each task: a faint line for each seed, their mean in full."""
     panels = []
-    for task, name in LAG_TASKS.items():
+    for task in dict.fromkeys(row["task"] for row in result["setup"]["summary"]):
         lines: dict[str, list[list[float]]] = {}
         for record in result["repetitions"]:
             if record["task"] == task:
@@ -112,7 +112,7 @@ def lag_panels(result: dict[str, Any]) -> list[str]:
         num_points = len(lines[settings[0]][0])
         steps = [NUM_AVERAGED * (i + 0.5) + 0.5 for i in range(num_points)]  # the middle of steps from 1 on
         plot = Plot(
-            f"Reward: {name}",
+            f"Reward: {LAG_TASKS[task]}",
             Axis.around([0, NUM_AVERAGED * num_points], tight=True, whole=True),
             Axis.around(values),
             legend=[(LAG_SETTINGS[setting], LAG_COLORS[setting], "line") for setting in settings],
