@@ -98,9 +98,9 @@ class LagSuite(Suite):
         """Run what is missing, as far as the time goes."""
         done = {(record["task"], record["setting"], record["seed"]) for record in read_records(self.records)}
         seeds = range(self.options.seeds)
-        # Those that replace groups take longest, and begin.
+        # Runs of the longest tasks begin, and there those whose completions may become long.
         cases = cases_of(self.options.tasks, self.options.settings)
-        cases.sort(key=lambda case: case[1] != "refill")
+        cases.sort(key=lambda case: (TASKS[case[0]].start != "quickstart", case[1] == BASE))
         runs = [(*case, seed) for case, seed in itertools.product(cases, seeds)]
         missing = [run for run in runs if run not in done]
         names = list(dict.fromkeys(TASKS[task].start for task in self.options.tasks))
