@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import select
 import socket
 import sys
 import threading
@@ -169,7 +170,9 @@ class FakeVLLM:
 
     Completions are a function of prompt, seed and loaded weights. A test puts faults into `faults`: for a
     path (for `/collective_rpc` with the message's name behind it) a list of functions (server, handler,
-    status, answer) that send something else than the answer, one per request; None lets one pass.
+    status, answer) that send something else than the answer, one per request; None lets one pass. `draw` is
+    called with each request for completions, and they are sent once it returns True; `given_up` has those
+    whose client did not wait for that.
     """
 
     def __init__(self, model: Any) -> None:
@@ -180,6 +183,8 @@ class FakeVLLM:
         self.version = "0.32.0"
         self.requests: list[str] = []
         self.reached: list[str] = []
+        self.draw: Callable[[dict[str, Any]], bool] = lambda body: True
+        self.given_up: list[dict[str, Any]] = []
         self.is_paused = False
         self.num_prefix_cache_resets = 0
         self._lock = threading.RLock()
@@ -265,10 +270,20 @@ class FakeVLLM:
         status, answer = asyncio.run_coroutine_threadsafe(
             self._ask_gate(handler, content), self._loop
         ).result()
-        if fault is None:
+        if name == "/v1/completions" and status == 200 and not self._drawn(handler, json.loads(content)):
+            handler.close_connection = True
+        elif fault is None:
             send_json(handler, status, answer)
         else:
             fault(self, handler, status, answer)
+
+    def _drawn(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> bool:
+        """Wait until `draw` has what is asked for. Returns whether the client has waited, too."""
+        while not self.draw(body):
+            if select.select([handler.connection], [], [], 0.005)[0]:  # its end: a client asks once at a time
+                self.given_up.append(body)
+                return False
+        return True
 
     async def _ask_gate(self, handler: BaseHTTPRequestHandler, content: bytes) -> tuple[int, Any]:
         """What the gate, and behind it `_app`, answer to a request."""

@@ -157,7 +157,6 @@ ENGINES_WITH_VLLM = {
     "vllm_server": dataclasses.replace(
         vllm_case(make_server_model, shares_weights=False),
         make_engine=make_server_engine,
-        ends_one_by_one=False,
     ),
 }
 ENGINES_WITH_VLLM_ON_GPU = {

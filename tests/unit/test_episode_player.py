@@ -38,6 +38,7 @@ class Table:
         max_tokens: int = 600,
         max_iterations: int | None = None,
         timeout_s: float | None = None,
+        make_engine: Callable[[Any], Any] = StubEngine,
     ) -> None:
         self.tokenizer = make_chat_tokenizer(template)
         stop = self.tokenizer.eos_token_id
@@ -49,7 +50,7 @@ class Table:
             ids = [*self.tokenizer(write(text, member))["input_ids"], stop]
             return ids[: prompt.limits(max_tokens)[0]]
 
-        self.engine = StubEngine(complete)
+        self.engine = make_engine(complete)
         self.engine.wake_up()
         self.toolbox = Toolbox(tools)
         self.environments = environments

@@ -38,11 +38,12 @@ from colocate.engines.vllm_server import key as key_module
 from colocate.engines.vllm_server import lease as lease_module
 from colocate.engines.vllm_server import weight_receiver
 from colocate.engines.vllm_server.client import HttpClient, WorkerError
-from colocate.engines.vllm_server.engine import ServerPaused, VLLMServerEngine
+from colocate.engines.vllm_server.engine import VLLMServerEngine
 from colocate.engines.vllm_server.gate import Refused, check_token_ids
 from colocate.engines.vllm_server.key import ServerKey, key_file, key_of_new_server, key_of_server_at
 from colocate.engines.vllm_server.lease import LeaseKeeper, ServerHeld, has_ended, process_identity
 from colocate.engines.vllm_server.messages import Message, authorization
+from colocate.engines.vllm_server.watch import ServerPaused
 from colocate.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3)

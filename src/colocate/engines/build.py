@@ -112,7 +112,7 @@ def _vllm(parts: EngineParts) -> RolloutEngine:
 def _vllm_server(parts: EngineParts) -> RolloutEngine:
     from accelerate.utils import broadcast_object_list
 
-    from colocate.engines.vllm_server.engine import VLLMServerEngine
+    from colocate.engines.vllm_server.engine import MAX_IN_FLIGHT, VLLMServerEngine
 
     options = parts.options
     # All processes push to one server, under one name.
@@ -129,7 +129,7 @@ def _vllm_server(parts: EngineParts) -> RolloutEngine:
         server_timeout_s=options.vllm_server_timeout,
         group_host=options.vllm_group_host,
         group_port=options.vllm_group_port,
-        max_in_flight=options.max_num_seqs or 256,
+        max_in_flight=options.max_num_seqs or MAX_IN_FLIGHT,
     )
 
 

@@ -50,6 +50,36 @@ class MalformedResponse(ValueError):
     """Raised by a `parse` function for an answer after which the request should be repeated."""
 
 
+class _Call:
+    """A call under way, which another thread can end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+        self._is_cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """End the call: its connection closes, so that the server stops working on it."""
+        with self._lock:
+            self._is_cancelled.set()
+            if self._connection is not None:
+                self._connection.shut()
+
+    def use(self, connection: _Connection | None) -> None:
+        """Note the connection that `cancel` must shut, or that there is none now."""
+        with self._lock:
+            self._connection = connection
+
+    def pause(self, delay_s: float) -> None:
+        """Wait so long, or until the call is cancelled."""
+        self._is_cancelled.wait(delay_s)
+
+    def check(self, asked: str) -> None:
+        """Raises CancelledError if the call, for what was `asked`, was cancelled."""
+        if self._is_cancelled.is_set():
+            raise CancelledError(f"{asked} was cancelled.")
+
+
 class HttpClient:
     """A pool of connections to one server; every call has one deadline for all its attempts.
 
@@ -102,8 +132,8 @@ class HttpClient:
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vllm-http")
         self._lock = threading.Lock()
         self._idle: list[_Connection] = []
-        self._busy: set[_Connection] = set()
-        self._num_cancellations = 0
+        self._calls: dict[Future[Any] | _Call, _Call] = {}
+        """Calls under way: those of `submit` by their futures, others by themselves."""
 
     @property
     def key(self) -> ServerKey:
@@ -145,9 +175,26 @@ class HttpClient:
             RequestRefused: a 4xx answer; KeyRefused for 401.
             CancelledError: `cancel_all` was called during the call.
         """
+        call = _Call()
+        with self._lock:
+            self._calls[call] = call
+        try:
+            return self._send(call, method, path, body, deadline_s, parse, max_attempts)
+        finally:
+            self._forget(call)
+
+    def _send(
+        self,
+        call: _Call,
+        method: str,
+        path: str,
+        body: Any,
+        deadline_s: float,
+        parse: Callable[[Any], T],
+        max_attempts: int | None = None,
+    ) -> T:
         started = time.monotonic()
         deadline = started + deadline_s
-        epoch = self._num_cancellations
         attempts = self._max_attempts if max_attempts is None else max_attempts
         payload = None if body is None else json.dumps(body).encode()
         asked = f"{method} {self.base_url}{path}"
@@ -156,17 +203,15 @@ class HttpClient:
             if attempt:
                 delay_s = min(_MAX_DELAY_S, self._first_delay_s * 2 ** (attempt - 1))
                 delay_s *= self._jitter.uniform(0.5, 1.5)
-                time.sleep(max(0.0, min(delay_s, deadline - time.monotonic())))
-            if epoch != self._num_cancellations:
-                raise CancelledError(f"{asked} was cancelled.")
+                call.pause(max(0.0, min(delay_s, deadline - time.monotonic())))
+            call.check(asked)
             if time.monotonic() >= deadline:
                 break
             try:
-                return self._attempt(method, path, payload, deadline, parse)
+                return self._attempt(call, method, path, payload, deadline, parse)
             except _AttemptFailed as error:
                 failure = str(error)
-        if epoch != self._num_cancellations:
-            raise CancelledError(f"{asked} was cancelled.")
+        call.check(asked)
         elapsed_s = time.monotonic() - started
         limit = f"the deadline of {deadline_s:g} s" if elapsed_s >= deadline_s else f"{attempts} attempts"
         raise ServerUnreachable(
@@ -175,10 +220,16 @@ class HttpClient:
         )
 
     def _attempt(
-        self, method: str, path: str, payload: bytes | None, deadline: float, parse: Callable[[Any], T]
+        self,
+        call: _Call,
+        method: str,
+        path: str,
+        payload: bytes | None,
+        deadline: float,
+        parse: Callable[[Any], T],
     ) -> T:
         try:
-            status, content = self._exchange(method, path, payload, deadline)
+            status, content = self._exchange(call, method, path, payload, deadline)
         except (OSError, http.client.HTTPException) as error:
             name = type(error).__name__
             raise _AttemptFailed(f"{name}: {error}" if str(error) else name) from error
@@ -192,17 +243,38 @@ class HttpClient:
         except (MalformedResponse, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise _AttemptFailed(f"an answer that makes no sense: {error}") from error
 
-    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        deadline_s: float,
+        parse: Callable[[Any], T],
+    ) -> Future[T]:
         """Start `call` with these arguments in a thread of the pool."""
-        return self._pool.submit(self.call, *args, **kwargs)
+        call = _Call()
+        future = self._pool.submit(self._send, call, method, path, body, deadline_s, parse)
+        with self._lock:
+            self._calls[future] = call
+        future.add_done_callback(self._forget)
+        return future
+
+    def cancel(self, future: Future[Any]) -> None:
+        """End what `submit` began. Its connection closes, so that the server stops working on it."""
+        if not future.cancel() and (call := self._calls.get(future)) is not None:
+            call.cancel()
 
     def cancel_all(self) -> None:
         """End all calls under way. Their connections close, so that the server stops working on them."""
         with self._lock:
-            self._num_cancellations += 1
-            busy = list(self._busy)
-        for connection in busy:
-            connection.shut()
+            calls = list(self._calls.values())
+        for call in calls:
+            call.cancel()
+
+    def _forget(self, call: Future[Any] | _Call) -> None:
+        with self._lock:
+            self._calls.pop(call, None)
 
     def close(self) -> None:
         """Cancel all calls under way and close every connection."""
@@ -212,10 +284,13 @@ class HttpClient:
             connection.close()
         self._idle.clear()
 
-    def _exchange(self, method: str, path: str, payload: bytes | None, deadline: float) -> tuple[int, bytes]:
+    def _exchange(
+        self, call: _Call, method: str, path: str, payload: bytes | None, deadline: float
+    ) -> tuple[int, bytes]:
         connection = self._take_connection()
         is_reusable = False
         try:
+            call.use(connection)
             connection.deadline = deadline
             headers = {} if payload is None else {"Content-Type": "application/json"}
             if self.run_id:
@@ -223,16 +298,17 @@ class HttpClient:
             if self._key is not None:
                 headers["Authorization"] = authorization(self._key, method, path, payload or b"")
             connection.request(method, self._prefix + path, payload, headers)
+            call.check(path)  # while the connection was being made there was nothing to shut
             response = connection.getresponse()
             content = response.read()
             is_reusable = not response.will_close
             return response.status, content
         finally:
-            with self._lock:
-                self._busy.discard(connection)
-                if is_reusable:
+            call.use(None)
+            if is_reusable:
+                with self._lock:
                     self._idle.append(connection)
-            if not is_reusable:
+            else:
                 connection.close()
 
     def _take_connection(self) -> _Connection:
@@ -240,12 +316,9 @@ class HttpClient:
             while self._idle:
                 connection = self._idle.pop()
                 if connection.is_open():
-                    break
+                    return connection
                 connection.close()
-            else:
-                connection = _Connection(self.host, self.port)
-            self._busy.add(connection)
-            return connection
+        return _Connection(self.host, self.port)
 
 
 class _Connection(http.client.HTTPConnection):

@@ -2,7 +2,8 @@
 
 A completion depends only on the weights, the prompt and the seeds, so any part of a rollout may be requested
 again. But a rollout must not use weights that are not the policy's. The server's workers know the name of
-their weights (see `weight_receiver`), and the engine compares it before and after each rollout.
+their weights (see `weight_receiver`), and the engine compares it before and after each rollout, and with
+turns that end one by one whenever some have ended.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from packaging.version import Version
 from torch import Tensor, nn
 
-from colocate.engines.turns import TurnEngine
+from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm.environment import check_version
 from colocate.engines.vllm.logprobs_mode import MODES, PROCESSED, ReportedLogprobs
 from colocate.engines.vllm_server.client import (
@@ -31,9 +32,11 @@ from colocate.engines.vllm_server.client import (
     ServerUnreachable,
     Workers,
 )
-from colocate.engines.vllm_server.completions import completions_in, requests_of
+from colocate.engines.vllm_server.completions import Request, completions_in, requests_of
 from colocate.engines.vllm_server.key import VARIABLE
 from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, ServerHeld, has_ended, this_run
+from colocate.engines.vllm_server.open_turns import POLL_S, OpenTurns
+from colocate.engines.vllm_server.watch import Watch
 from colocate.engines.vllm_server.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.engines.vllm_server.weight_wire import SHAPE
 from colocate.types import Completion, Prompt, SamplingParams
@@ -48,16 +51,14 @@ _CALL_S = 60.0
 """Deadline of requests that take the server no work; if it is silent for longer, it counts as lost."""
 _RELEASE_S = 5.0
 """Deadline for releasing the server. If it fails, the lease ends by itself."""
+MAX_IN_FLIGHT = 512
+"""Requests under way at once, as many as `colocate serve` lets the server decode."""
 _MAX_LOSSES = 5
 """How often the server may be lost in one rollout or one push before the run gives up."""
 
 
 class ServerRestarted(RuntimeError):
     """The server answers, but without the weights that the rollout began with."""
-
-
-class ServerPaused(RuntimeError):
-    """The server answers, but generates nothing, because somebody has paused it."""
 
 
 # KeyRefused is among them because a restarted server may have a new key.
@@ -68,6 +69,10 @@ class VLLMServerEngine(TurnEngine):
     """Generates on a vLLM server, whose weights it keeps equal to the model's.
 
     The server has memory of its own, so `sleep` gives nothing back and `wake_up` takes nothing.
+
+    `generate` sends one request for all completions of a prompt. A turn of an open sequence is a request of
+    its own, and `poll` returns those that were answered. Before `sleep` and `update_weights` return, requests
+    under way are given up: `poll` sends these turns anew, so that none is drawn by two policies.
 
     Args:
         model: the policy, possibly inside a PEFT wrapper. Its weights are read when they are pushed.
@@ -82,8 +87,7 @@ class VLLMServerEngine(TurnEngine):
         request_timeout_s: seconds for one prompt's completions, queueing in the server and retries included.
         push_timeout_s: seconds for sending all weights.
         transport, group_host, group_port, bucket_bytes, directory: see `WeightPusher`.
-        max_in_flight: largest number of requests under way at once. A request is for all completions of a
-            prompt, unless their limits differ.
+        max_in_flight: largest number of requests under way at once; further ones wait for their turn here.
 
     Raises:
         ServerUnreachable: no server answered within `server_timeout_s`.
@@ -112,7 +116,7 @@ class VLLMServerEngine(TurnEngine):
         group_port: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
         directory: str | None = None,
-        max_in_flight: int = 256,
+        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         self._model: nn.Module | None = model
         self._is_main = is_main
@@ -126,6 +130,7 @@ class VLLMServerEngine(TurnEngine):
         self._start_id: str | None = None
         self._vocab_size = causal_lm(model).get_input_embeddings().num_embeddings
         self._client = HttpClient(base_url, max_in_flight=max_in_flight, run_id=self._run_id)
+        self._open_turns = OpenTurns(self._client, self._watch())
         self._workers = Workers(self._client, this_run(self._run_id, output_dir))
         self._pusher = WeightPusher(
             self._client,
@@ -155,6 +160,17 @@ class VLLMServerEngine(TurnEngine):
         self._check(prompts, sampling)
         return self._surviving("generate", lambda: self._generate(prompts, sampling))
 
+    def abort(self, sequences: Iterable[int]) -> None:
+        """Forget sequences, and let the server stop drawing them. See `RolloutEngine.abort`."""
+        sequences = list(sequences)
+        self._open_turns.abort(sequences)
+        super().abort(sequences)
+
+    def sleep(self, keep_bytes: int = 0) -> None:
+        """Refuse `generate` and give turns under way up. `keep_bytes` has no effect: no memory is held."""
+        self._open_turns.abort()
+        super().sleep(keep_bytes)
+
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the model's present weights, with adapters merged, and drop prefixes computed with older ones.
 
@@ -177,6 +193,7 @@ class VLLMServerEngine(TurnEngine):
                 f"{foreign[0]!r} is no parameter of the model that this engine was made with, and only those "
                 "are sent. Update the model's parameters in place."
             )
+        self._open_turns.abort()
         self._num_updates += 1
         if self._is_main:
             self._surviving("take weights", self._bring_up_to_date)
@@ -186,6 +203,7 @@ class VLLMServerEngine(TurnEngine):
     def close(self) -> None:
         """Release the server, which keeps running and is then free for another run."""
         super().close()
+        self._open_turns.abort()
         self._model = None
         self._pusher.reset()
         self._let_go()
@@ -195,73 +213,83 @@ class VLLMServerEngine(TurnEngine):
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         start_id = self._bring_up_to_date()
-        requests = list(requests_of(prompts, sampling, self._served_name))
         futures = [
-            self._client.submit(
-                "POST",
-                "/v1/completions",
-                request.body,
-                deadline_s=self._request_timeout_s,
-                parse=partial(
-                    completions_in, request=request, sampling=sampling, policy_version=self.policy_version
-                ),
-            )
-            for request in requests
+            self._send(request, sampling) for request in requests_of(prompts, sampling, self._served_name)
         ]
         try:
             self._await_all(futures)
-            state = self._state()
+            self._check_unchanged(start_id)
         except BaseException:
-            for future in futures:
-                future.cancel()
+            self._open_turns.abort()
             self._client.cancel_all()
             raise
+        completions = (completion for future in futures for completion in future.result())
+        return self._reported.of(completions, sampling)
+
+    def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
+        return self._surviving("generate", lambda: self._draw_open(waiting, sampling))
+
+    def _draw_open(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
+        """Send turns that are not under way, and return those that have ended; after an error none is."""
+
+        def start(prompt: Prompt) -> concurrent.futures.Future[list[Completion]]:
+            (request,) = requests_of([prompt], sampling, self._served_name)
+            return self._send(request, sampling)
+
+        turns = self._open_turns
+        try:
+            if not turns.are_under_way:
+                turns.start_id, turns.watch = self._bring_up_to_date(), self._watch()
+            turns.send(waiting, start)
+            ended = turns.take(POLL_S)
+            if ended:
+                self._check_unchanged(turns.start_id)
+                turns.watch.heard()
+            elif turns.watch.is_silent:
+                turns.watch.look(self._ask)
+        except BaseException:
+            turns.abort()
+            raise
+        return dict(zip(ended, self._reported.of(ended.values(), sampling), strict=True))
+
+    def _send(
+        self, request: Request, sampling: SamplingParams
+    ) -> concurrent.futures.Future[list[Completion]]:
+        return self._client.submit(
+            "POST",
+            "/v1/completions",
+            request.body,
+            deadline_s=self._request_timeout_s,
+            parse=partial(
+                completions_in, request=request, sampling=sampling, policy_version=self.policy_version
+            ),
+        )
+
+    def _check_unchanged(self, start_id: str) -> None:
+        """Raises ServerRestarted unless the server is that of the start `start_id`, with these weights."""
+        state = self._state()
         if state[0] != start_id:
             raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted during a rollout.")
         if state[1] != self._token:
             raise ServerRestarted(f"The weights of {self._client.base_url} changed during a rollout.")
-        completions = (completion for future in futures for completion in future.result())
-        return self._reported.of(completions, sampling)
 
     def _await_all(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
         """Wait until all are done; raises as soon as one fails, or the server is silent or stays paused."""
         pending: set[concurrent.futures.Future[Any]] = set(futures)
-        paused_since_s: float | None = None
+        watch = self._watch()
         while pending:
             done, pending = concurrent.futures.wait(
-                pending,
-                timeout=min(_CALL_S, self._server_timeout_s) / 4,
-                return_when=concurrent.futures.FIRST_EXCEPTION,
+                pending, timeout=watch.silence_s, return_when=concurrent.futures.FIRST_EXCEPTION
             )
             for future in done:
                 future.result()
             if pending and not done:
-                self._ask("/health")
-                paused_since_s = self._check_pause(paused_since_s)
+                watch.look(self._ask)
 
-    def _check_pause(self, since_s: float | None) -> float | None:
-        """The time since when the server is known to be paused, given the earlier one; None if it is not.
-
-        Raises:
-            ServerPaused: the server has been paused for longer than `server_timeout_s`.
-        """
-        if not self._ask("/is_paused", lambda answer: isinstance(answer, dict) and answer.get("is_paused")):
-            return None
-        url, now_s = self._client.base_url, time.monotonic()
-        if since_s is None:
-            logger.warning(
-                f"The vLLM server at {url} is paused in the middle of a rollout, and not by this run; waiting"
-                f" for up to {self._server_timeout_s:g} s (vllm_server_timeout)."
-            )
-            return now_s
-        if now_s - since_s > self._server_timeout_s:
-            raise ServerPaused(
-                f"The vLLM server at {url} has been paused for {self._server_timeout_s:g} s "
-                "(vllm_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
-                "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
-                "checkpoint."
-            )
-        return since_s
+    def _watch(self) -> Watch:
+        patience_s = self._server_timeout_s
+        silence_s = min(_CALL_S, patience_s) / 4
+        return Watch(self._client.base_url, silence_s=silence_s, patience_s=patience_s)
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,73 @@
+"""The turns that the server is drawing: they are sent, answered and given up one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+
+from colocate.engines.turns import Turn
+from colocate.engines.vllm_server.client import HttpClient
+from colocate.engines.vllm_server.watch import Watch
+from colocate.types import Completion, Prompt
+
+POLL_S = 0.02
+"""Seconds for which `poll` waits for a first turn to end until whoever polls sees to other things."""
+
+
+class OpenTurns:
+    """Turns on their way to the server and back, each a request of its own.
+
+    Members of a group are sent one by one, too: a request for several of them is answered when the longest
+    has ended. What they have in common, and what earlier turns of an episode have computed, the server finds
+    in its prefix cache.
+    """
+
+    def __init__(self, client: HttpClient, watch: Watch) -> None:
+        self._client = client
+        self.watch = watch
+        self.start_id = ""
+        """The identity of the server's start whose turns these are."""
+        self._numbers: dict[Future[list[Completion]], int] = {}
+        """Requests under way, and whose turns they are."""
+        self._ended: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
+
+    @property
+    def are_under_way(self) -> bool:
+        return bool(self._numbers)
+
+    def send(self, waiting: Mapping[int, Turn], start: Callable[[Prompt], Future[list[Completion]]]) -> None:
+        """Send the turns that are not under way yet.
+
+        Args:
+            waiting: all turns to draw, by the numbers of their sequences; those under way are among them.
+            start: sends a request for one completion of a prompt.
+        """
+        under_way = set(self._numbers.values())
+        for number, turn in waiting.items():
+            if number not in under_way:
+                future = start(turn.as_prompt())
+                self._numbers[future] = number
+                future.add_done_callback(self._ended.put)
+
+    def take(self, wait_s: float) -> dict[int, Completion]:
+        """The turns that have ended, after waiting for a first one for up to `wait_s` seconds.
+
+        Raises:
+            ServerUnreachable, RequestRefused: see `HttpClient.call`.
+        """
+        ended: dict[int, Completion] = {}
+        try:
+            while True:
+                future = self._ended.get(timeout=0 if ended else wait_s)
+                if (number := self._numbers.pop(future, None)) is not None:
+                    (ended[number],) = future.result()
+        except Empty:
+            return ended
+
+    def abort(self, numbers: Iterable[int] | None = None) -> None:
+        """Give the requests for sequences' turns up; None: all. The server stops drawing them."""
+        gone = None if numbers is None else set(numbers)
+        for future in [f for f, number in self._numbers.items() if gone is None or number in gone]:
+            del self._numbers[future]
+            self._client.cancel(future)

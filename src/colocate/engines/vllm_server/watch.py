@@ -1,0 +1,68 @@
+"""What is done while a server does not answer: it is asked whether it is alive, and whether it is paused."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class ServerPaused(RuntimeError):
+    """The server answers, but generates nothing, because somebody has paused it."""
+
+
+class Watch:
+    """Asks a server that has been silent for a while during a rollout.
+
+    Args:
+        base_url: the server's address, for messages.
+        silence_s: seconds without an answer after which the server is asked.
+        patience_s: seconds for which it may be paused.
+    """
+
+    def __init__(self, base_url: str, *, silence_s: float, patience_s: float) -> None:
+        self._base_url = base_url
+        self._patience_s = patience_s
+        self.silence_s = silence_s
+        self._heard_s = time.monotonic()
+        self._paused_since_s: float | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing was heard from the server for `silence_s`."""
+        return time.monotonic() - self._heard_s >= self.silence_s
+
+    def heard(self) -> None:
+        """Note that the server has answered a request."""
+        self._heard_s = time.monotonic()
+
+    def look(self, ask: Callable[[str], Any]) -> None:
+        """Ask the server how it is.
+
+        Args:
+            ask: sends a GET request for a path and returns the JSON of the answer; it raises if none comes.
+
+        Raises:
+            ServerPaused: it has been paused for longer than `patience_s`.
+        """
+        ask("/health")
+        self.heard()
+        answer = ask("/is_paused")
+        if not isinstance(answer, dict) or not answer.get("is_paused"):
+            self._paused_since_s = None
+        elif self._paused_since_s is None:
+            self._paused_since_s = time.monotonic()
+            logger.warning(
+                f"The vLLM server at {self._base_url} is paused in the middle of a rollout, and not by this "
+                f"run; waiting for up to {self._patience_s:g} s (vllm_server_timeout)."
+            )
+        elif time.monotonic() - self._paused_since_s > self._patience_s:
+            raise ServerPaused(
+                f"The vLLM server at {self._base_url} has been paused for {self._patience_s:g} s "
+                "(vllm_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
+                "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
+                "checkpoint."
+            )
