@@ -5,6 +5,7 @@ With vLLM installed: `pytest -m vllm tests/integration/test_vllm_server.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import socket
@@ -127,6 +128,40 @@ def test_an_adapter_is_published_merged(model):
             assert_greedy_is_the_trainers(engine, adapted)
     finally:
         engine.close()
+
+
+def test_turns_that_are_given_up_end_there_and_later_ones_read_what_is_new(engine):
+    """As vLLM counts itself: requests that it runs, tokens that it draws, tokens that it need not read."""
+    port = shared_server().port
+    bearer = {"Authorization": f"Bearer {key_file(socket.gethostname(), port).read_text()}"}
+
+    def counted(name: str) -> float:
+        lines = ask(port, "GET", "/metrics", bearer, None)[1].splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+    def wait_for(condition: Any) -> None:
+        deadline_s = time.monotonic() + 30
+        while not condition():
+            assert engine.poll() == {} and time.monotonic() < deadline_s
+
+    sampling = SamplingParams(max_tokens=110)
+    num_drawn = counted("generation_tokens_total")
+    numbers = engine.submit(make_prompts([8], 4), sampling)
+    wait_for(lambda: counted("num_requests_running") == 4)
+    engine.abort(numbers)
+    wait_for(lambda: counted("num_requests_running") == 0)
+    assert 0 < counted("generation_tokens_total") - num_drawn < 4 * 110
+
+    (prompt,) = make_prompts([50], seed=5)
+    (number,) = engine.submit([dataclasses.replace(prompt, max_tokens=(30,))], sampling, keep=True)
+    while engine.is_busy:
+        engine.poll()
+    num_found = counted("prefix_cache_hits_total")
+    engine.extend(number, [1, 2, 3], 10)
+    while engine.is_busy:
+        engine.poll()
+    assert counted("prefix_cache_hits_total") - num_found == 64, "80 tokens were read, two blocks of 32"
+    engine.abort([number])
 
 
 def test_another_model_is_refused():

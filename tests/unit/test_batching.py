@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_models import (
@@ -79,3 +81,14 @@ def test_batches_hold_every_sequence_once():
     assert list(batches(lengths, PADDED, 2)) == [[0, 1], [2, 3], [4]]
     assert list(batches(lengths, EQUAL_LENGTHS, 2)) == [[0, 2], [3], [1, 4]]
     assert list(batches(lengths, ALONE, 2)) == [[0], [1], [2], [3], [4]]
+
+
+def test_a_poll_draws_one_batch():
+    """What a batch has ended can go on in the next one, before turns that were asked for with it."""
+    engine = TransformersEngine(make_model("qwen3"), pad_token_id=0, max_num_seqs=2)
+    engine.wake_up()
+    prompts, sampling = make_prompts([3, 6, 4, 9, 5]), SamplingParams(max_tokens=12)
+    numbers = engine.submit([replace(prompt, max_tokens=(4,)) for prompt in prompts], sampling, keep=True)
+    assert engine.poll().keys() == set(numbers[:2])
+    engine.extend(numbers[1], [7, 8], 5)
+    assert [list(engine.poll()) for _ in range(3)] == [numbers[1:3], numbers[3:], []]

@@ -68,7 +68,8 @@ class ServerProcess:
             *(sys.executable, "-m", "colocate", "serve", str(directory)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--"),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_POSITION)),
-            *("--max-num-seqs", "8", "--max-num-batched-tokens", "1024", "--disable-log-stats"),
+            *("--max-num-seqs", "8", "--max-num-batched-tokens", "1024"),
+            *("--block-size", "32"),  # the prefix cache has whole blocks, of which a context has a few so
             *("--gpu-memory-utilization", "0.2", *options),
         ]
         variables = {

@@ -15,7 +15,7 @@ from colocate.engines.batching import PADDED, batches, choose_batching
 from colocate.engines.logprob_noise import largest_mean_noise
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.requests import derived_seed
-from colocate.engines.turns import TurnEngine
+from colocate.engines.turns import Turn, TurnEngine
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.adapters import prompt_learning_adapter
 from colocate.weights.fully_sharded import gather_whole, is_fully_sharded, let_go, whole_bytes
@@ -32,6 +32,9 @@ class TransformersEngine(TurnEngine):
     read or changed, only one log-probability per token is kept instead of a step's logits, and completions
     with equal (seed, prompt key, member) are drawn with equal noise. The logits depend a little on the
     padding, hence on the rest of the batch, so a completion is reproducible only together with its batch.
+
+    `poll` draws one batch of the turns that wait, and returns it when its longest turn has ended:
+    `model.generate` neither lets a sequence go nor takes one in, and begun anew it reads all contexts again.
 
     With `generation_kwargs` transformers draws the tokens itself, from the device's random generator, which
     is seeded for each batch from its (seed, prompt key, member). Completions then have no log-probs, because
@@ -80,16 +83,29 @@ class TransformersEngine(TurnEngine):
             for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True)
         ]
         completions: dict[int, Completion] = {}
-        with torch.no_grad(), _set_up_for_generation(self._base):
-            if requests and self._batching is None:
-                self._batching = self._choose_batching()
-            lengths = [len(prompt.token_ids) for prompt, _, _ in requests]
-            for batch in batches(lengths, self._batching or PADDED, self._max_num_seqs):
-                generated = self._generate_batch(
-                    [requests[index] for index in batch], sampling, self._generation_kwargs
-                )
-                completions.update(zip(batch, generated, strict=True))
+        for generated in self._batch_by_batch(requests, sampling):
+            completions.update(generated)
         return [completions[index] for index in range(len(requests))]
+
+    def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
+        numbers, turns = list(waiting), waiting.values()
+        requests = [(turn.as_prompt(), turn.sample, turn.limit) for turn in turns]
+        first = next(self._batch_by_batch(requests, sampling))
+        return {numbers[index]: completion for index, completion in first.items()}
+
+    def _batch_by_batch(
+        self, requests: Sequence[tuple[Prompt, int, int]], sampling: SamplingParams
+    ) -> Iterator[dict[int, Completion]]:
+        """Completions by the indices of their requests, which are as in `_generate_batch`."""
+        if requests and self._batching is None:
+            with torch.no_grad(), _set_up_for_generation(self._base):
+                self._batching = self._choose_batching()
+        lengths = [len(prompt.token_ids) for prompt, _, _ in requests]
+        for batch in batches(lengths, self._batching or PADDED, self._max_num_seqs):
+            chosen = [requests[index] for index in batch]
+            with torch.no_grad(), _set_up_for_generation(self._base):
+                generated = self._generate_batch(chosen, sampling, self._generation_kwargs)
+            yield dict(zip(batch, generated, strict=True))
 
     @property
     def rollout_weight_bytes(self) -> int:

@@ -46,7 +46,7 @@ class TurnEngine(BaseEngine):
     """An engine whose `generate` completes a list of prompts at a stroke.
 
     `poll` generates every turn that waits. Nothing of an earlier turn is kept but its tokens: the next turn
-    is a longer prompt. A subclass writes `generate`, and `_draw` where turns can end one by one.
+    is a longer prompt. A subclass writes `generate`, and `_draw` where some turns can end before others.
     """
 
     @abstractmethod

@@ -8,12 +8,12 @@ turns that end one by one whenever some have ended.
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -36,7 +36,7 @@ from colocate.engines.vllm_server.completions import Request, completions_in, re
 from colocate.engines.vllm_server.key import VARIABLE
 from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, ServerHeld, has_ended, this_run
 from colocate.engines.vllm_server.open_turns import POLL_S, OpenTurns
-from colocate.engines.vllm_server.watch import Watch
+from colocate.engines.vllm_server.watch import Watch, await_all
 from colocate.engines.vllm_server.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.engines.vllm_server.weight_wire import SHAPE
 from colocate.types import Completion, Prompt, SamplingParams
@@ -217,7 +217,7 @@ class VLLMServerEngine(TurnEngine):
             self._send(request, sampling) for request in requests_of(prompts, sampling, self._served_name)
         ]
         try:
-            self._await_all(futures)
+            await_all(futures, self._watch(), self._ask)
             self._check_unchanged(start_id)
         except BaseException:
             self._open_turns.abort()
@@ -232,7 +232,7 @@ class VLLMServerEngine(TurnEngine):
     def _draw_open(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
         """Send turns that are not under way, and return those that have ended; after an error none is."""
 
-        def start(prompt: Prompt) -> concurrent.futures.Future[list[Completion]]:
+        def start(prompt: Prompt) -> Future[list[Completion]]:
             (request,) = requests_of([prompt], sampling, self._served_name)
             return self._send(request, sampling)
 
@@ -252,9 +252,7 @@ class VLLMServerEngine(TurnEngine):
             raise
         return dict(zip(ended, self._reported.of(ended.values(), sampling), strict=True))
 
-    def _send(
-        self, request: Request, sampling: SamplingParams
-    ) -> concurrent.futures.Future[list[Completion]]:
+    def _send(self, request: Request, sampling: SamplingParams) -> Future[list[Completion]]:
         return self._client.submit(
             "POST",
             "/v1/completions",
@@ -272,19 +270,6 @@ class VLLMServerEngine(TurnEngine):
             raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted during a rollout.")
         if state[1] != self._token:
             raise ServerRestarted(f"The weights of {self._client.base_url} changed during a rollout.")
-
-    def _await_all(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-        """Wait until all are done; raises as soon as one fails, or the server is silent or stays paused."""
-        pending: set[concurrent.futures.Future[Any]] = set(futures)
-        watch = self._watch()
-        while pending:
-            done, pending = concurrent.futures.wait(
-                pending, timeout=watch.silence_s, return_when=concurrent.futures.FIRST_EXCEPTION
-            )
-            for future in done:
-                future.result()
-            if pending and not done:
-                watch.look(self._ask)
 
     def _watch(self) -> Watch:
         patience_s = self._server_timeout_s

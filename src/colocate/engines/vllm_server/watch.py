@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -66,3 +67,14 @@ class Watch:
                 "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
                 "checkpoint."
             )
+
+
+def await_all(futures: Iterable[Future[Any]], watch: Watch, ask: Callable[[str], Any]) -> None:
+    """Wait until all requests are done; raises as soon as one fails, and what `Watch.look` raises."""
+    pending: set[Future[Any]] = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=watch.silence_s, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        if pending and not done:
+            watch.look(ask)
