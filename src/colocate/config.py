@@ -179,8 +179,9 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     supported natively, "vllm" if not and use_vllm=True, and "transformers" in all other cases."""
     max_num_seqs: Annotated[int | None, FEW] = None
     """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
-    engine="vllm" that engine's own default. With engine="vllm_server" it is the number of prompts sent to the
-    server at a time (None: 256); the server's own `--max-num-seqs` says how many sequences that decodes."""
+    engine="vllm" that engine's own default. With engine="vllm_server" it is the number of requests, for a
+    prompt or a turn, that are with the server at a time (None: 512); the server's own `--max-num-seqs` says
+    how many sequences that decodes."""
     page_size: Annotated[int | None, AT_LEAST_ONE] = None
     """Tokens per page of the KV cache. None: 64 on a GPU, 16 on a CPU."""
     kv_cache_tokens: Annotated[int | None, AT_LEAST_ONE] = None
