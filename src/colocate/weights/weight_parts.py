@@ -161,8 +161,8 @@ def why_not_split(layout: Layout, count: int) -> str | None:
     config = getattr(layout.base(), "config", None)
     if dropout := getattr(config, "attention_dropout", 0.0):  # transformers' modules read whole weights
         return (
-            f"its attention_dropout={dropout} is computed by transformers' modules, from whole weights: set it "
-            "to 0 in the model's configuration or model_init_kwargs"
+            f"its attention_dropout={dropout} is computed by transformers' modules, from whole weights: set "
+            "it to 0 in the model's configuration or model_init_kwargs"
         )
     mlp_size = len(base_linear(first.gate_up[0]).weight) * layout.part.count
     for name, size in (
