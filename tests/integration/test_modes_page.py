@@ -1,7 +1,8 @@
-"""What docs/benchmarks.md says of rollouts and modes is what their results say."""
+"""What docs/benchmarks.md says of rollouts, modes, lag and refilling is what their results say."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pages import pictures
 from benchmarks.pages import tables as pages
 
 ROOT = Path(__file__).parents[2]
@@ -150,3 +152,75 @@ def test_readme_and_guide_say_what_the_modes_are_worth() -> None:
 
 def test_figures_of_curves_are_those_of_the_benchmark() -> None:
     check_curves(section_of("curves-h200"), json.loads((RESULTS / "curves-h200.json").read_text()))
+
+
+LAG_CASES = {
+    "quickstart": ("lag0", "lag1", "lag2", "refill"),
+    "calculator": ("lag0", "lag1", "lag2", "refill"),
+    "quickstart_quarter": ("lag0", "lag1", "lag2"),
+    "calculator_quarter": ("lag0", "lag1", "lag2"),
+}
+"""The settings of each task of the result."""
+
+
+def last_ten(reward: list[float]) -> float:
+    return sum(reward[-10:]) / 10
+
+
+def check_lag(result: dict[str, Any]) -> None:
+    """Every claim is of the rewards in the file: three runs of each setting, paired by their seeds."""
+    rewards = {(r["task"], r["setting"], r["seed"]): r["reward"] for r in result["repetitions"]}
+    assert len(rewards) == len(result["repetitions"]) == 3 * sum(map(len, LAG_CASES.values()))
+    figures = {"final_reward": last_ten, "mean_reward": statistics.mean}
+    names = set()
+    for task, setting in ((task, setting) for task, settings in LAG_CASES.items() for setting in settings):
+        for name, figure in figures.items():
+            values = [figure(rewards[task, setting, seed]) for seed in range(3)]
+            expected = {f"{name}_{task}_{setting}": statistics.mean(values)}
+            if setting != "lag0":
+                base = [figure(rewards[task, "lag0", seed]) for seed in range(3)]
+                differences = [a - b for a, b in zip(values, base, strict=True)]
+                error = statistics.stdev(differences) / 3**0.5
+                expected[f"{name}_difference_{task}_{setting}"] = statistics.mean(differences)
+                expected[f"{name}_difference_error_{task}_{setting}"] = error
+            assert {key: result["claims"][key] for key in expected} == pytest.approx(expected)
+            names |= expected.keys()
+    assert names == result["claims"].keys()
+
+
+def check_collapses(section: str, result: dict[str, Any]) -> None:
+    """The page says how many runs end with less reward than the warm start has, and what a lag costs the
+    others."""
+
+    def num_collapsed(tasks: tuple[str, ...], settings: tuple[str, ...]) -> tuple[int, int]:
+        runs = [r for r in result["repetitions"] if r["task"] in tasks and r["setting"] in settings]
+        return sum(last_ten(r["reward"]) < r["reward"][0] for r in runs), len(runs)
+
+    own, quarter, lags = (
+        ("quickstart", "calculator"),
+        ("quickstart_quarter", "calculator_quarter"),
+        ("lag1", "lag2"),
+    )
+    assert "{} of {} runs with a lag end".format(*num_collapsed(own, lags)) in section
+    assert num_collapsed(("quickstart",), ("lag2",)) == (3, 3)
+    assert [num_collapsed((task,), ("lag1",))[0] for task in own] == [1, 1]
+    assert num_collapsed(own, ("lag0", "refill"))[0] == num_collapsed(quarter, ("lag0", *lags))[0] == 0
+    costs = [
+        -result["claims"][f"final_reward_difference_{task}_{lag}"]
+        for task, lag in itertools.product(quarter, lags)
+    ]
+    assert f"what a lag costs is at most {max(costs):.3f} of the reward at the end" in section
+
+
+def test_figures_of_lag_and_refilling_are_those_of_the_benchmark() -> None:
+    result = json.loads((RESULTS / "lag-cpu.json").read_text())
+    check_lag(result)
+    section = section_of("lag-cpu")
+    assert flat("\n".join(pages.lag_table(result))) in section
+    setup = result["setup"]
+    assert f"batches of {setup['batch_size']} completions, on-policy at lag 0" in section
+    assert f"the engine has {setup['num_rows']} rows" in section
+    assert f"the last {setup['num_final_steps']} steps" in section
+    check_collapses(section, result)
+    picture = pictures.picture(pictures.lag_panels(result))
+    assert picture == (ROOT / "docs/lag-cpu.svg").read_text(), "the picture is of another result"
