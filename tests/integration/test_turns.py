@@ -283,7 +283,7 @@ def always_calling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model of random weights writes is a call of `add`."""
     function = {"name": "add", "arguments": {"a": 1, "b": 2}}
     message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    monkeypatch.setattr(Renderer, "parse", lambda renderer, ids: json.loads(json.dumps(message)))
+    monkeypatch.setattr(Renderer, "parse", lambda renderer, *_: json.loads(json.dumps(message)))
 
 
 @pytest.mark.parametrize("engine", ["native", "transformers"])

@@ -9,95 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
 
-from colocate.episodes.renderer import Renderer
+from chat_templates import STOPS, THINKS, TOOL, WITH_TOOLS, make_call, renderer_of, sampled
 from colocate.episodes.tool_syntax import MAX_PARSED_CHARS
-
-STOPS = {
-    "qwen2_5": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-    "qwen3_instruct_2507": "<|im_end|>",
-    "qwen3_5_think": "<|im_end|>",
-    "llama3_1": "<|eot_id|>",
-    "llama3_2": "<|eot_id|>",
-    "gemma3": "<end_of_turn>",
-    "llama3": "<|eot_id|>",
-}
-WITH_TOOLS = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "llama3_1", "llama3_2")
-SPECIAL = ["<pad>", "<bos>", "<|im_start|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
-SPECIAL += [
-    "<|im_end|>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-]
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "multiply",
-        "description": "Multiply.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-    },
-}
-
-
-def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a few merges, so that tokens could join over the ends of turns."""
-    tokenizer = Tokenizer(BPE())
-    # Line ends are tokens of their own, as in the tokenizers of Qwen and Llama.
-    lines = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|[^\r\n]+"), "isolated")
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, words])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
-    )
-    texts = [
-        "the user said\n\nassistant multiply 12 by 7 \n tool_call name arguments parameters",
-        "a\n\n\nb {}\"'",
-    ]
-    tokenizer.train_from_iterator(texts * 5, trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token=STOPS[name], pad_token="<pad>"
-    )
-    wrapped.chat_template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text()
-    return wrapped
-
-
-RENDERERS: dict[str, Renderer] = {}
-
-
-def renderer_of(name: str) -> Renderer:
-    if name not in RENDERERS:
-        tokenizer = make_tokenizer(name)
-        RENDERERS[name] = Renderer(tokenizer, None, (tokenizer.eos_token_id,))
-    return RENDERERS[name]
-
-
-def sampled(renderer: Renderer, message: dict[str, Any]) -> list[int]:
-    """What the model would sample to be rendered as `message`: the text between the generation prompt and the
-    stop token, which it samples too."""
-    dummy = {"role": "user", "content": "u"}
-    whole = renderer._text([dummy, message], None, add_generation_prompt=False)
-    opened = renderer._text([dummy], None, add_generation_prompt=True)
-    stop = renderer._tokenizer.eos_token
-    if not whole.startswith(
-        opened
-    ):  # the template opens the reasoning only in the generation prompt, or never
-        opened = opened.removesuffix("<think>\n")
-    assert whole.startswith(opened)
-    text = whole[len(opened) :]
-    return renderer._ids(text[: text.index(stop) + len(stop)])
-
 
 words = st.text(st.sampled_from("ab 12\n.é漢{}\"'"), min_size=1, max_size=12).map(
     lambda text: "w" + text + "w"
@@ -115,10 +29,6 @@ calls = st.tuples(st.integers(-5, 99), words).map(
 )
 results = words.map(lambda text: {"role": "tool", "name": "multiply", "content": text})
 systems = words.map(lambda text: {"role": "system", "content": text})
-
-
-def history_ids(renderer: Renderer, messages: list[dict[str, Any]], tools: Any) -> list[int]:
-    return renderer.render(messages, tools, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize("name", STOPS)
@@ -145,9 +55,10 @@ def test_turns_and_bridges_are_the_whole_conversation(name, data):
     expected = renderer._tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
     )["input_ids"]
-    if name not in ("qwen3", "qwen3_5_think"):  # these write an empty reasoning into the last turn alone
+    if name not in THINKS:
         assert ids == expected
-        assert num_bridged
+        # GPT-OSS ends an answer in another way once a message follows.
+        assert num_bridged or (name == "gptoss" and not any("tool_calls" in turn for turn in messages))
     tail = ids[-len(added) :] if added is not None else ids
     assert tail == expected[-len(tail) :]
 
@@ -169,41 +80,79 @@ def test_a_stripped_reasoning_forks_and_one_that_stays_does_not(name):
     assert whole[-len(added) :] == added
 
 
+texts = words | st.sampled_from(["75001", "true", "null", "[1]", "1e3", "w\nw"])
+arguments_of = st.fixed_dictionaries(
+    {"a": st.integers(-9, 99), "b": texts},
+    optional={
+        "c": st.lists(st.integers(0, 9), max_size=2)
+        | st.dictionaries(st.sampled_from("kl"), words, max_size=1),
+        "d": st.booleans() | st.none(),
+    },
+)
+
+
+def readable(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that the template writes so that they can be told apart."""
+    if name == "lfm2_2_5":  # it writes no escapes, and the lists of other templates' texts
+        arguments = {**arguments, "b": arguments["b"].replace("'", "")}
+    return {k: v.strip("\n") if isinstance(v, str) else v for k, v in arguments.items()}
+
+
 @pytest.mark.parametrize("name", WITH_TOOLS)
-@given(number=st.integers(-9, 99), text=words)
-def test_calls_are_read_as_they_are_written(name, number, text):
+@settings(max_examples=40)
+@given(arguments=arguments_of, num_calls=st.integers(1, 2), data=st.data())
+def test_calls_are_read_as_they_are_written(name, arguments, num_calls, data):
     renderer = renderer_of(name)
-    arguments = {"a": number, "b": text.strip("\n")}
-    call = {"type": "function", "function": {"name": "multiply", "arguments": arguments}}
-    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    message = make_call(readable(name, arguments))
+    if not name.startswith(("llama", "gptoss")):  # a turn of theirs has one call
+        message["tool_calls"] *= num_calls
+    ids = sampled(renderer, message)
+    found = renderer.parse(ids, tools=[TOOL])
+    assert not (found.pop("reasoning_content", None) or "")
+    assert found == message
+    # A call cut short is no call, or the whole call where only its end is missing.
+    part = renderer.parse(ids[: data.draw(st.integers(0, len(ids) - 1))], tools=[TOOL])
+    for call in part.get("tool_calls", []):
+        assert call == message["tool_calls"][0]
+
+
+@pytest.mark.parametrize("name", STOPS)
+@given(text=words, reasoning=st.none() | words)
+def test_answers_are_read_as_they_are_written(name, text, reasoning):
+    renderer = renderer_of(name)
+    message = {"role": "assistant", "content": text}
+    if reasoning is not None and renderer._has_reasoning and name != "gemma4_v3":  # only calls have it there
+        message["reasoning_content"] = reasoning
     found = renderer.parse(sampled(renderer, message))
-    found.pop("reasoning_content", None)
+    assert found.pop("reasoning_content", "") == message.pop("reasoning_content", "")
     assert found == message
 
 
 TANGLE = (
     *("<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"name": 3}', "null", "{"),
     *("<function=f>", "</function>", "<parameter=a>", "[TOOL_CALLS]", "[ARGS]", "</think>", "x\n"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>", "call:f{a:", '<|"|>', "}"),
+    *("<tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>", "[f(a=b'x', *c)]", "f({1}=", "-" * 3000),
+    *("<|start|>assistant", " to=functions.f", "<|channel|>analysis", "<|message|>", "<|call|>", "<|end|>"),
     "[" * 2000,
 )
 
 
 @given(
     st.sampled_from(WITH_TOOLS),
-    st.lists(
-        st.sampled_from(list(TANGLE)),
-        max_size=6,
-    ),
+    st.lists(st.sampled_from(list(TANGLE)), max_size=8),
+    st.lists(st.integers(0, 699), max_size=20),
 )
-def test_whatever_is_written_is_a_message(name, parts):
+def test_whatever_is_written_is_a_message(name, parts, tokens):
     renderer = renderer_of(name)
-    text = "".join(parts)
-    message = renderer.parse(renderer._ids(text))
+    ids = renderer._ids("".join(parts)) + [token for token in tokens if token not in renderer.stop_token_ids]
+    text = renderer._tokenizer.decode(ids)
+    message = renderer.parse(ids, tools=[TOOL])
     assert message["role"] == "assistant" and isinstance(message["content"], str)
     json.dumps(message)
     for call in message.get("tool_calls", []):
         assert isinstance(call["function"]["name"], str) and isinstance(call["function"]["arguments"], dict)
-    if "tool_calls" not in message and "reasoning_content" not in message:
+    if "tool_calls" not in message and "reasoning_content" not in message and "<|message|>" not in text:
         assert message["content"] == text
 
 
@@ -241,6 +190,9 @@ def test_what_follows_a_call_is_what_trl_puts_there(name):
     assert renderer.bridge(messages, answers, [TOOL]) == trainer._get_tool_suffix_ids(answers)
 
 
+WRITE_JSON = ("llama3_1", "llama3_2", "gptoss", "lfm2_v2")
+
+
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @pytest.mark.parametrize("result", [[("P53", 3)], [], ["a", {"b": 1}]], ids=["rows", "none", "mixed"])
 def test_a_list_that_a_tool_returns_is_read_as_text(name, result):
@@ -254,7 +206,7 @@ def test_a_list_that_a_tool_returns_is_read_as_text(name, result):
     answer = {"role": "tool", "name": "multiply", "content": result}
     read = renderer.bridge(messages, [answer], [TOOL])
     assert read is not None
-    shown = json.dumps(result) if name.startswith("llama") else str(result)  # these templates write JSON
+    shown = json.dumps(result) if name in WRITE_JSON else str(result)
     assert shown in renderer._tokenizer.decode(read)
     assert answer["content"] is result  # reward functions look at the list
 

@@ -8,14 +8,22 @@ Sampled tokens are never encoded again. A later turn's context consists of what 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from colocate.episodes.tool_syntax import message_of, syntax_of
+from colocate.episodes.argument_types import with_typed_arguments
+from colocate.episodes.response_template import templated_message
+from colocate.episodes.tool_syntax import MAX_PARSED_CHARS, message_of, reasoning_end_of, syntax_of
 
 Message = dict[str, Any]
+
+FAMILIES = (
+    "Qwen 2.5, 3 and 3.5, Llama 3.1 and 3.2, GLM 4.5, Gemma 4, GPT-OSS, LFM 2 and 2.5, Nemotron 3 and Mistral"
+)
+"""The families whose templates carry tools, and whose calls are read."""
 
 _MARK = "c0loc4te"
 """Stands for the text of dummy messages: where it is rendered, the text would be."""
@@ -59,16 +67,30 @@ class Renderer:
             self._decoded(token) for token in stop_token_ids if token in tokenizer.added_tokens_decoder
         }
         self._shows_lists = True
-        listed = self._try_text([_user(), _call(_TOOL), {**_tool(_TOOL), "content": [["r" + _MARK]]}])
-        self._shows_lists = "r" + _MARK in (listed or "")
+        rows = [[_MARK]]
+        listed = self._try_text([_user(), _call(_TOOL), {**_tool(_TOOL), "content": rows}]) or ""
+        self._shows_lists = any(written in listed for written in (str(rows), json.dumps(rows)))
         """Whether the template shows any list that is a tool's answer. Qwen 3's leaves it out, Qwen 3.5's
-        refuses it."""
+        refuses it, GLM's takes it for several answers."""
         self._syntax = syntax_of(self._try_text([_user(), _call(_TOOL)]) or "")
-        reasoned = self._try_text([_user(), {**_assistant(), "reasoning_content": "r" + _MARK}])
-        self._has_reasoning = "r" + _MARK in (reasoned or "")
+        reasoning = {"reasoning_content": "r" + _MARK}
+        texts = [self._try_text([_user(), {**turn, **reasoning}]) for turn in (_assistant(), _call(_TOOL))]
+        reasoned = next((text for text in texts if text is not None and "r" + _MARK in text), "")
+        self._has_reasoning = bool(reasoned)
         """Whether the template knows `reasoning_content`."""
+        self._reasoning_end = reasoning_end_of(reasoned)
+        self._answer_end = (self._try_text([_user(), _assistant()]) or "").rpartition(_MARK)[2]
+        """What the template puts behind an answer's text."""
         self._keeps_turns = self._has_reasoning and self._keeps(_tool(_TOOL))
         """Whether the turn before a tool's message stays as it was sampled, its reasoning too."""
+
+    @property
+    def _can_parse(self) -> bool:
+        return self._syntax is not None or self._has_response_template
+
+    @property
+    def _has_response_template(self) -> bool:
+        return getattr(self._tokenizer, "response_template", None) is not None
 
     @property
     def _name(self) -> str:
@@ -80,14 +102,13 @@ class Renderer:
         called = self._try_text([_user(), _call(_TOOL), _tool(_TOOL)], [_SCHEMA])
         for what, found in (
             ("the tools' schemas", shown is not None and _TOOL in shown),
-            ("calls of tools", called is not None and called.count(_MARK) >= 2 and _knows_calls(self)),
+            ("calls of tools", called is not None and called.count(_MARK) >= 2 and self._can_parse),
             ("what tools have answered", called is not None and called.count(_MARK) >= 3),
         ):
             if not found:
                 raise ValueError(
-                    f"The chat template of {self._name} does not carry {what}. Those of "
-                    "Qwen 2.5, 3 and 3.5, Llama 3.1 and 3.2 and Mistral do: pass a `processing_class` with "
-                    "such a template, or set `tokenizer.chat_template`."
+                    f"The chat template of {self._name} does not carry {what}. Those of {FAMILIES} do: "
+                    "pass a `processing_class` with such a template, or set `tokenizer.chat_template`."
                 )
 
     def render(
@@ -127,31 +148,66 @@ class Renderer:
         if not (are_tools and self._keeps_turns) and self._is_rewritten(messages, new_messages, tools):
             return None
         # Dummy messages: a turn is not always rendered as it was sampled, but what follows it is the same.
-        opening = [_user(), _call(str(new_messages[0].get("name", _TOOL))) if are_tools else _assistant()]
+        calls = _numbered(messages)[-1].get("tool_calls") or []
+        named = [(call["function"]["name"], call["id"]) for call in calls] or [(_TOOL, "call00000")]
+        opening = [_user(), _calls(named) if are_tools else _assistant()]
         turn = self._text(opening, add_generation_prompt=False)
         whole = self._text([*opening, *new_messages], add_generation_prompt=True)
         end = turn[turn.rindex(_MARK) + len(_MARK) :]  # what the template puts behind the turn's text
-        start = whole.index(_MARK, whole.index(_MARK) + 1) + len(_MARK) + self._sampled_end(end, last_id)
-        return self._ids_from(whole, start)
+        start = whole.index(_MARK, whole.index(_MARK) + 1) + len(_MARK)
+        sampled = self._sampled_end(end, whole[start:], last_id)
+        if not whole.startswith(sampled, start):
+            return None  # the template ends an earlier turn in another way than the last
+        return self._ids_from(whole, start + len(sampled))
 
-    def parse(self, token_ids: Sequence[int]) -> Message:
-        """The assistant message that a sampled turn is, with `content` and, where the model has written them,
-        `reasoning_content` and `tool_calls`. What cannot be read as a call stays plain content."""
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        given_ids: Sequence[int] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> Message:
+        """The assistant message that a sampled turn is.
+
+        Args:
+            given_ids: what was given before the turn; its end, the generation prompt, may open the reasoning.
+            tools: JSON schemas of the tools; they say which arguments are no text.
+
+        Returns:
+            A message with `content` and, where the model has written them, `reasoning_content` and
+            `tool_calls`. What cannot be read as a call stays plain content. Where the tokenizer carries a
+            response template, that is what reads.
+        """
         ids = list(token_ids)
-        if ids and ids[-1] in self.stop_token_ids:
-            del ids[-1]
-        return message_of(str(self._tokenizer.decode(ids)), self._syntax, has_reasoning=self._has_reasoning)
+        stop = self._decoded(ids.pop()) if ids and ids[-1] in self.stop_token_ids else ""
+        text = str(self._tokenizer.decode(ids))
+        if self._has_response_template and len(text) <= MAX_PARSED_CHARS:
+            prefix = str(self._tokenizer.decode(list(given_ids)))
+            message = templated_message(self._tokenizer, text + stop, prefix, tools)
+            plain: Message = {"role": "assistant", "content": text}
+            return plain if message is None else {**message, "content": message["content"].removesuffix(stop)}
+        message = message_of(text, self._syntax, self._reasoning_end)
+        if tools and "tool_calls" in message:
+            message["tool_calls"] = with_typed_arguments(message["tool_calls"], tools)
+        return message
 
-    def _sampled_end(self, end: str, last_id: int | None) -> int:
-        """How many characters of `end` the model has sampled: those up to its stop token."""
+    def _sampled_end(self, end: str, after: str, last_id: int | None) -> str:
+        """What the model has sampled of that which follows a turn's text: it ends with the stop token.
+
+        Args:
+            end: what the template puts behind the text where the turn is the last.
+            after: what it puts there, and the messages that follow.
+        """
         known = self._tokenizer.added_tokens_decoder  # only such a token stands for the same text everywhere
         stops = self._stops if last_id is None else {self._decoded(last_id)} if last_id in known else set()
-        ends = [end.index(stop) + len(stop) for stop in stops if stop in end]
+        # The stop token may be that which begins the next message.
+        ends = [end[: end.index(stop)] + stop for stop in stops if stop in end]
+        ends = ends or [end + stop for stop in stops if after.startswith(end + stop)]
         if ends:
-            return min(ends)
+            return min(ends, key=len)
         # A turn cut short, or ended by a token that the template does not use: the template's stop token is
         # still to come; what closes a call before it, the model has written by itself.
-        return min((end.index(stop) for stop in self._stops if stop in end), default=0)
+        ends = [end[: end.index(stop)] for stop in self._stops if stop in end]
+        return min(ends, key=len, default=end.removesuffix(self._answer_end))
 
     def _decoded(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id]))
@@ -185,7 +241,7 @@ class Renderer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [self._readable(message) for message in messages],
+                    [self._readable(message) for message in _numbered(messages)],
                     tools=list(tools) if tools else None,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
@@ -221,16 +277,31 @@ class Renderer:
         return ids[len(head) :] if ids[: len(head)] == head else self._ids(text[start:])
 
 
+def _numbered(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with an id for each call, and for its answer. Mistral's templates refuse calls without
+    one, and Gemma's find by it the tool that answers. Answers stand in the order of their calls."""
+    numbered: list[Message] = []
+    open_ids: list[str] = []
+    num_calls = 0
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, Sequence) and all(isinstance(call, Mapping) for call in calls):
+            first, num_calls = num_calls, num_calls + len(calls)
+            calls = [{"id": f"call{first + i:05d}", **call} for i, call in enumerate(calls)]
+            open_ids = [call["id"] for call in calls]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and open_ids:
+            message = {"tool_call_id": open_ids.pop(0), **message}
+        numbered.append(message)
+    return numbered
+
+
 def _has_plain_list(message: Message) -> bool:
     """Whether a message is a tool's whose content is a list, but not one of blocks."""
     content = message.get("content")
     if message["role"] != "tool" or not isinstance(content, list):
         return False
     return not content or not all(isinstance(block, dict) and "type" in block for block in content)
-
-
-def _knows_calls(renderer: Renderer) -> bool:
-    return renderer._syntax is not None
 
 
 def _user() -> Message:
@@ -242,8 +313,17 @@ def _assistant() -> Message:
 
 
 def _call(name: str) -> Message:
-    function = {"name": name, "arguments": {"x": _MARK}}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return _calls([(name, "call00000")])
+
+
+def _calls(named: Sequence[tuple[str, str]]) -> Message:
+    """A message that calls tools, names and ids of the calls given; the mark stands in the last one."""
+    calls: list[Message] = [
+        {"type": "function", "id": number, "function": {"name": name, "arguments": {}}}
+        for name, number in named
+    ]
+    calls[-1]["function"]["arguments"] = {"x": _MARK}
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _tool(name: str) -> Message:

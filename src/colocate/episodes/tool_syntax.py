@@ -1,56 +1,111 @@
-"""How models write calls of tools, and how such text becomes an assistant message.
+"""How families of models write calls of tools, and how such text becomes an assistant message.
 
 A chat template shows which way its model was taught: it renders a call into the history.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_PARSED_CHARS = 1_000_000
 """Text that is longer is plain content: no call is so long."""
 
-Call = tuple[str, dict[str, Any]]
-"""(name, arguments)."""
-Syntax = Callable[[str], tuple[str, list[Call]] | None]
-"""The content without calls and the calls of a text; None: it has no call, or one that cannot be read."""
+Call = dict[str, Any]
+"""`{"type": "function", "function": {"name", "arguments"}}`, with the `id` if the model has written one."""
+Parts = dict[str, Any]
+"""`content`, and where there are any `tool_calls` and `reasoning_content`."""
+Syntax = Callable[[str], Parts | None]
+"""What a text consists of; None: it has no call, or one that cannot be read."""
+
+REASONING = {"</think>": "<think>", "<channel|>": "<|channel>thought"}
+"""What ends a reasoning that precedes the content, and what may begin it."""
 
 
-def hermes(text: str) -> tuple[str, list[Call]] | None:
+def hermes(text: str) -> Parts | None:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen 2.5 and 3 write it."""
-    return _tagged(text, lambda body: _json_call(body, "arguments"))
+    return _tagged(text, "<tool_call>", "</tool_call>", lambda body: _json_call(body, "arguments"))
 
 
-def xml(text: str) -> tuple[str, list[Call]] | None:
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen 3.5."""
-    return _tagged(text, _xml_call)
+def xml(text: str) -> Parts | None:
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen 3.5 and
+    Nemotron 3. All values are texts."""
+    return _tagged(text, "<tool_call>", "</tool_call>", _xml_call)
 
 
-def llama(text: str) -> tuple[str, list[Call]] | None:
+def glm(text: str) -> Parts | None:
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM 4.5. All values
+    are texts."""
+    return _tagged(text, "<tool_call>", "</tool_call>", _glm_call)
+
+
+def gemma(text: str) -> Parts | None:
+    """`<|tool_call>call:name{key:<|"|>text<|"|>,other:1}<tool_call|>`: Gemma 4."""
+    return _tagged(text, "<|tool_call>", "<tool_call|>", _gemma_call)
+
+
+def pythonic(text: str) -> Parts | None:
+    """`<|tool_call_start|>[name(key='text', other=1), ...]<|tool_call_end|>`: LFM 2 and 2.5."""
+    content, begins, rest = text.partition("<|tool_call_start|>")
+    body, is_closed, _ = rest.partition("<|tool_call_end|>")
+    return _unless_broken(content, list(_python_calls(body)) if is_closed else [None] * bool(begins))
+
+
+def llama(text: str) -> Parts | None:
     """`{"name": ..., "parameters": {...}}` and nothing else, as Llama 3.1 and 3.2 write it."""
-    call = _json_call(text.strip().removeprefix("<|python_tag|>"), "parameters")
-    return None if call is None else ("", [call])
+    return _unless_broken("", [_json_call(text.strip().removeprefix("<|python_tag|>"), "parameters")])
 
 
-def mistral(text: str) -> tuple[str, list[Call]] | None:
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` each."""
+def mistral(text: str) -> Parts | None:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`
+    each, in some models with `[CALL_ID]id` before the arguments."""
     content, *parts = text.split("[TOOL_CALLS]")
     calls: list[Call | None] = []
     for part in parts:
-        name, has_name, arguments = part.partition("[ARGS]")
+        head, has_name, arguments = part.partition("[ARGS]")
         if has_name:
-            value = _json(arguments)
-            calls.append((name.strip(), value) if isinstance(value, dict) else None)
+            name, _, number = head.partition("[CALL_ID]")
+            calls.append(_call(name.strip(), _json(arguments), number.strip()))
         else:
             value = _json(part)
             calls += [_call_of(item, "arguments") for item in value] if isinstance(value, list) else [None]
     return _unless_broken(content, calls)
 
 
-SYNTAXES: dict[str, Syntax] = {"<function=": xml, "[TOOL_CALLS]": mistral, "<tool_call>": hermes}
+def harmony(text: str) -> Parts | None:
+    """`<|channel|>analysis<|message|>reasoning<|end|>`, and for a call
+    `<|start|>assistant to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`: GPT-OSS. The
+    recipient may stand behind the channel."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    calls: list[Call | None] = []
+    for part in re.split(r"<\|(?:end|call|return)\|>|<\|start\|>assistant", text):
+        head, has_body, body = part.partition("<|message|>")
+        called = re.search(r"to=functions\.([^\s<]+)", head)
+        if called is not None:
+            calls.append(_call(called[1], _json(body)))
+        elif has_body:
+            (reasoning if "<|channel|>analysis" in head else content).append(body)
+    if not (reasoning or content or calls) or None in calls:
+        return None
+    parts: Parts = {"reasoning_content": "\n".join(reasoning)} if reasoning else {}
+    parts["content"] = "\n".join(content)
+    return {**parts, "tool_calls": calls} if calls else parts
+
+
+SYNTAXES: dict[str, Syntax] = {
+    "<function=": xml,
+    "[TOOL_CALLS]": mistral,
+    "<arg_key>": glm,
+    "<tool_call>": hermes,
+    "<|tool_call>call:": gemma,
+    "<|tool_call_start|>[": pythonic,
+    "to=functions.": harmony,
+}
 """Each syntax by what its calls contain, in the order in which they are looked for."""
 
 
@@ -62,42 +117,47 @@ def syntax_of(rendered_call: str) -> Syntax | None:
     return llama if re.search(r'\{"name": .*"parameters":', rendered_call, re.DOTALL) else None
 
 
-def message_of(text: str, syntax: Syntax | None, *, has_reasoning: bool) -> dict[str, Any]:
+def reasoning_end_of(rendered: str) -> str | None:
+    """What ends the reasoning of a turn that a chat template has rendered; None: nothing that is known."""
+    return next((mark for mark in REASONING if mark in rendered), None)
+
+
+def message_of(text: str, syntax: Syntax | None, reasoning_end: str | None) -> dict[str, Any]:
     """The assistant message that a model has written; a call that cannot be read stays in the content.
 
     Args:
-        has_reasoning: what comes before `</think>` is a part of its own, and not content.
+        reasoning_end: what comes before it is a part of its own, and not content.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if len(text) > MAX_PARSED_CHARS:
         return message
-    reasoning, is_closed, answer = text.partition("</think>")
-    if has_reasoning and is_closed:
+    if reasoning_end is not None and reasoning_end in text:
+        reasoning, _, answer = text.partition(reasoning_end)
         # Where the generation prompt opens the reasoning, only its end is sampled.
-        message["reasoning_content"] = reasoning.removeprefix("<think>").strip("\n")
+        message["reasoning_content"] = reasoning.strip().removeprefix(REASONING[reasoning_end]).strip("\n")
         message["content"] = answer.lstrip("\n")
     found = None if syntax is None else syntax(message["content"])
-    if found is not None:
-        message["content"], calls = found
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": name, "arguments": arguments}}
-            for name, arguments in calls
-        ]
-    return message
+    return message if found is None else {**message, **found}
 
 
-def _tagged(text: str, call_of: Callable[[str], Call | None]) -> tuple[str, list[Call]] | None:
-    content, *parts = text.split("<tool_call>")
+def _tagged(text: str, opens: str, closes: str, call_of: Callable[[str], Call | None]) -> Parts | None:
+    content, *parts = text.split(opens)
     calls: list[Call | None] = []
     for part in parts:
-        body, is_closed, _ = part.partition("</tool_call>")
+        body, is_closed, _ = part.partition(closes)
         calls.append(call_of(body) if is_closed else None)
     return _unless_broken(content, calls)
 
 
-def _unless_broken(content: str, calls: list[Call | None]) -> tuple[str, list[Call]] | None:
-    whole = [call for call in calls if call is not None]
-    return (content.strip("\n"), whole) if calls and len(whole) == len(calls) else None
+def _unless_broken(content: str, calls: list[Call | None]) -> Parts | None:
+    return {"content": content.strip("\n"), "tool_calls": calls} if calls and None not in calls else None
+
+
+def _call(name: Any, arguments: Any, number: Any = "") -> Call | None:
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    call: Call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {**call, "id": number} if number and isinstance(number, str) else call
 
 
 def _json_call(text: str, arguments_key: str) -> Call | None:
@@ -105,26 +165,71 @@ def _json_call(text: str, arguments_key: str) -> Call | None:
 
 
 def _call_of(value: Any, arguments_key: str) -> Call | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    if not isinstance(value, dict):
         return None
-    arguments = value.get(arguments_key, {})
-    return (value["name"], arguments) if isinstance(arguments, dict) else None
+    return _call(value.get("name"), value.get(arguments_key, {}), value.get("id"))
 
 
 def _xml_call(text: str) -> Call | None:
     match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", text, re.DOTALL)
-    if match is None:
-        return None
-    return match[1].strip(), dict(_xml_parameters(match[2]))
+    return None if match is None else _call(match[1].strip(), dict(_xml_parameters(match[2])))
 
 
-def _xml_parameters(text: str) -> Iterator[tuple[str, Any]]:
+def _xml_parameters(text: str) -> Iterator[tuple[str, str]]:
     for part in text.split("<parameter=")[1:]:
         name, _, rest = part.partition(">")
-        value = rest.rpartition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
-        # Numbers, lists and the like are written as JSON, and texts as they are.
-        read = _json(value)
-        yield name.strip(), value if read is _BROKEN or isinstance(read, str) else read
+        yield name.strip(), rest.rpartition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
+
+
+def _glm_call(text: str) -> Call | None:
+    name, *parts = text.split("<arg_key>")
+    pairs = [
+        re.fullmatch(r"(.*?)</arg_key>\s*<arg_value>(.*)</arg_value>\s*", part, re.DOTALL) for part in parts
+    ]
+    if not name.strip() or None in pairs:
+        return None
+    return _call(name.strip(), {pair[1].strip(): pair[2] for pair in pairs if pair is not None})
+
+
+def _gemma_call(text: str) -> Call | None:
+    match = re.fullmatch(r"call:([^{\s]+)(\{.*\})\s*", text, re.DOTALL)
+    if match is None:
+        return None
+    pieces = match[2].split(
+        '<|"|>'
+    )  # every other piece is a text; the rest is JSON, but for the keys' quotes
+    keyed = [re.sub(r"(?<=[{,])\s*([^{}\[\],:]+?)\s*:", r'"\1":', piece) for piece in pieces[::2]]
+    pieces[::2] = [re.sub(r"(?<=[:\[,])None\b", "null", piece) for piece in keyed]
+    pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
+    return _call(match[1], _json("".join(pieces)))
+
+
+def _python_calls(text: str) -> Iterator[Call | None]:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a backslash in a text may begin no escape
+            # Some templates leave line ends in texts as they are.
+            calls = ast.parse(text.strip().replace("\n", "\\n"), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        calls = None
+    yield from map(_python_call, calls.elts) if isinstance(calls, ast.List) else [None]
+
+
+def _python_call(node: ast.expr) -> Call | None:
+    if not isinstance(node, ast.Call) or node.args:
+        return None
+    try:
+        arguments = {pair.arg: ast.literal_eval(_JsonNames().visit(pair.value)) for pair in node.keywords}
+        return _call(ast.unparse(node.func), json.loads(json.dumps(arguments)))
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        return None  # no literals, or `**arguments`
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Gives the names of JSON their values: templates write lists and mappings as JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        values = {"true": True, "false": False, "null": None}
+        return ast.Constant(values[node.id]) if node.id in values else node
 
 
 _BROKEN = object()

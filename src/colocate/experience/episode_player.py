@@ -200,7 +200,7 @@ class EpisodePlayer:
         play.node = play.episode.add(play.node, play.given_ids, completion)
         play.num_tokens += len(completion.token_ids)
         play.num_turns += 1
-        message = self._renderer.parse(completion.token_ids)
+        message = self._renderer.parse(completion.token_ids, play.given_ids, play.toolbox.schemas)
         play.messages.append(message)
         calls = play.toolbox.calls(message)
         is_last = self._max_iterations is not None and play.num_turns > self._max_iterations
