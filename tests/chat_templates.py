@@ -1,4 +1,4 @@
-"""The chat templates that TRL brings, on a small tokenizer that knows their special tokens."""
+"""The chat templates that TRL brings, and three more, on a small tokenizer with their special tokens."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ STOPS = {
     "lfm2_v2": IM_END,
     "lfm2_2_5": IM_END,
     "nemotron_3_nano": IM_END,
+    "mistral": ("</s>",),
+    "mistral_args": ("</s>",),
+    "deepseek_v31": ("<｜end▁of▁sentence｜>",),
     "gemma3": ("<end_of_turn>",),
     "llama3": EOT,
 }
-"""The tokens that end a turn, by TRL's names of chat templates."""
+"""The tokens that end a turn, by TRL's names of chat templates or those of `OWN`."""
 WITH_TOOLS = tuple(name for name in STOPS if name not in ("gemma3", "llama3"))
 THINKS = ("qwen3", "qwen3_5_think", "nemotron_3_nano")
 """These write an empty reasoning into turns, which the model does not always sample."""
@@ -38,7 +41,55 @@ SPECIAL = ["<pad>", "<bos>", "<|im_start|>", "<|start_header_id|>", "<|end_heade
 SPECIAL += ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|assistant|>", "<|system|>"]
 SPECIAL += ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|turn>", "<tool_response|>", '<|"|>']
 SPECIAL += ["<|tool_call>", "<tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>"]
+SPECIAL += ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "<｜Assistant｜>", "<｜User｜>", "<｜tool▁sep｜>"]
+SPECIAL += [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "call▁end", "calls▁end")]
 SPECIAL += sorted({stop for stops in STOPS.values() for stop in stops})
+
+_MISTRAL = """{{ bos_token }}{% set users = messages | selectattr("role", "equalto", "user") | list %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {%- if tools and message == users[-1] %}
+            {{- "[AVAILABLE_TOOLS] " + tools | tojson + "[/AVAILABLE_TOOLS]" }}
+        {%- endif %}
+        {{- "[INST] " + message.content + "[/INST]" }}
+    {%- elif message.tool_calls %}CALLS
+    {%- elif message.role == "assistant" %}{{ message.content + "</s>" }}
+    {%- else %}ANSWER
+    {%- endif %}
+{%- endfor %}"""
+_NUMBERED = """[TOOL_CALLS] [
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{ raise_exception("ids have length 9") }}{% endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{{ "" if loop.last else ", " }}
+        {%- endfor %}]</s>"""
+_ANSWERS = """{{ '[TOOL_RESULTS] {"content": ' + message.content | string }}
+        {{- ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}"""
+_NAMED = """{% for call in message.tool_calls %}
+            {{- "[TOOL_CALLS]" + call.function.name + "[ARGS]" + call.function.arguments | tojson }}
+        {%- endfor %}</s>"""
+_DEEPSEEK = """{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}{{ "<｜User｜>" + message.content }}
+    {%- elif message.role == "tool" %}<｜tool▁output▁begin｜>{{ message.content }}<｜tool▁output▁end｜>
+    {%- elif message.role == "assistant" %}
+        {%- if messages[loop.index0 - 1].role == "user" %}<｜Assistant｜></think>{% endif %}
+        {{- message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- "<｜tool▁calls▁begin｜>" if loop.first }}{{ "<｜tool▁call▁begin｜>" + call.function.name }}
+            {{- "<｜tool▁sep｜>" + call.function.arguments + "<｜tool▁call▁end｜>" }}
+            {{- "<｜tool▁calls▁end｜>" if loop.last }}
+        {%- endfor %}<｜end▁of▁sentence｜>
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role == "user" %}<｜Assistant｜></think>{% endif %}"""
+OWN = {
+    "mistral": _MISTRAL.replace("CALLS", _NUMBERED, 1).replace("ANSWER", _ANSWERS, 1),
+    "mistral_args": _MISTRAL.replace("CALLS", _NAMED, 1).replace(
+        "ANSWER", "{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}", 1
+    ),
+    "deepseek_v31": _DEEPSEEK,
+}
+"""What the templates of Mistral 7B v0.3, Mistral Small 3.2 and DeepSeek V3.1 do with turns and calls."""
 
 TOOL = {
     "type": "function",
@@ -58,7 +109,7 @@ TOOL = {
 }
 
 
-def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def make_tokenizer(name: str, stops: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """A byte-level BPE with a few merges, so that tokens could join over the ends of turns."""
     tokenizer = Tokenizer(BPE())
     # Line ends are tokens of their own, as in the tokenizers of Qwen and Llama.
@@ -76,10 +127,16 @@ def make_tokenizer(name: str) -> PreTrainedTokenizerFast:
     ]
     tokenizer.train_from_iterator(texts * 5, trainer)
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token=STOPS[name][0], pad_token="<pad>"
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token=(stops or STOPS[name])[0], pad_token="<pad>"
     )
-    wrapped.chat_template = (files("trl") / "chat_templates" / f"{name}.jinja").read_text()
+    wrapped.chat_template = template_of(name)
     return wrapped
+
+
+def template_of(name: str) -> str:
+    if name in OWN:
+        return OWN[name]
+    return (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 RENDERERS: dict[str, Renderer] = {}

@@ -9,8 +9,21 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from trl.chat_template_utils import supports_tool_calling
 
-from chat_templates import STOPS, THINKS, TOOL, WITH_TOOLS, make_call, renderer_of, sampled
+from chat_templates import (
+    IM_END,
+    STOPS,
+    THINKS,
+    TOOL,
+    TURN,
+    WITH_TOOLS,
+    make_call,
+    make_tokenizer,
+    renderer_of,
+    sampled,
+)
+from colocate.episodes.renderer import Renderer
 from colocate.episodes.tool_syntax import MAX_PARSED_CHARS
 
 words = st.text(st.sampled_from("ab 12\n.é漢{}\"'"), min_size=1, max_size=12).map(
@@ -31,6 +44,17 @@ results = words.map(lambda text: {"role": "tool", "name": "multiply", "content":
 systems = words.map(lambda text: {"role": "system", "content": text})
 
 
+def as_asked(name: str, message: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """A message as templates ask for it: ids of calls in answers (Mistral), arguments as text (DeepSeek)."""
+    if message["role"] == "tool":
+        return {**message, "tool_call_id": before["tool_calls"][0]["id"]}
+    if name.startswith("deepseek") and "tool_calls" in message:
+        function = message["tool_calls"][0]["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**message, "tool_calls": [{"function": {**function, "arguments": arguments}}]}
+    return message
+
+
 @pytest.mark.parametrize("name", STOPS)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -43,6 +67,8 @@ def test_turns_and_bridges_are_the_whole_conversation(name, data):
     num_bridged = 0
     for _ in range(data.draw(st.integers(1, 4))):
         turn = data.draw(calls if tools and data.draw(st.booleans()) else answers)
+        if "tool_calls" in turn:  # as some models write it
+            turn["tool_calls"][0]["id"] = f"number{len(messages):03d}"
         new = [data.draw(results if "tool_calls" in turn else users)]
         written = sampled(renderer, turn)
         added = renderer.bridge([*messages, turn], new, tools, last_id=written[-1])
@@ -53,12 +79,20 @@ def test_turns_and_bridges_are_the_whole_conversation(name, data):
         num_bridged += 1
         ids += written + added
     expected = renderer._tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=True
+        [
+            as_asked(name, message, before)
+            for message, before in zip(messages, [{}, *messages[:-1]], strict=True)
+        ],
+        tools=tools,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
     )["input_ids"]
     if name not in THINKS:
         assert ids == expected
-        # GPT-OSS ends an answer in another way once a message follows.
-        assert num_bridged or (name == "gptoss" and not any("tool_calls" in turn for turn in messages))
+        # GPT-OSS ends an answer in another way once a message follows, and Mistral's last user has the tools.
+        forks = name.startswith(("gptoss", "mistral")) and not any("tool_calls" in turn for turn in messages)
+        assert num_bridged or forks
     tail = ids[-len(added) :] if added is not None else ids
     assert tail == expected[-len(tail) :]
 
@@ -109,11 +143,13 @@ def test_calls_are_read_as_they_are_written(name, arguments, num_calls, data):
     ids = sampled(renderer, message)
     found = renderer.parse(ids, tools=[TOOL])
     assert not (found.pop("reasoning_content", None) or "")
+    if name == "mistral":  # whose model writes ids
+        assert [call.pop("id") for call in found["tool_calls"]]
     assert found == message
     # A call cut short is no call, or the whole call where only its end is missing.
     part = renderer.parse(ids[: data.draw(st.integers(0, len(ids) - 1))], tools=[TOOL])
     for call in part.get("tool_calls", []):
-        assert call == message["tool_calls"][0]
+        assert call["function"] == message["tool_calls"][0]["function"]
 
 
 @pytest.mark.parametrize("name", STOPS)
@@ -171,7 +207,88 @@ def test_a_template_that_cannot_carry_tools_is_refused_and_says_which_can(name):
             renderer_of(name).check_tools()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "qwen2_5"])
+REFUSED = {"deepseekv3": "schemas", "lfm2": "calls of tools", "muse_glimmer": "cannot be read"}
+"""Templates of TRL's that know tools, and what they lack."""
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name.removesuffix(".jinja") for path in (files("trl") / "chat_templates").iterdir())
+)
+def test_every_template_of_trl_is_used_or_refused(name):
+    if not name.endswith(("README.md", "_training")):
+        stops = TURN if "gemma" in name else STOPS.get(name, IM_END)
+        tokenizer = make_tokenizer(name, stops)
+        renderer = Renderer(tokenizer, None, tokenizer.convert_tokens_to_ids(list(stops)))
+        if supports_tool_calling(tokenizer) and name not in REFUSED:
+            renderer.check_tools()
+            message = make_call({"a": 1, "b": "w"})
+            found = renderer.parse(sampled(renderer, message), tools=[TOOL])
+            assert found["tool_calls"] == message["tool_calls"]
+        else:
+            with pytest.raises(ValueError, match=REFUSED.get(name, "does not carry")):
+                renderer.check_tools()
+
+
+def test_calls_of_deepseek_v3_are_read_where_its_template_tells_of_the_tools():
+    tokenizer = make_tokenizer("deepseekv3", STOPS["deepseek_v31"])
+    shown = "{{ ns.system_prompt }}{% if tools %}{{ tools | tojson }}{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ ns.system_prompt }}", shown)
+    renderer = Renderer(tokenizer, None, [tokenizer.eos_token_id])
+    renderer.check_tools()
+    message = make_call({"a": 1, "b": "w\n```json\nw"})
+    message["tool_calls"] *= 2
+    ids = sampled(renderer, message)
+    assert renderer.parse(ids) == message
+    asked = {"role": "user", "content": "u"}
+    answers = [{"role": "tool", "name": "multiply", "content": str(n)} for n in range(2)]
+    history = renderer.render([asked, message, *answers], [TOOL])
+    added = renderer.bridge([asked, message], answers, [TOOL], last_id=ids[-1])
+    assert added == history[-len(added) :]
+    assert history[: -len(added)][-len(ids) :] == ids
+
+
+@pytest.mark.parametrize("name", [n for n in WITH_TOOLS if not n.startswith(("llama", "gptoss"))])
+def test_answers_belong_to_calls_in_their_order(name):
+    """Neither calls nor answers have ids; Gemma's template needs them to name the tools that answer."""
+    renderer = renderer_of(name)
+    asked = {"role": "user", "content": "u"}
+    turn = {"role": "assistant", "content": "", "tool_calls": []}
+    for function in ("left", "right"):
+        turn["tool_calls"] += [{"type": "function", "function": {"name": function, "arguments": {"x": "w"}}}]
+    answers = [{"role": "tool", "name": f, "content": f"of {f}"} for f in ("left", "right")]
+    ids = sampled(renderer, turn)
+    added = renderer.bridge([asked, turn], answers, [TOOL], last_id=ids[-1])
+    numbers = [f"call{n:05d}" for n in range(2)]
+    with_ids = [{**call, "id": n} for call, n in zip(turn["tool_calls"], numbers, strict=True)]
+    if name.startswith("deepseek"):
+        for call in with_ids:
+            call["function"] = {**call["function"], "arguments": '{"x": "w"}'}
+    whole = [asked, {**turn, "tool_calls": with_ids}]
+    whole += [{**answer, "tool_call_id": n} for answer, n in zip(answers, numbers, strict=True)]
+    expected = renderer._tokenizer.apply_chat_template(whole, add_generation_prompt=True, return_dict=True)
+    if name in THINKS:
+        ids = []
+    assert expected["input_ids"][-len(ids) - len(added) :] == ids + added
+    if name.startswith("gemma"):
+        text = renderer._tokenizer.decode(added)
+        assert text.index("response:left") < text.index("of left") < text.index("response:right")
+
+
+def test_what_gpt_oss_writes_beside_its_template():
+    """The recipient behind the channel, a constraint, a preamble, and more than one reasoning."""
+    renderer = renderer_of("gptoss")
+    text = (
+        "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>analysis<|message|>not<|end|>"
+    )
+    text += (
+        "<|start|>assistant<|channel|>commentary<|message|>I multiply.<|end|><|start|>assistant<|channel|>"
+    )
+    text += 'commentary to=functions.multiply <|constrain|>json<|message|>{"a": 1}<|call|>'
+    message = {**make_call({"a": 1}), "content": "I multiply.", "reasoning_content": "why\nnot"}
+    assert renderer.parse(renderer._ids(text)) == message
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "qwen2_5", "gptoss", "lfm2_v2"])
 def test_what_follows_a_call_is_what_trl_puts_there(name):
     from trl import GRPOTrainer
 

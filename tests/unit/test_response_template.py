@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl.chat_template_utils import add_response_schema, parse_response
 
-from chat_templates import TOOL, WITH_TOOLS, make_call, make_tokenizer, renderer_of, sampled
+from chat_templates import OWN, TOOL, WITH_TOOLS, make_call, make_tokenizer, renderer_of, sampled
 from colocate.episodes.renderer import Renderer
 
 ASKED = {"role": "user", "content": "u"}
@@ -30,7 +30,7 @@ messages |= words.map(lambda text: {"role": "assistant", "content": text})
 
 
 # Nemotron's generation prompt opens a reasoning, and its history has `<think></think>` instead.
-@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if not name.startswith("nemotron")])
+@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name not in ("nemotron_3_nano", *OWN)])
 @settings(max_examples=40)
 @given(message=messages, cut=st.integers(0, 30))
 def test_a_template_reads_what_trl_reads(name, message, cut):
@@ -96,7 +96,7 @@ def test_a_template_that_calls_can_be_read_with_is_enough():
     for old, new in (("<tool_call>", "<do>"), ("</tool_call>", "</do>")):
         tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
     stops = [tokenizer.eos_token_id]
-    with pytest.raises(ValueError, match="does not carry calls of tools"):
+    with pytest.raises(ValueError, match=r"cannot be read.*response_template"):
         Renderer(tokenizer, None, stops).check_tools()
     template = add_response_schema(make_tokenizer("qwen2_5")).response_template
     calls = {**template["fields"]["tool_calls"], "open": "<do>", "close_pattern": r"</do>\s*"}

@@ -9,7 +9,9 @@ Sampled tokens are never encoded again. A later turn's context consists of what 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -67,6 +69,9 @@ class Renderer:
             self._decoded(token) for token in stop_token_ids if token in tokenizer.added_tokens_decoder
         }
         self._shows_lists = True
+        self._reads_mappings = True
+        self._reads_mappings = self._try_text([_user(), _call(_TOOL)]) is not None
+        """Whether the arguments of calls may be mappings. DeepSeek's templates want their JSON."""
         rows = [[_MARK]]
         listed = self._try_text([_user(), _call(_TOOL), {**_tool(_TOOL), "content": rows}]) or ""
         self._shows_lists = any(written in listed for written in (str(rows), json.dumps(rows)))
@@ -85,10 +90,6 @@ class Renderer:
         """Whether the turn before a tool's message stays as it was sampled, its reasoning too."""
 
     @property
-    def _can_parse(self) -> bool:
-        return self._syntax is not None or self._has_response_template
-
-    @property
     def _has_response_template(self) -> bool:
         return getattr(self._tokenizer, "response_template", None) is not None
 
@@ -99,17 +100,24 @@ class Renderer:
     def check_tools(self) -> None:
         """Raises ValueError if the template cannot carry tools: their schemas, calls and answers."""
         shown = self._try_text([_user()], [_SCHEMA])
-        called = self._try_text([_user(), _call(_TOOL), _tool(_TOOL)], [_SCHEMA])
+        called = self._try_text([_user(), _call(_TOOL)], [_SCHEMA])
+        answered = self._try_text([_user(), _call(_TOOL), _tool(_TOOL)], [_SCHEMA])
         for what, found in (
             ("the tools' schemas", shown is not None and _TOOL in shown),
-            ("calls of tools", called is not None and called.count(_MARK) >= 2 and self._can_parse),
-            ("what tools have answered", called is not None and called.count(_MARK) >= 3),
+            ("calls of tools", called is not None and called.count(_MARK) >= 2),
+            ("what tools have answered", answered is not None and answered.count(_MARK) >= 3),
         ):
             if not found:
                 raise ValueError(
                     f"The chat template of {self._name} does not carry {what}. Those of {FAMILIES} do: "
                     "pass a `processing_class` with such a template, or set `tokenizer.chat_template`."
                 )
+        if not self._reads_calls():
+            raise ValueError(
+                f"The calls of tools that the chat template of {self._name} writes cannot be read. Those of "
+                f"{FAMILIES} can. Set `tokenizer.response_template`: it declares to transformers how the "
+                "model writes calls."
+            )
 
     def render(
         self,
@@ -151,8 +159,9 @@ class Renderer:
         calls = _numbered(messages)[-1].get("tool_calls") or []
         named = [(call["function"]["name"], call["id"]) for call in calls] or [(_TOOL, "call00000")]
         opening = [_user(), _calls(named) if are_tools else _assistant()]
-        turn = self._text(opening, add_generation_prompt=False)
-        whole = self._text([*opening, *new_messages], add_generation_prompt=True)
+        shown = None if are_tools else tools  # some templates put them before the last user's message
+        turn = self._text(opening, shown, add_generation_prompt=False)
+        whole = self._text([*opening, *new_messages], shown, add_generation_prompt=True)
         end = turn[turn.rindex(_MARK) + len(_MARK) :]  # what the template puts behind the turn's text
         start = whole.index(_MARK, whole.index(_MARK) + 1) + len(_MARK)
         sampled = self._sampled_end(end, whole[start:], last_id)
@@ -179,9 +188,13 @@ class Renderer:
         """
         ids = list(token_ids)
         stop = self._decoded(ids.pop()) if ids and ids[-1] in self.stop_token_ids else ""
-        text = str(self._tokenizer.decode(ids))
+        prefix = str(self._tokenizer.decode(list(given_ids))) if self._has_response_template else ""
+        return self._message_of(str(self._tokenizer.decode(ids)), stop, prefix, tools)
+
+    def _message_of(
+        self, text: str, stop: str, prefix: str, tools: Sequence[dict[str, Any]] | None
+    ) -> Message:
         if self._has_response_template and len(text) <= MAX_PARSED_CHARS:
-            prefix = str(self._tokenizer.decode(list(given_ids)))
             message = templated_message(self._tokenizer, text + stop, prefix, tools)
             plain: Message = {"role": "assistant", "content": text}
             return plain if message is None else {**message, "content": message["content"].removesuffix(stop)}
@@ -189,6 +202,16 @@ class Renderer:
         if tools and "tool_calls" in message:
             message["tool_calls"] = with_typed_arguments(message["tool_calls"], tools)
         return message
+
+    def _reads_calls(self) -> bool:
+        """Whether a call is read from the text that the template itself makes of it."""
+        prefix = self._text([_user()], add_generation_prompt=True)
+        whole = self._text([_user(), _call(_TOOL)], add_generation_prompt=False)
+        num_shared = sum(takewhile(bool, map(str.__eq__, prefix, whole)))
+        text = whole[len(re.sub(r"<[^<>]*$", "", whole[:num_shared])) :]  # no token is cut
+        stop = min((stop for stop in self._stops if stop in text), key=text.index, default=self._answer_end)
+        message = self._message_of(text.partition(stop)[0] if stop else text, stop, prefix, None)
+        return [call["function"]["name"] for call in message.get("tool_calls", [])] == [_TOOL]
 
     def _sampled_end(self, end: str, after: str, last_id: int | None) -> str:
         """What the model has sampled of that which follows a turn's text: it ends with the stop token.
@@ -255,10 +278,13 @@ class Renderer:
             ) from error
 
     def _readable(self, message: Message) -> Message:
-        """A message as the template can show it: lists that are no blocks of content may have to be text."""
-        if self._shows_lists or not _has_plain_list(message):
-            return message
-        return {**message, "content": str(message["content"])}
+        """A message as the template can show it: lists that are no blocks of content may have to be text, and
+        so may arguments."""
+        if not self._shows_lists and _has_plain_list(message):
+            message = {**message, "content": str(message["content"])}
+        if not self._reads_mappings and message.get("tool_calls"):
+            message = {**message, "tool_calls": [_with_json(call) for call in message["tool_calls"]]}
+        return message
 
     def _try_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
@@ -302,6 +328,14 @@ def _has_plain_list(message: Message) -> bool:
     if message["role"] != "tool" or not isinstance(content, list):
         return False
     return not content or not all(isinstance(block, dict) and "type" in block for block in content)
+
+
+def _with_json(call: Message) -> Message:
+    """A call whose arguments are text."""
+    called = call.get("function")
+    if not isinstance(called, Mapping) or not isinstance(called.get("arguments"), Mapping):
+        return call
+    return {**call, "function": {**called, "arguments": json.dumps(called["arguments"], ensure_ascii=False)}}
 
 
 def _user() -> Message:

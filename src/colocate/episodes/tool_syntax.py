@@ -76,6 +76,14 @@ def mistral(text: str) -> Parts | None:
     return _unless_broken(content, calls)
 
 
+def deepseek(text: str) -> Parts | None:
+    """Between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>` the type, `<｜tool▁sep｜>`, the name and a
+    block of JSON: DeepSeek V3; or the name, `<｜tool▁sep｜>` and JSON: V3.1."""
+    content, _, rest = text.partition("<｜tool▁calls▁begin｜>")
+    found = _tagged(rest, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
+    return None if found is None else {**found, "content": content.strip("\n")}
+
+
 def harmony(text: str) -> Parts | None:
     """`<|channel|>analysis<|message|>reasoning<|end|>`, and for a call
     `<|start|>assistant to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`: GPT-OSS. The
@@ -105,6 +113,7 @@ SYNTAXES: dict[str, Syntax] = {
     "<|tool_call>call:": gemma,
     "<|tool_call_start|>[": pythonic,
     "to=functions.": harmony,
+    "<｜tool▁call▁begin｜>": deepseek,
 }
 """Each syntax by what its calls contain, in the order in which they are looked for."""
 
@@ -189,6 +198,12 @@ def _glm_call(text: str) -> Call | None:
     if not name.strip() or None in pairs:
         return None
     return _call(name.strip(), {pair[1].strip(): pair[2] for pair in pairs if pair is not None})
+
+
+def _deepseek_call(text: str) -> Call | None:
+    head, _, rest = text.partition("<｜tool▁sep｜>")
+    name, has_block, block = rest.partition("\n```json\n")
+    return _call(name, _json(block.strip().removesuffix("```"))) if has_block else _call(head, _json(rest))
 
 
 def _gemma_call(text: str) -> Call | None:
