@@ -46,6 +46,20 @@ def test_a_template_reads_what_trl_reads(name, message, cut):
         assert found["content"] == expected["content"]
 
 
+@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name not in OWN])
+def test_calls_of_the_chat_template_must_be_read(name):
+    renderer = carrier(name)
+    renderer.check_tools()
+    other = carrier("gptoss" if name.startswith("llama") else "llama3_1")._tokenizer.response_template
+    tokenizer = make_tokenizer(name)
+    tokenizer.response_template = other
+    with pytest.raises(ValueError, match=r"`response_template` of .* does not read the calls"):
+        Renderer(tokenizer, None, renderer.stop_token_ids).check_tools()
+    tokenizer.response_template = {"no": "template"}
+    with pytest.raises(ValueError, match=r"`response_template` of .* does not read the calls"):
+        Renderer(tokenizer, None, renderer.stop_token_ids).check_tools()
+
+
 @pytest.mark.parametrize(
     "read",
     [

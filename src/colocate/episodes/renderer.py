@@ -112,6 +112,11 @@ class Renderer:
                     f"The chat template of {self._name} does not carry {what}. Those of {FAMILIES} do: "
                     "pass a `processing_class` with such a template, or set `tokenizer.chat_template`."
                 )
+        if not self._reads_calls() and self._has_response_template:
+            raise ValueError(
+                f"The `response_template` of {self._name} does not read the calls of tools that its chat "
+                "template writes. Set one that does, or set it to None to have them read without one."
+            )
         if not self._reads_calls():
             raise ValueError(
                 f"The calls of tools that the chat template of {self._name} writes cannot be read. Those of "
