@@ -180,24 +180,38 @@ def _call_of(value: Any, arguments_key: str) -> Call | None:
 
 
 def _xml_call(text: str) -> Call | None:
-    match = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", text, re.DOTALL)
-    return None if match is None else _call(match[1].strip(), dict(_xml_parameters(match[2])))
-
-
-def _xml_parameters(text: str) -> Iterator[tuple[str, str]]:
-    for part in text.split("<parameter=")[1:]:
-        name, _, rest = part.partition(">")
-        yield name.strip(), rest.rpartition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
+    opened, _, rest = text.strip().partition(">")
+    name = opened.removeprefix("<function=").strip()
+    if not opened.startswith("<function=") or not name or not rest.endswith("</function>"):
+        return None
+    pairs = _pairs(rest.removesuffix("</function>"), "<parameter=", ">", "", "</parameter>")
+    if pairs is None:
+        return None
+    return _call(name, {k: value.removeprefix("\n").removesuffix("\n") for k, value in pairs.items()})
 
 
 def _glm_call(text: str) -> Call | None:
-    name, *parts = text.split("<arg_key>")
-    pairs = [
-        re.fullmatch(r"(.*?)</arg_key>\s*<arg_value>(.*)</arg_value>\s*", part, re.DOTALL) for part in parts
-    ]
-    if not name.strip() or None in pairs:
+    name, opens, rest = text.partition("<arg_key>")
+    pairs = _pairs(opens + rest, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    return _call(name.strip(), pairs) if name.strip() else None
+
+
+def _pairs(text: str, opens: str, ends_key: str, begins_value: str, closes: str) -> dict[str, str] | None:
+    """Keys and values one after the other, each between its marks; None: there is something else. The marks
+    may stand in a value too, if it does not look like its end and another beginning."""
+    text = text.strip()
+    if not text:
+        return {}
+    if not text.startswith(opens) or not text.endswith(closes):
         return None
-    return _call(name.strip(), {pair[1].strip(): pair[2] for pair in pairs if pair is not None})
+    pairs = {}
+    for part in re.split(rf"{closes}\s*{opens}", text.removeprefix(opens).removesuffix(closes)):
+        key, ends, value = part.partition(ends_key)
+        value = value if not begins_value else value.lstrip()
+        if not ends or not value.startswith(begins_value):
+            return None
+        pairs[key.strip()] = value.removeprefix(begins_value)
+    return pairs
 
 
 def _deepseek_call(text: str) -> Call | None:
@@ -210,11 +224,10 @@ def _gemma_call(text: str) -> Call | None:
     match = re.fullmatch(r"call:([^{\s]+)(\{.*\})\s*", text, re.DOTALL)
     if match is None:
         return None
-    pieces = match[2].split(
-        '<|"|>'
-    )  # every other piece is a text; the rest is JSON, but for the keys' quotes
-    keyed = [re.sub(r"(?<=[{,])\s*([^{}\[\],:]+?)\s*:", r'"\1":', piece) for piece in pieces[::2]]
-    pieces[::2] = [re.sub(r"(?<=[:\[,])None\b", "null", piece) for piece in keyed]
+    # Every other piece is a text; the rest is JSON, but for the keys' quotes.
+    pieces = match[2].split('<|"|>')
+    pieces[::2] = [_KEY.sub(lambda key: f"{key[1]}{json.dumps(key[2].strip())}:", p) for p in pieces[::2]]
+    pieces[::2] = [re.sub(r"(?<=[:\[,])None\b", "null", piece) for piece in pieces[::2]]
     pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
     return _call(match[1], _json("".join(pieces)))
 
@@ -247,6 +260,7 @@ class _JsonNames(ast.NodeTransformer):
         return ast.Constant(values[node.id]) if node.id in values else node
 
 
+_KEY = re.compile(r"([{,])(\s*[^{}\[\],:\s][^{}\[\],:]*):")
 _BROKEN = object()
 
 
