@@ -188,13 +188,18 @@ class Renderer:
 
         Returns:
             A message with `content` and, where the model has written them, `reasoning_content` and
-            `tool_calls`. What cannot be read as a call stays plain content. Where the tokenizer carries a
-            response template, that is what reads.
+            `tool_calls`. What cannot be read as a call stays plain content, and so do calls that the chat
+            template refuses: Mistral's want ids of nine characters. Where the tokenizer carries a response
+            template, that is what reads.
         """
         ids = list(token_ids)
         stop = self._decoded(ids.pop()) if ids and ids[-1] in self.stop_token_ids else ""
         prefix = str(self._tokenizer.decode(list(given_ids))) if self._has_response_template else ""
-        return self._message_of(str(self._tokenizer.decode(ids)), stop, prefix, tools)
+        text = str(self._tokenizer.decode(ids))
+        message = self._message_of(text, stop, prefix, tools)
+        calls = {"role": "assistant", "content": "", "tool_calls": message.get("tool_calls")}
+        is_refused = bool(calls["tool_calls"]) and self._try_text([_user(), calls]) is None
+        return {"role": "assistant", "content": text} if is_refused else message
 
     def _message_of(
         self, text: str, stop: str, prefix: str, tools: Sequence[dict[str, Any]] | None

@@ -51,13 +51,16 @@ def gemma(text: str) -> Parts | None:
 def pythonic(text: str) -> Parts | None:
     """`<|tool_call_start|>[name(key='text', other=1), ...]<|tool_call_end|>`: LFM 2 and 2.5."""
     content, begins, rest = text.partition("<|tool_call_start|>")
-    body, is_closed, _ = rest.partition("<|tool_call_end|>")
-    return _unless_broken(content, list(_python_calls(body)) if is_closed else [None] * bool(begins))
+    body, is_closed, after = rest.partition("<|tool_call_end|>")
+    calls = list(_python_calls(body)) if is_closed else [None] * bool(begins)
+    return _unless_broken([content, after], calls)
 
 
 def llama(text: str) -> Parts | None:
-    """`{"name": ..., "parameters": {...}}` and nothing else, as Llama 3.1 and 3.2 write it."""
-    return _unless_broken("", [_json_call(text.strip().removeprefix("<|python_tag|>"), "parameters")])
+    """`{"name": ..., "parameters": {...}}` and nothing behind it, as Llama 3.1 and 3.2 write it."""
+    begin = max(0, text.find('{"name"'))
+    content, call = text[:begin], text[begin:].strip().removeprefix("<|python_tag|>")
+    return _unless_broken([content.removesuffix("<|python_tag|>")], [_json_call(call, "parameters")])
 
 
 def mistral(text: str) -> Parts | None:
@@ -73,15 +76,16 @@ def mistral(text: str) -> Parts | None:
         else:
             value = _json(part)
             calls += [_call_of(item, "arguments") for item in value] if isinstance(value, list) else [None]
-    return _unless_broken(content, calls)
+    return _unless_broken([content], calls)
 
 
 def deepseek(text: str) -> Parts | None:
     """Between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>` the type, `<｜tool▁sep｜>`, the name and a
     block of JSON: DeepSeek V3; or the name, `<｜tool▁sep｜>` and JSON: V3.1."""
     content, _, rest = text.partition("<｜tool▁calls▁begin｜>")
-    found = _tagged(rest, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
-    return None if found is None else {**found, "content": content.strip("\n")}
+    body, _, after = rest.partition("<｜tool▁calls▁end｜>")
+    found = _tagged(body, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _deepseek_call)
+    return None if found is None else _unless_broken([content, after], found["tool_calls"])
 
 
 def harmony(text: str) -> Parts | None:
@@ -151,15 +155,20 @@ def message_of(text: str, syntax: Syntax | None, reasoning_end: str | None) -> d
 
 def _tagged(text: str, opens: str, closes: str, call_of: Callable[[str], Call | None]) -> Parts | None:
     content, *parts = text.split(opens)
+    texts = [content]
     calls: list[Call | None] = []
     for part in parts:
-        body, is_closed, _ = part.partition(closes)
+        body, is_closed, after = part.partition(closes)
         calls.append(call_of(body) if is_closed else None)
-    return _unless_broken(content, calls)
+        texts.append(after)
+    return _unless_broken(texts, calls)
 
 
-def _unless_broken(content: str, calls: list[Call | None]) -> Parts | None:
-    return {"content": content.strip("\n"), "tool_calls": calls} if calls and None not in calls else None
+def _unless_broken(texts: list[str], calls: list[Call | None]) -> Parts | None:
+    """The calls, and the texts before and behind them; None: there is no call, or one that is broken."""
+    if not calls or None in calls:
+        return None
+    return {"content": "\n".join(text.strip("\n") for text in texts if text.strip()), "tool_calls": calls}
 
 
 def _call(name: Any, arguments: Any, number: Any = "") -> Call | None:
