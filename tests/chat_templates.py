@@ -29,6 +29,7 @@ STOPS = {
     "nemotron_3_nano": IM_END,
     "mistral": ("</s>",),
     "mistral_args": ("</s>",),
+    "mistral_call_id": ("</s>",),
     "deepseek_v31": ("<｜end▁of▁sentence｜>",),
     "gemma3": ("<end_of_turn>",),
     "llama3": EOT,
@@ -41,7 +42,8 @@ SPECIAL = ["<pad>", "<bos>", "<|im_start|>", "<|start_header_id|>", "<|end_heade
 SPECIAL += ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|assistant|>", "<|system|>"]
 SPECIAL += ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|turn>", "<tool_response|>", '<|"|>']
 SPECIAL += ["<|tool_call>", "<tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>"]
-SPECIAL += ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "<｜Assistant｜>", "<｜User｜>", "<｜tool▁sep｜>"]
+SPECIAL += ["[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
+SPECIAL += ["<｜Assistant｜>", "<｜User｜>", "<｜tool▁sep｜>"]
 SPECIAL += [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "call▁end", "calls▁end")]
 SPECIAL += sorted({stop for stops in STOPS.values() for stop in stops})
 
@@ -67,6 +69,9 @@ _ANSWERS = """{{ '[TOOL_RESULTS] {"content": ' + message.content | string }}
 _NAMED = """{% for call in message.tool_calls %}
             {{- "[TOOL_CALLS]" + call.function.name + "[ARGS]" + call.function.arguments | tojson }}
         {%- endfor %}</s>"""
+_CHECKED = """[CALL_ID]" + call.id }}
+            {%- if call.id | length != 9 %}{{ raise_exception("ids have length 9") }}{% endif %}
+            {{- "[ARGS]"""
 _DEEPSEEK = """{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}
 {%- for message in messages %}
     {%- if message.role == "user" %}{{ "<｜User｜>" + message.content }}
@@ -87,9 +92,15 @@ OWN = {
     "mistral_args": _MISTRAL.replace("CALLS", _NAMED, 1).replace(
         "ANSWER", "{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}", 1
     ),
+    "mistral_call_id": _MISTRAL.replace("CALLS", _NAMED.replace("[ARGS]", _CHECKED, 1), 1).replace(
+        "ANSWER",
+        "[TOOL_RESULTS]{{ message.tool_call_id + '[TOOL_CONTENT]' + message.content }}[/TOOL_RESULTS]",
+        1,
+    ),
     "deepseek_v31": _DEEPSEEK,
 }
-"""What the templates of Mistral 7B v0.3, Mistral Small 3.2 and DeepSeek V3.1 do with turns and calls."""
+"""What the templates of Mistral Nemo and Small 3.1, Ministral 3 and Devstral, Mistral Small 3.2, and DeepSeek
+V3.1 do with turns and calls."""
 
 TOOL = {
     "type": "function",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from importlib.resources import files
 from typing import Any
 
@@ -23,8 +24,7 @@ from chat_templates import (
     renderer_of,
     sampled,
 )
-from colocate.episodes.renderer import Renderer
-from colocate.episodes.tool_syntax import MAX_PARSED_CHARS
+from colocate.episodes.renderer import MAX_PARSED_CHARS, Renderer
 
 words = st.text(st.sampled_from("ab 12\n.é漢{}\"'"), min_size=1, max_size=12).map(
     lambda text: "w" + text + "w"
@@ -56,7 +56,7 @@ def as_asked(name: str, message: dict[str, Any], before: dict[str, Any]) -> dict
 
 
 @pytest.mark.parametrize("name", STOPS)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_turns_and_bridges_are_the_whole_conversation(name, data):
     """Sampled turns are written as the template writes them: then all tokens together are its own."""
@@ -133,7 +133,7 @@ def readable(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(arguments=arguments_of, num_calls=st.integers(1, 2), data=st.data())
 def test_calls_are_read_as_they_are_written(name, arguments, num_calls, data):
     renderer = renderer_of(name)
@@ -143,7 +143,7 @@ def test_calls_are_read_as_they_are_written(name, arguments, num_calls, data):
     ids = sampled(renderer, message)
     found = renderer.parse(ids, tools=[TOOL])
     assert not (found.pop("reasoning_content", None) or "")
-    if name == "mistral":  # whose model writes ids
+    if name in ("mistral", "mistral_call_id"):  # whose models write ids
         assert [call.pop("id") for call in found["tool_calls"]]
     assert found == message
     # A call cut short is no call, or the whole call where only its end is missing.
@@ -164,6 +164,11 @@ def test_answers_are_read_as_they_are_written(name, text, reasoning):
     assert found == message
 
 
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 10**30) | words,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["k", "", "x y"]), inner),
+    max_leaves=3,
+)
 TANGLE = (
     *("<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', '{"name": 3}', "null", "{"),
     *("<function=f>", "</function>", "<parameter=a>", "[TOOL_CALLS]", "[ARGS]", "</think>", "x\n"),
@@ -181,7 +186,7 @@ TANGLE = (
 )
 def test_whatever_is_written_is_a_message(name, parts, tokens):
     renderer = renderer_of(name)
-    ids = renderer._ids("".join(parts)) + [token for token in tokens if token not in renderer.stop_token_ids]
+    ids = [n for n in renderer._ids("".join(parts)) + tokens if n not in renderer.stop_token_ids]
     text = renderer._tokenizer.decode(ids)
     message = renderer.parse(ids, tools=[TOOL])
     assert message["role"] == "assistant" and isinstance(message["content"], str)
@@ -190,6 +195,114 @@ def test_whatever_is_written_is_a_message(name, parts, tokens):
         assert isinstance(call["function"]["name"], str) and isinstance(call["function"]["arguments"], dict)
     if "tool_calls" not in message and "reasoning_content" not in message and "<|message|>" not in text:
         assert message["content"] == text
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@settings(max_examples=20)
+@given(
+    arguments=st.dictionaries(st.sampled_from(["a", "b", "x y", "é"]), json_values, max_size=3),
+    num_calls=st.sampled_from([1, 2, 10]),
+    cut=st.none() | st.tuples(st.integers(0, 400), st.integers(0, 12)),
+    put=st.sampled_from(["", *'"{}[],<:\\é', "[CALL_ID]x", "null"]),
+)
+def test_a_damaged_call_costs_its_episode_at_most(name, arguments, num_calls, cut, put):
+    """What is read of it can be answered, and rendered again."""
+    renderer = renderer_of(name)
+    message = make_call(arguments)
+    if not name.startswith(("llama", "gptoss")):
+        message["tool_calls"] *= num_calls
+    text = renderer._tokenizer.decode(sampled(renderer, message))
+    if cut is not None:
+        text = text[: cut[0]] + put + text[cut[0] + cut[1] :]
+    ids = renderer._ids(text)
+    ends = [n + 1 for n, token in enumerate(ids) if token in renderer.stop_token_ids]
+    ids = ids[: min(ends, default=len(ids))]
+    found = renderer.parse(ids, tools=[TOOL])
+    if "tool_calls" in found:
+        asked = {"role": "user", "content": "u"}
+        answers = [
+            {"role": "tool", "name": call["function"]["name"], "content": "w"} for call in found["tool_calls"]
+        ]
+        if renderer.bridge([asked, found], answers, [TOOL], last_id=ids[-1]) is None:
+            renderer.render([asked, found, *answers], [TOOL])
+    elif "reasoning_content" not in found and "<|message|>" not in text:
+        end = renderer._decoded(ids[-1]) if ids and ids[-1] in renderer.stop_token_ids else ""
+        assert found["content"] == renderer._tokenizer.decode(ids).removesuffix(end)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "argu'),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
+        ("qwen2_5", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("qwen2_5", '<tool_call>["f", {}]</tool_call>'),
+        ("qwen3_5_think", "<tool_call><function=f><parameter=a>1</function></tool_call>"),
+        ("qwen3_5_think", "<tool_call><function=f><parameter=a>1</parameter>1</function></tool_call>"),
+        ("qwen3_5_think", "<tool_call><function=f><parameter=a>1</parameter></tool_call>"),
+        ("glm4moe", "<tool_call>f<arg_key>a</arg_key>1</arg_value></tool_call>"),
+        ("glm4moe", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>"),
+        ("gemma4_v5", '<|tool_call>call:f{a:<|"|>w}<tool_call|>'),
+        ("gemma4_v5", "<|tool_call>call:f[1]<tool_call|>"),
+        ("lfm2_v2", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
+        ("lfm2_v2", "<|tool_call_start|>[f(a=g())]<|tool_call_end|>"),
+        ("lfm2_v2", "<|tool_call_start|>[f(a=1), f(<|tool_call_end|>"),
+        ("gptoss", " to=functions.f<|channel|>commentary json<|message|>[1]"),
+        ("llama3_1", '{"name": "f", "parameters": "{}"}'),
+        ("llama3_1", '{"name": "f", "parameters": {}} and more'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "x"}]'),
+        ("mistral", '[TOOL_CALLS] {"name": "f", "arguments": {}}'),
+        ("mistral_args", "[TOOL_CALLS]f[ARGS]null"),
+        ("mistral_call_id", "[TOOL_CALLS]f[CALL_ID]x[ARGS]{}"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}"),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>1<｜tool▁call▁end｜>"),
+    ],
+)
+def test_a_call_that_is_none_is_content(name, text):
+    assert renderer_of(name).parse(renderer_of(name)._ids(text), tools=[TOOL]) == {
+        "role": "assistant",
+        "content": text,
+    }
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_text_around_calls_is_content(name):
+    renderer = renderer_of(name)
+    call = make_call({"a": 1})
+    text = renderer._tokenizer.decode(sampled(renderer, call))
+    text = min((text.removesuffix(stop) for stop in renderer._stops), key=len)
+    before = renderer._reasoning_end if name in (*THINKS, "glm4moe") else ""
+    written = f"{before}I multiply.\n{text.rpartition(before)[2] if before else text}"
+    if name == "gptoss":
+        written = f"<|channel|>commentary<|message|>I multiply.<|end|><|start|>assistant{text}"
+    nothing_follows = name.startswith(("gptoss", "llama", "mistral"))
+    found = renderer.parse(renderer._ids(written + ("" if nothing_follows else "\nWait.")), tools=[TOOL])
+    assert found["content"] == "I multiply." + ("" if nothing_follows else "\nWait.")
+    assert [made["function"] for made in found["tool_calls"]] == [call["tool_calls"][0]["function"]]
+
+
+def test_marks_may_stand_in_values():
+    values = {"a": 1, "b": "x<parameter=y>z</function><arg_key>w</arg_value>"}
+    for name in ("qwen3_5_think", "glm4moe"):
+        message = make_call(values)
+        renderer = renderer_of(name)
+        assert renderer.parse(sampled(renderer, message), tools=[TOOL])["tool_calls"] == message["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4_v5", "<|tool_call>call:f{" + " " * 3000 + "}<tool_call|>"),
+        ("glm4moe", "<tool_call>f<arg_key>" + "</arg_key><arg_value>" * 3000 + "</tool_call>"),
+        ("qwen3_5_think", "<tool_call><function=f><parameter=a>" + "</parameter> " * 3000 + "</tool_call>"),
+    ],
+    ids=["gemma", "glm", "xml"],
+)
+def test_the_same_over_and_over_is_read_in_no_time(name, text):
+    """Models repeat themselves, and a pattern that goes back and forth takes minutes for this."""
+    began_s = time.process_time()
+    renderer_of(name).parse(renderer_of(name)._ids(text), tools=[TOOL])
+    assert time.process_time() - began_s < 5
 
 
 def test_a_text_of_megabytes_is_content():

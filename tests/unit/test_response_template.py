@@ -31,7 +31,7 @@ messages |= words.map(lambda text: {"role": "assistant", "content": text})
 
 # Nemotron's generation prompt opens a reasoning, and its history has `<think></think>` instead.
 @pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name not in ("nemotron_3_nano", *OWN)])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(message=messages, cut=st.integers(0, 30))
 def test_a_template_reads_what_trl_reads(name, message, cut):
     renderer = carrier(name)
@@ -55,9 +55,24 @@ def test_calls_of_the_chat_template_must_be_read(name):
     tokenizer.response_template = other
     with pytest.raises(ValueError, match=r"`response_template` of .* does not read the calls"):
         Renderer(tokenizer, None, renderer.stop_token_ids).check_tools()
-    tokenizer.response_template = {"no": "template"}
-    with pytest.raises(ValueError, match=r"`response_template` of .* does not read the calls"):
-        Renderer(tokenizer, None, renderer.stop_token_ids).check_tools()
+
+
+def test_a_response_template_that_is_none_is_refused_and_says_why():
+    tokenizer = add_response_schema(make_tokenizer("qwen3"))
+    template = tokenizer.response_template
+    fields = {
+        **template["fields"],
+        "tool_calls": {"open": "<tool_call>", "close_pattern": "(", "content": "json"},
+    }
+    for broken, why in (
+        ({"no": "template"}, "Unknown keys"),
+        ({**template, "fields": fields}, "regex: missing"),
+    ):
+        tokenizer.response_template = broken
+        renderer = Renderer(tokenizer, None, [tokenizer.eos_token_id])
+        assert renderer.parse(renderer._ids("<tool_call>")) == {"role": "assistant", "content": "<tool_call>"}
+        with pytest.raises(ValueError, match=rf"does not read the calls of tools .*{why}.*Set one that does"):
+            renderer.check_tools()
 
 
 @pytest.mark.parametrize(

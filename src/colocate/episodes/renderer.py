@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from colocate.episodes.argument_types import with_typed_arguments
 from colocate.episodes.response_template import templated_message
-from colocate.episodes.tool_syntax import MAX_PARSED_CHARS, message_of, reasoning_end_of, syntax_of
+from colocate.episodes.tool_syntax import message_of, reasoning_end_of, syntax_of
 
 Message = dict[str, Any]
 
@@ -26,6 +26,9 @@ FAMILIES = (
     "Qwen 2.5, 3 and 3.5, Llama 3.1 and 3.2, GLM 4.5, Gemma 4, GPT-OSS, LFM 2 and 2.5, Nemotron 3 and Mistral"
 )
 """The families whose templates carry tools, and whose calls are read."""
+
+MAX_PARSED_CHARS = 1_000_000
+"""Text that is longer is plain content: no call is so long."""
 
 _MARK = "c0loc4te"
 """Stands for the text of dummy messages: where it is rendered, the text would be."""
@@ -112,17 +115,24 @@ class Renderer:
                     f"The chat template of {self._name} does not carry {what}. Those of {FAMILIES} do: "
                     "pass a `processing_class` with such a template, or set `tokenizer.chat_template`."
                 )
-        if not self._reads_calls() and self._has_response_template:
+        text, stop, prefix = self._written_call()
+        why = ""
+        try:
+            calls = self._message_of(text, stop, prefix, None).get("tool_calls", [])
+            if [call["function"]["name"] for call in calls] == [_TOOL]:
+                return
+        except ValueError as error:
+            why = f" ({error})"
+        if self._has_response_template:
             raise ValueError(
                 f"The `response_template` of {self._name} does not read the calls of tools that its chat "
-                "template writes. Set one that does, or set it to None to have them read without one."
+                f"template writes{why}. Set one that does, or set it to None to have them read without one."
             )
-        if not self._reads_calls():
-            raise ValueError(
-                f"The calls of tools that the chat template of {self._name} writes cannot be read. Those of "
-                f"{FAMILIES} can. Set `tokenizer.response_template`: it declares to transformers how the "
-                "model writes calls."
-            )
+        raise ValueError(
+            f"The calls of tools that the chat template of {self._name} writes cannot be read. Those of "
+            f"{FAMILIES} can. Set `tokenizer.response_template`: it declares to transformers how the "
+            "model writes calls."
+        )
 
     def render(
         self,
@@ -196,32 +206,39 @@ class Renderer:
         stop = self._decoded(ids.pop()) if ids and ids[-1] in self.stop_token_ids else ""
         prefix = str(self._tokenizer.decode(list(given_ids))) if self._has_response_template else ""
         text = str(self._tokenizer.decode(ids))
-        message = self._message_of(text, stop, prefix, tools)
+        plain: Message = {"role": "assistant", "content": text}
+        try:
+            message = plain if len(text) > MAX_PARSED_CHARS else self._message_of(text, stop, prefix, tools)
+        except ValueError:
+            return plain
         calls = {"role": "assistant", "content": "", "tool_calls": message.get("tool_calls")}
         is_refused = bool(calls["tool_calls"]) and self._try_text([_user(), calls]) is None
-        return {"role": "assistant", "content": text} if is_refused else message
+        return plain if is_refused else message
 
     def _message_of(
         self, text: str, stop: str, prefix: str, tools: Sequence[dict[str, Any]] | None
     ) -> Message:
-        if self._has_response_template and len(text) <= MAX_PARSED_CHARS:
+        """The message that a text is.
+
+        Raises:
+            ValueError: the response template cannot read it.
+        """
+        if self._has_response_template:
             message = templated_message(self._tokenizer, text + stop, prefix, tools)
-            plain: Message = {"role": "assistant", "content": text}
-            return plain if message is None else {**message, "content": message["content"].removesuffix(stop)}
+            return {**message, "content": message["content"].removesuffix(stop)}
         message = message_of(text, self._syntax, self._reasoning_end)
         if tools and "tool_calls" in message:
             message["tool_calls"] = with_typed_arguments(message["tool_calls"], tools)
         return message
 
-    def _reads_calls(self) -> bool:
-        """Whether a call is read from the text that the template itself makes of it."""
+    def _written_call(self) -> tuple[str, str, str]:
+        """The text that the template makes of a call, the stop token behind it, and what comes before."""
         prefix = self._text([_user()], add_generation_prompt=True)
         whole = self._text([_user(), _call(_TOOL)], add_generation_prompt=False)
         num_shared = sum(takewhile(bool, map(str.__eq__, prefix, whole)))
         text = whole[len(re.sub(r"<[^<>]*$", "", whole[:num_shared])) :]  # no token is cut
         stop = min((stop for stop in self._stops if stop in text), key=text.index, default=self._answer_end)
-        message = self._message_of(text.partition(stop)[0] if stop else text, stop, prefix, None)
-        return [call["function"]["name"] for call in message.get("tool_calls", [])] == [_TOOL]
+        return text.partition(stop)[0] if stop else text, stop, prefix
 
     def _sampled_end(self, end: str, after: str, last_id: int | None) -> str:
         """What the model has sampled of that which follows a turn's text: it ends with the stop token.

@@ -18,7 +18,7 @@ def templated_message(
     text: str,
     prefix: str,
     tools: Sequence[dict[str, Any]] | None,
-) -> Message | None:
+) -> Message:
     """The assistant message that `tokenizer.parse_response` reads, in the form of chat templates.
 
     Args:
@@ -27,33 +27,34 @@ def templated_message(
         tools: JSON schemas of the tools; they say of which types arguments are.
 
     Returns:
-        A message with `content` and, where there are any, `reasoning_content` and `tool_calls`. None: the
-        template cannot read the text, or what it reads is no message.
+        A message with `content` and, where there are any, `reasoning_content` and `tool_calls`.
+
+    Raises:
+        ValueError: the template cannot read the text, or what it reads is no message.
     """
     try:
         read = tokenizer.parse_response(text, prefix=prefix, tools=list(tools) if tools else None)
-    except Exception:  # templates are written by others, and refuse a broken call in several ways
-        return None
+    except Exception as error:  # templates are written by others, and refuse a broken call in several ways
+        raise ValueError(f"{type(error).__name__}: {error}") from error
     if not isinstance(read, dict) or not isinstance(read.get("content") or "", str):
-        return None
+        raise ValueError(f"it reads no message, but {read!r:.100}")
     message: Message = {"role": "assistant", "content": read.get("content") or ""}
     reasoning = next((read[name] for name in _REASONING if isinstance(read.get(name), str)), "")
     if reasoning:
         message["reasoning_content"] = reasoning
     calls = read.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ValueError(f"it reads no list of calls, but {calls!r:.100}")
     if calls:
-        message["tool_calls"] = [_call_of(call) for call in calls] if isinstance(calls, list) else [None]
-        if None in message["tool_calls"]:
-            return None
+        message["tool_calls"] = [_call_of(call) for call in calls]
     return message
 
 
-def _call_of(call: Any) -> dict[str, Any] | None:
+def _call_of(call: Any) -> dict[str, Any]:
     called = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(called, dict) or not isinstance(called.get("name"), str):
-        return None
-    arguments = called.get("arguments") or {}
-    if not isinstance(arguments, dict):
-        return None
+    name = called.get("name") if isinstance(called, dict) else None
+    arguments = called.get("arguments") or {} if isinstance(called, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(f"it reads no call with a name and arguments, but {call!r:.100}")
     number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {"type": "function", "function": {"name": called["name"], "arguments": arguments}, **number}
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **number}

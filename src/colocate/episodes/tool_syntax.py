@@ -12,9 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MAX_PARSED_CHARS = 1_000_000
-"""Text that is longer is plain content: no call is so long."""
-
 Call = dict[str, Any]
 """`{"type": "function", "function": {"name", "arguments"}}`, with the `id` if the model has written one."""
 Parts = dict[str, Any]
@@ -52,7 +49,7 @@ def pythonic(text: str) -> Parts | None:
     """`<|tool_call_start|>[name(key='text', other=1), ...]<|tool_call_end|>`: LFM 2 and 2.5."""
     content, begins, rest = text.partition("<|tool_call_start|>")
     body, is_closed, after = rest.partition("<|tool_call_end|>")
-    calls = list(_python_calls(body)) if is_closed else [None] * bool(begins)
+    calls: list[Call | None] = list(_python_calls(body)) if is_closed else [None] * bool(begins)
     return _unless_broken([content, after], calls)
 
 
@@ -142,8 +139,6 @@ def message_of(text: str, syntax: Syntax | None, reasoning_end: str | None) -> d
         reasoning_end: what comes before it is a part of its own, and not content.
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
-    if len(text) > MAX_PARSED_CHARS:
-        return message
     if reasoning_end is not None and reasoning_end in text:
         reasoning, _, answer = text.partition(reasoning_end)
         # Where the generation prompt opens the reasoning, only its end is sampled.
