@@ -206,6 +206,14 @@ def test_an_answer_without_room_is_taken_back():
     assert short.is_truncated and short.rows()[0].num_sampled == whole.rows()[0].num_sampled - 20
 
 
+def test_a_turn_that_is_cut_short_calls_nothing():
+    written = call("add", a=1, b=1)
+    size = len(make_chat_tokenizer()(written)["input_ids"])
+    table = Table(lambda text, member: written, [add], max_tokens=size)
+    (episode,) = table.play("q", num_generations=1)
+    assert "tool_calls" in episode.messages[0] and episode.tool_calls == 0 and episode.is_truncated
+
+
 def table_is_idle(table: Table) -> bool:
     return not table.engine.is_busy and not table.engine._ledger.turns
 

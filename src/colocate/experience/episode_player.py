@@ -205,7 +205,7 @@ class EpisodePlayer:
         calls = play.toolbox.calls(message)
         is_last = self._max_iterations is not None and play.num_turns > self._max_iterations
         # A tool is not called if there is no room for what it answers.
-        if calls and not is_last and self._room(play, play.num_tokens) > 0:
+        if calls and not is_last and play.num_tokens < self.sampling.max_tokens:
             self._runner.start(number, calls)
         else:
             self._retire(number)
