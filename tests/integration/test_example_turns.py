@@ -1,4 +1,4 @@
-"""examples/turns: a tiny model learns to use a calculator."""
+"""examples/turns: a tiny model learns to use a calculator, and to use the answers of a game."""
 
 from __future__ import annotations
 
@@ -9,23 +9,32 @@ import pytest
 
 from processes import run_python
 
-CALCULATOR = Path(__file__).parents[2] / "examples" / "turns" / "calculator.py"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "turns"
 
 
-def shares(*options: str) -> tuple[int, int]:
-    """Percent of right answers in the first five steps and in the last five."""
-    printed = run_python(CALCULATOR, *options, timeout_s=400, HF_HUB_OFFLINE="1")
-    found = re.search(r"right in the first five steps: (\d+)%; in the last five: (\d+)%", printed)
+def shares(example: str, *options: str) -> tuple[int, int]:
+    """Percent of right answers, or of games won, in the first five steps and in the last five."""
+    printed = run_python(EXAMPLES / example, *options, timeout_s=400, HF_HUB_OFFLINE="1")
+    found = re.search(r"(?:right|won) in the first five steps: (\d+)%; in the last five: (\d+)%", printed)
     assert found is not None
     return int(found[1]), int(found[2])
 
 
-def test_the_calculator_runs(tmp_path):
-    shares("--output_dir", str(tmp_path), "--imitation_steps", "5", "--max_steps", "5")
+@pytest.mark.parametrize("example", ["calculator.py", "game.py"])
+def test_the_example_runs(tmp_path, example):
+    shares(example, "--output_dir", str(tmp_path), "--imitation_steps", "5", "--max_steps", "5")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_the_calculator_is_used_once_it_is_rewarded(tmp_path, seed):
-    first, last = shares("--output_dir", str(tmp_path), "--seed", seed)
+    first, last = shares("calculator.py", "--output_dir", str(tmp_path), "--seed", seed)
     assert first < 70 and last > 90
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_the_answers_of_a_game_are_used_once_winning_is_rewarded(tmp_path, seed):
+    """Three guesses that ignore the answers win at most three games in seven, 43 %."""
+    first, last = shares("game.py", "--output_dir", str(tmp_path), "--seed", seed)
+    assert first < 60 and last > 85
