@@ -86,7 +86,8 @@ def main() -> None:
             shuffle_dataset=False,  # so that each batch has every secret, one for each group
             max_completion_length=60,
             learning_rate=2e-3,
-            lr_scheduler_type="constant",
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=10,
             adam_beta2=0.99,  # the default, 0.999, remembers more steps than there are
             logging_steps=5,
             save_strategy="no",
