@@ -2,10 +2,11 @@
 
     python examples/turns/game.py [--output_dir runs/game] [--seed 0]
 
-The environment thinks of a number from 1 to 7 and answers each of three guesses. Who ignores the answers wins
-at most three games in seven; who halves what is left wins them all. First a Qwen3 of 0.2 million random
-parameters imitates somebody who halves with four guesses in ten and is blind with the others. Then reward for
-winning teaches it to halve always.
+The environment thinks of a number from 1 to 7 and answers each of three guesses with what is left: "5 to 7".
+Whoever ignores the answers has guessed at most three of the seven numbers, and wins at most 3/7 = 43% of the
+games; whoever halves what is left, 7 → 3 → 1, wins them all. First a Qwen3 of 0.2 million random parameters
+imitates somebody who halves with four guesses in ten and is blind with the others. Then reward for winning
+teaches it to halve always.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from datasets import Dataset
 
 from colocate import GRPOConfig, GRPOTrainer
 
-PHRASES = ['{"name": "guess", "arguments": {"number": ', "}}", "guess", "higher", "lower", "right", "Play."]
+PHRASES = ['{"name": "guess", "arguments": {"number": ', "}}", "guess", " to ", "right", "Play."]
 NUMBERS = range(1, 8)
 NUM_GUESSES = 3
 SHARE_OF_HALVING = 0.4
@@ -31,7 +32,8 @@ class Game:
     """Thinks of a number; `guess` is the tool by which it is played."""
 
     def reset(self, secret: int, **row: Any) -> None:
-        self.secret, self.num_guesses, self.is_won, self.done = secret, 0, False, False
+        self.secret, self.low, self.high = secret, NUMBERS[0], NUMBERS[-1]
+        self.num_guesses, self.is_won, self.done = 0, False, False
 
     def guess(self, number: int) -> str:
         """Guess the number.
@@ -42,7 +44,11 @@ class Game:
         self.num_guesses += 1
         self.is_won = number == self.secret
         self.done = self.is_won or self.num_guesses == NUM_GUESSES
-        return "right" if self.is_won else "higher" if number < self.secret else "lower"
+        if number < self.secret:
+            self.low = max(self.low, number + 1)
+        else:
+            self.high = min(self.high, number - 1)
+        return "right" if self.is_won else f"{self.low} to {self.high}"
 
     def get_reward(self) -> float:
         return float(self.is_won)
@@ -50,14 +56,13 @@ class Game:
 
 def demonstration(rng: random.Random) -> list[Message]:
     """A game of somebody who does not always heed the answers."""
-    game, left, conversation = Game(), list(NUMBERS), list(PROMPT)
+    game, conversation = Game(), list(PROMPT)
     game.reset(rng.choice(NUMBERS))
     while not game.done:
         is_halving = rng.random() < SHARE_OF_HALVING
-        number = left[len(left) // 2] if is_halving else rng.choice(NUMBERS)
-        answer = game.guess(number)
-        left = [n for n in left if (n > number if answer == "higher" else n < number)]
-        conversation += [called("guess", number=number), {"role": "tool", "name": "guess", "content": answer}]
+        number = (game.low + game.high) // 2 if is_halving else rng.choice(NUMBERS)
+        answer = {"role": "tool", "name": "guess", "content": game.guess(number)}
+        conversation += [called("guess", number=number), answer]
     return conversation
 
 
@@ -68,7 +73,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="runs/game")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--imitation_steps", type=int, default=250)
-    parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--max_steps", type=int, default=120)
     arguments = parser.parse_args()
 
     rng = random.Random(arguments.seed)
@@ -85,7 +90,7 @@ def main() -> None:
             num_generations=16,
             shuffle_dataset=False,  # so that each batch has every secret, one for each group
             max_completion_length=60,
-            learning_rate=2e-3,
+            learning_rate=1e-3,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=10,
             adam_beta2=0.99,  # the default, 0.999, remembers more steps than there are
