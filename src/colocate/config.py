@@ -231,15 +231,16 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     # ── Rollout by a vLLM server (engine="vllm_server") ──────────────────────────────────────────────────
 
     vllm_server_base_url: str | None = None
-    """The server's address, such as "http://node7:8000". None: `vllm_server_host` and `vllm_server_port`."""
+    """The server's address, such as "http://node7:8000", or those of several, separated by commas. None:
+    `vllm_server_host` and `vllm_server_port`."""
     vllm_server_host: str = "0.0.0.0"
     vllm_server_port: Annotated[int, PORT] = 8000
     vllm_server_timeout: Annotated[float, _TIMEOUT] = 240.0
     """Seconds to wait for the server: until it answers at the start, until it is back after a failure, and
     until it goes on after somebody has paused it."""
     vllm_on_server_loss: Annotated[str, OneOf(("error", "wait"))] = "error"
-    """What to do when the server dies or hangs. "error": stop the run. "wait": wait until the server is back,
-    and generate again what was lost."""
+    """What to do when the server dies or hangs, or the last of several. "error": stop the run. "wait": wait
+    until one is back, and generate again what was lost."""
     vllm_group_host: str | None = None
     """The address at which the server's workers reach this process for NCCL. None: the address that this
     machine has towards the server."""

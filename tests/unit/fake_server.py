@@ -186,6 +186,10 @@ class FakeVLLM:
         self.draw: Callable[[dict[str, Any]], bool] = lambda body: True
         self.given_up: list[dict[str, Any]] = []
         self.is_paused = False
+        self.gone_until_s = 0.0
+        """Until then, by time.monotonic(), every connection is closed without an answer."""
+        self.earlier: dict[str, tuple[BaseHTTPRequestHandler, bytes]] = {}
+        """The request before for each path, as a network may deliver it once more."""
         self.num_prefix_cache_resets = 0
         self._lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
@@ -256,6 +260,9 @@ class FakeVLLM:
         return message.opened(self.worker.colocate_receive(*message.call(1)["args"]))
 
     def answer(self, handler: BaseHTTPRequestHandler, content: bytes) -> None:
+        if time.monotonic() < self.gone_until_s:
+            handler.close_connection = True
+            return
         path = handler.path.partition("?")[0]
         name = path
         if path == "/collective_rpc":
@@ -264,13 +271,17 @@ class FakeVLLM:
         self.requests.append(name)
         faults = self.faults.get(name)
         fault = faults.pop(0) if faults else None
+        if fault is late and name in self.earlier:
+            asyncio.run_coroutine_threadsafe(self._ask_gate(*self.earlier[name]), self._loop).result()
+        self.earlier[name] = (handler, content)
         if fault is not None and getattr(fault, "is_instead", False):
             fault(self, handler, 0, None)
             return
         status, answer = asyncio.run_coroutine_threadsafe(
             self._ask_gate(handler, content), self._loop
         ).result()
-        if name == "/v1/completions" and status == 200 and not self._drawn(handler, json.loads(content)):
+        is_drawn = name != "/v1/completions" or status != 200 or self._drawn(handler, json.loads(content))
+        if not is_drawn or time.monotonic() < self.gone_until_s:
             handler.close_connection = True
         elif fault is None:
             send_json(handler, status, answer)
@@ -439,6 +450,11 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Callable[..., None]:
         send_json(handler, status, answer)
 
     return fault
+
+
+def late(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    """The request before has come a second time, ahead of this one."""
+    send_json(handler, status, answer)
 
 
 def restart(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:

@@ -7,6 +7,7 @@ Under torchrun all processes ask one engine, each for itself; see `test_two_gpus
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,11 +33,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_episodes import MAX_TOKENS, assert_each_is_as_alone, scripts
 from quantized_models import make_4bit_model
-from vllm_server_case import make_server_engine, make_server_model
+from vllm_server_case import make_server_engine, make_server_model, make_server_pool
 
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import process_logits
+from colocate.engines.pool import EnginePool
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.engines.vllm.logprobs_mode import PROCESSED, RAW, tells_policys
 from colocate.types import Completion, Prompt, SamplingParams
@@ -110,7 +112,28 @@ def vllm_case(make_model: Callable[[], Any], **fields: Any) -> EngineCase:
     return EngineCase(make_model, vllm_engine, **{**defaults, **fields})
 
 
+class NativeReplica(NativeEngine):
+    name = "a native engine"
+
+    def note_update(self, version: int) -> None: ...
+
+    def is_back(self) -> bool:
+        return True
+
+    def rejoin(self) -> None: ...
+
+
+def native_pool(model: Any, num_engines: int) -> EnginePool:
+    return EnginePool([NativeReplica(model, max_num_seqs=4, page_size=4) for _ in range(num_engines)])
+
+
 ENGINES = {
+    **{
+        f"pool-of-{number}": EngineCase(
+            lambda: make_model("qwen3"), functools.partial(native_pool, num_engines=number)
+        )
+        for number in (1, 2, 3)
+    },
     "native": EngineCase(
         lambda: make_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
     ),
@@ -159,6 +182,12 @@ ENGINES_WITH_VLLM = {
         make_engine=make_server_engine,
     ),
 }
+ENGINES_WITH_SEVERAL_SERVERS = {
+    "vllm_server-pool": dataclasses.replace(
+        vllm_case(make_server_model, shares_weights=False),
+        make_engine=make_server_pool,
+    ),
+}
 ENGINES_WITH_VLLM_ON_GPU = {
     # In float32, for which vLLM picks an attention of its own. 97 tokens, which it pads: not shareable.
     "vllm-cuda": vllm_case(
@@ -181,6 +210,7 @@ def cases() -> Iterator[Any]:
         (ENGINES, ()),
         (ENGINES_ON_GPU, (pytest.mark.gpu,)),
         (ENGINES_WITH_VLLM, (pytest.mark.vllm,)),
+        (ENGINES_WITH_SEVERAL_SERVERS, (pytest.mark.vllm, pytest.mark.slow)),
         (ENGINES_WITH_VLLM_ON_GPU, (pytest.mark.vllm, pytest.mark.gpu)),
     )
     if "LOCAL_RANK" in os.environ:

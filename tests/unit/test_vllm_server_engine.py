@@ -26,9 +26,9 @@ from fake_server import (  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.vllm_server import engine as server_module
 from colocate.engines.vllm_server.client import ServerUnreachable
 from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.vllm_server.patience import Patience
 from colocate.types import SamplingParams
 from colocate.weights.buckets import buckets
 
@@ -259,9 +259,8 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_said(make_engine,
         engine.generate(make_prompts([3]), SAMPLING)
 
 
-def test_a_server_that_hangs_is_noticed(make_engine, fake, monkeypatch, hang):
-    monkeypatch.setattr(server_module, "_CALL_S", 0.4)
-    engine = make_engine()
+def test_a_server_that_hangs_is_noticed(make_engine, fake, hang):
+    engine = make_engine(patience=Patience(answer_s=0.4, silence_s=0.1))
     engine.generate(make_prompts([3]), SAMPLING)
     fake.faults[COMPLETIONS] = [hang] * 10
     fake.faults["/health"] = [hang] * 10

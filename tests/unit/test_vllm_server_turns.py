@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from open_episodes import MAX_TOKENS, assert_each_is_as_alone, scripts
 from test_episode_player import Table
 
-from colocate.engines.vllm_server import engine as server_module
 from colocate.engines.vllm_server.client import RequestRefused
+from colocate.engines.vllm_server.patience import Patience
 from colocate.types import Completion, Prompt, SamplingParams
 from tool_chat import call
 
@@ -231,9 +231,8 @@ def test_a_restart_between_two_turns_is_noticed(make_engine, fake, on_server_los
     assert engine.num_restarts == 1
 
 
-def test_a_server_that_hangs_is_noticed_by_polling(make_engine, fake, monkeypatch, hang):
-    monkeypatch.setattr(server_module, "_CALL_S", 0.4)
-    engine = make_engine()
+def test_a_server_that_hangs_is_noticed_by_polling(make_engine, fake, hang):
+    engine = make_engine(patience=Patience(answer_s=0.4, silence_s=0.1))
     engine.generate(make_prompts([3]), SAMPLING)
     engine.submit(make_prompts([3]), SAMPLING)
     fake.faults[COMPLETIONS] = [hang] * 10

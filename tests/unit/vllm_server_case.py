@@ -130,9 +130,13 @@ def kill_all(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
+def shared_server(number: int = 0) -> ServerProcess:
+    """A server for a whole test session, of weights that nobody trains: each engine sends its own."""
+    return _started(number)
+
+
 @functools.cache
-def shared_server() -> ServerProcess:
-    """One server for a whole test session, of weights that nobody trains: each engine sends its own."""
+def _started(number: int) -> ServerProcess:
     directory = Path(tempfile.mkdtemp(prefix="vllm-server-"))
     make_server_model().save_pretrained(directory)
     server = ServerProcess(directory)
@@ -146,3 +150,17 @@ def make_server_engine(model: Any) -> Any:
     from colocate.engines.vllm_server.engine import VLLMServerEngine
 
     return VLLMServerEngine(model, base_url=shared_server().base_url)
+
+
+def make_server_pool(model: Any) -> Any:
+    """For the contract suite: a pool of two servers' engines."""
+    from colocate.engines.pool import EnginePool
+    from colocate.engines.vllm_server.engine import VLLMServerEngine
+    from colocate.engines.vllm_server.patience import patience_among
+
+    patience = patience_among(2)
+    engines = [
+        VLLMServerEngine(model, base_url=shared_server(number).base_url, run_id="run", patience=patience)
+        for number in range(2)
+    ]
+    return EnginePool(engines)

@@ -15,6 +15,10 @@ from colocate.memory.timeline import NOTHING_POOLED, PooledBytes
 from colocate.types import Completion, Prompt, SamplingParams
 
 
+class EngineLost(RuntimeError):
+    """What generates is gone, or of no use any more: another engine can do what it was asked to."""
+
+
 class RolloutEngine(Protocol):
     """A source of completions that takes turns with the trainer on the same device.
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from colocate.redaction import redacted
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
@@ -112,24 +114,47 @@ def _vllm(parts: EngineParts) -> RolloutEngine:
 def _vllm_server(parts: EngineParts) -> RolloutEngine:
     from accelerate.utils import broadcast_object_list
 
+    from colocate.engines.pool import EnginePool
     from colocate.engines.vllm_server.engine import MAX_IN_FLIGHT, VLLMServerEngine
+    from colocate.engines.vllm_server.patience import ALONE, patience_among
 
-    options = parts.options
+    options, accelerator = parts.options, parts.accelerator
+    urls = server_urls(options.vllm_server_base_url) or [
+        f"http://{options.vllm_server_host}:{options.vllm_server_port}"
+    ]
+    is_alone = len(urls) == 1
     # All processes push to one server, under one name.
     (run_id,) = broadcast_object_list([uuid.uuid4().hex])
-    return VLLMServerEngine(
-        parts.model,
-        base_url=options.vllm_server_base_url
-        or f"http://{options.vllm_server_host}:{options.vllm_server_port}",
-        is_main=parts.accelerator.is_main_process,
-        barrier=parts.accelerator.wait_for_everyone,
-        run_id=run_id,
-        output_dir=os.path.abspath(options.output_dir or "."),
-        on_server_loss=options.vllm_on_server_loss,  # type: ignore[arg-type]  # checked by the configuration
-        server_timeout_s=options.vllm_server_timeout,
-        group_host=options.vllm_group_host,
-        group_port=options.vllm_group_port,
-        max_in_flight=options.max_num_seqs or MAX_IN_FLIGHT,
+    engines: list[VLLMServerEngine] = []
+    try:
+        for number, url in enumerate(urls):
+            engine = VLLMServerEngine(
+                parts.model,
+                base_url=url,
+                is_main=accelerator.is_main_process,
+                barrier=accelerator.wait_for_everyone if is_alone else lambda: None,
+                run_id=run_id,
+                output_dir=os.path.abspath(options.output_dir or "."),
+                on_server_loss=options.vllm_on_server_loss,  # type: ignore[arg-type]  # the option's range
+                server_timeout_s=options.vllm_server_timeout,
+                group_host=options.vllm_group_host,
+                group_port=options.vllm_group_port and options.vllm_group_port + number,
+                max_in_flight=options.max_num_seqs or MAX_IN_FLIGHT,
+                patience=ALONE if is_alone else patience_among(len(urls)),
+            )
+            engines.append(engine)
+    except BaseException:
+        for engine in engines:
+            engine.close()  # lets go of the servers
+        raise
+    if is_alone:
+        return engines[0]
+    return EnginePool(
+        engines,
+        rank=accelerator.process_index,
+        barrier=accelerator.wait_for_everyone,
+        on_loss=options.vllm_on_server_loss,  # type: ignore[arg-type]  # the option's range
+        timeout_s=options.vllm_server_timeout,
     )
 
 
@@ -143,6 +168,22 @@ def _transformers(parts: EngineParts) -> RolloutEngine:
         max_num_seqs=parts.options.max_num_seqs or 64,
         generation_kwargs=parts.generate_kwargs,
     )
+
+
+def server_urls(text: str | None) -> list[str]:
+    """The addresses in the option `vllm_server_base_url`.
+
+    Raises:
+        ValueError: an address is there twice.
+    """
+    urls = [url.strip().rstrip("/") for url in (text or "").split(",") if url.strip()]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(
+                f"vllm_server_base_url names {redacted(url)} {urls.count(url)} times, and a server is asked "
+                "once for each sequence. Name every server once."
+            )
+    return urls
 
 
 ENGINES: dict[str, Callable[[EngineParts], RolloutEngine]] = {

@@ -92,7 +92,7 @@ class TurnEngine(BaseEngine):
 
     def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
         """Draw turns, and return those that have ended: here all, at a stroke."""
-        completions = self.generate(_requests(list(waiting.values())), sampling)
+        completions = self.generate(requests(list(waiting.values())), sampling)
         return dict(zip(waiting, completions, strict=True))
 
     def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
@@ -118,17 +118,17 @@ class TurnEngine(BaseEngine):
             self._ledger.turns.pop(sequence, None)
 
 
-def _requests(turns: Sequence[Turn]) -> list[Prompt]:
+def requests(turns: Sequence[Turn]) -> list[Prompt]:
     """The turns as prompts, in order; neighbours that begin on one prompt stay one request."""
-    requests: list[Prompt] = []
+    prompts: list[Prompt] = []
     last: Turn | None = None
     for turn in turns:
         is_next = last is not None and turn.prompt is last.prompt and turn.sample == last.sample + 1
         if is_next and not (turn.tokens or last.tokens):  # type: ignore[union-attr]
-            limits = (*requests[-1].limits(0), turn.limit)
-            samples = range(requests[-1].samples.start, turn.sample + 1)
-            requests[-1] = replace(requests[-1], samples=samples, max_tokens=limits)
+            limits = (*prompts[-1].limits(0), turn.limit)
+            samples = range(prompts[-1].samples.start, turn.sample + 1)
+            prompts[-1] = replace(prompts[-1], samples=samples, max_tokens=limits)
         else:
-            requests.append(turn.as_prompt())
+            prompts.append(turn.as_prompt())
         last = turn
-    return requests
+    return prompts

@@ -13,13 +13,14 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from packaging.version import Version
 from torch import Tensor, nn
 
+from colocate.engines.base import EngineLost
 from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm.environment import check_version
 from colocate.engines.vllm.logprobs_mode import MODES, PROCESSED, ReportedLogprobs
@@ -35,7 +36,8 @@ from colocate.engines.vllm_server.client import (
 from colocate.engines.vllm_server.completions import Request, completions_in, requests_of
 from colocate.engines.vllm_server.key import VARIABLE
 from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, ServerHeld, has_ended, this_run
-from colocate.engines.vllm_server.open_turns import POLL_S, OpenTurns
+from colocate.engines.vllm_server.open_turns import OpenTurns
+from colocate.engines.vllm_server.patience import ALONE, Patience
 from colocate.engines.vllm_server.watch import Watch, await_all
 from colocate.engines.vllm_server.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.engines.vllm_server.weight_wire import SHAPE
@@ -47,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CALL_S = 60.0
-"""Deadline of requests that take the server no work; if it is silent for longer, it counts as lost."""
 _RELEASE_S = 5.0
 """Deadline for releasing the server. If it fails, the lease ends by itself."""
 MAX_IN_FLIGHT = 512
@@ -88,6 +88,7 @@ class VLLMServerEngine(TurnEngine):
         push_timeout_s: seconds for sending all weights.
         transport, group_host, group_port, bucket_bytes, directory: see `WeightPusher`.
         max_in_flight: largest number of requests under way at once; further ones wait for their turn here.
+        patience: how soon the server counts as lost.
 
     Raises:
         ServerUnreachable: no server answered within `server_timeout_s`.
@@ -117,6 +118,7 @@ class VLLMServerEngine(TurnEngine):
         bucket_bytes: int = BUCKET_BYTES,
         directory: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
+        patience: Patience = ALONE,
     ) -> None:
         self._model: nn.Module | None = model
         self._is_main = is_main
@@ -129,7 +131,14 @@ class VLLMServerEngine(TurnEngine):
         self._reported = self._report_in(PROCESSED)
         self._start_id: str | None = None
         self._vocab_size = causal_lm(model).get_input_embeddings().num_embeddings
-        self._client = HttpClient(base_url, max_in_flight=max_in_flight, run_id=self._run_id)
+        self._patience = patience
+        self._client = HttpClient(
+            base_url,
+            max_in_flight=max_in_flight,
+            max_attempts=patience.max_attempts,
+            first_delay_s=patience.first_delay_s,
+            run_id=self._run_id,
+        )
         self._open_turns = OpenTurns(self._client, self._watch())
         self._workers = Workers(self._client, this_run(self._run_id, output_dir))
         self._pusher = WeightPusher(
@@ -141,6 +150,7 @@ class VLLMServerEngine(TurnEngine):
             bucket_bytes=bucket_bytes,
             directory=directory,
             timeout_s=push_timeout_s,
+            message_s=patience.message_s,
         )
         try:
             self._await_server()
@@ -193,12 +203,44 @@ class VLLMServerEngine(TurnEngine):
                 f"{foreign[0]!r} is no parameter of the model that this engine was made with, and only those "
                 "are sent. Update the model's parameters in place."
             )
-        self._open_turns.abort()
-        self._num_updates += 1
+        self.note_update(version)
         if self._is_main:
             self._surviving("take weights", self._bring_up_to_date)
-        self.policy_version = version
         self._barrier()
+
+    def note_update(self, version: int) -> None:
+        """Take notice of new weights, which are sent when the server is asked for something or `rejoin`s."""
+        self._check_open()
+        self._open_turns.abort()
+        self._num_updates += 1
+        self.policy_version = version
+
+    @property
+    def name(self) -> str:
+        """The server's address, for messages."""
+        return self._client.base_url
+
+    def is_back(self) -> bool:
+        """Whether the server, which was lost, answers again. Any thread may ask."""
+        try:
+            self._ask("/health", deadline_s=self._patience.answer_s, max_attempts=1)
+        except (ServerUnreachable, RequestRefused, CancelledError):
+            return False
+        return True
+
+    def rejoin(self) -> None:
+        """Check the server again, take it, and send it the weights of now.
+
+        Raises:
+            EngineLost: it is not of use, for the reason that the message gives.
+        """
+        try:
+            self._pusher.reset()
+            self._client.read_key()
+            self._check_server()
+            self._bring_up_to_date()
+        except (*_LOSSES, RuntimeError, ValueError) as error:
+            raise EngineLost(str(error)) from error
 
     def close(self) -> None:
         """Release the server, which keeps running and is then free for another run."""
@@ -241,7 +283,7 @@ class VLLMServerEngine(TurnEngine):
             if not turns.are_under_way:
                 turns.start_id, turns.watch = self._bring_up_to_date(), self._watch()
             turns.send(waiting, start)
-            ended = turns.take(POLL_S)
+            ended = turns.take(self._patience.poll_s)
             if ended:
                 self._check_unchanged(turns.start_id)
                 turns.watch.heard()
@@ -272,9 +314,8 @@ class VLLMServerEngine(TurnEngine):
             raise ServerRestarted(f"The weights of {self._client.base_url} changed during a rollout.")
 
     def _watch(self) -> Watch:
-        patience_s = self._server_timeout_s
-        silence_s = min(_CALL_S, patience_s) / 4
-        return Watch(self._client.base_url, silence_s=silence_s, patience_s=patience_s)
+        silence_s = min(self._patience.silence_s, self._server_timeout_s / 4)
+        return Watch(self._client.base_url, silence_s=silence_s, patience_s=self._server_timeout_s)
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -310,7 +351,7 @@ class VLLMServerEngine(TurnEngine):
 
     def _state(self) -> tuple[str, str | None]:
         """Identities of the server's start and of its weights; the latter None if its workers disagree."""
-        states = self._workers.call("state", deadline_s=_CALL_S)
+        states = self._workers.call("state", deadline_s=self._patience.answer_s)
         start_id, tokens = "+".join(state["start_id"] for state in states), {s["token"] for s in states}
         self.num_restarts += self._start_id not in (None, start_id)
         self._start_id = start_id
@@ -327,7 +368,12 @@ class VLLMServerEngine(TurnEngine):
         for _ in range(_MAX_LOSSES):
             try:
                 return action()
-            except _LOSSES as error:
+            except (RuntimeError, ValueError) as error:
+                if self._patience.has_substitute:
+                    self._pusher.reset()
+                    raise EngineLost(str(error)) from error
+                if not isinstance(error, _LOSSES):
+                    raise
                 url = self._client.base_url
                 if self._on_server_loss == "error":
                     raise RuntimeError(
@@ -359,7 +405,8 @@ class VLLMServerEngine(TurnEngine):
         while True:
             remaining_s = deadline - time.monotonic()
             try:
-                return self._ask("/health", deadline_s=max(0.1, min(remaining_s, _CALL_S)), max_attempts=1)
+                deadline_s = max(0.1, min(remaining_s, self._patience.answer_s))
+                return self._ask("/health", deadline_s=deadline_s, max_attempts=1)
             except (ServerUnreachable, RequestRefused) as error:
                 if time.monotonic() + 0.5 > deadline:
                     raise ServerUnreachable(
@@ -394,7 +441,7 @@ class VLLMServerEngine(TurnEngine):
         if warning is not None and self._is_main:
             logger.warning(f"The server at {url}: {warning}")
         offered = self._ask("/v1/models", lambda answer: _field(answer, "data")[0])
-        workers = self._workers.describe(deadline_s=_CALL_S)
+        workers = self._workers.describe(deadline_s=self._patience.answer_s)
         self._check_model(self._model, workers[0]["shape"], str(offered["id"]))
         if workers[0]["num_replicas"] > 1:
             raise ValueError(
@@ -434,7 +481,7 @@ class VLLMServerEngine(TurnEngine):
         deadline, instead_of = time.monotonic() + 1.1 * LEASE_S, None
         while True:
             try:
-                self._workers.call("claim", instead_of=instead_of, deadline_s=_CALL_S)
+                self._workers.call("claim", instead_of=instead_of, deadline_s=self._patience.answer_s)
                 return
             except ServerHeld as error:
                 holder, own = error.holder, self._workers.run
@@ -475,9 +522,8 @@ class VLLMServerEngine(TurnEngine):
         deadline_s: float | None = None,
         max_attempts: int | None = None,
     ) -> Any:
-        return self._client.call(
-            "GET", path, deadline_s=deadline_s or _CALL_S, parse=parse, max_attempts=max_attempts
-        )
+        deadline_s = deadline_s or self._patience.answer_s
+        return self._client.call("GET", path, deadline_s=deadline_s, parse=parse, max_attempts=max_attempts)
 
 
 def _field(answer: Any, name: str) -> Any:

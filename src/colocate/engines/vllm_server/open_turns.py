@@ -11,9 +11,6 @@ from colocate.engines.vllm_server.client import HttpClient
 from colocate.engines.vllm_server.watch import Watch
 from colocate.types import Completion, Prompt
 
-POLL_S = 0.02
-"""Seconds for which `poll` waits for a first turn to end until whoever polls sees to other things."""
-
 
 class OpenTurns:
     """Turns on their way to the server and back, each a request of its own.

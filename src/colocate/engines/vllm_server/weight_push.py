@@ -199,6 +199,7 @@ class WeightPusher:
         bucket_bytes: largest size of a chunk; a larger tensor is a chunk of its own.
         directory: parent directory for files; None: shared memory, or the temporary directory without it.
         timeout_s: seconds for a whole push, waiting for the end of another process's push included.
+        message_s: seconds for each of its messages.
     """
 
     client: HttpClient
@@ -210,6 +211,7 @@ class WeightPusher:
     bucket_bytes: int
     directory: str | None
     timeout_s: float
+    message_s: float
 
     def __post_init__(self) -> None:
         self._transport: Transport | None = None
@@ -267,7 +269,7 @@ class WeightPusher:
                 places=places,
                 size_bytes=size_bytes,
                 offer=self._transport.offer(flat),
-                deadline_s=_remaining_s(deadline),
+                deadline_s=self._remaining_s(deadline),
             )
             self._transport.transmit(flat)
             _check(received.result(), "loaded")
@@ -279,7 +281,7 @@ class WeightPusher:
             push_id=self._push_id,
             token=token,
             num_chunks=num_chunks,
-            deadline_s=_remaining_s(deadline),
+            deadline_s=self._remaining_s(deadline),
         )
         _check(finished, "finished")
         return sent_bytes
@@ -306,7 +308,7 @@ class WeightPusher:
                 unless=unless,
                 replaces=replaces,
                 tied_head=tied_head,
-                deadline_s=_remaining_s(deadline),
+                deadline_s=self._remaining_s(deadline),
             )
             kinds = {answer["is"] for answer in answers}
             if kinds == {"ready"}:
@@ -325,12 +327,12 @@ class WeightPusher:
             time.sleep(_POLL_S)
 
     def _tell(self, path: str, deadline: float) -> None:
-        self.client.call("POST", path, deadline_s=_remaining_s(deadline), parse=_check_done)
+        self.client.call("POST", path, deadline_s=self._remaining_s(deadline), parse=_check_done)
 
     # ── Choice of the transport ──────────────────────────────────────────────────────────────────────────
 
     def _choose(self, device: torch.device, deadline: float) -> Transport:
-        workers = self.workers.describe(deadline_s=_remaining_s(deadline))
+        workers = self.workers.describe(deadline_s=self._remaining_s(deadline))
         are_on_gpus = device.type == "cuda" and all(w["device_type"] == "cuda" for w in workers)
         gpu = visible_gpus()[device.index or 0] if device.type == "cuda" else None
         name = self.transport
@@ -362,7 +364,7 @@ class WeightPusher:
             )
         host = self.group_host or self._own_address()
         port = self.group_port or free_port(host)
-        timeout_s = min(_remaining_s(deadline), GROUP_TIMEOUT_S)
+        timeout_s = min(self._remaining_s(deadline), GROUP_TIMEOUT_S)
         return NcclTransport(self.workers, len(workers), device, host, port, timeout_s)
 
     def _file_transport(self, deadline: float) -> FileTransport:
@@ -375,7 +377,7 @@ class WeightPusher:
         probe.write_text(mark)
         try:
             answers = self.workers.call(
-                "share", directory=str(transport.directory), mark=mark, deadline_s=_remaining_s(deadline)
+                "share", directory=str(transport.directory), mark=mark, deadline_s=self._remaining_s(deadline)
             )
         except BaseException:
             transport.close()
@@ -388,6 +390,10 @@ class WeightPusher:
                 "of this machine. Set a directory that both share, or use GPUs on both sides (nccl)."
             )
         return transport
+
+    def _remaining_s(self, deadline: float) -> float:
+        """Seconds for a message until `deadline`: at least 0.01, so that one too late fails with words."""
+        return max(min(deadline - time.monotonic(), self.message_s), 0.01)
 
     def _own_address(self) -> str:
         """This machine's address on the way to the server."""
@@ -408,8 +414,3 @@ def _check(answers: list[dict[str, Any]], expected: str) -> None:
         raise PushInterrupted(
             "The server does not know this push any more: it restarted, or gave it up because it was silent."
         )
-
-
-def _remaining_s(deadline: float) -> float:
-    """Seconds until `deadline`, at least 0.01, so that a call too late fails with its own message."""
-    return max(deadline - time.monotonic(), 0.01)

@@ -1,0 +1,391 @@
+"""`EnginePool`: several engines as one. What one of them loses, another one generates.
+
+A completion depends only on the weights, the prompt and the seeds, not on who draws it. So a turn whose
+engine is lost is drawn again elsewhere and comes out the same, and only one answer for it is ever taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+from torch import Tensor
+
+from colocate.engines.base import EngineLost, RolloutEngine
+from colocate.engines.turns import Turn, TurnEngine, requests
+from colocate.types import Completion, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
+
+MAX_LOSSES = 5
+"""How often a turn is given to another engine before the run gives up: it may be what ends them."""
+_FIRST_PROBE_S = 0.5
+_LAST_PROBE_S = 8.0
+_WAIT_S = 0.05
+"""Pause between looks at a pool of which nobody is left."""
+
+
+class Replica(RolloutEngine, Protocol):
+    """An engine of a pool. What it cannot do any more it says by `EngineLost`."""
+
+    # See `BaseEngine`.
+    _max_len: int
+    _max_len_reason: str
+    _vocab_size: int
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages, such as its address."""
+        ...
+
+    def note_update(self, version: int) -> None:
+        """Take notice of new weights while it is lost."""
+        ...
+
+    def is_back(self) -> bool:
+        """Whether it answers again, after it was lost. Asked by a thread of its own."""
+        ...
+
+    def rejoin(self) -> None:
+        """Get the weights of now; raises EngineLost if that fails."""
+        ...
+
+
+class EnginePool(TurnEngine):
+    """Generates with several engines that have the same weights.
+
+    New sequences go to the engine with the fewest outstanding tokens, the members of a group together, as
+    their prompt is then computed once. Later turns of an episode stay where its earlier ones are in a cache,
+    unless that engine has more than twice as much to do as another one.
+
+    A lost engine is probed, at first every half second and then less often. Once it answers it gets the
+    weights of now, and only then sequences.
+
+    Args:
+        replicas: the engines, asleep. The pool closes them.
+        rank: of this process; ranks begin with different engines.
+        barrier: waits for all processes of the run.
+        on_loss: what to do when none is left: "error", or "wait" for one to come back.
+        timeout_s: seconds to wait then.
+
+    Raises:
+        ValueError: there is no engine, or they have different vocabularies.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        rank: int = 0,
+        barrier: Callable[[], object] = lambda: None,
+        on_loss: Literal["error", "wait"] = "error",
+        timeout_s: float = 240.0,
+    ) -> None:
+        sizes = {replica._vocab_size for replica in replicas}
+        if len(sizes) != 1:
+            raise ValueError(f"A pool needs engines of one vocabulary; their sizes are {sorted(sizes)}.")
+        (self._vocab_size,) = sizes
+        self.shares_weights = all(replica.shares_weights for replica in replicas)
+        first = rank % len(replicas)
+        self._members = [_Member(replica) for replica in [*replicas[first:], *replicas[:first]]]
+        self._barrier = barrier
+        self._on_loss = on_loss
+        self._timeout_s = timeout_s
+        self._places: dict[Hashable, _Place] = {}
+        """Where turns are being drawn: by their sequences' numbers, or by keys of `generate`'s own."""
+        self._homes: dict[Hashable, _Member] = {}
+        """Where a prompt, or an episode's earlier turns, are in a cache."""
+        self._ended: dict[Hashable, Completion] = {}
+        self._num_lost: dict[Hashable, int] = {}
+        self._num_calls = itertools.count()
+
+    # ── What it has ──────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _max_len(self) -> int:  # type: ignore[override]
+        return self._shortest._max_len
+
+    @property
+    def _max_len_reason(self) -> str:  # type: ignore[override]
+        return f"{self._shortest.name}: {self._shortest._max_len_reason}"
+
+    @property
+    def _shortest(self) -> Replica:
+        return min((member.replica for member in self._members), key=lambda replica: replica._max_len)
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return sum(member.replica.kv_cache_bytes for member in self._members)
+
+    @property
+    def rollout_weight_bytes(self) -> int:
+        return sum(member.replica.rollout_weight_bytes for member in self._members)
+
+    # ── Rollout ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
+        """Complete every prompt. See `RolloutEngine.generate`.
+
+        Raises:
+            RuntimeError: no engine is left, or a sequence was lost `MAX_LOSSES` times.
+        """
+        self._check(prompts, sampling)
+        call = next(self._num_calls)
+        turns: dict[Hashable, Turn] = {}
+        for prompt in prompts:
+            for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
+                turns["generate", call, len(turns)] = Turn(prompt, sample, limit, is_kept=False)
+        completions: dict[Hashable, Completion] = {}
+        try:
+            while waiting := {key: turn for key, turn in turns.items() if key not in completions}:
+                completions |= self._advance(waiting, sampling)
+        finally:
+            self._forget(turns)
+        return [completions[key] for key in turns]
+
+    def abort(self, sequences: Iterable[int]) -> None:
+        """Forget sequences. See `RolloutEngine.abort`."""
+        sequences = list(sequences)
+        self._forget(sequences)
+        super().abort(sequences)
+
+    def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
+        ended = self._advance(waiting, sampling)
+        for number in ended:
+            if not waiting[number].is_kept:
+                self._forget([number])
+        return ended
+
+    def _advance(self, waiting: Mapping[Key, Turn], sampling: SamplingParams) -> dict[Key, Completion]:
+        """Place the turns that are nowhere yet, let all engines go on, and return those that have ended."""
+        self._readmit()
+        new = {key: waiting[key] for key in waiting if key not in self._places and key not in self._ended}
+        for turns in _groups(new):
+            self._place(turns, sampling)
+        for member in self._present:
+            try:
+                ended = member.replica.poll() if member.places else {}
+            except EngineLost as error:
+                self._lose(member, error)
+                continue
+            for number, completion in ended.items():
+                if (key := member.places.pop(number, None)) is not None:
+                    self._places.pop(key)
+                    self._ended[key] = completion
+        return {key: self._ended.pop(key) for key in waiting if key in self._ended}
+
+    def _place(self, turns: Mapping[Key, Turn], sampling: SamplingParams) -> None:
+        """Give turns that begin on one prompt to one engine."""
+        home = _home_of(*next(iter(turns.items())))
+        member = self._choice(home, sum(turn.limit for turn in turns.values()))
+        self._homes[home] = member
+        numbers = member.replica.submit(requests(list(turns.values())), sampling)
+        for number, (key, turn) in zip(numbers, turns.items(), strict=True):
+            member.places[number] = key
+            self._places[key] = _Place(member, number, turn.limit)
+            self._homes[key] = member
+
+    def _choice(self, home: Hashable, cost: int) -> _Member:
+        present = self._present or self._await_one()
+        loads = {member: sum(self._places[key].cost for key in member.places.values()) for member in present}
+        least = min(loads, key=loads.__getitem__)
+        own = self._homes.get(home)
+        return own if own in loads and loads[own] <= 2 * loads[least] + cost else least
+
+    def _forget(self, keys: Iterable[Hashable]) -> None:
+        for key in keys:
+            for known in (self._homes, self._ended, self._num_lost):
+                known.pop(key, None)
+            if (place := self._places.pop(key, None)) is not None:
+                place.member.places.pop(place.number, None)
+                place.member.replica.abort([place.number])
+
+    # ── Engines that are lost and come back ──────────────────────────────────────────────────────────────
+
+    @property
+    def _present(self) -> list[_Member]:
+        return [member for member in self._members if member.loss is None]
+
+    def _lose(self, member: _Member, error: EngineLost) -> None:
+        """Take an engine's turns back, and have it probed.
+
+        Raises:
+            RuntimeError: one of its turns was lost too often.
+        """
+        keys = list(member.places.values())
+        member.replica.abort(list(member.places))
+        member.places.clear()
+        member.loss = _Loss(member.replica, str(error), _FIRST_PROBE_S)
+        left = len(self._present)
+        logger.warning(
+            f"{member.replica.name} is lost: {error} "
+            + (f"{left} of {len(self._members)} engines go on with its {len(keys)} turns." if left else "")
+        )
+        for key in keys:
+            del self._places[key]
+            self._num_lost[key] = self._num_lost.get(key, 0) + 1
+            if self._num_lost[key] == MAX_LOSSES:
+                raise RuntimeError(
+                    f"A sequence was lost {MAX_LOSSES} times with its engine, the last time with "
+                    f"{member.replica.name}: {error} It may be what ends them: look into their logs."
+                )
+
+    def _readmit(self) -> None:
+        """Give engines that answer again the weights of now, and then sequences."""
+        for member in self._members:
+            if (loss := member.loss) is None or not loss.is_over.is_set():
+                continue
+            try:
+                member.replica.rejoin()
+            except EngineLost as error:
+                member.loss = loss.goes_on(member.replica, str(error))
+                continue
+            member.loss = None
+            self.num_restarts = sum(each.replica.num_restarts for each in self._members)
+            logger.warning(f"{member.replica.name} is back, with the weights of now.")
+
+    def _await_one(self) -> list[_Member]:
+        """Wait until an engine is back.
+
+        Raises:
+            RuntimeError: none is, in time; the message names each, since when it is lost, and why.
+        """
+        deadline_s = time.monotonic() + (self._timeout_s if self._on_loss == "wait" else 0.0)
+        while True:
+            self._readmit()
+            if present := self._present:
+                return present
+            if time.monotonic() >= deadline_s:
+                raise RuntimeError(self._obituary())
+            time.sleep(_WAIT_S)
+
+    def _obituary(self) -> str:
+        losses = [
+            f"{member.replica.name}, lost at {member.loss.since}: {member.loss.reason}"
+            for member in self._members
+            if member.loss is not None
+        ]
+        is_waited_for = self._on_loss == "wait"
+        waited = f" and did not come back within {self._timeout_s:g} s" if is_waited_for else ""
+        advice = "" if is_waited_for else ", or set vllm_on_server_loss='wait' to have the run wait for one"
+        return (
+            f"All {len(losses)} engines of the pool are lost{waited}:\n  "
+            + "\n  ".join(losses)
+            + "\nLook into their logs, start them again (`colocate serve`) and resume from the last "
+            f"checkpoint{advice}."
+        )
+
+    # ── Memory and weights ───────────────────────────────────────────────────────────────────────────────
+
+    def sleep(self, keep_bytes: int = 0) -> None:
+        """Put all engines to sleep; each may keep its share of `keep_bytes`."""
+        for member in self._members:
+            member.replica.sleep(keep_bytes // len(self._members))
+        super().sleep(keep_bytes)
+
+    def wake_up(self) -> None:
+        """Wake all engines up."""
+        super().wake_up()
+        for member in self._members:
+            member.replica.wake_up()
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Publish to all engines. One that is lost gets the weights when it is back.
+
+        All processes of the run must call this. See `RolloutEngine.update_weights`.
+        """
+        self._check_open()
+        tensors = list(named_tensors)
+        for member in self._members:
+            if member.loss is not None:
+                member.replica.note_update(version)
+                continue
+            try:
+                member.replica.update_weights(tensors, version)
+            except EngineLost as error:
+                self._lose(member, error)
+        self.policy_version = version
+        self._homes.clear()  # the caches have been dropped
+        self._barrier()
+
+    def close(self) -> None:
+        """Close all engines."""
+        super().close()
+        for member in self._members:
+            if member.loss is not None:
+                member.loss.stop()
+            member.replica.close()
+
+
+@dataclass(eq=False)
+class _Member:
+    replica: Replica
+    places: dict[int, Hashable] = field(default_factory=dict)
+    """The turns that it draws, by its own numbers for them."""
+    loss: _Loss | None = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    member: _Member
+    number: int
+    cost: int
+    """Tokens that the turn may still take."""
+
+
+class _Loss:
+    """Why and since when an engine is lost, and a thread that asks until it answers again.
+
+    Args:
+        delay_s: until the first question; it doubles each time, and is multiplied by a random number between
+            0.5 and 1.5, so that not all ranks ask at once.
+    """
+
+    def __init__(
+        self, replica: Replica, reason: str, delay_s: float, *, since_s: float | None = None
+    ) -> None:
+        self.reason = reason
+        self._delay_s = delay_s
+        self._since_s = time.time() if since_s is None else since_s
+        self.is_over = threading.Event()
+        self._is_stopped = threading.Event()
+        threading.Thread(target=self._probe, args=(replica.is_back,), name="pool-probe", daemon=True).start()
+
+    @property
+    def since(self) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(self._since_s))
+
+    def goes_on(self, replica: Replica, reason: str) -> _Loss:
+        """The loss after an engine answered, and was of no use all the same."""
+        return _Loss(replica, reason, min(2 * self._delay_s, _LAST_PROBE_S), since_s=self._since_s)
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+
+    def _probe(self, is_back: Callable[[], bool]) -> None:
+        jitter, delay_s = random.Random(), self._delay_s  # the run's generators must not advance
+        while not self._is_stopped.wait(delay_s * jitter.uniform(0.5, 1.5)):
+            if is_back():
+                return self.is_over.set()
+            delay_s = min(2 * delay_s, _LAST_PROBE_S)
+
+
+def _home_of(key: Hashable, turn: Turn) -> Hashable:
+    """What the turn has in common with others: its episode's earlier turns, or else its group's prompt."""
+    return key if turn.number else ("prompt", turn.prompt.key)
+
+
+def _groups(turns: Mapping[Key, Turn]) -> Iterator[dict[Key, Turn]]:
+    """The turns, those of one group together."""
+    groups: dict[Hashable, dict[Key, Turn]] = {}
+    for key, turn in turns.items():
+        groups.setdefault(_home_of(key, turn), {})[key] = turn
+    yield from groups.values()
