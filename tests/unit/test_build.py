@@ -132,7 +132,7 @@ def test_vllm_starts_in_the_mode_that_tells_log_probs_of_the_policy(build, sampl
 @pytest.mark.parametrize("name", ["vllm", "vllm_server", "transformers"])
 def test_other_engines_do_not_read_parts_of_weights(name):
     mesh = SimpleNamespace(num_weight_parts=4)
-    parts = EngineParts(make_model("qwen3"), None, None, None, {}, mesh)
+    parts = EngineParts(make_model("qwen3"), SimpleNamespace(decode_shard=None), None, None, {}, mesh)
     with pytest.raises(ValueError, match=rf"engine='{name}' cannot generate where 4 processes.*shard=4"):
         engines.build_engine(name, parts)
 

@@ -109,7 +109,9 @@ def test_what_is_set_aside_or_saved_goes_on_where_it_was(script, engine, interva
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    num_polls=st.integers(1, 9), page_size=st.sampled_from([1, 4, 16]), lengths=st.lists(st.integers(1, 20))
+    num_polls=st.integers(1, 9),
+    page_size=st.sampled_from([1, 4, 16]),
+    lengths=st.lists(st.integers(1, 20), max_size=20),  # all sequences have rows
 )
 def test_sequences_that_are_set_aside_keep_their_pages(monkeypatch, num_polls, page_size, lengths):
     """Each reads its last token, which was never fed, and what its group shares is there once."""
