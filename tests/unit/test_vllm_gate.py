@@ -333,7 +333,7 @@ def test_what_frees_a_server(make_engine, fake, model, ended_process, monkeypatc
 
 
 def test_a_run_that_crashed_on_another_machine_takes_its_server_back(make_engine, fake, monkeypatch):
-    monkeypatch.setattr("colocate.engines.vllm_server.engine.LEASE_S", 0.4)
+    monkeypatch.setattr("colocate.engines.vllm_server.fit.LEASE_S", 0.4)
     monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
     claim_as(fake, "crashed")
     with pytest.raises(ServerHeld, match="/runs/A"):

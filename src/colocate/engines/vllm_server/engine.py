@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from colocate.engines.base import EngineLost
 from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm.environment import check_version
-from colocate.engines.vllm.logprobs_mode import MODES, PROCESSED, ReportedLogprobs
+from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.engines.vllm_server.client import (
     HOW_TO_START,
     HttpClient,
@@ -34,13 +34,13 @@ from colocate.engines.vllm_server.client import (
     Workers,
 )
 from colocate.engines.vllm_server.completions import Request, completions_in, requests_of
+from colocate.engines.vllm_server.fit import check_fit, take
 from colocate.engines.vllm_server.key import VARIABLE
-from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, ServerHeld, has_ended, this_run
+from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, this_run
 from colocate.engines.vllm_server.open_turns import OpenTurns
 from colocate.engines.vllm_server.patience import ALONE, Patience
 from colocate.engines.vllm_server.watch import Watch, await_all
 from colocate.engines.vllm_server.weight_push import PushInterrupted, TransportName, WeightPusher
-from colocate.engines.vllm_server.weight_wire import SHAPE
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
 from colocate.weights.layouts import causal_lm
@@ -98,6 +98,8 @@ class VLLMServerEngine(TurnEngine):
     """
 
     shares_weights = False
+    _num_updates = 0
+    _start_id: str | None = None
 
     def __init__(
         self,
@@ -124,12 +126,10 @@ class VLLMServerEngine(TurnEngine):
         self._is_main = is_main
         self._barrier = barrier
         self._run_id = run_id or uuid.uuid4().hex
-        self._num_updates = 0
         self._on_server_loss = on_server_loss
         self._server_timeout_s = server_timeout_s
         self._request_timeout_s = request_timeout_s
         self._reported = self._report_in(PROCESSED)
-        self._start_id: str | None = None
         self._vocab_size = causal_lm(model).get_input_embeddings().num_embeddings
         self._patience = patience
         self._client = HttpClient(
@@ -442,19 +442,7 @@ class VLLMServerEngine(TurnEngine):
             logger.warning(f"The server at {url}: {warning}")
         offered = self._ask("/v1/models", lambda answer: _field(answer, "data")[0])
         workers = self._workers.describe(deadline_s=self._patience.answer_s)
-        self._check_model(self._model, workers[0]["shape"], str(offered["id"]))
-        if workers[0]["num_replicas"] > 1:
-            raise ValueError(
-                f"The server at {url} runs {workers[0]['num_replicas']} replicas, of which weights would "
-                "reach one for sure. Start it without --data-parallel-size; for more GPUs there is "
-                "--tensor-parallel-size."
-            )
-        for setting, suitable in (("logprobs_mode", MODES), ("generation_config", ("vllm",))):
-            if workers[0][setting] not in suitable:
-                raise ValueError(
-                    f"The server at {url} runs with {setting}={workers[0][setting]!r}, and training needs "
-                    f"{' or '.join(map(repr, suitable))}. {HOW_TO_START}."
-                )
+        check_fit(self._model, workers[0], str(offered["id"]), url)
         if workers[0]["logprobs_mode"] != self._reported.mode:
             self._reported = self._report_in(workers[0]["logprobs_mode"])
         dtype = str(causal_lm(self._model).get_input_embeddings().weight.dtype).removeprefix("torch.")
@@ -464,55 +452,13 @@ class VLLMServerEngine(TurnEngine):
                 f"from a policy that is rounded. Start it with `colocate serve MODEL -- --dtype {dtype}` to "
                 "have one policy."
             )
-        self._take_server()
+        take(self._workers, deadline_s=self._patience.answer_s)
         self._served_name, self._max_len = str(offered["id"]), int(offered["max_model_len"])
         self._max_len_reason = f"the server's --max-model-len = {self._max_len}"
 
     def _report_in(self, mode: str) -> ReportedLogprobs:
         how_to_start = "Start the server with `colocate serve MODEL -- --logprobs-mode {}`"
         return ReportedLogprobs(mode, how_to_start=how_to_start, is_main=self._is_main)
-
-    def _take_server(self) -> None:
-        """Take the server for this run, also from a run that has ended without releasing it.
-
-        Raises:
-            ServerHeld: the server belongs to another run.
-        """
-        deadline, instead_of = time.monotonic() + 1.1 * LEASE_S, None
-        while True:
-            try:
-                self._workers.call("claim", instead_of=instead_of, deadline_s=self._patience.answer_s)
-                return
-            except ServerHeld as error:
-                holder, own = error.holder, self._workers.run
-                is_mine_or_over = has_ended(holder["process"]) or (
-                    holder["process"] == own.process != ""  # a notebook's earlier trainer
-                )
-                if is_mine_or_over and holder["id"] != instead_of:
-                    instead_of = holder["id"]
-                    continue
-                # The holder has this run's output_dir, on another machine: it may be this run before it was
-                # moved here, and whether that process has ended cannot be seen from here.
-                may_be_over = own.output_dir and holder["output_dir"] == own.output_dir
-                if not may_be_over or holder["host"] == own.host or time.monotonic() > deadline:
-                    raise
-                logger.warning(f"{error} Waiting, as it is this very run that was there.")
-            time.sleep(LEASE_S / 4)
-
-    def _check_model(self, model: nn.Module, served: dict[str, Any], served_name: str) -> None:
-        config: Any = causal_lm(model).config.get_text_config()
-        differences = [
-            f"{name} {served[name]} instead of {getattr(config, name)}"
-            for name in SHAPE
-            if None not in (served[name], getattr(config, name, None))
-            and served[name] != getattr(config, name)
-        ]
-        if differences:
-            raise ValueError(
-                f"The server at {self._client.base_url} serves another model, {served_name!r}: it has "
-                f"{', '.join(differences)}. Start it with the model that is trained: `colocate serve "
-                f"{config.name_or_path or 'MODEL'}`."
-            )
 
     def _ask(
         self,
