@@ -112,6 +112,7 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "-h", "--help", action=_OptionHelp, nargs=0, help="show this help message and exit"
             )
+            _add_launcher(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == "report":
             command.add_argument("run_dir", type=Path, help="the run's output_dir")
@@ -165,6 +166,26 @@ class _OptionHelp(argparse.Action):
         parser.epilog = option_help()
         parser.print_help()
         parser.exit()
+
+
+def _add_launcher(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("many GPUs, started by Ray")
+    group.add_argument("--launcher", choices=["ray"], help="start the ranks on a Ray cluster")
+    group.add_argument("--num_nodes", type=_count, help="nodes to train on (default: 1)")
+    group.add_argument("--gpus_per_node", type=_count, help="GPUs of each, with a rank each")
+    group.add_argument("--ranks_per_node", type=_count, help="ranks of each on CPUs, where there is no GPU")
+    group.add_argument(
+        "--max_restarts", type=_whole, help="go on from the last checkpoint so often (default: 3)"
+    )
+    group.add_argument(
+        "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
+    )
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    return int(text)
 
 
 def _add_serve(commands: Any) -> None:

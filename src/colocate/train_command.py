@@ -19,6 +19,7 @@ from colocate.run_file import read_values
 from colocate.version import __version__
 
 if TYPE_CHECKING:
+    from colocate.clusters.launch import LaunchOptions
     from colocate.config import GRPOConfig
     from colocate.run_config import RunConfig
 
@@ -27,10 +28,43 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     file, values = read_values(rest)
     _require_complete(values, file)
+    if (options := _launch_options(known)) is not None:
+        from colocate.clusters.launch import launch
+
+        debug = ["--debug"] if known.debug else []
+        return launch(["train", *debug, *rest], str(values.get("output_dir") or "trainer_output"), options)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
         _train(values, is_main)
     return 0
+
+
+def _launch_options(known: argparse.Namespace) -> LaunchOptions | None:
+    """What the command line says of a launch by Ray; None: something else has started this process.
+
+    Raises:
+        ValueError: an option of the launcher is given without it, or the number of ranks is not.
+    """
+    names = ("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout")
+    if known.launcher is None:
+        for name in names:
+            if getattr(known, name) is not None:
+                raise ValueError(f"--{name} is read with --launcher ray; other launchers have their own.")
+        return None
+    if (known.gpus_per_node is None) == (known.ranks_per_node is None):
+        raise ValueError(
+            "--launcher ray needs --gpus_per_node, or --ranks_per_node for ranks on CPUs: one of the two."
+        )
+    from colocate.clusters.cluster import Ask
+    from colocate.clusters.launch import LaunchOptions
+
+    on_gpus = known.gpus_per_node is not None
+    num_nodes = known.num_nodes or 1
+    return LaunchOptions(
+        ask=Ask(num_nodes, known.gpus_per_node if on_gpus else known.ranks_per_node, on_gpus),
+        max_restarts=3 if known.max_restarts is None else known.max_restarts,
+        timeout_s=600.0 if known.cluster_timeout is None else float(known.cluster_timeout),
+    )
 
 
 def _train(values: Mapping[str, Any], is_main: bool) -> None:

@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -35,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 
+from colocate.parallel.tail import NUM_LINES, Tail
 from colocate.parallel.verdict import PeerError, first_line
 from colocate.redaction import redacted
 
@@ -45,8 +45,6 @@ Work = TypeVar("Work", bound=Callable[..., Any])
 BEAT_S = 1.0
 GRACE_S = 10.0
 """Seconds that a rank may go on after another has raised: the same error may be on its way to all."""
-NUM_LINES = 12
-"""Lines of a dead rank's stderr that the others show."""
 _CONNECT_S = 30.0
 _ADVICE = (
     "Steps since the last checkpoint are lost; the same command with --resume_from_checkpoint auto goes on "
@@ -289,28 +287,6 @@ class Watch:
         self._stop.set()
         self._thread.join(2 * BEAT_S)
         self._tell()
-
-
-class Tail:
-    """A stream that passes everything on and keeps the last lines."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._lines: deque[str] = deque(maxlen=NUM_LINES)
-        self._open = ""
-
-    def write(self, text: str) -> int:
-        *whole, rest = (self._open + text).split("\n")
-        # A progress bar begins its line again and again.
-        self._lines.extend(line.rpartition("\r")[2] for line in whole if line.strip())
-        self._open = rest.rpartition("\r")[2]
-        return int(self._stream.write(text))
-
-    def lines(self) -> list[str]:
-        return [line[:400] for line in (*self._lines, self._open) if line.strip()][-NUM_LINES:]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _obituary(sign: Sign, what: str) -> str:

@@ -1,0 +1,176 @@
+"""Places for ranks in a Ray cluster: one placement group for each node, waited for up to a time limit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from colocate.redaction import redacted
+
+_PATIENCE_S = 5.0
+"""Seconds of waiting after which the terminal says what is waited for."""
+_SLICE_S = 0.5
+"""Seconds of one wait inside Ray, between which Ctrl-C is heard."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a run asks of the cluster: `num_nodes` nodes with `ranks_per_node` ranks each, on GPUs or not."""
+
+    num_nodes: int
+    ranks_per_node: int
+    on_gpus: bool
+
+    @property
+    def kind(self) -> str:
+        """Ray's name of the resource that each rank has one of."""
+        return "GPU" if self.on_gpus else "CPU"
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {"CPU": 1.0, self.kind: 1.0}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def fits(self, per_node: Sequence[int]) -> bool:
+        """Whether nodes with so many GPUs or CPUs, if all were free, have room for the run."""
+        return sum(number // self.ranks_per_node for number in per_node) >= self.num_nodes
+
+    def shortage(self, per_node: Sequence[int]) -> str:
+        """The arithmetic of what is asked and what the cluster has, as in "asked 16 GPUs in 2 × 8, Ray sees
+        8 + 4"."""
+        seen = " + ".join(map(str, sorted(filter(None, per_node), reverse=True))) or "none"
+        asked = f"asked {self.num_ranks} {self.kind}s in {self.num_nodes} × {self.ranks_per_node}"
+        return f"{asked}, Ray sees {seen}"
+
+
+def import_ray() -> Any:
+    """The module `ray`.
+
+    Raises:
+        ImportError: it is not installed; the message names the extra.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            'The launcher "ray" needs the package ray, which is not installed: pip install "colocate[ray]"'
+        ) from error
+    return ray
+
+
+@contextmanager
+def connected(run_id: str) -> Iterator[bool]:
+    """A connection with the cluster that RAY_ADDRESS names, or that runs on this machine, or else with one
+    that is started here and ends with the block; yields whether it is such an embedded one.
+
+    Raises:
+        ImportError: Ray is not installed.
+        RuntimeError: Ray refuses, as it does where its version or Python's is another one in the cluster.
+    """
+    # Ray asks for its usage to be reported; where nobody has answered, the answer is no.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = import_ray()
+    given = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = dict(
+        namespace=f"colocate-{run_id}", log_to_driver=False, logging_level="ERROR", include_dashboard=False
+    )
+    is_embedded = given == "local"
+    try:
+        try:
+            ray.init(address=given or "auto", **options)
+        except ConnectionError:
+            if given:
+                raise
+            is_embedded = True
+            ray.init(address="local", **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        where = f"at RAY_ADDRESS={given}" if given else "on this machine"
+        raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
+    try:
+        yield is_embedded
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Iterator[list[Any]]:
+    """The placement groups of a run, one for each node, ready, in the order of the nodes' addresses; they are
+    removed after the block.
+
+    Args:
+        name: what the groups' names begin with.
+        timeout_s: how long to wait. A cluster that scales adds nodes meanwhile; an embedded one never does,
+            and is not waited for.
+
+    Raises:
+        TimeoutError: the resources did not come; the message has the arithmetic.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    groups: list[Any] = []
+    try:
+        if is_embedded and not ask.fits(nodes := _per_node(ask.kind)):
+            raise TimeoutError(
+                f"The cluster is too small: {ask.shortage(nodes)}. It is this machine alone, as no other was "
+                "running: set RAY_ADDRESS to a cluster's address, or ask for less."
+            )
+        # They are asked for before the nodes are there: that is how Ray's autoscaler learns of the need.
+        for number in range(ask.num_nodes):
+            bundles = [ask.bundle] * ask.ranks_per_node
+            groups.append(placement_group(bundles, strategy="STRICT_PACK", name=f"{name}-node{number}"))
+        _wait(groups, ask, timeout_s)
+        yield sorted(groups, key=_address)
+    finally:
+        for group in groups:
+            with suppress(Exception):  # the cluster may be gone
+                remove_placement_group(group)
+
+
+def _wait(groups: Sequence[Any], ask: Ask, timeout_s: float) -> None:
+    begin_s, is_said = time.monotonic(), False
+    pending = list(groups)
+    while pending:
+        pending = [group for group in pending if not group.wait(_SLICE_S)]
+        waited_s = time.monotonic() - begin_s
+        if pending and waited_s > timeout_s:
+            raise TimeoutError(_absence(ask, len(groups) - len(pending), timeout_s))
+        if pending and waited_s > _PATIENCE_S and not is_said:
+            is_said = True
+            said = f"Waiting up to {timeout_s:,.0f} s for the cluster: {ask.shortage(_per_node(ask.kind))}."
+            print(said, file=sys.stderr, flush=True)
+
+
+def _absence(ask: Ask, num_ready: int, timeout_s: float) -> str:
+    import ray
+
+    per_node = _per_node(ask.kind)
+    text = f"The cluster had no room within {timeout_s:,.0f} s: {ask.shortage(per_node)}"
+    if ask.fits(per_node):
+        free = int(ray.available_resources().get(ask.kind, 0)) + num_ready * ask.ranks_per_node
+        text += f", of which {free} are free: other jobs have the rest"
+    return f"{text}. Ask for less, or set --cluster_timeout to more seconds."
+
+
+def _per_node(kind: str) -> list[int]:
+    import ray
+
+    return [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+
+
+def _address(group: Any) -> tuple[bool, list[str], str]:
+    """Sorts this machine first, and other nodes by their addresses."""
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    (node_id, *_) = placement_group_table(group)["bundles_to_node_id"].values()
+    (address,) = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
+    is_elsewhere = node_id != ray.get_runtime_context().get_node_id()
+    return is_elsewhere, [part.zfill(3) for part in address.split(".")], node_id

@@ -1,0 +1,67 @@
+"""`colocate train --launcher ray`: the run's ranks are started, and begun again when one is lost."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colocate.clusters.cluster import Ask, connected, places
+from colocate.clusters.ranks import Ending, Ranks
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the command line says of the launch."""
+
+    ask: Ask
+    max_restarts: int
+    """How often the ranks are started again after one was lost."""
+    timeout_s: float
+    """Seconds to wait for the cluster's resources at each start."""
+
+
+def launch(arguments: Sequence[str], output_dir: str, options: LaunchOptions) -> int:
+    """Run `colocate <arguments>` as ranks of a Ray cluster; returns the exit code.
+
+    When a rank's process or node is lost, all ranks are started again and go on from the newest checkpoint
+    that this run has written; if there is none, they begin again. An error is taken as a loss if a checkpoint
+    was written since the ranks were started: one that comes before would only come again.
+
+    Raises:
+        ImportError: Ray is not installed.
+        RuntimeError: a rank has failed for good; the message has its last lines. Or Ray cannot be used.
+        TimeoutError: the cluster does not have what is asked.
+    """
+    run_id = uuid.uuid4().hex[:8]
+    with connected(run_id) as is_embedded:
+        before: frozenset[tuple[str, int]] | None = None
+        for attempt in range(options.max_restarts + 1):
+            name = f"{run_id}-{attempt}"
+            with places(options.ask, name, options.timeout_s, is_embedded=is_embedded) as groups:
+                ranks = Ranks(groups, options.ask, name)
+                try:
+                    found = ranks.checkpoints(output_dir)
+                    before = found if before is None else before
+                    # "auto" would also find an earlier run's checkpoints.
+                    own = ["--resume_from_checkpoint", "auto"] if found - before else []
+                    ranks.start([*arguments, *own])
+                    ending = ranks.wait()
+                    is_new = bool(ranks.checkpoints(output_dir) - found) if ending.code else False
+                finally:
+                    ranks.end()
+            if ending.code == 0 or ending.was_stopped:
+                return ending.code
+            if not (ending.was_lost or is_new) or attempt == options.max_restarts:
+                raise RuntimeError(_last_words(ending, attempt))
+            said = f"The ranks are started again ({attempt + 1} of {options.max_restarts} times)."
+            print(f"\n{ending.text}\n{said}", file=sys.stderr, flush=True)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _last_words(ending: Ending, num_restarts: int) -> str:
+    again = (
+        f" The ranks had been started again {num_restarts} times (--max_restarts)." if num_restarts else ""
+    )
+    return f"{ending.text}\nThe other ranks were ended, too.{again}"
