@@ -27,6 +27,7 @@ from colocate.options import MAY_BE_INFINITE, UNNECESSARY_WITH_LAYOUT, default_o
 from colocate.redaction import check_complete, redacted
 from colocate.reporting.messages import short_path
 from colocate.requirements import AT_LEAST_ONE, BELOW_ONE, check_range, ranges_of
+from colocate.run_file import LAUNCH
 from colocate.yaml_text import write_yaml
 
 
@@ -171,5 +172,7 @@ class RunFileWriter(TrainerCallback):
     def resume_command(self) -> str:
         """What to type to go on with the run."""
         command = f"colocate train {shlex.quote(short_path(self._saved[0]))} --resume_from_checkpoint auto"
+        if launch := os.environ.get(LAUNCH):
+            return f"{command} {launch}"
         num_processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
         return command if num_processes == "1" else f"torchrun --nproc_per_node {num_processes} -m {command}"

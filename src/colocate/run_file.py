@@ -10,6 +10,9 @@ from colocate.declared_options import check_names
 from colocate.option_values import shown
 from colocate.yaml_text import read_yaml
 
+LAUNCH = "COLOCATE_LAUNCH"
+"""The variable by which a launcher of ours tells ranks the options that started them."""
+
 
 def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
     """The run file that `[RUN.yaml] [--option value ...]` names, and the options of file and command line

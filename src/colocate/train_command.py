@@ -51,6 +51,11 @@ def _launch_options(known: argparse.Namespace) -> LaunchOptions | None:
             if getattr(known, name) is not None:
                 raise ValueError(f"--{name} is read with --launcher ray; other launchers have their own.")
         return None
+    if "RANK" in os.environ:
+        raise ValueError(
+            f"--launcher ray starts the ranks itself, and RANK={os.environ['RANK']} says that another "
+            "launcher has started this process. Start the command once, without that launcher."
+        )
     if (known.gpus_per_node is None) == (known.ranks_per_node is None):
         raise ValueError(
             "--launcher ray needs --gpus_per_node, or --ranks_per_node for ranks on CPUs: one of the two."

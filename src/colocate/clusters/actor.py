@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from colocate.version import __version__
+
 OF_LAUNCHERS = (
     "SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "I_MPI_", "MPICH_", "MPIR_", "MV2_", "HYDRA_", "PRTE_",
     "ORTE_", "TORCHELASTIC_", "ROLE_", "GROUP_",
@@ -38,6 +40,8 @@ class Place(NamedTuple):
     address: str
     gpu_ids: tuple[str, ...]
     free_port: int
+    version: str
+    """The version of this package there."""
 
 
 class News(NamedTuple):
@@ -85,7 +89,7 @@ class RankActor:
             free.bind(("", 0))
             port = free.getsockname()[1]
         gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Place(socket.gethostname(), ray.util.get_node_ip_address(), tuple(gpu_ids), port)
+        return Place(socket.gethostname(), ray.util.get_node_ip_address(), tuple(gpu_ids), port, __version__)
 
     def checkpoints(self, output_dir: str) -> frozenset[tuple[str, int]]:
         """Name and time of each checkpoint in a run's `output_dir`, as seen from here. Only whole ones have

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from colocate.redaction import redacted
 
 _PATIENCE_S = 5.0
 """Seconds of waiting after which the terminal says what is waited for."""
+_CONNECT_S = 10.0
+_STORE_BYTES = 2**27
+"""Shared memory of an embedded cluster, which carries lines of text; Ray would take 30 % of all memory."""
 _SLICE_S = 0.5
 """Seconds of one wait inside Ray, between which Ctrl-C is heard."""
 
@@ -38,6 +42,12 @@ class Ask:
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def options(self) -> str:
+        """What the command line says to ask for this."""
+        name = "gpus_per_node" if self.on_gpus else "ranks_per_node"
+        return f"--launcher ray --num_nodes {self.num_nodes} --{name} {self.ranks_per_node}"
 
     def fits(self, per_node: Sequence[int]) -> bool:
         """Whether nodes with so many GPUs or CPUs, if all were free, have room for the run."""
@@ -79,6 +89,8 @@ def connected(run_id: str) -> Iterator[bool]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = import_ray()
     given = os.environ.get("RAY_ADDRESS")
+    if given not in (None, "", "auto", "local"):
+        _check_address(given)
     options: dict[str, Any] = dict(
         namespace=f"colocate-{run_id}", log_to_driver=False, logging_level="ERROR", include_dashboard=False
     )
@@ -90,7 +102,7 @@ def connected(run_id: str) -> Iterator[bool]:
             if given:
                 raise
             is_embedded = True
-            ray.init(address="local", **options)
+            ray.init(address="local", object_store_memory=_STORE_BYTES, **options)
     except (RuntimeError, ValueError, OSError) as error:
         where = f"at RAY_ADDRESS={given}" if given else "on this machine"
         raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
@@ -98,6 +110,27 @@ def connected(run_id: str) -> Iterator[bool]:
         yield is_embedded
     finally:
         ray.shutdown()
+
+
+def _check_address(given: str) -> None:
+    """Find out in seconds what Ray tries for minutes: whether somebody listens at RAY_ADDRESS.
+
+    Raises:
+        RuntimeError: nobody does, or it is the address of something else than a cluster's head.
+    """
+    host, _, port = given.rpartition(":")
+    if "://" in given or not host or not port.isdigit():
+        raise RuntimeError(
+            f"RAY_ADDRESS={redacted(given)} is not a head's address and port, such as 10.0.0.1:6379. The "
+            "launcher runs inside the cluster: on one of its nodes, or started by `ray job submit`."
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise RuntimeError(
+            f"No Ray head listens at RAY_ADDRESS={given} ({error}): start one there with `ray start --head`, "
+            "set another address, or unset it for a cluster of this machine alone."
+        ) from error
 
 
 @contextmanager
@@ -156,6 +189,8 @@ def _absence(ask: Ask, num_ready: int, timeout_s: float) -> str:
     if ask.fits(per_node):
         free = int(ray.available_resources().get(ask.kind, 0)) + num_ready * ask.ranks_per_node
         text += f", of which {free} are free: other jobs have the rest"
+    if ask.on_gpus and not (ranks := replace(ask, on_gpus=False)).fits(cpus := _per_node("CPU")):
+        text += f". Each rank takes a CPU, too: {ranks.shortage(cpus)}"
     return f"{text}. Ask for less, or set --cluster_timeout to more seconds."
 
 

@@ -31,6 +31,7 @@ def launch(arguments: Sequence[str], output_dir: str, options: LaunchOptions) ->
 
     Raises:
         ImportError: Ray is not installed.
+        ValueError: the run's directory is not one that all nodes have.
         RuntimeError: a rank has failed for good; the message has its last lines. Or Ray cannot be used.
         TimeoutError: the cluster does not have what is asked.
     """
@@ -42,18 +43,20 @@ def launch(arguments: Sequence[str], output_dir: str, options: LaunchOptions) ->
             with places(options.ask, name, options.timeout_s, is_embedded=is_embedded) as groups:
                 ranks = Ranks(groups, options.ask, name)
                 try:
+                    ranks.enter(output_dir)
                     found = ranks.checkpoints(output_dir)
                     before = found if before is None else before
-                    # "auto" would also find an earlier run's checkpoints.
+                    # The newest is then this run's. Else it would be one of an earlier run.
                     own = ["--resume_from_checkpoint", "auto"] if found - before else []
                     ranks.start([*arguments, *own])
                     ending = ranks.wait()
-                    is_new = bool(ranks.checkpoints(output_dir) - found) if ending.code else False
+                    is_new = ending.code != 0 and bool(ranks.checkpoints(output_dir) - found)
                 finally:
                     ranks.end()
-            if ending.code == 0 or ending.was_stopped:
+            if ending.is_orderly:
                 return ending.code
-            if not (ending.was_lost or is_new) or attempt == options.max_restarts:
+            is_worth_it = (ending.was_lost or is_new) and not ending.was_stopped
+            if not is_worth_it or attempt == options.max_restarts:
                 raise RuntimeError(_last_words(ending, attempt))
             said = f"The ranks are started again ({attempt + 1} of {options.max_restarts} times)."
             print(f"\n{ending.text}\n{said}", file=sys.stderr, flush=True)

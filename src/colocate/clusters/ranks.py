@@ -9,9 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -19,6 +19,8 @@ from colocate.clusters.actor import News, Place, RankActor
 from colocate.clusters.cluster import Ask
 from colocate.parallel.tail import Tail
 from colocate.redaction import redacted
+from colocate.run_file import LAUNCH
+from colocate.version import __version__
 
 GRACE_S = 12.0
 """Seconds for the other ranks after one has ended with an error: they may come to the same error, or tell of
@@ -26,8 +28,11 @@ it (`watch.GRACE_S` is shorter)."""
 _START_S = 300.0
 """Seconds in which the actors must answer: Ray may have to unpack the job's files on their nodes."""
 _ANSWER_S = 10.0
+"""Seconds for an answer of an actor that has nothing to wait for."""
 _SAME_INTERRUPT_S = 0.5
 """Seconds after a Ctrl-C within which a second one is the same one, passed on by `ray job` or a shell."""
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a run that was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class Ending:
     """A process was killed or has crashed, or its node is gone: not an error that must come again."""
     was_stopped: bool = False
     """The run was asked to stop."""
+
+    @property
+    def is_orderly(self) -> bool:
+        """Whether the run has come to its end, or was saved when it was asked to stop."""
+        return self.code == 0 or (self.was_stopped and self.code in _STOPPED)
 
 
 class Ranks:
@@ -72,38 +82,52 @@ class Ranks:
             for local in range(ask.ranks_per_node)
         ]
         self._names = [f"rank {rank}" for rank in range(ask.num_ranks)]
+        self._places: list[Place] = []
         self._voices: list[_Voice] = []
+        self._size: tuple[int, int] | None = None
+
+    def enter(self, output_dir: str) -> None:
+        """Let every actor enter the run's directory.
+
+        Raises:
+            ValueError: Ray has copied the working directory, and `output_dir` would be in the copy.
+            RuntimeError: a node lacks the directory or this package, has another version of it, or does not
+                answer.
+        """
+        import ray
+
+        is_copy = "working_dir" in ray.get_runtime_context().runtime_env
+        if is_copy and not os.path.isabs(output_dir):
+            raise ValueError(
+                f"output_dir={output_dir!r} would be in the copy of the working directory that Ray makes on "
+                "each node and deletes after the job: set the absolute path of a directory that all nodes share."
+            )
+        directory = None if is_copy else os.getcwd()
+        self._places = _answers(actor.place.remote(directory) for actor in self._actors)
+        for place in self._places:
+            if place.version != __version__:
+                raise RuntimeError(
+                    f"{place.host} has colocate {place.version}, and the run was started with {__version__}: "
+                    "install one version on all nodes."
+                )
 
     def start(self, arguments: Sequence[str]) -> None:
         """Start all ranks' processes.
 
         Raises:
-            RuntimeError: a node lacks the run's directory or this package, or does not answer.
+            RuntimeError: an actor cannot start its rank, or does not answer.
         """
-        import ray
-
-        is_copy = "working_dir" in ray.get_runtime_context().runtime_env
-        directory = None if is_copy else os.getcwd()
-        try:
-            found = ray.get([actor.place.remote(directory) for actor in self._actors], timeout=_START_S)
-            size = _terminal_size()
-            sizes = [size if rank == 0 else None for rank in range(len(found))]
-            variables = [self._variables(rank, found) for rank in range(len(found))]
-            starts = [
-                actor.start.remote(arguments, *each)
-                for actor, *each in zip(self._actors, variables, sizes, strict=True)
-            ]
-            pids = ray.get(starts, timeout=_START_S)
-        except ray.exceptions.RayTaskError as error:
-            raise RuntimeError(f"A rank could not be started: {error.cause}") from error
-        except ray.exceptions.RayError as error:
-            raise RuntimeError(f"A rank could not be started: {redacted(str(error))}") from error
+        self._size = _terminal_size()
+        sizes = [self._size if rank == 0 else None for rank in range(len(self._actors))]
+        pids = _answers(
+            actor.start.remote(arguments, self._variables(rank), sizes[rank])
+            for rank, actor in enumerate(self._actors)
+        )
         self._names = [
             f"rank {rank} ({place.host}, pid {pid})"
-            for rank, (place, pid) in enumerate(zip(found, pids, strict=True))
+            for rank, (place, pid) in enumerate(zip(self._places, pids, strict=True))
         ]
-        self._size = size
-        self._voices = [_Voice(rank, is_heard=rank == 0 or size is None) for rank in range(len(found))]
+        self._voices = [_Voice(rank, is_heard=rank == 0 or self._size is None) for rank in range(len(pids))]
 
     def checkpoints(self, output_dir: str) -> frozenset[tuple[str, int]]:
         """The checkpoints in `output_dir` as the first rank sees them whose node answers."""
@@ -126,10 +150,11 @@ class Ranks:
         import ray
 
         asked = {actor.follow.remote(): rank for rank, actor in enumerate(self._actors)}
+        heard_s = dict.fromkeys(asked.values(), time.monotonic())
         failures: list[Ending] = []
         until_s = float("inf")
         with _passing_on() as received:
-            while asked and time.monotonic() < until_s:
+            while asked and time.monotonic() < until_s and not any(each.was_lost for each in failures):
                 ready, _ = ray.wait(list(asked), timeout=0.2)
                 self._pass_on(received)
                 for reference in ready:
@@ -137,19 +162,22 @@ class Ranks:
                     try:
                         news = ray.get(reference)
                     except ray.exceptions.RayError as error:
-                        failures.append(self._lost(rank, error))
+                        failures.append(self._gone(rank, _brief(error)))
                         continue
+                    heard_s[rank] = time.monotonic()
                     self._voices[rank].say(news)
                     if news.code is None:
                         asked[self._actors[rank].follow.remote()] = rank
                     elif news.code != 0:
-                        failures.append(self._failed(rank, news.code, was_stopped=received.first is not None))
-                if any(failure.was_lost for failure in failures):
-                    break
-                if failures and not received.first:
+                        failures.append(self._failed(rank, news.code))
+                if failures and received.first is None:
                     until_s = min(until_s, time.monotonic() + GRACE_S)
+        for rank in asked.values():
+            if (silence_s := time.monotonic() - heard_s[rank]) > _ANSWER_S:
+                failures.append(self._gone(rank, f"nothing was heard of it for {silence_s:.0f} s"))
         lost = [failure for failure in failures if failure.was_lost]
-        return (lost or failures or [Ending(0)])[0]
+        ending = (lost or failures or [Ending(0)])[0]
+        return replace(ending, was_stopped=received.first is not None)
 
     def end(self) -> None:
         """Kill every rank that is left, with what it has started, and its actor."""
@@ -162,10 +190,10 @@ class Ranks:
             with suppress(ray.exceptions.RayError):
                 ray.kill(actor)
 
-    def _variables(self, rank: int, places: Sequence[Place]) -> dict[str, str]:
+    def _variables(self, rank: int) -> dict[str, str]:
         """What torchrun would set, and the GPUs of the node's ranks, which all of them see: LOCAL_RANK is the
         number of a rank's own."""
-        per_node = self._ask.ranks_per_node
+        places, per_node = self._places, self._ask.ranks_per_node
         first = rank - rank % per_node
         gpu_ids = [number for place in places[first : first + per_node] for number in place.gpu_ids]
         return {
@@ -178,6 +206,7 @@ class Ranks:
             "CUDA_VISIBLE_DEVICES": ",".join(sorted(gpu_ids, key=lambda number: (len(number), number))),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",
+            LAUNCH: self._ask.options,
             **{name: os.environ[name] for name in ("TERM", "COLORTERM") if name in os.environ},
         }
 
@@ -189,17 +218,13 @@ class Ranks:
             self._size = size
             self._actors[0].resize.remote(size)
 
-    def _failed(self, rank: int, code: int, *, was_stopped: bool) -> Ending:
+    def _failed(self, rank: int, code: int) -> Ending:
         if code > 0:
-            return Ending(code, self._obituary(rank, f"ended with exit code {code}"), was_stopped=was_stopped)
-        with suppress(ValueError):
-            name = signal.Signals(-code).name
-            what = f"was ended by {name}"
-            return Ending(128 - code, self._obituary(rank, what), was_lost=True, was_stopped=was_stopped)
-        return Ending(1, self._obituary(rank, f"was ended by signal {-code}"), was_lost=True)
+            return Ending(code, self._obituary(rank, f"ended with exit code {code}"))
+        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+        return Ending(128 - code, self._obituary(rank, f"was ended by {name}"), was_lost=True)
 
-    def _lost(self, rank: int, error: Exception) -> Ending:
-        reason = " ".join(redacted(str(error)).split())[:400]
+    def _gone(self, rank: int, reason: str) -> Ending:
         return Ending(1, self._obituary(rank, f"is lost with its node or its actor: {reason}"), was_lost=True)
 
     def _obituary(self, rank: int, what: str) -> str:
@@ -284,6 +309,35 @@ def _passing_on() -> Iterator[_Received]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _answers(references: Iterable[Any]) -> list[Any]:
+    """The answers of all ranks' actors.
+
+    Raises:
+        RuntimeError: an actor has raised, or has died, or does not answer.
+    """
+    import ray
+
+    asked = list(references)
+    _, missing = ray.wait(asked, num_returns=len(asked), timeout=_START_S)
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} of {len(asked)} ranks, the first of them rank {asked.index(missing[0])}, could "
+            f"not be started: their actors have not answered for {_START_S:.0f} s."
+        )
+    try:
+        return list(ray.get(asked))
+    except ray.exceptions.RayTaskError as error:
+        raise RuntimeError(f"A rank could not be started: {redacted(str(error.cause))}") from error
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(f"A rank could not be started: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    """What Ray says of a death, whose end names the cause, on one line."""
+    text = " ".join(redacted(str(error)).split())
+    return text if len(text) <= 600 else f"{text[:200]} … {text[-400:]}"
 
 
 def _terminal_size() -> tuple[int, int] | None:
