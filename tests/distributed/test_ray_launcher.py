@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,21 +31,19 @@ from processes import SOURCE, TORCHRUN
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
 
 REWARDS = '''
-import json, os, signal
+import json, os, signal, sys, time
 from pathlib import Path
 
-num_calls = 0
-
-def digits(completions, **_):
-    """Rewards digits; rank 1 dies in the third step if the run's directory asks for it, once."""
-    global num_calls
-    num_calls += 1
-    Path(f"environment{os.environ['RANK']}.json").write_text(json.dumps(dict(os.environ)))
-    if os.environ["RANK"] == "1" and num_calls == 3 and Path("die").exists():
-        Path("die").unlink()
-        import sys
-        print("these are my last words", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+def digits(completions, trainer_state, **_):
+    """Rewards digits. The file die/STEP-RANK kills that rank, or the actor above it, in that step, once."""
+    rank = os.environ["RANK"]
+    Path(f"environment{rank}.json").write_text(json.dumps(dict(os.environ)))
+    if (death := Path(f"die/{trainer_state.global_step + 1}-{rank}")).exists():
+        who = death.read_text()
+        death.unlink()
+        print(f"the last words of {who}", file=sys.stderr, flush=True)
+        os.kill(os.getpid() if who == "rank" else os.getppid(), signal.SIGKILL)
+        time.sleep(100)
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 '''
 RUN = dict(
@@ -57,10 +56,15 @@ FOREIGN = {"SLURM_PROCID": "7", "PMI_RANK": "7", "PMIX_RANK": "7", "OMPI_COMM_WO
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[Path]:
-    """A directory for what Ray writes; its path is short, as those of its sockets must be."""
+    """A directory for what Ray writes; its path is short, as those of its sockets must be.
+
+    Every process that is started here has it in its environment: none may be left.
+    """
     directory = Path(tempfile.mkdtemp(prefix="ray"))
     yield directory
+    left = wait_for_end(str(directory))
     shutil.rmtree(directory)
+    assert left == []
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +131,18 @@ def rewards(directory: Path) -> dict[int, float]:
     return {record["step"]: record["reward"] for record in records if "reward" in record}
 
 
-def test_a_run_that_loses_a_rank_comes_to_the_weights_of_torchruns(make_run, cluster):
+def test_a_run_that_loses_ranks_comes_to_the_weights_and_rewards_of_torchruns(make_run, cluster):
+    """One is killed in the third step, and the actor of the other, as if with its node, in the fourth."""
     ours, theirs = make_run("ours"), make_run("theirs")
-    (ours / "die").touch()
-    done = run_ray(ours, cluster, "--num_nodes", "2", "--ranks_per_node", "1")
-    assert done.returncode == 0, done.stderr
+    (ours / "die").mkdir()
+    (ours / "die" / "3-1").write_text("rank")
+    (ours / "die" / "4-0").write_text("actor")
     words = [sys.executable, *TORCHRUN, "-m", "colocate", "train", "run.yaml"]
-    plain = without_launchers(cluster)
-    subprocess.run(words, cwd=theirs, env=plain, capture_output=True, timeout=280, check=True)
+    plain, quiet = without_launchers(cluster), dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with subprocess.Popen(words, cwd=theirs, env=plain, **quiet) as torchrun:
+        done = run_ray(ours, cluster, "--num_nodes", "2", "--ranks_per_node", "1")
+        assert torchrun.wait(280) == 0
+    assert done.returncode == 0, done.stderr
     weights = [load_file(directory / "out" / "model.safetensors") for directory in (ours, theirs)]
     start = load_file(ours / "model" / "model.safetensors")
     assert weights[0].keys() == weights[1].keys()
@@ -143,28 +151,24 @@ def test_a_run_that_loses_a_rank_comes_to_the_weights_of_torchruns(make_run, clu
     assert any(not torch.equal(tensor, start[name]) for name, tensor in weights[0].items())
     assert rewards(ours) == rewards(theirs) and list(rewards(ours)) == [1, 2, 3, 4]
 
-    assert not (ours / "die").exists()
-    (death,) = [line for line in done.stderr.splitlines() if "was ended by SIGKILL" in line]
-    assert death.startswith("rank 1 (")
-    assert "Its last lines:" in death and "    these are my last words" in done.stderr
-    assert done.stderr.count("The ranks are started again (1 of 3 times).") == 1
-    assert "checkpoint-2" in done.stdout, "it goes on from the last checkpoint"
+    assert not list((ours / "die").iterdir())
+    killed, again, lost, third = re.findall(
+        r"^(rank \d \(.*, pid \d+\) (?:was|is) .*|The ranks are .*)$", done.stderr, re.MULTILINE
+    )
+    assert re.match(r"rank 1 .* was ended by SIGKILL\. Its last lines:", killed)
+    assert "\n    the last words of rank\nThe ranks are started again (1 of 3 times).\n" in done.stderr
+    assert lost.startswith("rank 0 ") and "is lost with its node or its actor" in lost
+    assert (again, third) == tuple(f"The ranks are started again ({n} of 3 times)." for n in (1, 2))
+    goes_on = [line for line in done.stdout.splitlines() if line.startswith("Continuing")]
+    assert goes_on == [f"Continuing at step {n} of 4 from out/checkpoint-{n}." for n in (2, 3)]
+    assert "[rank 1] the last words of rank\n" in done.stderr, "as it came, too"
     for rank in range(2):
         seen = json.loads((ours / f"environment{rank}.json").read_text())
         assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"]) == (str(rank), "2", "0")
         assert not FOREIGN.keys() & seen.keys(), "libraries would believe them"
 
 
-def test_a_cluster_too_small_is_refused_with_the_arithmetic(make_run, cluster):
-    directory = make_run("small")
-    options = ("--num_nodes", "2", "--ranks_per_node", "2", "--cluster_timeout", "1")
-    done = run_ray(directory, cluster, *options)
-    assert done.returncode == 1
-    assert "no room within 1 s: asked 4 CPUs in 2 × 2, Ray sees 2 + 1. Ask for less" in done.stderr
-    done = run_ray(directory, cluster, "--gpus_per_node", "8", "--cluster_timeout", "0")
-    assert done.returncode == 1 and "asked 8 GPUs in 1 × 8, Ray sees none" in done.stderr
-
-
+@pytest.mark.slow
 def test_an_error_that_would_come_again_is_not_tried_again(make_run, cluster):
     directory = make_run("wrong", num_generations=3)
     done = run_ray(directory, cluster, "--ranks_per_node", "2")
@@ -174,51 +178,105 @@ def test_an_error_that_would_come_again_is_not_tried_again(make_run, cluster):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)], ids=lambda n: n.name
+    ("words", "message"),
+    [
+        (
+            ["--num_nodes", "2", "--ranks_per_node", "2"],
+            "asked 4 CPUs in 2 × 2, Ray sees 2 + 1",
+        ),
+        (["--gpus_per_node", "8"], "asked 8 GPUs in 1 × 8, Ray sees none"),
+    ],
 )
-def test_a_driver_that_is_stopped_leaves_nothing_behind(number, make_run, environment):
-    """The cluster is the driver's own. Ctrl-C finishes and saves the step in hand."""
+def test_a_cluster_too_small_is_refused_with_the_arithmetic(
+    words, message, make_run, cluster, monkeypatch, capsys
+):
+    assert launch_here([*words, "--cluster_timeout", "0"], make_run("small"), cluster, monkeypatch) == 1
+    assert f"The cluster had no room within 0 s: {message}. Ask for less, or set" in capsys.readouterr().err
+
+
+def test_a_cluster_of_another_version_is_told(make_run, cluster, monkeypatch, capsys):
+    import ray
+
+    true, python = ray.__version__, ".".join(map(str, sys.version_info[:3]))
+    monkeypatch.setattr(ray, "__version__", "2.40.0")
+    assert launch_here(["--ranks_per_node", "2"], make_run("version"), cluster, monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert f"The Ray cluster at RAY_ADDRESS={cluster['RAY_ADDRESS']} cannot be used: Version mismatch" in said
+    assert said.index(f"Ray: {true}") < said.index("Ray: 2.40.0") and said.count(f"Python: {python}") == 2
+
+
+def launch_here(
+    words: list[str], directory: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> int:
+    """The exit code of the launcher as a driver in this process."""
+    monkeypatch.chdir(directory)
+    for name in ("HOME", "RAY_TMPDIR", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, environment[name])
+    return main(["train", "run.yaml", "--launcher", "ray", *words])
+
+
+IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("kill", marks=pytest.mark.slow)])
+def test_a_driver_that_is_stopped_leaves_nothing_behind(how, make_run, environment):
+    """The cluster is the driver's own. Ctrl-C in the panel's terminal finishes the step in hand."""
     pytest.importorskip("ray")
     directory, mark = make_run("stopped", max_steps=10_000, save_steps=5_000), uuid.uuid4().hex
+    words, sign = command("--ranks_per_node", "2"), "step 2/10000 "
+    if how == "ctrl-c":
+        words, sign = [sys.executable, "-c", IN_A_TERMINAL, *words], "● rollout"
     driver = subprocess.Popen(
-        command("--ranks_per_node", "2"),
+        words,
         cwd=directory,
-        env=environment | {"COLOCATE_TEST_MARK": mark},
+        env=environment | {"COLOCATE_TEST_MARK": mark, "TERM": "xterm"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        stderr=subprocess.STDOUT,
     )
-    assert driver.stdout is not None and driver.stderr is not None
+    assert driver.stdin is not None and driver.stdout is not None
     try:
-        said = []
-        for line in driver.stdout:
-            said.append(line)
-            if line.startswith("step 2/"):
-                break
-        assert said[-1].startswith("step 2/"), "".join(said) + driver.stderr.read()
+        said = b""
+        while sign.encode() not in said and (chunk := os.read(driver.stdout.fileno(), 2**16)):
+            said += chunk
+        assert sign.encode() in said, said.decode()
         assert len(marked(mark)) > 4  # the driver, two ranks, Ray's own
-        driver.send_signal(number)
-        _, err = driver.communicate(timeout=120)
-        assert driver.returncode == (130 if number == signal.SIGINT else -number), err
-        end_s = time.monotonic() + 60
-        while marked(mark) and time.monotonic() < end_s:
-            time.sleep(0.2)
-        assert marked(mark) == []
+        if how == "kill":
+            driver.kill()
+            rest, _ = driver.communicate(timeout=60)
+        else:
+            rest, _ = driver.communicate(b"\x03", timeout=60)
+        assert driver.returncode == (-signal.SIGKILL if how == "kill" else 128 + signal.SIGINT), rest.decode()
+        assert wait_for_end(mark) == []
     finally:
         for pid in marked(mark):
             os.kill(pid, signal.SIGKILL)
-    if number == signal.SIGINT:
-        assert "the step in hand is finished and saved" in err
+    if how == "ctrl-c":
+        text = rest.decode()
+        assert "the step in hand is finished and saved" in text
+        assert "auto --launcher ray --num_nodes 1 --ranks_per_node 2" in text, "the command to go on"
         assert len(list((directory / "out").glob("checkpoint-*"))) == 1
 
 
+def wait_for_end(mark: str) -> list[int]:
+    """The processes that are left of those with a mark after a minute."""
+    end_s = time.monotonic() + 60
+    while (left := marked(mark)) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    return left
+
+
 def marked(mark: str) -> list[int]:
-    """The processes that have inherited a variable with this value, and are not dead."""
+    """Other processes that have inherited a variable with this value, and are not dead."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             is_dead = (path / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-            if not is_dead and mark.encode() in (path / "environ").read_bytes():
+            if (
+                not is_dead
+                and path.name != str(os.getpid())
+                and mark.encode() in (path / "environ").read_bytes()
+            ):
                 found.append(int(path.name))
         except OSError:
             continue

@@ -104,6 +104,7 @@ def connected(run_id: str) -> Iterator[bool]:
             is_embedded = True
             ray.init(address="local", object_store_memory=_STORE_BYTES, **options)
     except (RuntimeError, ValueError, OSError) as error:
+        ray.shutdown()  # it may have come half-way
         where = f"at RAY_ADDRESS={given}" if given else "on this machine"
         raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
     try:
@@ -189,8 +190,8 @@ def _absence(ask: Ask, num_ready: int, timeout_s: float) -> str:
     if ask.fits(per_node):
         free = int(ray.available_resources().get(ask.kind, 0)) + num_ready * ask.ranks_per_node
         text += f", of which {free} are free: other jobs have the rest"
-    if ask.on_gpus and not (ranks := replace(ask, on_gpus=False)).fits(cpus := _per_node("CPU")):
-        text += f". Each rank takes a CPU, too: {ranks.shortage(cpus)}"
+        if ask.on_gpus and not (ranks := replace(ask, on_gpus=False)).fits(cpus := _per_node("CPU")):
+            text += f", or the CPUs are missing that ranks take, too: {ranks.shortage(cpus)}"
     return f"{text}. Ask for less, or set --cluster_timeout to more seconds."
 
 

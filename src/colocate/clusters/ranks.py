@@ -100,7 +100,7 @@ class Ranks:
         if is_copy and not os.path.isabs(output_dir):
             raise ValueError(
                 f"output_dir={output_dir!r} would be in the copy of the working directory that Ray makes on "
-                "each node and deletes after the job: set the absolute path of a directory that all nodes share."
+                "each node and deletes after the job: set the absolute path of one that all nodes share."
             )
         directory = None if is_copy else os.getcwd()
         self._places = _answers(actor.place.remote(directory) for actor in self._actors)
