@@ -47,6 +47,8 @@ class Ending:
     """A process was killed or has crashed, or its node is gone: not an error that must come again."""
     was_stopped: bool = False
     """The run was asked to stop."""
+    has_words: bool = True
+    """The rank has said why."""
 
     @property
     def is_orderly(self) -> bool:
@@ -175,8 +177,9 @@ class Ranks:
         for rank in asked.values():
             if (silence_s := time.monotonic() - heard_s[rank]) > _ANSWER_S:
                 failures.append(self._gone(rank, f"nothing was heard of it for {silence_s:.0f} s"))
-        lost = [failure for failure in failures if failure.was_lost]
-        ending = (lost or failures or [Ending(0)])[0]
+        # What all ranks find wrong, one alone says, and need not be the first to end.
+        failures.sort(key=lambda failure: (not failure.was_lost, not failure.has_words))
+        ending = [*failures, Ending(0)][0]
         return replace(ending, was_stopped=received.first is not None)
 
     def end(self) -> None:
@@ -220,19 +223,21 @@ class Ranks:
 
     def _failed(self, rank: int, code: int) -> Ending:
         if code > 0:
-            return Ending(code, self._obituary(rank, f"ended with exit code {code}"))
+            return self._ending(rank, code, f"ended with exit code {code}", was_lost=False)
         name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-        return Ending(128 - code, self._obituary(rank, f"was ended by {name}"), was_lost=True)
+        return self._ending(rank, 128 - code, f"was ended by {name}", was_lost=True)
 
     def _gone(self, rank: int, reason: str) -> Ending:
-        return Ending(1, self._obituary(rank, f"is lost with its node or its actor: {reason}"), was_lost=True)
+        return self._ending(rank, 1, f"is lost with its node or its actor: {reason}", was_lost=True)
 
-    def _obituary(self, rank: int, what: str) -> str:
-        if rank == 0:
-            return f"{self._names[0]} {what}. Its last lines are above."
+    def _ending(self, rank: int, code: int, what: str, *, was_lost: bool) -> Ending:
         lines = [f"    {redacted(line)}" for line in self._voices[rank].tail.lines()]
-        said = " It had written nothing to stderr." if not lines else " Its last lines:\n" + "\n".join(lines)
-        return f"{self._names[rank]} {what}.{said}"
+        if rank == 0:
+            said = " Its last lines are above."
+        else:
+            said = " Its last lines:\n" + "\n".join(lines) if lines else " It had written nothing to stderr."
+        text = f"{self._names[rank]} {what}.{said}"
+        return Ending(code, text, was_lost, has_words=rank == 0 or bool(lines))
 
 
 class _Voice:
