@@ -1,0 +1,150 @@
+"""Every command, file and message of docs/clusters.md is one that Ray, the command line and the code know."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from colocate import cli
+from colocate.clusters.cluster import Ask
+from colocate.run_config import parse_run
+from colocate.run_file import read_overrides
+from colocate.train_command import _launch_options
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
+SOURCES = " ".join(
+    re.sub(r'"\s*\n\s*f?"', "", path.read_text())
+    for path in (*(ROOT / "src/colocate/clusters").glob("*.py"), ROOT / "src/colocate/train_command.py")
+)
+JOB = "ray job submit --address http://10.0.0.1:8265 --working-dir . --"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+(MANIFEST,) = (yaml.safe_load(block) for block in blocks("yaml"))
+(SCRIPT,) = blocks("sbatch")
+COMMANDS = [
+    line.strip() for text in blocks("bash") for line in text.replace("\\\n", " ").splitlines() if line.strip()
+]
+
+
+def options_of(command: str) -> tuple[Any, list[str]]:
+    """What `colocate train ...` asks of the cluster, and the run's own options."""
+    program, *words = shlex.split(command)
+    assert (program, words[0]) == ("colocate", "train")
+    known, rest = cli._build_parser().parse_known_args(words)
+    return _launch_options(known), rest
+
+
+def check_ray(command: str) -> dict[str, Any]:
+    """The options of a command of Ray, as its own parser reads them."""
+    scripts = pytest.importorskip("ray.scripts.scripts")
+    program, *words = shlex.split(command)
+    assert program == "ray"
+    group = scripts.cli
+    while words and words[0] in getattr(group, "commands", {}):
+        group = group.commands[words.pop(0)]
+    return group.make_context("ray", words).params
+
+
+def test_no_block_is_forgotten():
+    languages = re.findall(r"^ *```(\w+)$", PAGE, flags=re.MULTILINE)
+    assert {name: languages.count(name) for name in languages} == {"bash": 5, "yaml": 1, "sbatch": 1}
+    assert len(COMMANDS) == 8
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    words = shlex.split(command)
+    if words[:2] == ["pip", "install"]:
+        (extra,) = re.findall(r"^colocate\[(\w+)\]$", words[2])
+        assert (
+            extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        )
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file()
+    elif words[0] == "ray":
+        read = check_ray(command)
+        if "entrypoint" in read:
+            assert command.startswith(JOB) and read["working_dir"] == "."
+            check_run(command.removeprefix(JOB), on_storage=True)
+    else:
+        check_run(command)
+
+
+def check_run(command: str, *, on_storage: bool = False) -> Ask:
+    launch, (file, *rest) = options_of(command)
+    assert file.endswith("run.yaml") or (ROOT / file).is_file()
+    _, options = parse_run(read_overrides(rest))
+    if on_storage:
+        assert options["output_dir"] == "/shared/grpo" and options["resume_from_checkpoint"] == "auto"
+    return launch.ask
+
+
+def test_the_table_has_the_launchers_options_and_what_they_are_without():
+    rows = dict(re.findall(r"^\| `--(\w+)` \| (.*) \|$", PAGE, flags=re.MULTILINE))
+    (commands,) = (a for a in cli._build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (group,) = (g for g in commands.choices["train"]._action_groups if "Ray" in (g.title or ""))
+    assert {"launcher", *rows} == {action.dest for action in group._group_actions}
+    launch, _ = options_of("colocate train run.yaml --launcher ray --ranks_per_node 3")
+    assert f"; {launch.ask.num_nodes} if not given" in rows["num_nodes"]
+    assert f"; {launch.max_restarts} if not given" in rows["max_restarts"]
+    assert f"; {launch.timeout_s:.0f} if not given" in rows["cluster_timeout"]
+
+
+def test_the_job_of_kubernetes_asks_for_what_its_cluster_has():
+    assert (MANIFEST["apiVersion"], MANIFEST["kind"]) == ("ray.io/v1", "RayJob")
+    spec = MANIFEST["spec"]
+    ask = check_run(spec["entrypoint"], on_storage=True)
+    head, (workers,) = spec["rayClusterSpec"]["headGroupSpec"], spec["rayClusterSpec"]["workerGroupSpecs"]
+    assert {workers[name] for name in ("replicas", "minReplicas", "maxReplicas")} == {ask.num_nodes}
+    pods = [group["template"]["spec"] for group in (head, workers)]
+    (first,), (worker,) = (pod["containers"] for pod in pods)
+    assert int(worker["resources"]["limits"]["nvidia.com/gpu"]) == ask.ranks_per_node == 8
+    assert int(worker["resources"]["limits"]["cpu"]) >= ask.ranks_per_node
+    assert first["image"] == worker["image"], "of one version"
+    for pod, container in zip(pods, (first, worker), strict=True):
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts["shared"] == "/shared"
+        assert mounts.keys() <= {volume["name"] for volume in pod["volumes"]}
+    for group in (head, workers):
+        check_ray("ray start " + " ".join(f"--{k}={v}" for k, v in group["rayStartParams"].items()))
+
+
+def test_the_script_of_slurm_starts_what_it_asks_for():
+    subprocess.run(["bash", "-n"], input=SCRIPT, text=True, check=True)
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SCRIPT, flags=re.MULTILINE))
+    ask = check_run(re.findall(r"^exec (colocate .*)$", SCRIPT, flags=re.MULTILINE)[0])
+    assert ask == Ask(int(asked["nodes"]), int(asked["gpus-per-node"]), on_gpus=True)
+    assert (asked["ntasks-per-node"], asked["signal"]) == ("1", "B:TERM@300")
+    (task,) = re.findall(r"^srun bash -c '(.*?)' &$", SCRIPT, flags=re.MULTILINE | re.DOTALL)
+    subprocess.run(["bash", "-n"], input=task, text=True, check=True)
+    filled = SCRIPT.replace("$SLURM_CPUS_PER_TASK", asked["cpus-per-task"]).replace("${HEAD##*:}", "6379")
+    starts = re.findall(r"(ray (?:start|status) .*?)(?: >.*|' &)?$", filled, flags=re.MULTILINE)
+    read = [check_ray(start.replace("$HEAD", "10.0.0.1:6379")) for start in starts]
+    assert [params.get("head") for params in read] == [True, None, False, None]
+    assert all(params["num_cpus"] == 64 and params["block"] for params in read if "head" in params)
+
+
+def test_messages_are_those_of_the_code_or_rays():
+    messages = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Messages")[2], flags=re.MULTILINE)
+    assert len(messages) == 10
+    for message in set(messages) - {"Version mismatch"}:
+        assert message in SOURCES, message
+
+
+def test_the_page_says_what_the_arithmetic_says():
+    said = Ask(2, 8, on_gpus=True).shortage([8, 4])
+    assert f"`{said}`" in PAGE

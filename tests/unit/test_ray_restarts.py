@@ -1,0 +1,107 @@
+"""When a run on Ray is started again, with which options, and when it is not: without Ray."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from colocate.clusters import launch as launch_module
+from colocate.clusters.cluster import Ask
+from colocate.clusters.launch import LaunchOptions, launch
+from colocate.clusters.ranks import Ending
+
+LOST, FAILED, STOPPED = (
+    Ending(137, "rank 1 was ended by SIGKILL", was_lost=True),
+    Ending(1, "rank 1 ended with exit code 1"),
+    Ending(130, was_stopped=True),
+)
+LOST_LATE = Ending(137, "rank 1 was ended by SIGKILL", was_lost=True, was_stopped=True)
+OLD, AUTO = ("checkpoint-9", 1), ["--resume_from_checkpoint", "auto"]
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Plays starts, each an ending and the steps whose checkpoints it writes; returns the arguments of each."""
+
+    def play(*starts: tuple[Ending, list[int]], max_restarts: int = 3) -> tuple[list[list[str]], int | str]:
+        written, seen, ended = {OLD}, [], []
+        script = iter(starts)
+
+        class Ranks:
+            def __init__(self, *_: Any) -> None:
+                self.has_entered = False
+
+            def enter(self, output_dir: str) -> None:
+                assert output_dir == "out"
+                self.has_entered = True
+
+            def checkpoints(self, output_dir: str) -> frozenset[tuple[str, int]]:
+                return frozenset(written) if self.has_entered else frozenset()
+
+            def start(self, arguments: list[str]) -> None:
+                seen.append(arguments)
+
+            def wait(self) -> Ending:
+                ending, steps = next(script)
+                written.update((f"checkpoint-{step}", 2) for step in steps)
+                return ending
+
+            def end(self) -> None:
+                ended.append(self)
+
+        @contextmanager
+        def given(*_: Any, **__: Any):
+            yield []
+
+        for name, stand_in in (("Ranks", Ranks), ("connected", given), ("places", given)):
+            monkeypatch.setattr(launch_module, name, stand_in)
+        options = LaunchOptions(Ask(1, 2, on_gpus=False), max_restarts, 1.0)
+        try:
+            outcome: int | str = launch(["train"], "out", options)
+        except RuntimeError as error:
+            outcome = str(error)
+        assert len(ended) == len(seen) and next(script, None) is None, (
+            "each start is ended, and each was played"
+        )
+        return seen, outcome
+
+    return play
+
+
+DONE = (Ending(0), [9])
+
+
+def test_a_run_that_ends_is_started_once(play):
+    assert play(DONE) == ([["train"]], 0)
+
+
+def test_a_loss_goes_on_from_this_runs_checkpoint_and_not_from_an_earlier_runs(play):
+    seen, code = play((LOST, []), (LOST, [1, 2]), DONE)
+    assert (seen, code) == ([["train"], ["train"], ["train", *AUTO]], 0)
+
+
+def test_a_checkpoint_that_is_written_anew_is_this_runs(play):
+    seen, _ = play((LOST, [9]), DONE)
+    assert seen[1] == ["train", *AUTO]
+
+
+def test_losses_are_endured_so_often_and_no_oftener(play):
+    seen, text = play(*[(LOST, [1])] * 3, max_restarts=2)
+    assert len(seen) == 3 and text.startswith("rank 1 was ended by SIGKILL\n") and "again 2 times" in text
+    seen, text = play((LOST, [1]), max_restarts=0)
+    assert len(seen) == 1 and "again" not in text
+
+
+def test_an_error_is_tried_again_only_after_progress(play):
+    seen, text = play((FAILED, [1]), (FAILED, []))
+    assert seen == [["train"], ["train", *AUTO]] and text.startswith("rank 1 ended with exit code 1\n")
+    seen, _ = play((FAILED, []))
+    assert len(seen) == 1
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again(play):
+    assert play((STOPPED, [1])) == ([["train"]], 130)
+    seen, text = play((LOST_LATE, [1]))
+    assert len(seen) == 1 and text.startswith("rank 1 was ended by SIGKILL\n"), "it is told all the same"
