@@ -45,9 +45,8 @@ def _launch_options(known: argparse.Namespace) -> LaunchOptions | None:
     Raises:
         ValueError: an option of the launcher is given without it, or the number of ranks is not.
     """
-    names = ("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout")
     if known.launcher is None:
-        for name in names:
+        for name in ("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"):
             if getattr(known, name) is not None:
                 raise ValueError(f"--{name} is read with --launcher ray; other launchers have their own.")
         return None

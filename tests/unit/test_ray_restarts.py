@@ -23,7 +23,7 @@ OLD, AUTO = ("checkpoint-9", 1), ["--resume_from_checkpoint", "auto"]
 
 @pytest.fixture
 def play(monkeypatch):
-    """Plays starts, each an ending and the steps whose checkpoints it writes; returns the arguments of each."""
+    """Plays starts, each an ending and the steps whose checkpoints it writes; returns their arguments."""
 
     def play(*starts: tuple[Ending, list[int]], max_restarts: int = 3) -> tuple[list[list[str]], int | str]:
         written, seen, ended = {OLD}, [], []

@@ -61,21 +61,6 @@ class Ask:
         return f"{asked}, Ray sees {seen}"
 
 
-def import_ray() -> Any:
-    """The module `ray`.
-
-    Raises:
-        ImportError: it is not installed; the message names the extra.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError(
-            'The launcher "ray" needs the package ray, which is not installed: pip install "colocate[ray]"'
-        ) from error
-    return ray
-
-
 @contextmanager
 def connected(run_id: str) -> Iterator[bool]:
     """A connection with the cluster that RAY_ADDRESS names, or that runs on this machine, or else with one
@@ -87,7 +72,12 @@ def connected(run_id: str) -> Iterator[bool]:
     """
     # Ray asks for its usage to be reported; where nobody has answered, the answer is no.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = import_ray()
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            'The launcher "ray" needs the package ray, which is not installed: pip install "colocate[ray]"'
+        ) from error
     given = os.environ.get("RAY_ADDRESS")
     if given not in (None, "", "auto", "local"):
         _check_address(given)
@@ -120,17 +110,13 @@ def _check_address(given: str) -> None:
         RuntimeError: nobody does, or it is the address of something else than a cluster's head.
     """
     host, _, port = given.rpartition(":")
-    if "://" in given or not host or not port.isdigit():
-        raise RuntimeError(
-            f"RAY_ADDRESS={redacted(given)} is not a head's address and port, such as 10.0.0.1:6379. The "
-            "launcher runs inside the cluster: on one of its nodes, or started by `ray job submit`."
-        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(
-            f"No Ray head listens at RAY_ADDRESS={given} ({error}): start one there with `ray start --head`, "
-            "set another address, or unset it for a cluster of this machine alone."
+            f"No Ray head listens at RAY_ADDRESS={redacted(given)} ({error}). Set its address and port, such "
+            "as 10.0.0.1:6379, on one of the cluster's nodes, or unset it for a cluster of this machine alone; "
+            "from elsewhere (ray://) start the command with `ray job submit`."
         ) from error
 
 

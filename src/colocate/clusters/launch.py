@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from colocate.clusters.cluster import Ask, connected, places
-from colocate.clusters.ranks import Ending, Ranks
+from colocate.clusters.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,8 @@ def launch(arguments: Sequence[str], output_dir: str, options: LaunchOptions) ->
                 return ending.code
             is_worth_it = (ending.was_lost or is_new) and not ending.was_stopped
             if not is_worth_it or attempt == options.max_restarts:
-                raise RuntimeError(_last_words(ending, attempt))
+                again = f" They had been started again {attempt} times (--max_restarts)." if attempt else ""
+                raise RuntimeError(f"{ending.text}\nThe other ranks were ended, too.{again}")
             said = f"The ranks are started again ({attempt + 1} of {options.max_restarts} times)."
             print(f"\n{ending.text}\n{said}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _last_words(ending: Ending, num_restarts: int) -> str:
-    again = (
-        f" The ranks had been started again {num_restarts} times (--max_restarts)." if num_restarts else ""
-    )
-    return f"{ending.text}\nThe other ranks were ended, too.{again}"

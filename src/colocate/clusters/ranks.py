@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -137,8 +136,7 @@ class Ranks:
 
         for actor in self._actors:
             with suppress(ray.exceptions.RayError):
-                answer = ray.get(actor.checkpoints.remote(output_dir), timeout=_ANSWER_S)
-                return frozenset(answer)
+                return frozenset(ray.get(actor.checkpoints.remote(output_dir), timeout=_ANSWER_S))
         return frozenset()
 
     def wait(self) -> Ending:
@@ -252,7 +250,7 @@ class _Voice:
         self._is_heard = is_heard
         self._decoders = {number: codecs.getincrementaldecoder("utf-8")("replace") for number in (1, 2)}
         self._open = {1: "", 2: ""}
-        self.tail = Tail(_Silence())
+        self.tail = Tail(None)
 
     def say(self, news: News) -> None:
         for number, chunk in news.chunks:
@@ -271,11 +269,6 @@ class _Voice:
         stream.flush()
 
 
-class _Silence:
-    def write(self, text: str) -> int:
-        return len(text)
-
-
 class _Received:
     """Signals that the driver has received and that the ranks are to have."""
 
@@ -287,10 +280,10 @@ class _Received:
     def note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if number == signal.SIGINT:
-            is_again = self._interrupted_s > 0
-            if is_again and now_s - self._interrupted_s <= _SAME_INTERRUPT_S:
+            since_s = now_s - self._interrupted_s
+            if since_s <= _SAME_INTERRUPT_S:
                 return
-            if is_again:
+            if since_s < float("inf"):
                 raise KeyboardInterrupt
             self._interrupted_s = now_s
         self.first = self.first or number
@@ -305,10 +298,9 @@ class _Received:
 def _passing_on() -> Iterator[_Received]:
     """Notes SIGINT and SIGTERM during the block instead of acting on them."""
     received, before = _Received(), {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, received.note)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, received.note)
     try:
         yield received
     finally:

@@ -10,7 +10,7 @@ NUM_LINES = 12
 
 
 class Tail:
-    """A stream that passes everything on and keeps the last lines."""
+    """A stream that passes everything on, unless to None, and keeps the last lines."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -22,7 +22,7 @@ class Tail:
         # A progress bar begins its line again and again.
         self._lines.extend(line.rpartition("\r")[2] for line in whole if line.strip())
         self._open = rest.rpartition("\r")[2]
-        return int(self._stream.write(text))
+        return len(text) if self._stream is None else int(self._stream.write(text))
 
     def lines(self) -> list[str]:
         return [line[:400] for line in (*self._lines, self._open) if line.strip()][-NUM_LINES:]
