@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,13 @@ from safetensors.torch import load_file
 import tiny
 from colocate.cli import main
 from colocate.clusters import ranks as ranks_module
-from colocate.clusters.actor import without_launchers
+from colocate.clusters.actor import RankActor, without_launchers
 from colocate.clusters.cluster import Ask
 from processes import SOURCE, TORCHRUN
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
 
+ROOT = Path(__file__).parents[2]
 REWARDS = '''
 import json, os, signal, sys, time
 from pathlib import Path
@@ -283,6 +287,66 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+# ── The page ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_quickstart_through_ray_is_torchruns(tmp_path, environment):
+    pytest.importorskip("ray")
+    for name in ("examples", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    short = ["--max_steps", "8", "--eval_on_start", "false", "--eval_strategy", "no"]
+    warm_start, train = (shlex.split(line) for line in blocks("bash")[1].splitlines())
+    alone = [sys.executable, *TORCHRUN, "-m", *train[:3], *short, "--output_dir", "runs/torchrun"]
+    for words in ([sys.executable, *warm_start[1:]], [sys.executable, "-m", *train, *short], alone):
+        plain = environment if words is not alone else without_launchers(environment)
+        subprocess.run(words, cwd=tmp_path, env=plain, check=True, capture_output=True, timeout=280)
+    runs = [tmp_path / "runs" / name for name in ("quickstart", "torchrun")]
+    ours, theirs = (load_file(run / "model.safetensors") for run in runs)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert rewards(runs[0]) == rewards(runs[1]) and list(rewards(runs[0])) == [4, 8]
+
+
+SRUN = """#!/bin/bash
+for SLURM_NODEID in 0 1; do
+    export SLURM_NODEID
+    "$@" &
+done
+wait
+"""
+
+
+@pytest.mark.slow
+def test_the_script_of_slurm_runs(make_run, environment, home):
+    """With a stand-in of srun, which starts both nodes' tasks on this machine, and ranks on CPUs."""
+    pytest.importorskip("ray")
+    directory = make_run("slurm", max_steps=1)
+    (script,) = blocks("sbatch")
+    with socket.socket() as free:
+        free.bind(("", 0))
+        script = script.replace(":6379", f":{free.getsockname()[1]}")
+    (directory / "bin").mkdir()
+    (directory / "bin" / "srun").write_text(SRUN)
+    (directory / "bin" / "srun").chmod(0o755)
+    (directory / "bin" / "colocate").write_text(f'#!/bin/bash\nexec {sys.executable} -m colocate "$@"\n')
+    (directory / "bin" / "colocate").chmod(0o755)
+    path = os.pathsep.join([str(directory / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = environment | {"PATH": path, "SLURM_CPUS_PER_TASK": "1"}
+    del variables["RAY_ADDRESS"]
+    with (directory / "log").open("w") as log:
+        words = ["bash", "-c", script.replace("--gpus_per_node 8", "--ranks_per_node 1")]
+        done = subprocess.run(words, cwd=directory, env=variables, stdout=log, stderr=log, timeout=280)
+    for pid in marked(str(home)):  # as SLURM does with a job's steps
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    assert done.returncode == 0, (directory / "log").read_text()
+    assert "2 x CPU" in (directory / "log").read_text() and list(rewards(directory)) == [1]
+
+
 # ── Without a cluster ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -305,6 +369,31 @@ def test_options_that_do_not_fit_together(words, message, monkeypatch, capsys, m
     monkeypatch.chdir(make_run("options"))
     assert main(["train", "run.yaml", *words]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:10001", "node0"])
+def test_an_address_where_nobody_listens_is_refused_at_once(address, monkeypatch, capsys, make_run):
+    pytest.importorskip("ray")
+    monkeypatch.chdir(make_run("address"))
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    begin_s = time.monotonic()
+    assert main(["train", "run.yaml", "--launcher", "ray", "--ranks_per_node", "2"]) == 1
+    said = capsys.readouterr().err
+    assert f"No Ray head listens at RAY_ADDRESS={address} (" in said and "`ray job submit`" in said
+    assert time.monotonic() - begin_s < 30, "Ray tries for two minutes"
+
+
+def test_a_rank_of_another_launcher_does_not_start_ranks(monkeypatch, capsys, make_run):
+    monkeypatch.chdir(make_run("rank"))
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "run.yaml", "--launcher", "ray", "--ranks_per_node", "2"]) == 1
+    assert "RANK=1 says that another launcher has started this process" in capsys.readouterr().err
+
+
+def test_a_node_without_the_runs_directory_says_so(tmp_path):
+    pytest.importorskip("ray")
+    with pytest.raises(ValueError, match=rf"{socket.gethostname()} cannot enter .*none.*: No such file"):
+        RankActor().place(str(tmp_path / "none"))
 
 
 def test_arithmetic_of_nodes():
