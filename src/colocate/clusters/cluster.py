@@ -115,8 +115,8 @@ def _check_address(given: str) -> None:
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(
             f"No Ray head listens at RAY_ADDRESS={redacted(given)} ({error}). Set its address and port, such "
-            "as 10.0.0.1:6379, on one of the cluster's nodes, or unset it for a cluster of this machine; from "
-            "elsewhere (ray://) start the command with `ray job submit`."
+            "as 10.0.0.1:6379, on one of the cluster's nodes, or unset it for a cluster here. "
+            "From elsewhere (ray://) use `ray job submit`."
         ) from error
 
 
