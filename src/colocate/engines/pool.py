@@ -139,17 +139,19 @@ class EnginePool(TurnEngine):
         """
         self._check(prompts, sampling)
         call = next(self._num_calls)
-        turns: dict[Hashable, Turn] = {}
+        waiting: dict[Hashable, Turn] = {}
         for prompt in prompts:
             for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
-                turns["generate", call, len(turns)] = Turn(prompt, sample, limit, is_kept=False)
-        completions: dict[Hashable, Completion] = {}
+                waiting["generate", call, len(waiting)] = Turn(prompt, sample, limit, is_kept=False)
+        keys, completions = list(waiting), {}
         try:
-            while waiting := {key: turn for key, turn in turns.items() if key not in completions}:
-                completions |= self._advance(waiting, sampling)
+            while waiting:
+                for key, completion in self._advance(waiting, sampling).items():
+                    del waiting[key]
+                    completions[key] = completion
         finally:
-            self._forget(turns)
-        return [completions[key] for key in turns]
+            self._forget(keys)
+        return [completions[key] for key in keys]
 
     def abort(self, sequences: Iterable[int]) -> None:
         """Forget sequences. See `RolloutEngine.abort`."""
@@ -177,9 +179,8 @@ class EnginePool(TurnEngine):
                 self._lose(member, error)
                 continue
             for number, completion in ended.items():
-                if (key := member.places.pop(number, None)) is not None:
-                    self._places.pop(key)
-                    self._ended[key] = completion
+                if number in member.places:
+                    self._ended[self._release(member, number)] = completion
         return {key: self._ended.pop(key) for key in waiting if key in self._ended}
 
     def _place(self, turns: Mapping[Key, Turn], sampling: SamplingParams) -> None:
@@ -190,22 +191,28 @@ class EnginePool(TurnEngine):
         numbers = member.replica.submit(requests(list(turns.values())), sampling)
         for number, (key, turn) in zip(numbers, turns.items(), strict=True):
             member.places[number] = key
+            member.load += turn.limit
             self._places[key] = _Place(member, number, turn.limit)
             self._homes[key] = member
 
     def _choice(self, home: Hashable, cost: int) -> _Member:
         present = self._present or self._await_one()
-        loads = {member: sum(self._places[key].cost for key in member.places.values()) for member in present}
-        least = min(loads, key=loads.__getitem__)
+        least = min(present, key=lambda member: member.load)
         own = self._homes.get(home)
-        return own if own in loads and loads[own] <= 2 * loads[least] + cost else least
+        return own if own in present and own.load <= 2 * least.load + cost else least
+
+    def _release(self, member: _Member, number: int) -> Hashable:
+        """Take a turn from an engine; returns its key."""
+        key = member.places.pop(number)
+        member.load -= self._places.pop(key).cost
+        return key
 
     def _forget(self, keys: Iterable[Hashable]) -> None:
         for key in keys:
             for known in (self._homes, self._ended, self._num_lost):
                 known.pop(key, None)
-            if (place := self._places.pop(key, None)) is not None:
-                place.member.places.pop(place.number, None)
+            if (place := self._places.get(key)) is not None:
+                self._release(place.member, place.number)
                 place.member.replica.abort([place.number])
 
     # ── Engines that are lost and come back ──────────────────────────────────────────────────────────────
@@ -220,9 +227,9 @@ class EnginePool(TurnEngine):
         Raises:
             RuntimeError: one of its turns was lost too often.
         """
-        keys = list(member.places.values())
-        member.replica.abort(list(member.places))
-        member.places.clear()
+        numbers = list(member.places)
+        keys = [self._release(member, number) for number in numbers]
+        member.replica.abort(numbers)
         member.loss = _Loss(member.replica, str(error), _FIRST_PROBE_S)
         left = len(self._present)
         logger.warning(
@@ -230,7 +237,6 @@ class EnginePool(TurnEngine):
             + (f"{left} of {len(self._members)} engines go on with its {len(keys)} turns." if left else "")
         )
         for key in keys:
-            del self._places[key]
             self._num_lost[key] = self._num_lost.get(key, 0) + 1
             if self._num_lost[key] == MAX_LOSSES:
                 raise RuntimeError(
@@ -330,6 +336,8 @@ class _Member:
     replica: Replica
     places: dict[int, Hashable] = field(default_factory=dict)
     """The turns that it draws, by its own numbers for them."""
+    load: int = 0
+    """Tokens that they may still take."""
     loss: _Loss | None = None
 
 

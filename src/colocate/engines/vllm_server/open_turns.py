@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -10,6 +11,10 @@ from colocate.engines.turns import Turn
 from colocate.engines.vllm_server.client import HttpClient
 from colocate.engines.vllm_server.watch import Watch
 from colocate.types import Completion, Prompt
+
+_LINGER_S = 0.005
+"""Seconds for which a turn that has ended waits for others. Each time some have ended, the server is asked
+whether its weights are still those; and turns that were decoded together end together."""
 
 
 class OpenTurns:
@@ -54,9 +59,11 @@ class OpenTurns:
             ServerUnreachable, RequestRefused: see `HttpClient.call`.
         """
         ended: dict[int, Completion] = {}
+        until_s = time.monotonic() + wait_s
         try:
             while True:
-                future = self._ended.get(timeout=0 if ended else wait_s)
+                future = self._ended.get(timeout=max(0.0, until_s - time.monotonic()))
+                until_s = until_s if ended else time.monotonic() + _LINGER_S
                 if (number := self._numbers.pop(future, None)) is not None:
                     (ended[number],) = future.result()
         except Empty:

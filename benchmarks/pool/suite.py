@@ -1,0 +1,80 @@
+"""What several servers cost and survive, on CPU cores: writes `results/pool-<hardware>.json`.
+
+python -m benchmarks.pool.suite
+
+requests     512 requests over three stand-ins of vLLM's server, in processes of their own (run.py): the
+             time over that of servers that are never idle, the trainer's own time, and the time until a
+             killed server's work is on its way elsewhere
+faults       generated schedules of faults, which the tests play (tests/unit/test_engine_pool.py)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.results import ROOT, Record, origin
+from benchmarks.common.suite import Claims, Suite
+from benchmarks.pool.run import IDEAL_S, NUM_REQUESTS, NUM_SERVERS, SECONDS, SLOTS
+
+
+class PoolSuite(Suite):
+    """Several servers as one engine."""
+
+    name, hardware = "pool", "cpu"
+    parts = ("requests", "faults")
+    has_tiny = False
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--repetitions", type=int, default=5)
+
+    @staticmethod
+    def part_of(record: Record) -> str:
+        return str(record["kind"])
+
+    def measure(self, part: str) -> None:
+        if part == "requests":
+            self.run("pool.run", "--repetitions", self.options.repetitions, "--out", self.out(part))
+            return
+        record: Record = {"kind": "faults", **origin()}
+        with tempfile.TemporaryDirectory() as directory:
+            counts = Path(directory) / "counts.json"
+            words = ["-m", "pytest", "-q", "tests/unit/test_engine_pool.py", "-k", "two_hundred"]
+            environment = os.environ | {"COLOCATE_SCHEDULES": str(counts)}
+            subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
+            record |= json.loads(counts.read_text())
+        self.out(part).write_text(json.dumps(record, indent=1) + "\n")
+
+    def claims(self, records: list[Record]) -> Claims:
+        rollouts = [row for record in records for row in record.get("rollouts", [])]
+        losses = [row for record in records for row in record.get("losses", [])]
+        played = [record for record in records if record["kind"] == "faults"]
+        return {
+            "pool_overhead": statistics.median(r["wall_s"] / IDEAL_S for r in rollouts) if rollouts else None,
+            "pool_client_ms_per_request": statistics.median(r["client_ms"] for r in rollouts)
+            if rollouts
+            else None,
+            "failover_s": max(row["failover_s"] for row in losses) if losses else None,
+            "faults_survived": played[-1]["num_finished"] + played[-1]["num_named"] if played else None,
+        }
+
+    def setup(self, records: list[Record]) -> dict[str, Any]:
+        return {
+            "num_servers": NUM_SERVERS,
+            "num_requests": NUM_REQUESTS,
+            "slots": SLOTS,
+            "seconds": SECONDS,
+            "ideal_s": IDEAL_S,
+        }
+
+
+if __name__ == "__main__":
+    PoolSuite.main()
