@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from colocate.engines.vllm_server.client import ServerUnreachable
 from colocate.engines.vllm_server.engine import VLLMServerEngine
 from colocate.engines.vllm_server.patience import Patience
+from colocate.engines.vllm_server.weight_push import FileTransport
 from colocate.types import SamplingParams
 from colocate.weights.buckets import buckets
 
@@ -225,6 +226,23 @@ def test_a_broken_push_is_an_error_by_default_and_can_be_repeated(make_engine, f
         engine.update_weights(model.named_parameters(), version=1)
     engine.update_weights(model.named_parameters(), version=1)
     assert loaded_exactly(fake, model)
+
+
+def test_after_a_chunk_that_came_damaged_all_are_sent_again(make_engine, fake, model, monkeypatch):
+    engine, offer, num_offers = make_engine(), FileTransport.offer, 0
+
+    def damaged(transport, flat):
+        nonlocal num_offers
+        num_offers += 1
+        if num_offers == 2:
+            flat = flat.clone()
+            flat[7] ^= 1
+        return offer(transport, flat)
+
+    monkeypatch.setattr(FileTransport, "offer", damaged)
+    engine.generate(make_prompts([3]), SAMPLING)
+    assert loaded_exactly(fake, model)
+    assert num_offers == 2 + num_chunks(model)
 
 
 @pytest.mark.parametrize("fault", [half_of_it, nothing, error_500])

@@ -35,6 +35,7 @@ from colocate.engines.vllm_server.weight_wire import (
     GROUP_TIMEOUT_S,
     PROBE,
     NcclGroup,
+    checksum_of,
     ipc_handle,
     layout_of,
     pack,
@@ -51,7 +52,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class PushInterrupted(RuntimeError):
-    """The server restarted, or gave the push up because it was silent: the push must be repeated."""
+    """The push must be repeated: the server restarted, or gave it up because it was silent, or a chunk came
+    damaged."""
 
 
 class Transport(ABC):
@@ -268,6 +270,7 @@ class WeightPusher:
                 chunk=num_chunks,
                 places=places,
                 size_bytes=size_bytes,
+                checksum=checksum_of(flat),
                 offer=self._transport.offer(flat),
                 deadline_s=self._remaining_s(deadline),
             )
@@ -410,6 +413,8 @@ def _check_done(answer: Any) -> None:
 
 def _check(answers: list[dict[str, Any]], expected: str) -> None:
     kinds = {answer["is"] for answer in answers}
+    if "damaged" in kinds:
+        raise PushInterrupted("Other bytes of the weights came to the server than were sent.")
     if kinds != {expected}:
         raise PushInterrupted(
             "The server does not know this push any more: it restarted, or gave it up because it was silent."

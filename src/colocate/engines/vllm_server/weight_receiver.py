@@ -37,6 +37,7 @@ from colocate.engines.vllm_server.weight_wire import (
     PROBE,
     SHAPE,
     NcclGroup,
+    checksum_of,
     open_ipc_handle,
     tensors_in,
     visible_gpus,
@@ -236,15 +237,26 @@ class _Receiver:
         return ready
 
     def receive_chunk(
-        self, push_id: str, chunk: int, places: list[dict[str, Any]], size_bytes: int, offer: dict[str, Any]
+        self,
+        push_id: str,
+        chunk: int,
+        places: list[dict[str, Any]],
+        size_bytes: int,
+        checksum: int,
+        offer: dict[str, Any],
     ) -> dict[str, Any]:
         """Load chunk number `chunk`, unless that was done already.
 
         Args:
             places: see `weight_wire.layout_of`.
             size_bytes: size of the chunk.
+            checksum: see `weight_wire.checksum_of`.
             offer: where its bytes are: {"file": name} in the shared directory, {"ipc": handle}, or
                 {"nccl": True} for a broadcast.
+
+        Returns:
+            {"is": "loaded"}; {"is": "unknown"} if this push is not under way; {"is": "damaged"} if other
+            bytes came than were sent, of which nothing is loaded.
         """
         if push_id != self._push_id:
             return {"is": "unknown"}
@@ -253,7 +265,10 @@ class _Receiver:
             return {"is": "loaded"}
         if chunk > self._num_chunks:
             raise ValueError(f"chunk {chunk} came where chunk {self._num_chunks} was due")
-        tensors = tensors_in(self._bytes_of(offer, size_bytes), places)
+        flat = self._bytes_of(offer, size_bytes)
+        if len(flat) != size_bytes or checksum_of(flat) != checksum:
+            return {"is": "damaged"}
+        tensors = tensors_in(flat, places)
         tensors += [("lm_head.weight", tensor) for name, tensor in tensors if name == self._copy_as_head]
         try:
             loaded = load_weights(self._worker, iter(tensors))

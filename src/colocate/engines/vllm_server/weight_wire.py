@@ -72,6 +72,12 @@ def pack(bucket: Sequence[tuple[str, Tensor]], places: Sequence[dict[str, Any]],
         view.copy_(tensor.detach())
 
 
+def checksum_of(flat: Tensor) -> int:
+    """The sum of a chunk's words of 8 bytes, modulo 2^64: a chunk in which one word has changed has another.
+    It is computed where the chunk is, at the rate of the memory."""
+    return int(flat.view(torch.int64).sum())
+
+
 class NcclGroup:
     """An NCCL group of the trainer (rank 0) and all workers of the server, independent of their other groups.
 
