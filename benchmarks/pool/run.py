@@ -27,7 +27,7 @@ from colocate.types import Prompt, SamplingParams
 
 NUM_SERVERS = 3
 NUM_REQUESTS = 512
-SLOTS = 16
+SLOTS = 64
 """Requests that a server decodes at a time."""
 SECONDS = 0.5
 """Seconds of a request once it is decoded."""

@@ -169,9 +169,9 @@ class EnginePool(TurnEngine):
     def _advance(self, waiting: Mapping[Key, Turn], sampling: SamplingParams) -> dict[Key, Completion]:
         """Place the turns that are nowhere yet, let all engines go on, and return those that have ended."""
         self._readmit()
-        new = {key: waiting[key] for key in waiting if key not in self._places and key not in self._ended}
-        for turns in _groups(new):
-            self._place(turns, sampling)
+        if new := waiting.keys() - self._places.keys() - self._ended.keys():
+            for turns in _groups({key: turn for key, turn in waiting.items() if key in new}):
+                self._place(turns, sampling)
         for member in self._present:
             try:
                 ended = member.replica.poll() if member.places else {}
@@ -181,7 +181,7 @@ class EnginePool(TurnEngine):
             for number, completion in ended.items():
                 if number in member.places:
                     self._ended[self._release(member, number)] = completion
-        return {key: self._ended.pop(key) for key in waiting if key in self._ended}
+        return {key: self._ended.pop(key) for key in waiting.keys() & self._ended.keys()}
 
     def _place(self, turns: Mapping[Key, Turn], sampling: SamplingParams) -> None:
         """Give turns that begin on one prompt to one engine."""

@@ -23,7 +23,6 @@ class Turn:
     number: int = 0
     tokens: tuple[int, ...] = ()
     """The tokens after the prompt, drawn and given."""
-    is_resting: bool = False
 
     def as_prompt(self) -> Prompt:
         """The request for this turn alone."""
@@ -40,6 +39,12 @@ class _Ledger:
     sampling: SamplingParams | None = None
     num_submitted: int = 0
     turns: dict[int, Turn] = field(default_factory=dict)
+    waiting: dict[int, Turn] = field(default_factory=dict)
+    """The turns of `turns` that are to be drawn."""
+
+    def add(self, turn: Turn) -> None:
+        self.turns[self.num_submitted] = self.waiting[self.num_submitted] = turn
+        self.num_submitted += 1
 
 
 class TurnEngine(BaseEngine):
@@ -59,7 +64,7 @@ class TurnEngine(BaseEngine):
 
     @property
     def is_busy(self) -> bool:
-        return any(not turn.is_resting for turn in self._ledger.turns.values())
+        return bool(self._ledger.waiting)
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool = False) -> list[int]:
         """Note the sequences. See `RolloutEngine.submit`."""
@@ -69,23 +74,20 @@ class TurnEngine(BaseEngine):
         first = ledger.num_submitted
         for prompt in prompts:
             for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
-                ledger.turns[ledger.num_submitted] = Turn(prompt, sample, limit, keep)
-                ledger.num_submitted += 1
+                ledger.add(Turn(prompt, sample, limit, keep))
         return list(range(first, ledger.num_submitted))
 
     def poll(self) -> dict[int, Completion]:
         """Generate turns that wait. See `RolloutEngine.poll`."""
         self._check_awake("poll")
         ledger = self._ledger
-        waiting = {number: turn for number, turn in ledger.turns.items() if not turn.is_resting}
-        if not waiting:
+        if not ledger.waiting:
             return {}
         assert ledger.sampling is not None
-        ended = self._draw(waiting, ledger.sampling)
+        ended = self._draw(ledger.waiting, ledger.sampling)
         for number, completion in ended.items():
-            turn = ledger.turns[number]
+            turn = ledger.waiting.pop(number)
             turn.tokens += completion.token_ids
-            turn.is_resting = True
             if not turn.is_kept:
                 del ledger.turns[number]
         return ended
@@ -98,7 +100,7 @@ class TurnEngine(BaseEngine):
     def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
         """Note the next turn. See `RolloutEngine.extend`."""
         turn, sampling = self._ledger.turns.get(sequence), self._ledger.sampling
-        if turn is None or not turn.is_resting or sampling is None:
+        if turn is None or sequence in self._ledger.waiting or sampling is None:
             raise unextendable(sequence)
         self._check_extension(
             sequence,
@@ -110,12 +112,14 @@ class TurnEngine(BaseEngine):
         )
         turn.tokens += tuple(token_ids)
         turn.number += 1
-        turn.limit, turn.is_resting = max_tokens, False
+        turn.limit = max_tokens
+        self._ledger.waiting[sequence] = turn
 
     def abort(self, sequences: Iterable[int]) -> None:
         """Forget sequences. See `RolloutEngine.abort`."""
         for sequence in sequences:
             self._ledger.turns.pop(sequence, None)
+            self._ledger.waiting.pop(sequence, None)
 
 
 def requests(turns: Sequence[Turn]) -> list[Prompt]:

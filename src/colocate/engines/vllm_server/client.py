@@ -326,13 +326,25 @@ class _Connection(http.client.HTTPConnection):
 
     deadline = math.inf
     sock: Any
+    _pieces: list[bytes] | None = None
+    """Those of a request that is being put together; None: what is sent leaves at once."""
 
     def connect(self) -> None:
         plain = socket.create_connection((self.host, self.port), self._remaining_s())
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = _DeadlineSocket(self, plain)
 
+    def request(self, *args: Any, **kwargs: Any) -> None:
+        """Send a request in one piece: sending costs more than all the rest."""
+        self._pieces = []
+        super().request(*args, **kwargs)
+        pieces, self._pieces = self._pieces, None
+        self.send(b"".join(pieces))
+
     def send(self, data: Any) -> None:
+        if self._pieces is not None:
+            self._pieces.append(data)
+            return
         if self.sock is not None:
             self.sock.settimeout(self._remaining_s())  # a limit for all pieces of a sendall together
         super().send(data)

@@ -9,7 +9,6 @@ It uses the standard library alone, as trainer, vLLM's API servers and vLLM's wo
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import json
@@ -58,7 +57,7 @@ class ServerKey:
 
     def sign(self, purpose: str, *parts: str) -> str:
         """A signature of the texts `parts`, valid for `purpose` only; 64 hexadecimal digits."""
-        return hmac.new(self._key, json.dumps([purpose, *parts]).encode(), hashlib.sha256).hexdigest()
+        return hmac.digest(self._key, json.dumps([purpose, *parts]).encode(), "sha256").hex()
 
     def has_signed(self, signature: str, purpose: str, *parts: str) -> bool:
         """Whether `signature` is the result of `sign` for this purpose and these texts."""

@@ -30,8 +30,9 @@ class OpenTurns:
         self.watch = watch
         self.start_id = ""
         """The identity of the server's start whose turns these are."""
+        self._futures: dict[int, Future[list[Completion]]] = {}
+        """Requests under way, by the numbers of the sequences whose turns they are."""
         self._numbers: dict[Future[list[Completion]], int] = {}
-        """Requests under way, and whose turns they are."""
         self._ended: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
 
     @property
@@ -45,12 +46,11 @@ class OpenTurns:
             waiting: all turns to draw, by the numbers of their sequences; those under way are among them.
             start: sends a request for one completion of a prompt.
         """
-        under_way = set(self._numbers.values())
-        for number, turn in waiting.items():
-            if number not in under_way:
-                future = start(turn.as_prompt())
-                self._numbers[future] = number
-                future.add_done_callback(self._ended.put)
+        new = waiting.keys() - self._futures.keys()
+        for number in [number for number in waiting if number in new] if new else ():
+            future = start(waiting[number].as_prompt())
+            self._futures[number], self._numbers[future] = future, number
+            future.add_done_callback(self._ended.put)
 
     def take(self, wait_s: float) -> dict[int, Completion]:
         """The turns that have ended, after waiting for a first one for up to `wait_s` seconds.
@@ -65,13 +65,14 @@ class OpenTurns:
                 future = self._ended.get(timeout=max(0.0, until_s - time.monotonic()))
                 until_s = until_s if ended else time.monotonic() + _LINGER_S
                 if (number := self._numbers.pop(future, None)) is not None:
+                    del self._futures[number]
                     (ended[number],) = future.result()
         except Empty:
             return ended
 
     def abort(self, numbers: Iterable[int] | None = None) -> None:
         """Give the requests for sequences' turns up; None: all. The server stops drawing them."""
-        gone = None if numbers is None else set(numbers)
-        for future in [f for f, number in self._numbers.items() if gone is None or number in gone]:
-            del self._numbers[future]
-            self._client.cancel(future)
+        for number in list(self._futures) if numbers is None else list(numbers):
+            if (future := self._futures.pop(number, None)) is not None:
+                del self._numbers[future]
+                self._client.cancel(future)
