@@ -327,7 +327,7 @@ class _Connection(http.client.HTTPConnection):
     deadline = math.inf
     sock: Any
     _pieces: list[bytes] | None = None
-    """Those of a request that is being put together; None: what is sent leaves at once."""
+    """What a request consists of that is being put together; None: what is sent leaves at once."""
 
     def connect(self) -> None:
         plain = socket.create_connection((self.host, self.port), self._remaining_s())
