@@ -174,9 +174,14 @@ def server_urls(text: str | None) -> list[str]:
     """The addresses in the option `vllm_server_base_url`.
 
     Raises:
-        ValueError: an address is there twice.
+        ValueError: there is none in a text, or one is there twice.
     """
     urls = [url.strip().rstrip("/") for url in (text or "").split(",") if url.strip()]
+    if text is not None and not urls:
+        raise ValueError(
+            f"vllm_server_base_url={text!r} names no server. Set an address such as http://node7:8000, "
+            "several with commas between them, or None for vllm_server_host and vllm_server_port."
+        )
     for url in urls:
         if urls.count(url) > 1:
             raise ValueError(

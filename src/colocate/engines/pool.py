@@ -31,6 +31,8 @@ _FIRST_PROBE_S = 0.5
 _LAST_PROBE_S = 8.0
 _WAIT_S = 0.05
 """Pause between looks at a pool of which nobody is left."""
+_GRACE_S = 5.0
+"""Seconds for which an outage of all engines is no end where none is to be waited for."""
 
 
 class Replica(RolloutEngine, Protocol):
@@ -180,7 +182,10 @@ class EnginePool(TurnEngine):
                 continue
             for number, completion in ended.items():
                 if number in member.places:
-                    self._ended[self._release(member, number)] = completion
+                    key = self._release(member, number)
+                    self._ended[key] = completion
+                    self._num_lost.pop(key, None)
+        self.num_restarts = sum(member.replica.num_restarts for member in self._members)
         return {key: self._ended.pop(key) for key in waiting.keys() & self._ended.keys()}
 
     def _place(self, turns: Mapping[Key, Turn], sampling: SamplingParams) -> None:
@@ -255,7 +260,6 @@ class EnginePool(TurnEngine):
                 member.loss = loss.goes_on(member.replica, str(error))
                 continue
             member.loss = None
-            self.num_restarts = sum(each.replica.num_restarts for each in self._members)
             logger.warning(f"{member.replica.name} is back, with the weights of now.")
 
     def _await_one(self) -> list[_Member]:
@@ -264,7 +268,7 @@ class EnginePool(TurnEngine):
         Raises:
             RuntimeError: none is, in time; the message names each, since when it is lost, and why.
         """
-        deadline_s = time.monotonic() + (self._timeout_s if self._on_loss == "wait" else 0.0)
+        deadline_s = time.monotonic() + (self._timeout_s if self._on_loss == "wait" else _GRACE_S)
         while True:
             self._readmit()
             if present := self._present:
@@ -280,7 +284,7 @@ class EnginePool(TurnEngine):
             if member.loss is not None
         ]
         is_waited_for = self._on_loss == "wait"
-        waited = f" and did not come back within {self._timeout_s:g} s" if is_waited_for else ""
+        waited = f" and did not come back within {self._timeout_s if is_waited_for else _GRACE_S:g} s"
         advice = "" if is_waited_for else ", or set vllm_on_server_loss='wait' to have the run wait for one"
         return (
             f"All {len(losses)} engines of the pool are lost{waited}:\n  "

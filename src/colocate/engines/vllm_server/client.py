@@ -28,6 +28,7 @@ from colocate.redaction import redacted
 T = TypeVar("T")
 
 _MAX_DELAY_S = 8.0
+_CONNECT_S = 5.0
 
 
 class ServerUnreachable(RuntimeError):
@@ -40,6 +41,10 @@ class _AttemptFailed(Exception):
 
 class RequestRefused(RuntimeError):
     """The server understood the request and refused it (4xx), so repeating it is of no use."""
+
+
+class CompletionRefused(RequestRefused):
+    """A server that has the right weights refused to complete a prompt, as any other would."""
 
 
 class KeyRefused(RequestRefused):
@@ -330,7 +335,8 @@ class _Connection(http.client.HTTPConnection):
     """What a request consists of that is being put together; None: what is sent leaves at once."""
 
     def connect(self) -> None:
-        plain = socket.create_connection((self.host, self.port), self._remaining_s())
+        # Nobody can cancel it, and who is there answers at once.
+        plain = socket.create_connection((self.host, self.port), min(_CONNECT_S, self._remaining_s()))
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = _DeadlineSocket(self, plain)
 

@@ -12,11 +12,13 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from colocate.engines.vllm.environment import check_version
 from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.engines.vllm_server.client import (
     HOW_TO_START,
+    CompletionRefused,
     HttpClient,
     KeyRefused,
     MalformedResponse,
@@ -100,6 +103,7 @@ class VLLMServerEngine(TurnEngine):
     shares_weights = False
     _num_updates = 0
     _start_id: str | None = None
+    _checked_start_id = ""
 
     def __init__(
         self,
@@ -221,10 +225,11 @@ class VLLMServerEngine(TurnEngine):
         return self._client.base_url
 
     def is_back(self) -> bool:
-        """Whether the server, which was lost, answers again. Any thread may ask."""
+        """Whether the server, which was lost, answers again, and its workers, too. Any thread may ask."""
         try:
-            self._ask("/health", deadline_s=self._patience.answer_s, max_attempts=1)
-        except (ServerUnreachable, RequestRefused, CancelledError):
+            self._ask("/health", max_attempts=1)
+            self._workers.describe(deadline_s=self._patience.answer_s)
+        except (RuntimeError, ValueError, CancelledError):
             return False
         return True
 
@@ -234,13 +239,22 @@ class VLLMServerEngine(TurnEngine):
         Raises:
             EngineLost: it is not of use, for the reason that the message gives.
         """
+        max_len = self._max_len
         try:
             self._pusher.reset()
             self._client.read_key()
-            self._check_server()
+            self._check_server(waits=False)
+            if self._max_len < max_len:
+                raise ValueError(
+                    f"It came back with --max-model-len = {self._max_len}, and had {max_len} before."
+                )
             self._bring_up_to_date()
-        except (*_LOSSES, RuntimeError, ValueError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
             raise EngineLost(str(error)) from error
+        finally:
+            self._max_len = max_len  # of which sequences have been promised
 
     def close(self) -> None:
         """Release the server, which keeps running and is then free for another run."""
@@ -259,7 +273,8 @@ class VLLMServerEngine(TurnEngine):
             self._send(request, sampling) for request in requests_of(prompts, sampling, self._served_name)
         ]
         try:
-            await_all(futures, self._watch(), self._ask)
+            with self._refusals_told(start_id):
+                await_all(futures, self._watch(), self._ask)
             self._check_unchanged(start_id)
         except BaseException:
             self._open_turns.abort()
@@ -283,7 +298,8 @@ class VLLMServerEngine(TurnEngine):
             if not turns.are_under_way:
                 turns.start_id, turns.watch = self._bring_up_to_date(), self._watch()
             turns.send(waiting, start)
-            ended = turns.take(self._patience.poll_s)
+            with self._refusals_told(turns.start_id):
+                ended = turns.take(self._patience.poll_s)
             if ended:
                 self._check_unchanged(turns.start_id)
                 turns.watch.heard()
@@ -304,6 +320,17 @@ class VLLMServerEngine(TurnEngine):
                 completions_in, request=request, sampling=sampling, policy_version=self.policy_version
             ),
         )
+
+    @contextmanager
+    def _refusals_told(self, start_id: str) -> Iterator[None]:
+        """Tells a refusal of what was asked from one of another server that has taken this one's place."""
+        try:
+            yield
+        except KeyRefused:
+            raise
+        except RequestRefused as error:
+            self._check_unchanged(start_id)
+            raise CompletionRefused(str(error)) from error
 
     def _check_unchanged(self, start_id: str) -> None:
         """Raises ServerRestarted unless the server is that of the start `start_id`, with these weights."""
@@ -329,6 +356,8 @@ class VLLMServerEngine(TurnEngine):
         start_id, token = self._state()
         if token == self._token:
             return start_id
+        if start_id != self._checked_start_id:
+            self._check_server()  # it may have another model now
         started_s = time.monotonic()
         sent_bytes = self._push(start_id)
         start_id, token = self._state()
@@ -352,7 +381,7 @@ class VLLMServerEngine(TurnEngine):
     def _state(self) -> tuple[str, str | None]:
         """Identities of the server's start and of its weights; the latter None if its workers disagree."""
         states = self._workers.call("state", deadline_s=self._patience.answer_s)
-        start_id, tokens = "+".join(state["start_id"] for state in states), {s["token"] for s in states}
+        start_id, tokens = _start_id(states), {state["token"] for state in states}
         self.num_restarts += self._start_id not in (None, start_id)
         self._start_id = start_id
         return start_id, tokens.pop() if len(tokens) == 1 else None
@@ -368,6 +397,8 @@ class VLLMServerEngine(TurnEngine):
         for _ in range(_MAX_LOSSES):
             try:
                 return action()
+            except (CompletionRefused, torch.OutOfMemoryError):
+                raise
             except (RuntimeError, ValueError) as error:
                 if self._patience.has_substitute:
                     self._pusher.reset()
@@ -422,8 +453,12 @@ class VLLMServerEngine(TurnEngine):
                     )
             time.sleep(0.5)
 
-    def _check_server(self) -> None:
-        """Check that the server fits this run, take it, and note its model's name and context length."""
+    def _check_server(self, *, waits: bool = True) -> None:
+        """Check that the server fits this run, take it, and note its model's name and context length.
+
+        Args:
+            waits: see `take`.
+        """
         assert self._model is not None
         url = self._client.base_url
         key = self._client.key
@@ -452,7 +487,8 @@ class VLLMServerEngine(TurnEngine):
                 f"from a policy that is rounded. Start it with `colocate serve MODEL -- --dtype {dtype}` to "
                 "have one policy."
             )
-        take(self._workers, deadline_s=self._patience.answer_s)
+        take(self._workers, deadline_s=self._patience.answer_s, waits=waits)
+        self._checked_start_id = _start_id(workers)
         self._served_name, self._max_len = str(offered["id"]), int(offered["max_model_len"])
         self._max_len_reason = f"the server's --max-model-len = {self._max_len}"
 
@@ -476,6 +512,11 @@ def _field(answer: Any, name: str) -> Any:
     if not isinstance(answer, dict) or not answer.get(name):
         raise MalformedResponse(f"it has no {name}")
     return answer[name]
+
+
+def _start_id(answers: Sequence[Mapping[str, Any]]) -> str:
+    """The identity of the server's start, from its workers' answers."""
+    return "+".join(str(answer.get("start_id")) for answer in answers)
 
 
 def _lease_keeper(workers: Workers) -> LeaseKeeper:

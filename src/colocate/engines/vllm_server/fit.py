@@ -54,11 +54,12 @@ def check_fit(model: nn.Module, worker: dict[str, Any], served_name: str, url: s
             )
 
 
-def take(workers: Workers, *, deadline_s: float) -> None:
+def take(workers: Workers, *, deadline_s: float, waits: bool) -> None:
     """Take the workers' server for their run, also from a run that has ended without releasing it.
 
     Args:
         deadline_s: for each message.
+        waits: for the end of a lease that may be this very run's, of before it was moved here.
 
     Raises:
         ServerHeld: the server belongs to another run.
@@ -76,10 +77,10 @@ def take(workers: Workers, *, deadline_s: float) -> None:
             if is_mine_or_over and holder["id"] != instead_of:
                 instead_of = holder["id"]
                 continue
-            # The holder has this run's output_dir, on another machine: it may be this run before it was
-            # moved here, and whether that process has ended cannot be seen from here.
+            # The holder has this run's output_dir, on another machine. Whether its process has ended cannot
+            # be seen from here.
             may_be_over = own.output_dir and holder["output_dir"] == own.output_dir
-            if not may_be_over or holder["host"] == own.host or time.monotonic() > until_s:
+            if not (waits and may_be_over) or holder["host"] == own.host or time.monotonic() > until_s:
                 raise
             logger.warning(f"{error} Waiting, as it is this very run that was there.")
         time.sleep(LEASE_S / 4)

@@ -34,11 +34,11 @@ def patience_among(num_servers: int) -> Patience:
     """The patience with one of several servers. One that is gone refuses at once and is given up in half a
     second; one that is only busy may take seconds to say how it is."""
     return Patience(
-        answer_s=10.0,
-        silence_s=2.0,
+        answer_s=4.0,
+        silence_s=1.0,
         max_attempts=3,
         first_delay_s=0.1,
-        message_s=60.0,
+        message_s=20.0,
         poll_s=0.02 / num_servers,
         has_substitute=True,
     )

@@ -141,6 +141,7 @@ class _Receiver:
         uuids = visible_gpus()
         return {
             "rank": self._worker.rank,
+            "start_id": self._start_id,
             "num_replicas": config.parallel_config.data_parallel_size,
             "logprobs_mode": str(getattr(model_config.logprobs_mode, "value", model_config.logprobs_mode)),
             "generation_config": model_config.generation_config,
