@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -76,7 +78,7 @@ def connected(run_id: str) -> Iterator[bool]:
         import ray
     except ImportError as error:
         raise ImportError(
-            'The launcher "ray" needs the package ray, which is not installed: pip install "colocate[ray]"'
+            'The launcher "ray" needs the package ray, which is not installed: pip install "ray>=2.40"'
         ) from error
     given = os.environ.get("RAY_ADDRESS")
     if given not in (None, "", "auto", "local"):
@@ -85,22 +87,34 @@ def connected(run_id: str) -> Iterator[bool]:
         namespace=f"colocate-{run_id}", log_to_driver=False, logging_level="ERROR", include_dashboard=False
     )
     is_embedded = given == "local"
-    try:
+    with _sigterm_as_before():
         try:
-            ray.init(address=given or "auto", **options)
-        except ConnectionError:
-            if given:
-                raise
-            is_embedded = True
-            ray.init(address="local", object_store_memory=_STORE_BYTES, **options)
-    except (RuntimeError, ValueError, OSError) as error:
-        ray.shutdown()  # it may have come half-way
-        where = f"at RAY_ADDRESS={given}" if given else "on this machine"
-        raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
+            try:
+                ray.init(address=given or "auto", **options)
+            except ConnectionError:
+                if given:
+                    raise
+                is_embedded = True
+                ray.init(address="local", object_store_memory=_STORE_BYTES, **options)
+        except (RuntimeError, ValueError, OSError) as error:
+            ray.shutdown()  # it may have come half-way
+            where = f"at RAY_ADDRESS={given}" if given else "on this machine"
+            raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
+        try:
+            yield is_embedded
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _sigterm_as_before() -> Iterator[None]:
+    """Take back the handler of SIGTERM that `ray.init` installs in the main thread and leaves there."""
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        yield is_embedded
+        yield
     finally:
-        ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _check_address(given: str) -> None:

@@ -88,7 +88,8 @@ class TransformersEngine(TurnEngine):
         return [completions[index] for index in range(len(requests))]
 
     def _draw(self, waiting: Mapping[int, Turn], sampling: SamplingParams) -> dict[int, Completion]:
-        numbers, turns = list(waiting), waiting.values()
+        numbers = sorted(waiting)  # a sequence that goes on comes before those that have not begun
+        turns = [waiting[number] for number in numbers]
         requests = [(turn.as_prompt(), turn.sample, turn.limit) for turn in turns]
         first = next(self._batch_by_batch(requests, sampling))
         return {numbers[index]: completion for index, completion in first.items()}
