@@ -28,7 +28,7 @@ import tiny
 from colocate.cli import main
 from colocate.clusters import ranks as ranks_module
 from colocate.clusters.actor import RankActor, without_launchers
-from colocate.clusters.cluster import Ask
+from colocate.clusters.cluster import Ask, connected
 from processes import SOURCE, TORCHRUN
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
@@ -97,13 +97,14 @@ def cluster(environment) -> Iterator[dict[str, str]]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    before = dict(os.environ)
+    before, terminate = dict(os.environ), signal.getsignal(signal.SIGTERM)
     os.environ |= environment  # the nodes inherit it
     del os.environ["RAY_ADDRESS"]
     nodes = None
     try:
         nodes = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False))
         nodes.add_node(num_cpus=1)
+        signal.signal(signal.SIGTERM, terminate)  # Ray has taken it
         os.environ.clear()
         os.environ |= before
         yield environment | {"RAY_ADDRESS": nodes.address}
@@ -360,6 +361,16 @@ def test_the_script_of_slurm_runs(make_run, environment, another_home):
             os.kill(pid, signal.SIGTERM)
     assert done.returncode == 0, (directory / "log").read_text()
     assert "2 x CPU" in (directory / "log").read_text() and list(rewards(directory)) == [1]
+
+
+def test_rays_handler_of_sigterm_goes_with_its_connection(cluster, monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_ADDRESS", cluster["RAY_ADDRESS"])
+    before = signal.getsignal(signal.SIGTERM)
+    with connected("terminated") as is_embedded:
+        assert not is_embedded and ray.is_initialized()
+        assert signal.getsignal(signal.SIGTERM) is not before  # else this test shows nothing
+    assert not ray.is_initialized() and signal.getsignal(signal.SIGTERM) is before
 
 
 # ── Without a cluster ────────────────────────────────────────────────────────────────────────────────────
