@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ class PoolSuite(Suite):
     """Several servers as one engine."""
 
     name, hardware = "pool", "cpu"
-    parts = ("requests", "faults")
+    parts = ("requests", "faults", "ray_start")
     has_tiny = False
+    extends_result = True
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +46,9 @@ class PoolSuite(Suite):
         if part == "requests":
             self.run("pool.run", "--repetitions", self.options.repetitions, "--out", self.out(part))
             return
+        if part == "ray_start":
+            self.run("pool.ray_start", "--out", self.out(part))
+            return
         record: Record = {"kind": "faults", **origin()}
         with tempfile.TemporaryDirectory() as directory:
             counts = Path(directory) / "counts.json"
@@ -54,16 +59,19 @@ class PoolSuite(Suite):
         self.out(part).write_text(json.dumps(record, indent=1) + "\n")
 
     def claims(self, records: list[Record]) -> Claims:
-        rollouts = [row for record in records for row in record.get("rollouts", [])]
-        losses = [row for record in records for row in record.get("losses", [])]
+        def median(kind: str, rows: str, value: Callable[[Any], float]) -> float | None:
+            found = [value(row) for record in records if record["kind"] == kind for row in record[rows]]
+            return statistics.median(found) if found else None
+
+        starts_s = [median("ray_start", launcher, float) for launcher in ("ray", "torchrun")]
+        lost_s = [row["failover_s"] for record in records for row in record.get("losses", [])]
         played = [record for record in records if record["kind"] == "faults"]
         return {
-            "pool_overhead": statistics.median(r["wall_s"] / IDEAL_S for r in rollouts) if rollouts else None,
-            "pool_client_ms_per_request": statistics.median(r["client_ms"] for r in rollouts)
-            if rollouts
-            else None,
-            "failover_s": max(row["failover_s"] for row in losses) if losses else None,
+            "pool_overhead": median("requests", "rollouts", lambda row: row["wall_s"] / IDEAL_S),
+            "pool_client_ms_per_request": median("requests", "rollouts", lambda row: row["client_ms"]),
+            "failover_s": max(lost_s) if lost_s else None,
             "faults_survived": played[-1]["num_finished"] + played[-1]["num_named"] if played else None,
+            "ray_start_s": None if None in starts_s else starts_s[0] - starts_s[1],  # type: ignore[operator]
         }
 
     def setup(self, records: list[Record]) -> dict[str, Any]:
