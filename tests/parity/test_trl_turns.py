@@ -247,4 +247,5 @@ def test_turns_train_as_in_trl(
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-7 + 1e-5 * largest)
     for name, (value,) in reference.trainer._metrics["train"].items():
         if name in metrics and name != "entropy_coef":
-            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
+            least = 1e-5 if name == "policy_loss" else 1e-6  # much cancels in the loss
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=least, nan_ok=True), name

@@ -318,14 +318,15 @@ def test_what_any_server_would_refuse_is_no_loss(make_fleet):
     assert pool.generate(prompts, SAMPLING) == fleet.alone.generate(prompts, SAMPLING)
 
 
-def test_an_outage_of_all_that_is_short_is_no_end(make_fleet):
+def test_an_outage_of_all_that_is_short_is_no_end(make_fleet, caplog):
     fleet = make_fleet(2)
     pool = fleet.pool(on_loss="error")
     for fake in fleet.fakes:
         fake.faults[COMPLETIONS] = [die(0.1)]
     prompts = make_prompts([3, 5])
     assert pool.generate(prompts, SAMPLING) == fleet.alone.generate(prompts, SAMPLING)
-    assert pool.num_restarts == 2
+    assert caplog.text.count("is lost") == 2
+    assert pool.num_restarts >= 1  # the first may have drawn all before the other came
 
 
 def engine_of_options(fleet: Fleet, **options: Any) -> Any:
