@@ -65,10 +65,12 @@ _INHERITED: dict[str, dict[str, tuple[object, str]]] = {
 """Options of `transformers.TrainingArguments` that run files use: default, and what it does."""
 
 
-def option_help() -> str:
-    """All options under the headings of their classes' sources; transformers' options follow `RunConfig`'s.
+def option_sections() -> dict[str, list[Option]]:
+    """All options by heading, in the order of their classes' sources; transformers' options follow
+    `RunConfig`'s.
 
-    Under a heading that several classes have, the options of a base class come first.
+    Under a heading that several classes have, the options of a base class come first. Options that are
+    accepted and do nothing are left out.
     """
     sections: dict[str, list[Option]] = {}
     for class_name in CLASSES:
@@ -83,10 +85,13 @@ def option_help() -> str:
                     Option(name, str(default), text, heading, "")
                     for name, (default, text) in inherited.items()
                 ]
+    return {name: options for name, options in sections.items() if not name.startswith(_REFUSED)}
+
+
+def option_help() -> str:
+    """What `colocate train --help` prints: `option_sections` as text."""
     lines: list[str] = []
-    for heading, options in sections.items():
-        if heading.startswith(_REFUSED):
-            continue
+    for heading, options in option_sections().items():
         lines += ["", f"{heading}:"]
         for option in options:
             lines += _entry(option)
