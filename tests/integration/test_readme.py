@@ -31,9 +31,7 @@ from tiny import make_model, make_tokenizer, shapes_of
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 RUN_ELSEWHERE = {
-    "make test": "this very run",
-    "pip install .": "what make does to install",
-    'pip install ".[peft,math]"': "likewise",
+    'pip install ".[cuda,peft,math]"': "what make does to install",
 }
 
 
