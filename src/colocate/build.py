@@ -18,6 +18,7 @@ from colocate.algorithms.objective import Objective
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.checkpoints.best import BestCheckpoint
 from colocate.config import GRPOConfig
+from colocate.data.prompts import tell_bare_strings
 from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
 from colocate.engines import build as engines
@@ -280,6 +281,7 @@ def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:
         num_prompts_of(args),
         shuffle=bool(args.shuffle_dataset),
         seed=args.seed if args.data_seed is None else args.data_seed,
+        weights=args.dataset_weights,
     )
 
 
@@ -397,6 +399,8 @@ def build_requests(
     playing: Playing,
 ) -> RequestBuilder:
     """The builder of requests from both datasets, whose longest and shortest prompts are checked now."""
+    if args.process_index == 0:
+        tell_bare_strings(next(iter(train_dataset))["prompt"], tokenizer, args.apply_chat_template)
     requests = RequestBuilder(tokenizer, args, context_length(model, args), playing.schemas_of)
     for dataset in (train_dataset, *evaluation_sets(eval_dataset).values()):
         requests.check_extremes(dataset)

@@ -136,6 +136,12 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """The most tokens that one completion may have."""
     shuffle_dataset: bool = True
     """Visit the prompts in random order (seeded by `data_seed`, or by `seed` where that is not set)."""
+    dataset_weights: dict[str, Any] | None = None
+    """Shares of the prompts by the value of the dataset's column `dataset`, such as {gsm8k: 0.7, math: 0.3};
+    they sum to 1. None: every row is visited equally often. A run file's `datasets` set it."""
+    apply_chat_template: bool | None = None
+    """Make a user's message of each prompt that is a string, so that the chat template is applied. None: as
+    False, with a warning if the tokenizer has a chat template."""
     max_tokens_per_microbatch: Annotated[int | None, AT_LEAST_ONE] = None
     """The most tokens in one packed micro-batch. It changes memory and speed, never the gradient. None: the
     planner chooses; on a CPU, and for models that are not supported natively (see `engine`), it is
@@ -204,7 +210,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     end a completion in addition to the tokenizer's EOS. An argument that only transformers' `generate` knows,
     such as num_beams, makes engine="auto" choose "transformers"."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of `apply_chat_template` for conversational prompts."""
+    """Arguments of the tokenizer's `apply_chat_template` for conversational prompts."""
     vllm_max_model_length: Annotated[int | None, AT_LEAST_ONE] = None
     """The most tokens that prompt and completion may have together. None: the model's own limit."""
 

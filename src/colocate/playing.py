@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 
 from colocate.config import GRPOConfig
+from colocate.data.order import SOURCE_COLUMN
 from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset, check_datasets
 from colocate.engines.base import RolloutEngine
@@ -144,7 +145,13 @@ def datasets_of(
         eval_dataset = {name: with_prompts(part, playing) for name, part in eval_dataset.items()}
     elif eval_dataset is not None:
         eval_dataset = with_prompts(eval_dataset, playing)
-    train_dataset, eval_dataset = check_datasets(train_dataset, eval_dataset, args)
+    train_dataset, eval_dataset = check_datasets(
+        train_dataset,
+        eval_dataset,
+        args,
+        apply_chat_template=bool(args.apply_chat_template),
+        kept_columns=("prompt", SOURCE_COLUMN) if args.dataset_weights else ("prompt",),
+    )
     if playing.rollout_func is None:  # which may return any column
         check_reward_columns(reward_funcs, train_dataset, eval_dataset, args, playing.columns)
     return train_dataset, eval_dataset

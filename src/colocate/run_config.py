@@ -26,7 +26,7 @@ from colocate.option_values import coerce, nearest, shown, types_of
 from colocate.options import MAY_BE_INFINITE, UNNECESSARY_WITH_LAYOUT, default_of, honoured
 from colocate.redaction import check_complete, redacted
 from colocate.reporting.messages import short_path
-from colocate.requirements import AT_LEAST_ONE, BELOW_ONE, check_range, ranges_of
+from colocate.requirements import AT_LEAST_ONE, BELOW_ONE, POSITIVE, check_range, ranges_of
 from colocate.run_file import LAUNCH
 from colocate.yaml_text import write_yaml
 
@@ -84,6 +84,35 @@ class RunConfig:
     eval_dataset_options: dict[str, Any] = field(default_factory=dict)
     """What `dataset_options` is to `dataset_name`, for `eval_dataset_name`: such as another seed of a
     generated task."""
+    datasets: list[dict[str, Any]] = field(default_factory=list)
+    """Several datasets instead of dataset_name: in a file, mappings with name and, as far as they are needed,
+    label, config, split, weight, options, and prompt_column, prompt_template, system_prompt, columns and
+    max_rows for this one."""
+    eval_datasets: list[dict[str, Any]] = field(default_factory=list)
+    """Several datasets to evaluate on, each by itself, written like those in `datasets`."""
+    test_split_size: Annotated[float | None, POSITIVE] = None
+    """Hold out this share or, from 1 on, number of the training rows, and evaluate on them."""
+
+    prompt_column: str | None = None
+    """The dataset's column with the prompts. None: "prompt"."""
+    prompt_template: str | None = None
+    """A text that makes each prompt, with columns in braces: "{question} Think first." Two braces stand for
+    one that the text has."""
+    system_prompt: str | None = None
+    """Text of a system message before each prompt; a prompt that is text becomes the user's message after
+    it."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """New names of columns, as reward functions look for them: {answer: solution}. A column whose new name is
+    null is left out."""
+    max_rows: Annotated[int | None, AT_LEAST_ONE] = None
+    """Train on the first rows of each dataset, this many at most. None: all."""
+    max_eval_rows: Annotated[int | None, AT_LEAST_ONE] = None
+    """What `max_rows` is to training, for the data that is evaluated on."""
+    min_prompt_tokens: Annotated[int | None, AT_LEAST_ONE] = None
+    """Leave out rows whose prompt has fewer tokens, chat template included. The run says how many there
+    are."""
+    max_prompt_tokens: Annotated[int | None, AT_LEAST_ONE] = None
+    """Leave out rows whose prompt has more tokens; `max_prompt_length` would cut them."""
 
     reward_funcs: list[str] = field(default_factory=list)
     """Reward functions: built-in names, dotted paths (`package.module.function`) or `file.py:function`."""

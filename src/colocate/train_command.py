@@ -73,15 +73,19 @@ def _launch_options(known: argparse.Namespace) -> LaunchOptions | None:
 
 def _train(values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
-    from colocate.reporting.messages import short_path
+    from colocate.reporting.messages import say_row, short_path
     from colocate.run_config import RunFileWriter, parse_run
+    from colocate.run_data import RunData
     from colocate.trainer import GRPOTrainer
 
     run, options = parse_run(values)
     _require_complete(vars(run))
-    _check_dataset_options(run)
     config = GRPOConfig(**with_model_options(run, options))
-    train_dataset, eval_dataset = _load_datasets(run, config)
+    data = RunData(run, config)
+    train_dataset, eval_dataset = data.load()
+    config.dataset_weights = data.weights or config.dataset_weights
+    if is_main:
+        say_row("left out", "; ".join(data.left_out))
     trainer = GRPOTrainer(
         model=run.model_name_or_path,
         reward_funcs=_reward_functions(run),
@@ -111,12 +115,23 @@ def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextMana
         names.insert(0, str(values["reward_model_name_or_path"]))
     rows = {
         "model": str(values["model_name_or_path"]),
-        "data": str(values["dataset_name"]),
+        "data": _data_in_words(values),
         "rewards": ", ".join(names),
         "output": str(values.get("output_dir") or "trainer_output"),
     }
     title = " ".join(["colocate", __version__, "train", *([str(file)] if file else [])])
     return begun_header(title, {label: redacted(text) for label, text in rows.items()})
+
+
+def _data_in_words(values: Mapping[str, Any]) -> str:
+    """The name of the dataset, or the names and weights of several."""
+    if not isinstance(entries := values.get("datasets"), list) or not entries:
+        return str(values["dataset_name"])
+    known = [entry for entry in entries if isinstance(entry, Mapping)]
+    return ", ".join(
+        f"{entry.get('name')} ({entry['weight']})" if "weight" in entry else f"{entry.get('name')}"
+        for entry in known
+    )
 
 
 def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> None:
@@ -130,7 +145,8 @@ def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> No
     """
     from colocate.reporting.trackers import check_installed
 
-    require(values, "model_name_or_path", "dataset_name", hint=_head_of(file) if file else "")
+    data = () if values.get("datasets") else ("dataset_name",)
+    require(values, "model_name_or_path", *data, hint=_head_of(file) if file else "")
     if not values.get("reward_funcs") and not values.get("reward_model_name_or_path"):
         raise ValueError("reward_funcs is not set: name at least one, e.g. --reward_funcs accuracy_reward")
     check_installed(values.get("report_to"))
@@ -156,38 +172,6 @@ def require(values: Mapping[str, Any], *names: str, hint: str = "") -> None:
             f"the Hub"
             f"{hint}"
         )
-
-
-def _load_datasets(run: RunConfig, config: GRPOConfig) -> tuple[Any, Any]:
-    """The prompts to train on, and those to evaluate on where the run evaluates."""
-    from colocate.data.loading import load_prompts
-
-    dataset_name = str(run.dataset_name)
-    train_dataset = load_prompts(
-        dataset_name, config=run.dataset_config, split=run.dataset_train_split, **run.dataset_options
-    )
-    if config.eval_strategy == "no" and not config.eval_on_start:
-        return train_dataset, None
-    return train_dataset, load_prompts(
-        run.eval_dataset_name or dataset_name,
-        config=run.dataset_config,
-        split="train" if run.eval_dataset_name else run.dataset_test_split,
-        **(run.eval_dataset_options if run.eval_dataset_name else run.dataset_options),
-    )
-
-
-_OWN_OF_DATASETS = {
-    "name": "dataset_name",
-    "config": "dataset_config",
-    "split": "dataset_train_split or dataset_test_split",
-}
-
-
-def _check_dataset_options(run: RunConfig) -> None:
-    for name in ("dataset_options", "eval_dataset_options"):
-        for key in getattr(run, name):
-            if key in _OWN_OF_DATASETS:
-                raise ValueError(f"{name} has {key!r}: set {_OWN_OF_DATASETS[key]} instead")
 
 
 def with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:

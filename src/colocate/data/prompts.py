@@ -6,12 +6,16 @@ A row's `prompt` is *standard*, a string, or *conversational*, a list of message
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
+TrainData = TypeVar("TrainData", bound=datasets.Dataset | datasets.IterableDataset)
 IMAGE_COLUMNS = ("image", "images")
 # Keyword arguments of every reward function: a column of that name could not reach it.
 RESERVED_COLUMNS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
@@ -41,7 +45,8 @@ def validate_columns(dataset: datasets.Dataset | datasets.IterableDataset) -> No
     if "prompt" not in columns:
         raise ValueError(
             f"The dataset has no column 'prompt'; it has {', '.join(map(repr, columns)) or 'none'}. "
-            "Rename the one with the prompts: dataset.rename_column(<name>, 'prompt')."
+            "Name the one with the prompts: prompt_column: <name> in a run file, or "
+            "dataset.rename_column(<name>, 'prompt') in Python."
         )
     if images := [name for name in IMAGE_COLUMNS if name in columns]:
         raise ValueError(
@@ -63,6 +68,37 @@ def all_prompts(dataset: datasets.Dataset) -> list[Any]:
     if "prompt" not in dataset.column_names:  # a transform makes them
         return [row["prompt"] for row in dataset]  # type: ignore[call-overload]
     return dataset["prompt"][:]  # at once: one by one takes several times as long
+
+
+def as_conversations(dataset: TrainData) -> TrainData:
+    """The dataset with each prompt that is a string as a user's message, for the chat template."""
+    return dataset.map(
+        lambda prompts: {"prompt": [p if is_conversational(p) else user_message(p) for p in prompts]},
+        batched=True,
+        input_columns=["prompt"],
+    )
+
+
+def user_message(text: Any) -> list[dict[str, Any]]:
+    """A conversation of one message, by the user."""
+    return [{"role": "user", "content": text}]
+
+
+def tell_bare_strings(
+    prompt: Any, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool | None
+) -> None:
+    """Warn of prompts that are strings if the tokenizer has a chat template and nothing says to apply it or not.
+
+    Args:
+        prompt: the first prompt of the training data.
+    """
+    if apply_chat_template is None and isinstance(prompt, str) and tokenizer.chat_template:
+        logger.warning(
+            f"The prompts are strings, so the model reads them as they are ({prompt!r:.80}), and the chat "
+            "template of its tokenizer is not applied: an instruction-tuned model does not see where the "
+            "user's turn ends. Set apply_chat_template=True to make a user's message of each, or False if it "
+            "is meant so."
+        )
 
 
 def row_name(row: int) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import datasets
-import torch
-from torch import Tensor
+
+from colocate.data.order import RowOrder, order_of
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class PromptBatches(Iterator[PromptBatch]):
         seed: Seed of the order: two iterations with equal seeds visit the rows in equal order.
         num_epochs: Passes over the dataset until the iteration stops; None never stops it.
         drop_last: Leave out an epoch's last batch when it is incomplete: True to train, False to evaluate.
+        weights: Shares of the datasets of a mixture (`order.Mixed`); None: the rows are one dataset.
 
     Raises:
-        ValueError: `num_prompts` is not positive, or an epoch has no batch.
+        ValueError: `num_prompts` is not positive, an epoch has no batch, or the weights do not fit the rows.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class PromptBatches(Iterator[PromptBatch]):
         seed: int = 42,
         num_epochs: int | None = None,
         drop_last: bool = True,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if num_prompts < 1:
             raise ValueError(f"num_prompts={num_prompts}: a batch needs at least one prompt.")
@@ -69,17 +71,24 @@ class PromptBatches(Iterator[PromptBatch]):
         self._epoch = self._row = self._number = self._key = 0
         self._rows: Iterator[dict[str, Any]] | None = None  # what is left of the epoch; None: not opened
         self._ahead: deque[PromptBatch] = deque()  # drawn by `peek`, and not taken yet
-        self._generator = torch.Generator()
-        self._num_permutations = 0  # drawn from the generator so far
-        if self.num_batches_per_epoch == 0:
-            raise self._no_batch(len(dataset))
+        self._weights = None if weights is None else dict(weights)
+        self._order: RowOrder | None = None
+        if not self._is_stream:
+            self._order = order_of(self._dataset, weights, shuffle=shuffle, seed=seed)
+            if self.num_batches_per_epoch == 0:
+                raise self._no_batch(self._order.num_rows)
+        elif weights is not None:
+            raise ValueError(
+                f"dataset_weights={self._weights} needs datasets with a length, and the training data is a "
+                "stream: load it without streaming."
+            )
 
     @property
     def num_batches_per_epoch(self) -> int | None:
         """Batches in one pass over the dataset; None for an iterable dataset, which ends when it ends."""
-        if self._is_stream:
+        if self._order is None:
             return None
-        num_full, rest = divmod(len(self._dataset), self.num_prompts)
+        num_full, rest = divmod(self._order.num_rows, self.num_prompts)
         return num_full + (rest > 0 and not self._drop_last)
 
     def __next__(self) -> PromptBatch:
@@ -142,11 +151,11 @@ class PromptBatches(Iterator[PromptBatch]):
             ValueError: the position belongs to another order of prompts.
         """
         for name, value in self._schedule().items():
-            if state[name] != value:
+            if state.get(name) != value:
                 raise ValueError(
-                    f"The checkpoint's position in the data was taken with {name}={state[name]}, but this "
-                    f"run has {value}: the prompts already seen cannot be told. Resume with the same "
-                    "dataset, generation_batch_size / num_generations, shuffle_dataset and seed."
+                    f"The checkpoint's position in the data was taken with {name}={state.get(name)}, but "
+                    f"this run has {value}: the prompts already seen cannot be told. Resume with the same "
+                    "dataset, weights, generation_batch_size / num_generations, shuffle_dataset and seed."
                 )
         self._epoch, self._row = state["epoch"], state["row"]
         self._number, self._key = state["number"], state["key"]
@@ -160,29 +169,14 @@ class PromptBatches(Iterator[PromptBatch]):
             "num_rows": num_rows,
             "shuffle": self._shuffle,
             "seed": self._seed,
+            "weights": self._weights,  # not in checkpoints from before there were mixtures
         }
 
     def _open_epoch(self) -> Iterator[dict[str, Any]]:
-        start = self._row
-        if self._is_stream:
+        if self._order is None:
             self._dataset.set_epoch(self._epoch)
-            return islice(iter(self._dataset), start, None)
-        if self._shuffle:
-            order = self._permutation(self._epoch)[start:]
-        else:
-            order = torch.arange(start, len(self._dataset))
-        return (self._dataset[int(i)] for i in order)
-
-    def _permutation(self, epoch: int) -> Tensor:
-        # The permutations come one after another from one generator, so an epoch's needs its predecessors'
-        # draws (about 10 ms per million rows), but never their prompts.
-        if self._num_permutations > epoch or self._num_permutations == 0:
-            self._generator.manual_seed(self._seed)
-            self._num_permutations = 0
-        while self._num_permutations <= epoch:
-            order = torch.randperm(len(self._dataset), generator=self._generator)
-            self._num_permutations += 1
-        return order
+            return islice(iter(self._dataset), self._row, None)
+        return (self._dataset[int(i)] for i in self._order.epoch(self._epoch)[self._row :])
 
     def _no_batch(self, num_rows: int) -> ValueError:
         return ValueError(

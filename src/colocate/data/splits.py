@@ -1,13 +1,14 @@
-"""Checks the datasets that a run trains and evaluates on before anything is loaded."""
+"""Checks the datasets that a run trains and evaluates on before the model is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import datasets
 from transformers import TrainingArguments
 
-from colocate.data.prompts import validate_columns
+from colocate.data.prompts import as_conversations, validate_columns
 from colocate.data.streams import settle_stream_options
 
 TrainDataset: TypeAlias = datasets.Dataset | datasets.IterableDataset
@@ -15,9 +16,18 @@ EvalDataset: TypeAlias = TrainDataset | dict[str, TrainDataset]
 
 
 def check_datasets(
-    train_dataset: TrainDataset | None, eval_dataset: EvalDataset | None, args: TrainingArguments
+    train_dataset: TrainDataset | None,
+    eval_dataset: EvalDataset | None,
+    args: TrainingArguments,
+    *,
+    apply_chat_template: bool = False,
+    kept_columns: Sequence[str] = ("prompt",),
 ) -> tuple[TrainDataset, EvalDataset | None]:
     """Check both datasets, and return them with only the columns that reward functions are to see.
+
+    Args:
+        apply_chat_template: whether prompts that are strings become conversations.
+        kept_columns: what `remove_unused_columns` leaves of the datasets.
 
     Raises:
         ValueError: no training data, an empty dataset, no prompts, images, or evaluation without data.
@@ -34,7 +44,10 @@ def check_datasets(
 
     def checked(dataset: TrainDataset) -> TrainDataset:
         validate_columns(dataset)
-        return dataset.select_columns(["prompt"]) if args.remove_unused_columns else dataset
+        if args.remove_unused_columns:
+            names = dataset.column_names or kept_columns
+            dataset = dataset.select_columns([name for name in kept_columns if name in names])
+        return as_conversations(dataset) if apply_chat_template else dataset
 
     if isinstance(eval_dataset, dict):
         return checked(train_dataset), {name: checked(part) for name, part in eval_dataset.items()}

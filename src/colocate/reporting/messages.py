@@ -45,6 +45,11 @@ def complete_header(rows: Mapping[str, str | None], console: Console) -> None:
     _said.clear()
 
 
+def say_row(label: str, text: str) -> None:
+    """Print one more row of the header; none if the text is empty."""
+    _print_rows({label: text}, Console())
+
+
 def _print_rows(rows: Mapping[str, str | None], console: Console) -> None:
     """Print a row for each text that is known; on a terminal a long text continues below its beginning."""
     for label, text in rows.items():

@@ -92,7 +92,11 @@ def check_columns(
                 f"The reward function {getattr(func, '__name__', type(func).__name__)!r} needs the argument "
                 f"{' and '.join(map(repr, missing))}, but the dataset has no such column; its columns are "
                 f"{', '.join(map(repr, columns))}. "
-                + ("Set remove_unused_columns=False, or give" if only_prompts else "Rename a column, or give")
+                + (
+                    "Set remove_unused_columns=False, or give"
+                    if only_prompts
+                    else f"Rename a column (in a run file, columns: {{<column>: {missing[0]}}}), or give"
+                )
                 + " the argument a default value."
             )
 
