@@ -87,7 +87,8 @@ def user_message(text: Any) -> list[dict[str, Any]]:
 def tell_bare_strings(
     prompt: Any, tokenizer: PreTrainedTokenizerBase, apply_chat_template: bool | None
 ) -> None:
-    """Warn of prompts that are strings if the tokenizer has a chat template and nothing says to apply it or not.
+    """Warn of prompts that are strings if the tokenizer has a chat template that is neither asked for nor
+    declined.
 
     Args:
         prompt: the first prompt of the training data.

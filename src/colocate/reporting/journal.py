@@ -21,6 +21,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 from colocate.redaction import redacted
 from colocate.reporting import messages
 from colocate.reporting.completions import CompletionTable, print_completions, write_completions_parquet
+from colocate.reporting.learning_watch import LearningWatch
 from colocate.reporting.metrics import MetricHistory
 from colocate.reporting.progress import Progress, clock
 from colocate.reporting.provenance import provenance
@@ -118,6 +119,7 @@ class Journal:
         self._loss_sum, self._num_losses = 0.0, 0
         self._last_logged_step = 0
         self._table: CompletionTable | None = None
+        self._learning_watch = LearningWatch()
         self._run_log: RunLog | None = None
         self.progress = Progress(
             is_main_process=accelerator.is_main_process,
@@ -245,6 +247,14 @@ class Journal:
         self._since_last_step.update(metrics)
         self._rollout, self._rollout_tokens = metrics, num_tokens
         self._table = table
+        for text in self._learning_watch.look(metrics, table):
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning about the run, and write it into the run's record, from which the report has it."""
+        self.say(f"Warning: {text}")
+        if self._run_log is not None:
+            self._run_log.log_warning(self.state.global_step + 1, redacted(text))
 
     def end_step(self, metrics: dict[str, float], timeline: dict[str, Any]) -> None:
         """Count an optimizer step and let the callbacks decide what follows it.

@@ -77,6 +77,7 @@ def write_report(run_dir: str | Path) -> Path:
         [
             _header(run),
             _tiles(run),
+            _warnings(run),
             _learning(run),
             _time(run),
             _memory(run),
@@ -160,6 +161,16 @@ def _tiles(run: Run) -> str:
         )
         + "</div>"
     )
+
+
+def _warnings(run: Run) -> str:
+    if not run.warnings:
+        return ""
+    shown = "".join(
+        f'<div class="sample"><span class="chip">step {step:g}</span><pre>{escape(text)}</pre></div>'
+        for step, text in run.warnings
+    )
+    return f'<h2>Warnings</h2><div class="card warnings">{shown}</div>'
 
 
 def _learning(run: Run) -> str:

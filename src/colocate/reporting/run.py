@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from colocate.reporting.run_log import COMPLETIONS_FILE, METRICS_FILE, RESERVED_KEYS, RUN_FILE
+from colocate.reporting.run_log import COMPLETIONS_FILE, METRICS_FILE, RESERVED_KEYS, RUN_FILE, WARNINGS_FILE
 
 _MAX_SAMPLES = 3  # completions shown from the first and from the last logged step
 
@@ -96,6 +96,12 @@ class Run:
         """The phases, without parts, in the order in which they first ran; "other" is last."""
         names = [name for name in self.phase_totals if "/" not in name]
         return sorted(names, key=lambda name: name == "other")
+
+    @cached_property
+    def warnings(self) -> list[tuple[int, str]]:
+        """The warnings about the run, each with the step that it was made before."""
+        records = _read_objects(self.directory / WARNINGS_FILE)
+        return [(r["step"], str(r["warning"])) for r in records if r is not None and "warning" in r]
 
     @property
     def completions_per_rollout(self) -> float:

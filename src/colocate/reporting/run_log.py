@@ -1,4 +1,5 @@
-"""The run's own record: `metrics.jsonl`, `completions.jsonl` and `run.json` in the output directory.
+"""The run's own record in the output directory: `metrics.jsonl`, `completions.jsonl`, `warnings.jsonl` and
+`run.json`.
 
 `metrics.jsonl` has one strict JSON object per line, in ASCII: no NaN, no Infinity (they become null).
 
@@ -24,6 +25,10 @@ messages, in UTF-8 as they are, so that one can search for them:
     {"step": 12, "prompt": "2 + 2 =", "completion": " 4", "rewards": {"accuracy_reward": 1.0},
      "advantage": 0.7}
 
+`warnings.jsonl`, which a healthy run does not have, has one line per warning about the run:
+
+    {"step": 5, "time": 1790000000.1, "warning": "For 5 rollouts (160 completions) every reward was 0 ..."}
+
 `run.json` is one object that describes the run. The report shows `run_name`, `model`, `dataset`, `device`,
 `versions` (a dict), `command`, `commit` and `options` (a dict of those that were set); all are optional.
 `run_id` is the same for a run and those that resume it.
@@ -45,6 +50,7 @@ from colocate.reporting.completions import CompletionTable
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
+WARNINGS_FILE = "warnings.jsonl"
 RUN_FILE = "run.json"
 
 RESERVED_KEYS = frozenset({"step", "epoch", "time", "wall_s", "phases", "memory", "eval"})
@@ -89,7 +95,7 @@ class RunLog:
         self._dir.mkdir(parents=True, exist_ok=True)
         step, run_id = self._resume_step, self._run_id
         is_same = step is not None and (run_id is None or run_id == _run_id(self._dir / RUN_FILE))
-        for name in (METRICS_FILE, COMPLETIONS_FILE):
+        for name in (METRICS_FILE, COMPLETIONS_FILE, WARNINGS_FILE):
             if not is_same:
                 _set_aside(self._dir / name)
             else:
@@ -168,6 +174,12 @@ class RunLog:
                 "advantage": sample.advantages[i],
             }
             _write_line(self._completions, row, ascii_only=False)
+
+    def log_warning(self, step: int, text: str) -> None:
+        """Append a warning, which is about the rollout that `step` trains on."""
+        self.begin()
+        with open(self._dir / WARNINGS_FILE, "a", encoding="utf-8", errors="backslashreplace") as file:
+            _write_line(file, {"step": step, "time": time.time(), "warning": text}, ascii_only=False)
 
     @property
     def is_lost(self) -> bool:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from colocate.rewards.answer_text import final_answer, readable
 from colocate.rewards.completions import Completions, completion_text
 
 
@@ -19,9 +20,11 @@ def accuracy_reward(
     """1.0 if the LaTeX answer in the completion equals the solution, else 0.0; None if the solution is
     unreadable.
 
+    A Chinese answer (答案是 42) needs no LaTeX, and digits may have full width (４２).
+
     Args:
         completions: N completions, standard or conversational.
-        solution: N solutions as text (a dataset column).
+        solution: N solutions as text (a dataset column), or as GSM8K has them, with the answer after ####.
         log_extra: Receives the columns `solution`, `gold_parsed` and `answer_parsed` of the completions
             table.
 
@@ -85,7 +88,7 @@ def _judge(text: str, solution: str) -> tuple[float | None, str, str]:
         for name in ("math_verify.parser", "math_verify.grader"):  # they warn about it on every call
             logging.getLogger(name).setLevel(logging.ERROR)
 
-    gold = parse(solution, parsing_timeout=parsing_timeout)
+    gold = parse(final_answer(str(solution)), parsing_timeout=parsing_timeout)
     if not gold:
         return None, "[unparseable]", "[skipped]"
     # The answer has to be given as LaTeX, boxed if anything is: a number in passing is no answer.
@@ -95,7 +98,10 @@ def _judge(text: str, solution: str) -> tuple[float | None, str, str]:
         try_extract_without_anchor=False,
     )
     answer = parse(
-        text, extraction_config=[extraction], extraction_mode="first_match", parsing_timeout=parsing_timeout
+        readable(text),
+        extraction_config=[extraction],
+        extraction_mode="first_match",
+        parsing_timeout=parsing_timeout,
     )
     reward = float(verify(gold, answer, timeout_seconds=verify_timeout))
     return reward, str(gold), str(answer) if answer else "[unparseable]"

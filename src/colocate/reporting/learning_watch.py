@@ -1,0 +1,133 @@
+"""Notices that a run learns nothing, and says once what it looks like and where to look."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from colocate.reporting.completions import CompletionTable, as_text
+
+NUM_ROLLOUTS, NUM_COMPLETIONS = 5, 32
+"""How many rollouts in a row, and how many completions in them, a symptom must last: small rollouts are often
+all alike by chance."""
+NUM_UNREWARDED = 4
+"""How many times as long a single function may give nothing while others do: a format takes time to be
+found."""
+
+_FORMS = {
+    "accuracy_reward": r"an answer in \boxed{...}, or as LaTeX after words like 'The final answer is $...$'",
+    "reasoning_accuracy_reward": r"</think>, and after it an answer in \boxed{...}",
+    "think_format_reward": "<think>, then reasoning, then </think> at the beginning of the completion",
+    "reasoning_gym_reward": "the bare answer between <answer> and </answer>",
+}
+"""What the built-in rewards want to see."""
+_PENALTIES = ("penalty", "punish")
+_NUM_SHOWN = 160
+
+
+@dataclass
+class LearningWatch:
+    """Looks at each rollout for what makes training pointless.
+
+    A symptom that has lasted long enough makes one warning in the whole run; it may come back unmentioned.
+    """
+
+    _lasting: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """For each symptom, the rollouts in a row that had it, and the completions in these."""
+    _said: set[str] = field(default_factory=set)
+
+    def look(self, metrics: Mapping[str, float], table: CompletionTable) -> list[str]:
+        """The warnings that a rollout gives reason for.
+
+        Args:
+            metrics: the metrics of the rollout, under the names that they are logged with.
+            table: its completions, over all ranks.
+        """
+        found = dict(_symptoms(metrics, table))
+        warnings = []
+        for symptom in self._lasting.keys() - found.keys():
+            del self._lasting[symptom]
+        for symptom, text in found.items():
+            rollouts, completions = self._lasting.get(symptom, (0, 0))
+            rollouts, completions = rollouts + 1, completions + len(table.prompts)
+            self._lasting[symptom] = rollouts, completions
+            patience = NUM_UNREWARDED if symptom.startswith("unrewarded ") else 1
+            is_long = rollouts >= patience * NUM_ROLLOUTS and completions >= patience * NUM_COMPLETIONS
+            if is_long and symptom not in self._said:
+                self._said.add(symptom)
+                lasted = f"For {rollouts} rollouts ({completions:,} completions) {text}"
+                warnings.append(f"{lasted}\n{_sample(table)}")
+        return warnings
+
+
+def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[tuple[str, str]]:
+    """What is wrong with a rollout, by a name that stays the same, and in words; of several reasons for one
+    thing the most specific."""
+    if metrics.get("completions/clipped_ratio", 0.0) >= 1:
+        yield (
+            "truncated",
+            "every completion was cut off at max_completion_length, before its end. Raise it if the "
+            "completion below is still at work; if it goes on after its answer, the model does not end its "
+            "turn: see whether its chat template is applied (apply_chat_template).",
+        )
+    nothing = [name for name, rewards in table.rewards.items() if all(_is_nothing(r) for r in rewards)]
+    if len(nothing) == len(table.rewards):
+        yield (
+            "nothing",
+            f"every reward was 0 or None, so there is nothing to learn from. {_wanted(table.rewards)}See "
+            "whether the prompt asks for that, and whether the model ever does it; an easier task or a "
+            "reward for partial success gives it a beginning.",
+        )
+        return
+    if metrics.get("frac_reward_zero_std", 0.0) >= 1:
+        yield (
+            "alike",
+            "all completions of each prompt had the same reward, so no advantage differs from 0 and the "
+            f"weights are not moved by rewards. The means are {_means(table)}. Rewards that are all high "
+            "call for harder prompts, rewards that are all low for easier ones; a reward in steps tells more "
+            "completions apart.",
+        )
+    for name in nothing:
+        if not any(word in name for word in _PENALTIES):
+            yield (
+                f"unrewarded {name}",
+                f"the reward function {name} gave 0 or None to every completion, while others gave more. "
+                f"{_wanted([name])}What is never done is never rewarded: see whether the prompt asks for it, "
+                "or show an example there. If the function only punishes, this is well.",
+            )
+
+
+def _is_nothing(reward: float) -> bool:
+    return reward == 0 or math.isnan(reward)
+
+
+def _wanted(names: Mapping[str, object] | list[str]) -> str:
+    """What the built-in functions among these look for."""
+    forms = [f"{name} looks for {_FORMS[name]}." for name in names if name in _FORMS]
+    return " ".join([*forms, ""])
+
+
+def _means(table: CompletionTable) -> str:
+    known = {name: [r for r in rewards if not math.isnan(r)] for name, rewards in table.rewards.items()}
+    return ", ".join(
+        f"{name} {sum(rewards) / len(rewards):.3g}" if rewards else f"{name} None"
+        for name, rewards in known.items()
+    )
+
+
+def _sample(table: CompletionTable) -> str:
+    rewards = ", ".join(
+        f"{name} {'None' if math.isnan(values[0]) else f'{values[0]:g}'}"
+        for name, values in table.rewards.items()
+    )
+    return (
+        f"  prompt      … {_end(as_text(table.prompts[0]))}\n"
+        f"  completion  … {_end(as_text(table.completions[0]))}\n"
+        f"  rewards     {rewards}"
+    )
+
+
+def _end(text: str) -> str:
+    """The end of a text in one line: the question is there, and the answer."""
+    return " ".join(text.split())[-_NUM_SHOWN:]

@@ -1,0 +1,45 @@
+"""Writes answers as math-verify reads them: full-width digits as ASCII, Chinese answers as English ones."""
+
+from __future__ import annotations
+
+import re
+
+_HALF_WIDTH = {ord(wide): chr(ord(wide) - 0xFEE0) for wide in "０１２３４５６７８９＋－＊／＝％＄．（）＜＞"}
+_THOUSANDS = re.compile(r"(?<=\d)，(?=\d{3}(?!\d))")
+
+_ANSWER = re.compile(
+    r"(?:答案|答)\s*(?:就?是|應該是|应该是|為|为|等於|等于)?\s*[:：=]?\s*"
+    r"\*{0,2}\s*"
+    r"(?:\$(?P<dollars>[^$\n]+)\$|\\\((?P<parentheses>.+?)\\\)"
+    r"|[$¥￥€]?\s*(?P<number>-?\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?%?))"
+)
+"""A Chinese answer: 答案是 42, 答案：$\\frac12$, 答：４２ 個."""
+_GSM8K = "####"
+"""What GSM8K writes before the answer, at the end of the solution."""
+
+
+def readable(text: str) -> str:
+    """A completion whose last Chinese answer, if it has one, stands at its end as "The final answer is $42$."
+
+    math-verify looks for English words before an answer. A boxed answer needs none, and stays the one that
+    counts.
+    """
+    text = _in_half_width(text)
+    answers = list(_ANSWER.finditer(text))
+    return f"{text}\nThe final answer is ${_value(answers[-1])}$." if answers else text
+
+
+def final_answer(solution: str) -> str:
+    """The answer of a solution: what follows GSM8K's ####, or the last Chinese answer; else all of it."""
+    _, separator, answer = _in_half_width(solution).rpartition(_GSM8K)
+    answers = [] if separator else list(_ANSWER.finditer(answer))
+    return f"${_value(answers[-1])}$" if answers else answer
+
+
+def _in_half_width(text: str) -> str:
+    return _THOUSANDS.sub(",", text.translate(_HALF_WIDTH))
+
+
+def _value(answer: re.Match[str]) -> str:
+    value = next(group for group in answer.groups() if group is not None)
+    return value.replace("%", r"\%") if answer["number"] else value
