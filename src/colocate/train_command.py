@@ -81,6 +81,7 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     run, options = parse_run(values)
     _require_complete(vars(run))
     config = GRPOConfig(**with_model_options(run, options))
+    reward_funcs = _reward_functions(run)
     data = RunData(run, config)
     train_dataset, eval_dataset = data.load()
     config.dataset_weights = data.weights or config.dataset_weights
@@ -88,7 +89,7 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
         say_row("left out", "; ".join(data.left_out))
     trainer = GRPOTrainer(
         model=run.model_name_or_path,
-        reward_funcs=_reward_functions(run),
+        reward_funcs=reward_funcs,
         args=config,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,

@@ -36,7 +36,7 @@ from transformers import TrainerCallback
 
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.cli import main
-from colocate.data import loading
+from colocate.data import mixture
 from colocate.requirements import Requirement, choices_of, ranges_of
 
 SEED = 20_261
@@ -233,7 +233,7 @@ class CommandLine:
         module = types.ModuleType("colocate.trainer")
         module.GRPOTrainer = Trainer  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "colocate.trainer", module)
-        monkeypatch.setattr(loading, "load_prompts", functools.cache(loading.load_prompts))
+        monkeypatch.setattr(mixture, "load_prompts", functools.cache(mixture.load_prompts))
 
     def __call__(self, *arguments: str) -> GRPOConfig:
         self.capsys.readouterr()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import pytest
 import torch
@@ -47,6 +48,11 @@ def lora(**options: Any) -> peft.LoraConfig:
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options)
 
 
+def make_mixture() -> datasets.Dataset:
+    rows = make_dataset(10)
+    return rows.add_column("dataset", ["small"] * 3 + ["large"] * 7)
+
+
 def trained_adapter() -> Any:
     """A PEFT model whose adapter has learnt something, so that it is no reference-free start."""
     model = peft.get_peft_model(make_model(), lora())
@@ -69,6 +75,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16_with_masters": dict(bf16=True, learning_rate=1e-3, num_iterations=2),
     "dropout": dict(model="gpt2", num_iterations=2),
     "stream": dict(train_dataset="stream"),
+    # Epochs of 6 prompts: the small dataset is used up in each, the large one goes on in the next.
+    "mixture": dict(train_dataset=make_mixture(), dataset_weights={"small": 0.5, "large": 0.5}),
     "many_epochs": dict(train_dataset=make_dataset(3), eval_dataset=make_dataset(1), eval_strategy="epoch"),
     "kl": dict(beta=0.1, num_iterations=2),
     "moving_reference": dict(beta=0.1, sync_ref_model=True, ref_model_sync_steps=2),

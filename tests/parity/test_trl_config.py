@@ -27,6 +27,9 @@ OWN = {
         ("max_tokens_per_microbatch", "activation_policy", "share_prompts", "logprob_chunk_size"),
         "packing and what of a step is in memory at a time",
     ),
+    **dict.fromkeys(
+        ("dataset_weights", "apply_chat_template"), "mixtures, and a chat template for prompts that are text"
+    ),
     **dict.fromkeys(("max_refill_rounds", "refill_reward"), "dynamic sampling"),
     **dict.fromkeys(("max_policy_lag", "mask_stale_tokens"), "batches that are begun ahead"),
     **dict.fromkeys(("tool_timeout_s", "tool_workers"), "tools that hang, and threads for those that wait"),

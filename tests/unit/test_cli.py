@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import yaml
@@ -17,6 +18,7 @@ from transformers import GPT2Config, Qwen2Config
 from colocate.cli import main
 from colocate.clusters.cluster import Ask
 from colocate.config import GRPOConfig
+from colocate.data import mixture
 from colocate.option_values import coerce
 from colocate.rewards import accuracy_reward
 from colocate.run_config import RunConfig, RunFileWriter, parse_run, resolved, save_run
@@ -199,15 +201,12 @@ def calls(monkeypatch):
 
     def load_prompts(name, *, config=None, split="train", **options):
         record.datasets.append((name, config, split, options))
-        return f"{name}/{split}"
+        return datasets.Dataset.from_dict({"prompt": [f"{name}/{split}"]})
 
-    for name, content in {
-        "colocate.trainer": {"GRPOTrainer": Trainer},
-        "colocate.data.loading": {"load_prompts": load_prompts},
-    }.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    module = types.ModuleType("colocate.trainer")
+    module.GRPOTrainer = Trainer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(mixture, "load_prompts", load_prompts)
     return record
 
 
@@ -237,7 +236,8 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
     assert (config.learning_rate, config.beta) == (2e-6, 0.1)
     assert config.model_init_kwargs == {"revision": "main", "dtype": "bfloat16"}
     assert given["peft_config"].r == 4
-    assert given["train_dataset"] == "gsm8k/train" and given["eval_dataset"] == "gsm8k/test"
+    assert given["train_dataset"]["prompt"][:] == ["gsm8k/train"]
+    assert given["eval_dataset"]["prompt"][:] == ["gsm8k/test"]
     assert calls.datasets[0] == ("gsm8k", "main", "train", {"limit": 10})
     built_in, dotted, by_file = given["reward_funcs"]
     assert built_in is accuracy_reward

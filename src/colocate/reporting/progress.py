@@ -115,6 +115,12 @@ class Progress:
         if self._shows:
             self._console.print(Text(text), soft_wrap=True)
 
+    def warn(self, text: str) -> None:
+        """Print a warning above the panel; on a terminal its lines break between words."""
+        if self._shows:
+            warning = Text.assemble(("Warning: ", "bold yellow"), text)
+            self._console.print(warning, soft_wrap=not self._console.is_terminal)
+
     def say_at_end(self, text: str) -> None:
         """Print a text at the end of the run, below everything else."""
         self._at_end = text
@@ -289,9 +295,9 @@ def _filled(template: str, value: Any, write: Any = None) -> str:
 
 
 def _by_function(metrics: Mapping[str, Any]) -> str:
-    """The mean reward of each function, if there are several."""
+    """The mean reward of each function, if there are several; names are short, as terminals are narrow."""
     means = {
-        name.removeprefix("rewards/").removesuffix("/mean"): number(value)
+        name.removeprefix("rewards/").removesuffix("/mean").removesuffix("_reward"): number(value)
         for name, value in metrics.items()
         if name.startswith("rewards/") and name.endswith("/mean")
     }
