@@ -27,8 +27,9 @@ def mixtures(draw):
     return sources, {name: part / sum(parts) for name, part in zip(names, parts, strict=True)}
 
 
-def epochs(order: Mixed, number: int) -> list[list[int]]:
-    return [order.epoch(epoch).tolist() for epoch in range(number)]
+def epochs(order: Mixed, number: int) -> list[int]:
+    """The rows that the first epochs visit."""
+    return [row for epoch in range(number) for row in order.epoch(epoch).tolist()]
 
 
 @given(mixtures(), st.booleans())
@@ -49,7 +50,7 @@ def test_shares_hold_in_every_stretch_of_an_epoch(mixture, shuffle):
 @given(mixtures(), st.booleans(), st.integers(1, 4))
 def test_each_row_is_visited_once_before_any_row_of_its_dataset_again(mixture, shuffle, num_epochs):
     sources, weights = mixture
-    rows = sum(epochs(Mixed(sources, weights, shuffle=shuffle, seed=1), num_epochs), [])
+    rows = epochs(Mixed(sources, weights, shuffle=shuffle, seed=1), num_epochs)
     for name in weights:
         own = [row for row in rows if sources[row] == name]
         size = sources.count(name)
@@ -74,7 +75,7 @@ def test_an_epoch_is_trls_mixture(mixture):
 def test_the_order_of_a_dataset_depends_on_the_seed_and_on_no_other_dataset():
     two = Mixed(["a"] * 9 + ["b"] * 9, {"a": 0.5, "b": 0.5}, shuffle=True, seed=3)
     three = Mixed(["a"] * 9 + ["b"] * 9 + ["c"] * 9, {"a": 0.25, "b": 0.5, "c": 0.25}, shuffle=True, seed=3)
-    first, other = ([row for row in sum(epochs(order, 3), []) if row < 9][:9] for order in (two, three))
+    first, other = ([row for row in epochs(order, 3) if row < 9][:9] for order in (two, three))
     assert first == other and first != sorted(first)
     fourth = Mixed(["a"] * 9, {"a": 1.0}, shuffle=True, seed=4)
     assert fourth.epoch(0).tolist() != first and fourth.epoch(0).tolist() != fourth.epoch(1).tolist()
@@ -104,7 +105,7 @@ def test_a_position_in_another_mixture_is_refused():
     dataset = datasets.Dataset.from_dict({"prompt": list("abcdef"), "dataset": ["x"] * 3 + ["y"] * 3})
     state = PromptBatches(dataset, 1, weights={"x": 0.5, "y": 0.5}).state_dict()
     for weights in ({"x": 0.25, "y": 0.75}, None):
-        with pytest.raises(ValueError, match="taken with weights=.*Resume with the same dataset, weights"):
+        with pytest.raises(ValueError, match=r"taken with weights=.*Resume with the same dataset, weights"):
             PromptBatches(dataset, 1, weights=weights).load_state_dict(state)
     plain = PromptBatches(dataset, 1)
     older = {name: value for name, value in plain.state_dict().items() if name != "weights"}
@@ -134,7 +135,7 @@ def test_weights_that_are_no_shares_are_refused_with_the_arithmetic(weights, mes
 
 def test_weights_need_rows_and_their_datasets_names():
     dataset = datasets.Dataset.from_dict({"prompt": list("abcd")})
-    with pytest.raises(ValueError, match="needs the column 'dataset'.*the training data has 'prompt'"):
+    with pytest.raises(ValueError, match=r"needs the column 'dataset'.*the training data has 'prompt'"):
         PromptBatches(dataset, 1, weights={"x": 1.0})
     with pytest.raises(ValueError, match="is a stream: load it without streaming"):
         PromptBatches(dataset.to_iterable_dataset(), 1, weights={"x": 1.0})
