@@ -72,6 +72,13 @@ def test_an_epoch_is_trls_mixture(mixture):
         assert min(counts.values()) >= 1 and set(counts) == set(weights)
 
 
+def test_any_ten_prompts_have_the_shares_that_the_page_says():
+    sources = ["a"] * 23 + ["b"] * 31
+    rows = epochs(Mixed(sources, {"a": 0.7, "b": 0.3}, shuffle=True, seed=0), 5)
+    counts = {sum(sources[row] == "a" for row in rows[start : start + 10]) for start in range(len(rows) - 9)}
+    assert 7 in counts and counts <= {5, 6, 7, 8, 9}
+
+
 def test_the_order_of_a_dataset_depends_on_the_seed_and_on_no_other_dataset():
     two = Mixed(["a"] * 9 + ["b"] * 9, {"a": 0.5, "b": 0.5}, shuffle=True, seed=3)
     three = Mixed(["a"] * 9 + ["b"] * 9 + ["c"] * 9, {"a": 0.25, "b": 0.5, "c": 0.25}, shuffle=True, seed=3)
