@@ -14,7 +14,9 @@ from colocate.cli import main
 from model_configs import CONFIGS
 from tiny import make_model, make_tokenizer
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*-*.yaml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*-*.yaml"))
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
 FAMILIES = {"Qwen2.5": "qwen2", "Qwen3": "qwen3", "Llama": "llama"}
 QUESTION = {"question": "1 + 2 =", "prompt": "1 + 2 =", "answer": "1+2=3\n#### 3", "solution": "3"}
 COLUMNS = {"openai/gsm8k": ("question", "answer"), "open-r1/DAPO-Math-17k-Processed": ("prompt", "solution")}
@@ -71,6 +73,11 @@ def test_a_recipe_fits_the_gpus_that_it_names(recipe, models, capsys):
     assert main(["plan", str(recipe), "--model_name_or_path", str(model), "--json", *asked]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["fits"]
+    row = re.search(rf"\(\.\./{file}\) \| (\d+) x (\S+) \| ([\d.]+) GiB \| (\d+) (s|min) \|", PAGE)
+    assert row[1] == num_gpus and row[2] == asked[asked.index("--gpu") + 1]
+    assert float(row[3]) == pytest.approx(result["peak_bytes"] / 2**30, rel=0.02)
+    seconds = int(row[4]) * (60 if row[5] == "min" else 1)
+    assert seconds == pytest.approx(result["expected_step"]["seconds"], rel=0.1)
     # What the comment says of the batch is what the options come to.
     words = re.search(
         r"^# (\d+) x (\d+) x (\d+) = (\d+) completions .*, (\d+) prompts\.$", recipe.read_text(), re.M
