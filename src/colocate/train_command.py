@@ -127,7 +127,7 @@ def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextMana
 def _data_in_words(values: Mapping[str, Any]) -> str:
     """The name of the dataset, or the names and weights of several."""
     if not isinstance(entries := values.get("datasets"), list) or not entries:
-        return str(values["dataset_name"])
+        return str(values.get("dataset_name") or entries)
     known = [entry for entry in entries if isinstance(entry, Mapping)]
     return ", ".join(
         f"{entry.get('name')} ({entry['weight']})" if "weight" in entry else f"{entry.get('name')}"
