@@ -51,6 +51,19 @@ def test_phases_that_not_every_step_has_count_in_the_step_time():
     assert "step time 2 s (rollout 50%, train 50%)" in console.file.getvalue().splitlines()[-1]
 
 
+def test_a_warning_breaks_between_words_on_a_terminal_and_is_one_line_in_a_log():
+    words = " ".join(["every completion was cut off"] * 6)
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), width=60, force_terminal=is_terminal, color_system=None)
+        Progress(console=console).warn(words)
+        lines = console.file.getvalue().splitlines()
+        assert " ".join(line.strip() for line in lines) == f"Warning: {words}"
+        assert (len(lines) > 1 and max(map(len, lines)) <= 60) if is_terminal else len(lines) == 1
+    silent = Console(file=io.StringIO())
+    Progress(console=silent, is_main_process=False).warn(words)
+    assert silent.file.getvalue() == ""
+
+
 def test_progress_with_missing_metrics_says_what_it_knows():
     console = Console(file=io.StringIO())
     Progress(console=console).update(7, 9, {"reward": None, "num_tokens": 5, "phases": None})
@@ -88,7 +101,12 @@ def panel_of(progress: Progress, width: int, height: int) -> list[str]:
 def running_progress(num_steps: int = 3) -> Progress:
     """A run whose rollouts feed two steps each, seen by a panel."""
     rollout = {
-        **{"reward": 0.5, "reward_std": 0.25, "rewards/accuracy/mean": 0.4, "rewards/format/mean": 0.6},
+        **{
+            "reward": 0.5,
+            "reward_std": 0.25,
+            "rewards/accuracy_reward/mean": 0.4,
+            "rewards/format/mean": 0.6,
+        },
         **{
             "completions/mean_length": 212.0,
             "completions/clipped_ratio": 0.125,

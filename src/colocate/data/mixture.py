@@ -33,7 +33,7 @@ class DatasetEntry:
     name: str
     """What `load_prompts` loads: a name on the Hub, a file, a directory or "reasoning_gym:<task>"."""
     label: str = ""
-    """The dataset's name in the column `dataset` and in metrics of evaluation; "": the last part of `name`."""
+    """The name in the column `dataset` and in metrics of evaluation; "": the last part of `name`."""
     config: str | None = None
     """Configuration (subset) of the dataset on the Hub."""
     split: str = "train"
