@@ -86,6 +86,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         "generation_kwargs",
         "chat_template_kwargs",
         "vllm_engine_kwargs",
+        "trtllm_engine_kwargs",
     ]
 
     # ── Defaults that differ from TrainingArguments ──────────────────────────────────────────────────────
@@ -180,8 +181,8 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     engine: Annotated[str, OneOf(("auto", *ENGINES))] = "auto"
     """What generates the completions. "native": decodes with the trainer's own parameters (supported
     natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "vllm_server": a
-    vLLM server on other GPUs (`colocate serve`). "transformers": `model.generate`, which is slow and runs any
-    architecture. "auto": the server with use_vllm=True and vllm_mode="server"; else "native" if the model is
+    vLLM server on other GPUs (`colocate serve`). "trtllm": TensorRT-LLM on the ranks' GPUs, in turns, with
+    --launcher ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the server with use_vllm=True and vllm_mode="server"; else "native" if the model is
     supported natively, "vllm" if not and use_vllm=True, and "transformers" in all other cases."""
     max_num_seqs: Annotated[int | None, FEW] = None
     """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
@@ -251,6 +252,16 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     """The address at which the server's workers reach this process for NCCL. None: the address that this
     machine has towards the server."""
     vllm_group_port: Annotated[int, PORT] = 51216
+
+    # ── Rollout by TensorRT-LLM (engine="trtllm") ────────────────────────────────────────────────────────
+
+    trtllm_tensor_parallel_size: Annotated[int, AT_LEAST_ONE] = 1
+    """How many consecutive ranks have one TensorRT-LLM together; must divide the number of ranks."""
+    trtllm_engine_kwargs: dict[str, Any] | None = None
+    """Further arguments of `tensorrt_llm.AsyncLLM`."""
+    trtllm_python: str | None = None
+    """The interpreter of an environment that has TensorRT-LLM, colocate and Ray, on every node. None: the
+    ranks' own."""
 
     # ── Loss ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -71,6 +71,7 @@ RENAMED: dict[str, str] = {
 _SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
 _ONLY_VLLM = "only vLLM reads it; set engine='vllm' to generate with vLLM"
 _ONLY_SERVER = "only a vLLM server needs it; set engine='vllm_server' to generate with one"
+_ONLY_TRTLLM = "only TensorRT-LLM reads it; set engine='trtllm' to generate with it"
 _NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
 _OWN_PRECISION = "evaluation uses the policy's own weights in their own precision"
 _NO_DDP = "gradients are reduced once per optimizer step, without DistributedDataParallel"
@@ -98,6 +99,9 @@ UNNECESSARY: dict[str, str] = {
     "vllm_on_server_loss": _ONLY_SERVER,
     "vllm_group_host": _ONLY_SERVER,
     "vllm_group_port": _ONLY_SERVER,
+    "trtllm_tensor_parallel_size": _ONLY_TRTLLM,
+    "trtllm_engine_kwargs": _ONLY_TRTLLM,
+    "trtllm_python": _ONLY_TRTLLM,
     "ds3_gather_for_generation": "only read under DeepSpeed ZeRO-3",
     "pad_to_multiple_of": "sequences are packed, never padded",
     "use_liger_loss": "log-probabilities are always computed in chunks, never from full logits",
@@ -192,6 +196,7 @@ HONOURED_BY: dict[str, frozenset[str]] = {
         vllm_on_server_loss vllm_group_host vllm_group_port
         """
     ),
+    "trtllm": _names("trtllm_tensor_parallel_size trtllm_engine_kwargs trtllm_python"),
 }
 """The options in UNNECESSARY and REFUSED that an engine does honour, by the engine's name."""
 

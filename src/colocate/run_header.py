@@ -22,6 +22,7 @@ _ENGINES = {
     "GatheredEngine": "native, which gathers the trainer's weights for each rollout",
     "VLLMEngine": "vLLM in this process",
     "VLLMServerEngine": "a vLLM server",
+    "TRTLLMEngine": "TensorRT-LLM beside the ranks",
 }
 
 

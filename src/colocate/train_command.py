@@ -28,7 +28,7 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     file, values = read_values(rest)
     _require_complete(values, file)
-    if (options := _launch_options(known)) is not None:
+    if (options := _launch_options(known, values.get("engine"))) is not None:
         from colocate.clusters.launch import launch
 
         debug = ["--debug"] if known.debug else []
@@ -39,8 +39,11 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _launch_options(known: argparse.Namespace) -> LaunchOptions | None:
+def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOptions | None:
     """What the command line says of a launch by Ray; None: something else has started this process.
+
+    Args:
+        engine: the run's option; TensorRT-LLM's workers take a share of each rank's GPU.
 
     Raises:
         ValueError: an option of the launcher is given without it, or the number of ranks is not.
@@ -65,7 +68,12 @@ def _launch_options(known: argparse.Namespace) -> LaunchOptions | None:
     on_gpus = known.gpus_per_node is not None
     num_nodes = known.num_nodes or 1
     return LaunchOptions(
-        ask=Ask(num_nodes, known.gpus_per_node if on_gpus else known.ranks_per_node, on_gpus),
+        ask=Ask(
+            num_nodes,
+            known.gpus_per_node if on_gpus else known.ranks_per_node,
+            on_gpus,
+            shares=2 if engine == "trtllm" else 1,
+        ),
         max_restarts=3 if known.max_restarts is None else known.max_restarts,
         timeout_s=600.0 if known.cluster_timeout is None else float(known.cluster_timeout),
     )

@@ -1,6 +1,7 @@
 """What `engines/base.py` promises, asked of every engine.
 
-A new engine joins by one entry in `ENGINES`, in `ENGINES_ON_GPU` if it needs one, or in `ENGINES_WITH_VLLM`.
+A new engine joins by one entry in `ENGINES`, in `ENGINES_ON_GPU` if it needs one, or in the list of those that
+have a library of their own.
 Under torchrun all processes ask one engine, each for itself; see `test_two_gpus_keep_the_contract`.
 """
 
@@ -33,6 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_episodes import MAX_TOKENS, assert_each_is_as_alone, scripts
 from quantized_models import make_4bit_model
+from trtllm_case import StandInEngine, make_real_engine
 from vllm_server_case import make_server_engine, make_server_model, make_server_pool
 
 from colocate.engines.base import RolloutEngine
@@ -55,8 +57,9 @@ class EngineCase:
     logprob_atol: float = 1e-5
     process_logits: Callable[..., torch.Tensor] = process_logits
     """The distribution it draws from, as a function of logits, sampling and the tokens seen."""
-    logprobs_mode: str | None = None
-    """vLLM's, which decides with which sampling it has log-probs of the policy; others always have."""
+    logprobs_modes: tuple[str, ...] | None = None
+    """Those that vLLM or TensorRT-LLM has, which decide with which sampling it has log-probs of the policy;
+    None: it always has."""
     shares_weights: bool = True
     ends_one_by_one: bool = True
     """It returns a turn as soon as that has ended; else all that it was drawing."""
@@ -108,7 +111,7 @@ def unpacked_vllm_engine(model: Any) -> RolloutEngine:
 def vllm_case(make_model: Callable[[], Any], **fields: Any) -> EngineCase:
     # Other kernels than the trainer's, in float32.
     defaults = {"logprob_atol": 1e-4, "process_logits": min_p_first, "is_kept": True}
-    defaults |= {"logprobs_mode": PROCESSED}
+    defaults |= {"logprobs_modes": (PROCESSED,)}
     return EngineCase(make_model, vllm_engine, **{**defaults, **fields})
 
 
@@ -150,6 +153,12 @@ ENGINES = {
         lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4),
         ends_one_by_one=False,
     ),
+    "trtllm-stand-in": EngineCase(
+        lambda: make_model("qwen3"),
+        StandInEngine.make,
+        logprobs_modes=(PROCESSED, RAW),
+        shares_weights=False,
+    ),
 }
 ENGINES_ON_GPU = {
     "native-cuda": EngineCase(
@@ -168,7 +177,7 @@ ENGINES_WITH_VLLM = {
     "vllm": vllm_case(lambda: make_model("qwen3", head_dim=32), shares_weights=False),
     # For sampling with filters at temperature 1.
     "vllm-gpt2": dataclasses.replace(
-        vllm_case(lambda: make_gpt2(n_embd=64, n_head=2), shares_weights=False, logprobs_mode=RAW),
+        vllm_case(lambda: make_gpt2(n_embd=64, n_head=2), shares_weights=False, logprobs_modes=(RAW,)),
         make_engine=lambda model: vllm_engine(model, logprobs_mode=RAW),
     ),
     "vllm-lora": vllm_case(lambda: make_lora("qwen2", hidden_size=128), shares_weights=False),
@@ -194,6 +203,16 @@ ENGINES_WITH_VLLM_ON_GPU = {
         lambda: make_model("qwen3", head_dim=64).cuda(), shares_weights=False, logprob_atol=5e-3
     ),
 }
+ENGINES_WITH_TRTLLM = {
+    "trtllm": EngineCase(
+        lambda: make_model("qwen3", head_dim=64, dtype=torch.bfloat16).cuda(),
+        make_real_engine,
+        logprob_atol=5e-2,
+        logprobs_modes=(PROCESSED, RAW),
+        shares_weights=False,
+        is_kept=True,
+    ),
+}
 ENGINES_OVER_PROCESSES = {
     "vllm-tensor-parallel": dataclasses.replace(
         vllm_case(model_of_this_process, shares_weights=False, logprob_atol=5e-3),
@@ -212,6 +231,7 @@ def cases() -> Iterator[Any]:
         (ENGINES_WITH_VLLM, (pytest.mark.vllm,)),
         (ENGINES_WITH_SEVERAL_SERVERS, (pytest.mark.vllm, pytest.mark.slow)),
         (ENGINES_WITH_VLLM_ON_GPU, (pytest.mark.vllm, pytest.mark.gpu)),
+        (ENGINES_WITH_TRTLLM, (pytest.mark.trtllm, pytest.mark.gpu)),
     )
     if "LOCAL_RANK" in os.environ:
         groups = ((ENGINES_OVER_PROCESSES, (pytest.mark.vllm,)),)
@@ -362,7 +382,8 @@ def test_logprobs_are_the_policys_whatever_filters_the_draw(engine, model, case,
             seen[i, list(prompt.token_ids + completion.token_ids[:i])] = True
         drawn_from = token_logprobs(case.process_logits(logits, sampling, seen), completion.token_ids)
         assert drawn_from.isfinite().all(), "a filtered token was drawn"
-        if case.logprobs_mode is not None and not tells_policys(case.logprobs_mode, sampling):
+        modes = case.logprobs_modes
+        if modes is not None and not any(tells_policys(mode, sampling) for mode in modes):
             assert completion.logprobs is None
             continue
         expected = token_logprobs(logits / (sampling.temperature or 1.0), completion.token_ids)

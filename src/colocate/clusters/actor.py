@@ -18,13 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from colocate.parallel.launcher_variables import without_launchers
 from colocate.version import __version__
 
-OF_LAUNCHERS = (
-    "SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "I_MPI_", "MPICH_", "MPIR_", "MV2_", "HYDRA_", "PRTE_",
-    "ORTE_", "TORCHELASTIC_", "ROLE_", "GROUP_",
-)  # fmt: skip
-"""How variables begin by which other launchers tell processes their ranks; libraries would believe them."""
 _CHUNK_BYTES = 2**16
 _MAX_CHUNKS = 64
 """Pieces of output that wait for the driver. A rank that writes more waits, as for a slow terminal."""
@@ -175,8 +171,3 @@ class RankActor:
         with suppress(OSError):  # a terminal whose last user has gone
             while chunk := os.read(descriptor, _CHUNK_BYTES):
                 self._output.put((number, chunk))
-
-
-def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what SLURM, PMI, PMIx, MPI and torchrun tell the processes that they start."""
-    return {name: value for name, value in environment.items() if not name.startswith(OF_LAUNCHERS)}

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from colocate.redaction import redacted
@@ -31,6 +31,8 @@ class Ask:
     num_nodes: int
     ranks_per_node: int
     on_gpus: bool
+    shares: int = 1
+    """How many processes share each GPU: the rank, and what it starts beside itself (`RayPlace`)."""
 
     @property
     def kind(self) -> str:
@@ -39,7 +41,12 @@ class Ask:
 
     @property
     def bundle(self) -> dict[str, float]:
-        return {"CPU": 1.0, self.kind: 1.0}
+        return {"CPU": float(self.shares), "GPU": 1.0} if self.on_gpus else {"CPU": 1.0}
+
+    @property
+    def of_cpus(self) -> Ask:
+        """The CPUs that ranks on GPUs take as well, and what they start beside themselves."""
+        return Ask(self.num_nodes, self.ranks_per_node * self.shares, on_gpus=False)
 
     @property
     def num_ranks(self) -> int:
@@ -190,7 +197,7 @@ def _absence(ask: Ask, num_ready: int, timeout_s: float) -> str:
     if ask.fits(per_node):
         free = int(ray.available_resources().get(ask.kind, 0)) + num_ready * ask.ranks_per_node
         text += f", of which {free} are free: other jobs have the rest"
-        if ask.on_gpus and not (ranks := replace(ask, on_gpus=False)).fits(cpus := _per_node("CPU")):
+        if ask.on_gpus and not (ranks := ask.of_cpus).fits(cpus := _per_node("CPU")):
             text += f", or the CPUs are missing that ranks take, too: {ranks.shortage(cpus)}"
     return f"{text}. Ask for less, or set --cluster_timeout to more seconds."
 

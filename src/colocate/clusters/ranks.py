@@ -16,6 +16,7 @@ from typing import Any
 
 from colocate.clusters.actor import News, Place, RankActor
 from colocate.clusters.cluster import Ask
+from colocate.parallel.ray_place import RayPlace
 from colocate.parallel.tail import Tail
 from colocate.redaction import redacted
 from colocate.run_file import LAUNCH
@@ -72,8 +73,8 @@ class Ranks:
         self._actors: list[Any] = [
             remote.options(
                 name=f"{name}-rank{node * ask.ranks_per_node + local}",
-                num_cpus=ask.bundle["CPU"],
-                num_gpus=ask.bundle.get("GPU", 0),
+                num_cpus=1,
+                num_gpus=1 / ask.shares if ask.on_gpus else 0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, local),
                 max_restarts=0,
                 max_task_retries=0,
@@ -82,6 +83,7 @@ class Ranks:
             for node, group in enumerate(groups)
             for local in range(ask.ranks_per_node)
         ]
+        self._groups = groups
         self._names = [f"rank {rank}" for rank in range(ask.num_ranks)]
         self._places: list[Place] = []
         self._voices: list[_Voice] = []
@@ -208,8 +210,22 @@ class Ranks:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",
             LAUNCH: self._ask.options,
+            **self._ray_place().as_variable(),
             **{name: os.environ[name] for name in ("TERM", "COLORTERM") if name in os.environ},
         }
+
+    def _ray_place(self) -> RayPlace:
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        context = ray.get_runtime_context()
+        return RayPlace(
+            address=context.gcs_address,
+            namespace=context.namespace,
+            groups=tuple(placement_group_table(group)["name"] for group in self._groups),
+            sizes=(self._ask.ranks_per_node,) * len(self._groups),
+            shares=self._ask.shares,
+        )
 
     def _pass_on(self, received: _Received) -> None:
         for number in received.take():

@@ -50,6 +50,9 @@ class EngineOptions(Protocol):
     vllm_on_server_loss: str
     vllm_group_host: str | None
     vllm_group_port: int
+    trtllm_tensor_parallel_size: int
+    trtllm_engine_kwargs: dict[str, Any] | None
+    trtllm_python: str | None
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,53 @@ def _vllm_server(parts: EngineParts) -> RolloutEngine:
     )
 
 
+def _trtllm(parts: EngineParts) -> RolloutEngine:
+    from colocate.engines.trtllm import chunks, ray_server
+    from colocate.engines.trtllm.arguments import MAX_NUM_SEQS, check_installed, llm_arguments, max_len_of
+    from colocate.engines.trtllm.engine import TRTLLMEngine
+    from colocate.engines.vllm.groups import TensorParallelGroup
+    from colocate.parallel.ray_place import RayPlace
+    from colocate.parallel.verdict import Peers
+    from colocate.weights.layouts import causal_lm
+
+    options, device = parts.options, parts.accelerator.device
+    check_installed(options.trtllm_python)
+    if (place := RayPlace.of_this_rank()) is None:
+        raise ValueError(
+            "engine='trtllm' starts TensorRT-LLM's workers beside the ranks in a Ray cluster, and this rank was "
+            "not started in one. Start the run with --launcher ray."
+        )
+    size = options.trtllm_tensor_parallel_size
+    group = TensorParallelGroup(size, option="trtllm_tensor_parallel_size")
+    base = causal_lm(parts.model)
+    max_len = max_len_of(base, options.vllm_max_model_length)
+    arguments = llm_arguments(
+        base,
+        max_len=max_len,
+        max_num_seqs=options.max_num_seqs or MAX_NUM_SEQS,
+        tensor_parallel_size=size,
+        kv_cache_tokens=options.kv_cache_tokens,
+        page_size=options.page_size,
+        reserve_bytes=0 if options.offload_optimizer else _moments_bytes(parts),
+        trust_remote_code=options.trust_remote_code,
+        engine_kwargs=options.trtllm_engine_kwargs,
+    )
+    server, started = ray_server.start(place, group, arguments, python=options.trtllm_python)
+    try:
+        return TRTLLMEngine(
+            parts.model,
+            server,
+            started,
+            max_len=max_len,
+            group=group,
+            everyone=Peers.all(device),
+            memory=chunks.CudaMemory(device),
+        )
+    except BaseException:
+        server.close()
+        raise
+
+
 def _transformers(parts: EngineParts) -> RolloutEngine:
     from colocate.engines.transformers_engine import TransformersEngine
     from colocate.weights.layouts import causal_lm
@@ -195,6 +245,7 @@ ENGINES: dict[str, Callable[[EngineParts], RolloutEngine]] = {
     "native": _native,
     "vllm": _vllm,
     "vllm_server": _vllm_server,
+    "trtllm": _trtllm,
     "transformers": _transformers,
 }
 """The function that makes each engine, by its name in the option `engine`; it raises the engine's errors."""
@@ -204,7 +255,7 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
     """Make the engine called `name` in `ENGINES`. It is asleep.
 
     Raises:
-        ImportError: `name` is "vllm" without a vLLM that is supported.
+        ImportError: `name` is "vllm" without a vLLM that is supported, or "trtllm" without TensorRT-LLM.
         ValueError: another engine than the native one would have to read weights that ranks share, or these
             cannot decode as `decode_shard` says.
     """

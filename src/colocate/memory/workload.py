@@ -13,8 +13,10 @@ from colocate.memory.sharding import Sharding
 
 @dataclass(frozen=True)
 class VLLMDemand:
-    """Options that decide how much memory a vLLM in the trainer's process takes."""
+    """Options that decide how much memory a vLLM takes that takes turns with the trainer, or TensorRT-LLM."""
 
+    name: str = "vLLM"
+    """Which of the two it is."""
     memory_share: float | None = None
     """Share of the device that vLLM may use (`vllm_gpu_memory_utilization`); None: most of what is free at
     its start."""

@@ -82,6 +82,21 @@ class Peers:
             raise PeerError(f"{'; '.join(failed)}. This rank, whose own work went well, stops with it.")
         return [text for text, (code,) in zip(told, outcomes, strict=True) if code == 1]
 
+    def agree(self, error: Exception | None) -> None:
+        """Wait for all ranks, and stop together if the work of one has failed.
+
+        Args:
+            error: what this rank's work has ended with; None: it has succeeded.
+
+        Raises:
+            Exception: `error` itself.
+            PeerError: another rank's work has failed.
+        """
+        if short := self.short_of_memory(error):
+            raise error or PeerError(
+                f"{'; '.join(short)}. This rank, whose own work went well, stops with it."
+            )
+
     def _told(self, text: str) -> list[str]:
         """The text of every rank, with the rank's name if there are several."""
         if self._group is None:

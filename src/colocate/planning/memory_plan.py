@@ -225,7 +225,7 @@ def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan
         if workload.engine == "native":
             rows += engine_rows(shapes.part(sharding.num_decode_parts), workload.of_engine)
         elif workload.engine == "vllm":
-            rows.append(asleep_row())
+            rows.append(asleep_row(workload.vllm.name))
         context = f"{CONTEXT_BYTES / 2**30:.2f} GiB of context, cuBLAS's workspaces"
         rows.append(Row("CUDA", "resident", CONTEXT_BYTES + CUBLAS_BYTES, context))
         of_ranks = [sharding.num_replicas, sharding.num_weight_parts]

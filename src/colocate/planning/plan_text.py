@@ -300,7 +300,7 @@ def _rollout_line(answer: Answer) -> str:
     engine = ""
     if load.engine == "vllm":
         has = "the trainer's weights" if load.vllm.shares_weights else "a copy of the weights"
-        engine = f" by vLLM with {has}"
+        engine = f" by {load.vllm.name} with {has}"
     elif answer.config.engine == "transformers":
         engine = " by model.generate, planned as if by the native engine"
     if parts > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 ASSUMED_PROMPT_TOKENS = 512
 """Tokens that the longest prompt is assumed to have if `max_prompt_length` is not set."""
+
+_PLANNED_AS: dict[str, Any] = {"vllm": "vllm", "vllm_server": "vllm_server", "trtllm": "vllm"}
+"""What the planner takes an engine for, by its name; all others are planned as the native engine."""
 
 
 def workload_of(
@@ -68,8 +71,10 @@ def workload_of(
         has_reference=args.beta != 0.0,
         entropy_gradient=args.has_entropy_bonus,
         has_cudnn=has_cudnn,
-        engine=args.engine if args.engine in ("vllm", "vllm_server") else "native",  # type: ignore[arg-type]
-        vllm=VLLMDemand(
+        engine=_PLANNED_AS.get(args.engine, "native"),
+        vllm=_demand_of_trtllm(args)
+        if args.engine == "trtllm"
+        else VLLMDemand(
             memory_share=args.vllm_gpu_memory_utilization,
             sleeps=args.vllm_enable_sleep_mode is not False,
             shares_weights=args.vllm_weights != "buckets"
@@ -80,6 +85,15 @@ def workload_of(
             is_bounded=args.vllm_max_model_length is not None,
             num_devices=args.vllm_tensor_parallel_size,
         ),
+    )
+
+
+def _demand_of_trtllm(args: GRPOConfig) -> VLLMDemand:
+    return VLLMDemand(
+        name="TensorRT-LLM",
+        shares_weights=False,
+        is_bounded=args.vllm_max_model_length is not None,
+        num_devices=args.trtllm_tensor_parallel_size,
     )
 
 

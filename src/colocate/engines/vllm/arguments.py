@@ -93,20 +93,30 @@ def whole_kv_cache_bytes(num_seqs: int, num_tokens: int, bytes_per_token: int) -
     return num_blocks * BLOCK_TOKENS * bytes_per_token
 
 
-def memory_share(free_bytes: int, total_bytes: int, *, reserve_bytes: int) -> float:
+def memory_share(
+    free_bytes: int,
+    total_bytes: int,
+    *,
+    reserve_bytes: int,
+    engine: str = "vLLM",
+    option: str = "vllm_gpu_memory_utilization",
+) -> float:
     """vLLM's `gpu_memory_utilization`: (MEMORY_SHARE * free - reserve) / total.
 
     vLLM counts only memory that it takes after its start, so memory in use before is the trainer's.
 
+    Args:
+        engine, option: what the memory is for, and what sets the share instead.
+
     Raises:
-        ValueError: no memory is left for vLLM.
+        ValueError: no memory is left for the engine.
     """
     available = MEMORY_SHARE * free_bytes - reserve_bytes
     if available <= 0:
         raise ValueError(
-            f"There is no memory for vLLM: {MEMORY_SHARE} × {free_bytes / 2**30:.2f} GiB free - "
+            f"There is no memory for {engine}: {MEMORY_SHARE} × {free_bytes / 2**30:.2f} GiB free - "
             f"{reserve_bytes / 2**30:.2f} GiB that training will take = {available / 2**30:.2f} GiB. Set "
-            "vllm_gpu_memory_utilization, offload_optimizer=True or use_peft=True, or take a smaller model."
+            f"{option}, offload_optimizer=True or use_peft=True, or take a smaller model."
         )
     return available / total_bytes
 

@@ -14,9 +14,9 @@ from colocate.memory.workload import Workload
 from colocate.weights.shapes import ModelShapes
 
 
-def asleep_row() -> Row:
-    """The row of what vLLM keeps while it sleeps: CUDA graphs and workspaces of libraries."""
-    return Row("vLLM asleep", "resident", WAKE_UP_BYTES, "a bound of its graphs and workspaces")
+def asleep_row(name: str) -> Row:
+    """The row of what vLLM keeps while it sleeps, or TensorRT-LLM: CUDA graphs and workspaces of libraries."""
+    return Row(f"{name} asleep", "resident", WAKE_UP_BYTES, "a bound of its graphs and workspaces")
 
 
 def vllm_rows(
@@ -43,11 +43,11 @@ def vllm_rows(
     if not demand.shares_weights:
         copy, how = shapes.num_parameters * b // demand.num_devices, f"{shapes.num_parameters:,} × {b} B"
         of_devices = f", over {demand.num_devices} devices" if demand.num_devices > 1 else ""
-        rows.append(Row("vLLM's weights", phase, copy, f"a copy: {how}{of_devices}"))
+        rows.append(Row(f"{demand.name}'s weights", phase, copy, f"a copy: {how}{of_devices}"))
     tokens, logits = workload.max_prefill_tokens, workload.max_num_seqs * shapes.vocab_size * 4
     activations = tokens * prefill_bytes_per_token(shapes, b) + logits
     how = f"{tokens:,} tokens of a prefill, {workload.max_num_seqs} rows of logits"
-    rows.append(Row("vLLM's activations", phase, activations, how))
+    rows.append(Row(f"{demand.name}'s activations", phase, activations, how))
     per_token = shapes.kv_bytes_per_token(workload.parameter_dtype) // min(
         demand.num_devices, shapes.num_kv_heads
     )

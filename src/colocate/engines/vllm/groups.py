@@ -16,13 +16,13 @@ Request = TypeVar("Request")
 Result = TypeVar("Result")
 
 
-def check_group_size(size: int, world_size: int) -> None:
+def check_group_size(size: int, world_size: int, option: str = "vllm_tensor_parallel_size") -> None:
     """Raises ValueError when groups of `size` ranks do not divide the run's processes."""
     if size < 1 or world_size % size:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
         engines, rest = divmod(world_size, size) if size else (0, world_size)
         raise ValueError(
-            f"vllm_tensor_parallel_size={size} does not divide the run: {world_size} processes = "
+            f"{option}={size} does not divide the run: {world_size} processes = "
             f"{engines} × {size} + {rest}. Set it to one of {divisors}, or start a multiple of it."
         )
 
@@ -33,14 +33,17 @@ class TensorParallelGroup:
     All ranks of the run must make their groups at the same time. A group of one rank communicates with nobody
     and has no process group.
 
+    Args:
+        option: the name of the option that sets `size`, for messages.
+
     Raises:
         ValueError: `size` does not divide the number of processes.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, option: str = "vllm_tensor_parallel_size") -> None:
         is_distributed = dist.is_available() and dist.is_initialized()
         self.rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed else (0, 1)
-        check_group_size(size, world_size)
+        check_group_size(size, world_size, option)
         self.size = size
         self.index = self.rank // size
         """The number of this group among the run's groups."""
@@ -52,6 +55,19 @@ class TensorParallelGroup:
                 group = dist.new_group(list(range(start, start + size)), backend="gloo")
                 if start <= self.rank < start + size:
                     self._process_group = group
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its group."""
+        return self.rank % self.size == 0
+
+    def gather(self, item: Result) -> list[Result]:
+        """The items of all ranks of the group, which call this together, in the order of their ranks."""
+        if self.size == 1:
+            return [item]
+        gathered: list[Result | None] = [None] * self.size
+        dist.all_gather_object(gathered, item, group=self._process_group)
+        return gathered  # type: ignore[return-value]  # every rank has filled its place
 
     def run(
         self,
@@ -76,11 +92,7 @@ class TensorParallelGroup:
         Raises:
             ValueError: the `error` of a rank.
         """
-        parts: list[tuple[list[Request], str | None]] = [(list(requests), str(error) if error else None)]
-        if self.size > 1:
-            gathered: list[tuple[list[Request], str | None] | None] = [None] * self.size
-            dist.all_gather_object(gathered, parts[0], group=self._process_group)
-            parts = [part for part in gathered if part is not None]
+        parts = self.gather((list(requests), str(error) if error else None))
         if error is not None:
             raise error
         for member, (_, message) in enumerate(parts):

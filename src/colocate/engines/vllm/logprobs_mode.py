@@ -46,10 +46,14 @@ class ReportedLogprobs:
         how_to_start: advice how to start vLLM in another mode, with "{}" for the mode; None if the engine
             starts vLLM itself.
         is_main: this process of the run gives the warning.
+        engine: whose log-probs they are.
     """
 
-    def __init__(self, mode: str, *, how_to_start: str | None = None, is_main: bool = True) -> None:
+    def __init__(
+        self, mode: str, *, how_to_start: str | None = None, is_main: bool = True, engine: str = "vLLM"
+    ) -> None:
         self.mode = mode
+        self._engine = engine
         self._how_to_start = how_to_start
         self._is_silent = is_main
 
@@ -65,13 +69,16 @@ class ReportedLogprobs:
     def _explanation(self, sampling: SamplingParams) -> str:
         needed = mode_for(sampling)
         if needed == self.mode or self._how_to_start is None:
-            remedy = "No mode of vLLM has them with this sampling: set temperature=1, or engine='native'"
+            remedy = (
+                f"No mode of {self._engine} has them with this sampling: set temperature=1, or "
+                "engine='native'"
+            )
         else:
             remedy = self._how_to_start.format(needed)
         return (
             f"With temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}, "
-            f"min_p={sampling.min_p} and repetition_penalty={sampling.repetition_penalty}, vLLM's "
-            f"{self.mode} are not log-probs of the policy. They are not used: nothing is corrected for "
+            f"min_p={sampling.min_p} and repetition_penalty={sampling.repetition_penalty}, "
+            f"{self._engine}'s {self.mode} are not log-probs of the policy. They are not used: nothing is corrected for "
             "differences between engine and trainer (vllm_importance_sampling_correction), and ratios are "
             f"those to the policy itself. {remedy}."
         )
