@@ -181,9 +181,10 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     engine: Annotated[str, OneOf(("auto", *ENGINES))] = "auto"
     """What generates the completions. "native": decodes with the trainer's own parameters (supported
     natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "vllm_server": a
-    vLLM server on other GPUs (`colocate serve`). "trtllm": TensorRT-LLM on the ranks' GPUs, in turns, with
-    --launcher ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the server with use_vllm=True and vllm_mode="server"; else "native" if the model is
-    supported natively, "vllm" if not and use_vllm=True, and "transformers" in all other cases."""
+    vLLM server on other GPUs (`colocate serve`). "trtllm": TensorRT-LLM on the ranks' GPUs, with --launcher
+    ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the server with
+    use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm" if not and
+    use_vllm=True, and "transformers" in all other cases."""
     max_num_seqs: Annotated[int | None, FEW] = None
     """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
     engine="vllm" that engine's own default. With engine="vllm_server" it is the number of requests, for a

@@ -1,7 +1,7 @@
 """What `engines/base.py` promises, asked of every engine.
 
-A new engine joins by one entry in `ENGINES`, in `ENGINES_ON_GPU` if it needs one, or in the list of those that
-have a library of their own.
+A new engine joins by one entry in `ENGINES`, in `ENGINES_ON_GPU` if it needs one, or in a list of
+those that have a library of their own.
 Under torchrun all processes ask one engine, each for itself; see `test_two_gpus_keep_the_contract`.
 """
 

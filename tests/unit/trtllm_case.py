@@ -2,25 +2,94 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import mmap
+import os
+import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from engine_models import MAX_POSITION
-from trtllm_stand_in import NEWEST, HostMemory, LocalServer, installed
+from trtllm_stand_in import GPUS, NEWEST, installed
 
 from colocate.engines.trtllm.arguments import llm_arguments
 from colocate.engines.trtllm.chunks import CudaMemory
 from colocate.engines.trtllm.engine import TRTLLMEngine
 from colocate.engines.trtllm.placement import Placement
-from colocate.engines.trtllm.server import Started
+from colocate.engines.trtllm.server import Started, TRTLLMServer
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.parallel.verdict import Peers
 from colocate.weights.layouts import causal_lm
 
 BUCKET_BYTES = 2**12
 """Less than the embedding of the tests' models has, so that it is split."""
+
+
+# ── The trainer's side, without GPUs ─────────────────────────────────────────────────────────────────────
+
+
+def rebuild(cls, size, stride, offset, storage_class, dtype, device, path, num_bytes, *_) -> torch.Tensor:
+    """As `rebuild_cuda_tensor`: the seventh argument is the device, which the receiver must set."""
+    assert isinstance(device, int), "the receiver has not said which device it is"
+    with open(path, "r+b") as file:
+        flat = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
+    return flat.view(dtype).as_strided(size, stride, offset)
+
+
+class HostMemory:
+    """Shared memory of the host as the device's: `chunks.SharedMemory` on the CPU."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.gpu = GPUS[int(os.environ.get("LOCAL_RANK", "0"))]
+        self.sizes: list[int] = []
+        self._path, self._flat = "", None
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        handle, self._path = tempfile.mkstemp(dir="/dev/shm")
+        os.ftruncate(handle, num_bytes)
+        self._flat = torch.frombuffer(mmap.mmap(handle, num_bytes), dtype=torch.uint8)
+        os.close(handle)
+        self.sizes.append(num_bytes)
+        return self._flat
+
+    def handle(self, view: torch.Tensor) -> Any:
+        assert view.is_contiguous() and view.untyped_storage().data_ptr() == self._flat.data_ptr()
+        arguments = (torch.Tensor, view.shape, view.stride(), view.storage_offset(), torch.UntypedStorage)
+        return rebuild, (*arguments, view.dtype, None, self._path, len(self._flat), False, b"", 0, b"", False)
+
+    def written(self) -> None: ...
+
+    def close(self) -> None:
+        if self._path:
+            os.unlink(self._path)
+        self._path, self._flat = "", None
+
+
+class LocalServer:
+    """A `TRTLLMServer` on an event loop in a thread of this process, called as the Ray actor is."""
+
+    def __init__(self) -> None:
+        self.inner = TRTLLMServer()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def call(self, method: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
+        coroutine = getattr(self.inner, method)(*arguments)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self.call("close")
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+
+# ── Engines over the stand-in ────────────────────────────────────────────────────────────────────────────
 
 
 class Watched(Peers):

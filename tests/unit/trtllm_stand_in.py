@@ -1,21 +1,22 @@
-"""A stand-in of TensorRT-LLM with the signatures of its releases, which generates with transformers on the CPU.
+"""A stand-in of TensorRT-LLM with its releases' signatures, which generates with transformers on the CPU.
 
-Two releases: "1.4.0rc1", the newest whose interface is published, and "1.2.1", the newest on the package index, which
-lacks the hooks of the weight loader, `SleepConfig`, `LogprobMode` and `pause_generation`. What is copied are names,
-arguments, orders of calls and errors, from NVIDIA/TensorRT-LLM's
+Two releases: "1.4.0rc1", the newest whose interface is published, and "1.2.1", the newest on the package
+index, which lacks the weight loader's hooks, `SleepConfig`, `LogprobMode` and `pause_generation`. Copied are
+names, arguments, the order of calls and errors, from these files of NVIDIA/TensorRT-LLM, in `tensorrt_llm/`:
 
-    tensorrt_llm/_torch/async_llm.py            AsyncLLM
-    tensorrt_llm/llmapi/llm_args.py             RayPlacementConfig, SleepConfig, ExecutorMemoryType, KvCacheConfig
-    tensorrt_llm/llmapi/rlhf_utils.py           WorkerExtension (two revisions)
-    tensorrt_llm/executor/ray/gpu_worker.py     how the extension is mixed into a worker, sleep, wakeup
-    tensorrt_llm/executor/ray/utils.py          control_action_decorator
-    tensorrt_llm/executor/result.py             GenerationResult, CompletionOutput, Logprob
-    tensorrt_llm/sampling_params.py             SamplingParams, LogprobMode
-    tensorrt_llm/_torch/pyexecutor/model_loader.py  reload and its hooks
+    _torch/async_llm.py                AsyncLLM
+    llmapi/llm_args.py                 RayPlacementConfig, SleepConfig, ExecutorMemoryType
+    llmapi/rlhf_utils.py               WorkerExtension (two revisions)
+    executor/ray/gpu_worker.py         how the extension is mixed into a worker, sleep, wakeup
+    executor/ray/utils.py              control_action_decorator
+    executor/result.py                 GenerationResult, CompletionOutput, Logprob
+    sampling_params.py                 SamplingParams, LogprobMode
+    _torch/pyexecutor/model_loader.py  reload and its hooks
 
-The arithmetic is transformers': `AutoModelForCausalLM` of the configuration at `model`, with the weights that were
-pushed, and its logits processors. Memory that was released and taken again has other contents, unless its restore
-mode says that they are kept. `sys.modules` has the stand-in while `installed` lasts.
+The interface of 1.2.1 was not read from its own source: it is the newest one without what was added later.
+The arithmetic is transformers': `AutoModelForCausalLM` of the configuration at `model`, with the weights that
+were pushed, and its logits processors. Memory that was given back and taken again has other contents, unless
+its restore mode says that they are kept. `sys.modules` has the stand-in while `installed` lasts.
 """
 
 from __future__ import annotations
@@ -23,11 +24,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
-import mmap
 import os
 import sys
-import tempfile
-import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,9 +126,12 @@ class SamplingParams(SamplingParamsOf121):
 
 
 _ARGUMENTS = frozenset(
-    "model tokenizer tokenizer_mode skip_tokenizer_init trust_remote_code tensor_parallel_size dtype revision "
-    "tokenizer_revision load_format backend max_batch_size max_seq_len max_input_len max_num_tokens "
-    "kv_cache_config enable_chunked_prefill".split()
+    (
+        *("model", "tokenizer", "tokenizer_mode", "skip_tokenizer_init", "trust_remote_code", "dtype"),
+        *("tensor_parallel_size", "revision", "tokenizer_revision", "load_format", "backend"),
+        *("max_batch_size", "max_seq_len", "max_input_len", "max_num_tokens", "kv_cache_config"),
+        "enable_chunked_prefill",
+    )
 )
 """Those of `TorchLlmArgs` that the tests meet; an unknown one is refused there, too."""
 
@@ -416,7 +417,7 @@ class AsyncLLM:
             raise RuntimeError("AsyncLLM is paused. Call resume_generation() before submitting new requests.")
         assert type(sampling_params) is self.sampling_class and sampling_params.end_id is not None
         token_ids = inputs["prompt_token_ids"]
-        most = self.args["max_input_len"] if "max_input_len" in self.args else 1024
+        most = self.args.get("max_input_len", 1024)
         if len(token_ids) > most or len(token_ids) + sampling_params.max_tokens > self.args["max_seq_len"]:
             raise ValueError(f"The prompt of {len(token_ids)} tokens is too long")
         for worker in self.workers:
@@ -447,7 +448,7 @@ class AsyncLLM:
 
     @torch.no_grad()
     def _draws(self, token_ids: list[int], params: Any) -> Iterator[tuple[int, Any]]:
-        """Tokens with their log-probs as a release gives them: by token, the likeliest beside the one drawn."""
+        """Tokens with their log-probs as they are given: by token, the likeliest beside the one drawn."""
         first = self.workers[0].engine
         for worker in self.workers[1:]:
             for name, tensor in worker.engine.model_engine.model.state_dict().items():
@@ -555,65 +556,3 @@ def installed(release: str = NEWEST) -> Iterator[list[str]]:
             sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
-
-
-# ── The trainer's side, without GPUs ─────────────────────────────────────────────────────────────────────
-
-
-def rebuild(cls, size, stride, offset, storage_class, dtype, device, path, num_bytes, *_) -> torch.Tensor:
-    """As `rebuild_cuda_tensor`: the seventh argument is the device, which the receiver must set."""
-    assert isinstance(device, int), "the receiver has not said which device it is"
-    with open(path, "r+b") as file:
-        flat = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-    return flat.view(dtype).as_strided(size, stride, offset)
-
-
-class HostMemory:
-    """Shared memory of the host as the device's: `chunks.SharedMemory` on the CPU."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.gpu = GPUS[int(os.environ.get("LOCAL_RANK", "0"))]
-        self.sizes: list[int] = []
-        self._path, self._flat = "", None
-
-    def buffer(self, num_bytes: int) -> torch.Tensor:
-        handle, self._path = tempfile.mkstemp(dir="/dev/shm")
-        os.ftruncate(handle, num_bytes)
-        self._flat = torch.frombuffer(mmap.mmap(handle, num_bytes), dtype=torch.uint8)
-        os.close(handle)
-        self.sizes.append(num_bytes)
-        return self._flat
-
-    def handle(self, view: torch.Tensor) -> Any:
-        assert view.is_contiguous() and view.untyped_storage().data_ptr() == self._flat.data_ptr()
-        arguments = (torch.Tensor, view.shape, view.stride(), view.storage_offset(), torch.UntypedStorage)
-        return rebuild, (*arguments, view.dtype, None, self._path, len(self._flat), False, b"", 0, b"", False)
-
-    def written(self) -> None: ...
-
-    def close(self) -> None:
-        if self._path:
-            os.unlink(self._path)
-        self._path, self._flat = "", None
-
-
-class LocalServer:
-    """A `TRTLLMServer` on an event loop in a thread of this process, called as the Ray actor is."""
-
-    def __init__(self) -> None:
-        from colocate.engines.trtllm.server import TRTLLMServer
-
-        self.inner = TRTLLMServer()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def call(self, method: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
-        coroutine = getattr(self.inner, method)(*arguments)
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
-
-    def close(self) -> None:
-        if self._thread.is_alive():
-            self.call("close")
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()

@@ -174,8 +174,8 @@ def _trtllm(parts: EngineParts) -> RolloutEngine:
     check_installed(options.trtllm_python)
     if (place := RayPlace.of_this_rank()) is None:
         raise ValueError(
-            "engine='trtllm' starts TensorRT-LLM's workers beside the ranks in a Ray cluster, and this rank was "
-            "not started in one. Start the run with --launcher ray."
+            "engine='trtllm' starts TensorRT-LLM's workers beside the ranks in a Ray cluster, and this rank "
+            "was not started in one. Start the run with --launcher ray."
         )
     size = options.trtllm_tensor_parallel_size
     group = TensorParallelGroup(size, option="trtllm_tensor_parallel_size")

@@ -12,7 +12,6 @@ import torch
 from colocate.engines.vllm.arguments import config_directory, memory_share
 from colocate.redaction import redacted
 
-HOW_TO_INSTALL = "pip install 'colocate[trtllm]'"
 MAX_NUM_SEQS = 512
 """Default number of sequences that are decoded at the same time."""
 
@@ -45,20 +44,29 @@ _OF_KV_CACHE = {
 
 
 def check_installed(python: str | None) -> None:
-    """Raises ImportError if TensorRT-LLM is not where the engine would be started.
+    """Check that the engine can be started.
+
+    TensorRT-LLM has an environment of its own as a rule, since it pins older releases of torch and
+    transformers than a run needs.
 
     Args:
-        python: another interpreter that has it, whose packages are not looked at here; None: this one.
+        python: the interpreter of that environment, whose packages are not looked at here; None: this one.
+
+    Raises:
+        ImportError: Ray is missing, or TensorRT-LLM in this environment.
+        ValueError: `python` is no file.
     """
-    if python is None and importlib.util.find_spec("tensorrt_llm") is None:
-        raise ImportError(
-            f"engine='trtllm' needs TensorRT-LLM, which is not installed. Install it ({HOW_TO_INSTALL}), or set "
-            "trtllm_python to the interpreter of an environment that has it beside colocate and Ray, on every "
-            "node; or set engine='native' (Llama, Mistral and Qwen models) or engine='vllm'."
-        )
     if importlib.util.find_spec("ray") is None:
         raise ImportError(
-            "engine='trtllm' needs the package ray, which is not installed: pip install 'colocate[ray]'"
+            "engine='trtllm' needs the package ray, which is not installed: pip install 'colocate[trtllm]'"
+        )
+    if python is None and importlib.util.find_spec("tensorrt_llm") is None:
+        raise ImportError(
+            "engine='trtllm' needs TensorRT-LLM, which is not installed here, and which pins older releases "
+            "of torch and transformers than colocate needs. Make an environment for it with ray and colocate "
+            "(pip install --no-deps colocate) on every node, and set trtllm_python to its interpreter; the "
+            "ranks' own environment needs pip install 'colocate[trtllm]'. Or set engine='native' (Llama, "
+            "Mistral and Qwen models) or engine='vllm'."
         )
     if python is not None and not Path(python).is_file():
         raise ValueError(
@@ -112,7 +120,7 @@ def llm_arguments(
     }
     return {
         **user,
-        "model": str(config_directory(base)),
+        "model": str(config_directory(base, older_rope(base.config.to_dict()))),
         "skip_tokenizer_init": True,
         "load_format": "dummy",
         "backend": "pytorch",
@@ -123,6 +131,34 @@ def llm_arguments(
         "max_batch_size": max_num_seqs,
         "trust_remote_code": trust_remote_code,
         "kv_cache_config": of_cache,
+    }
+
+
+def older_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries by which transformers before 5.0 knows rotary embeddings.
+
+    It is TensorRT-LLM's, and would take the base's default for what it does not find, without a word.
+
+    Args:
+        config: the configuration of a model in transformers' present form.
+
+    Raises:
+        ValueError: layers have embeddings of several kinds, which each model used to name in its own way.
+    """
+    rope = config.get("rope_parameters")
+    if not rope:
+        return {}
+    if "rope_theta" not in rope:
+        raise ValueError(
+            f"TensorRT-LLM cannot be told the rotary embeddings of this model, which are of several kinds "
+            f"({', '.join(map(str, rope))}). Set engine='native', 'vllm' or 'transformers'."
+        )
+    others = {
+        name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")
+    }
+    scaling = None if rope.get("rope_type", "default") == "default" else others
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling} | {
+        name: rope[name] for name in ("partial_rotary_factor",) if name in rope
     }
 
 

@@ -1,8 +1,8 @@
 """The trainer's weights for workers on the same GPU: chunks in one buffer of fixed size, as handles.
 
-A handle is what PyTorch makes of a tensor for another process (`torch.multiprocessing.reductions`): a function
-and the arguments with which it gives the tensor there. For CUDA it is an IPC handle of the buffer, and no byte
-is copied but into the buffer.
+A handle is what PyTorch makes of a tensor for another process (`torch.multiprocessing.reductions`): a
+function and the arguments with which it gives the tensor there. For CUDA it is an IPC handle of the buffer,
+and no byte is copied but into the buffer.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Filling:
             raise ValueError(f"A chunk of {len(self._flat)} bytes has no room for one element of {name}.")
         first = 0
         while first < len(whole):
-            room = (len(self._flat) - self._used_bytes) // size
+            room = max(len(self._flat) - self._used_bytes, 0) // size
             left = len(whole) - first
             if room == 0 or (room < left <= len(self._flat) // size):  # whole in a chunk, rather than in two
                 yield from self.flush()

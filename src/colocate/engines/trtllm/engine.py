@@ -1,7 +1,8 @@
 """TensorRT-LLM as a rollout engine: its workers take turns with the ranks on the ranks' GPUs.
 
-Each `size` consecutive ranks have one TensorRT-LLM together (`server.py`). All of them ask it for completions,
-at any time and in any number; what concerns its memory and weights they do together, and the first leads:
+Each `size` consecutive ranks have one TensorRT-LLM together (`server.py`). All of them ask it for
+completions, at any time and in any number; what concerns its memory and weights they do together, and the
+first leads:
 
     wake_up()   memory for weights, the weights, all ranks of the run wait, memory for the KV cache
     sleep()     requests are cancelled, and the memory of both goes back; the weights are lost with it
@@ -115,7 +116,8 @@ class TRTLLMEngine(TurnEngine):
         requests = list(self._requests(prompts, sampling))
         if not requests:
             return []
-        box, drawn = f"generate-{self._group.rank}", {}
+        box = f"generate-{self._group.rank}"
+        drawn: dict[int, Completion] = {}
         try:
             self._ask("submit", box, self.policy_version, requests)
             while len(drawn) < len(requests):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ START_S = 1800.0
 VARIABLES = {
     # The workers find their GPUs by the numbers that these have on the node.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    # Weights arrive in a buffer that is filled anew; threads of the loader would copy them on streams of theirs.
+    # Weights come in a buffer that is filled anew; the loader's threads would copy them on other streams.
     "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "True",
 }
 """Variables of the server's process, which its engine's workers inherit."""
@@ -104,7 +105,7 @@ def start(
         address=place.address,
         namespace=place.namespace,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         ignore_reinit_error=True,
     )
     name, server, started, error = f"{place.groups[0]}-trtllm-{group.index}", None, None, None

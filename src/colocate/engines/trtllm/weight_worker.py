@@ -73,7 +73,7 @@ class WeightWorker(WorkerExtension):
         self.update_weights(None)
 
     def abort_push(self) -> None:
-        """Forget an update that will not be finished. Weights that were loaded stay, and must be sent again."""
+        """Forget an update that will not be finished. What was loaded stays, and must be sent again."""
         self.__dict__.pop("_parts_of_tensors", None)
         model_engine = self.engine.model_engine
         if callable(abort := getattr(model_engine.model_loader, "abort_update_weights", None)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -124,24 +125,30 @@ def memory_share(
 # ── The model's configuration, where vLLM reads it: on disk, without weights ─────────────────────────────
 
 
-def config_directory(base: Any) -> Path:
-    """A directory with only the model's configuration, which vLLM is given as the model.
+def config_directory(base: Any, also: Mapping[str, Any] | None = None) -> Path:
+    """A directory with only the model's configuration, which an engine is given as the model.
 
     The directory's name is a hash of its contents. vLLM finds compiled models in its cache by the path of the
     model, so a path that is new in each run would make it compile the model again.
+
+    Args:
+        also: entries that the configuration has beside its own.
     """
     config = type(base.config).from_dict(base.config.to_dict())
     # Weights arrive dequantised. Architectures are unset in a configuration that was never saved.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.architectures = [type(base).__name__]
-    text = config.to_json_string(use_diff=False)
+    text = config.to_json_string(use_diff=False) + json.dumps(also or {})
     name = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
     root = _private_root()
     directory = root / name
     if not (directory / "config.json").is_file():
         new = Path(tempfile.mkdtemp(dir=root))
         config.save_pretrained(new)
+        if also:
+            file = new / "config.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | dict(also), indent=2))
         try:
             new.rename(directory)
         except OSError:  # another process was faster

@@ -15,7 +15,7 @@ from colocate.weights.shapes import ModelShapes
 
 
 def asleep_row(name: str) -> Row:
-    """The row of what vLLM keeps while it sleeps, or TensorRT-LLM: CUDA graphs and workspaces of libraries."""
+    """The row of what vLLM or TensorRT-LLM keeps while it sleeps: CUDA graphs, workspaces of libraries."""
     return Row(f"{name} asleep", "resident", WAKE_UP_BYTES, "a bound of its graphs and workspaces")
 
 

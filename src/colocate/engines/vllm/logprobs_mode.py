@@ -78,7 +78,7 @@ class ReportedLogprobs:
         return (
             f"With temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}, "
             f"min_p={sampling.min_p} and repetition_penalty={sampling.repetition_penalty}, "
-            f"{self._engine}'s {self.mode} are not log-probs of the policy. They are not used: nothing is corrected for "
-            "differences between engine and trainer (vllm_importance_sampling_correction), and ratios are "
-            f"those to the policy itself. {remedy}."
+            f"{self._engine}'s {self.mode} are not log-probs of the policy. They are not used: nothing is "
+            "corrected for differences between engine and trainer (vllm_importance_sampling_correction), "
+            f"and ratios are those to the policy itself. {remedy}."
         )
