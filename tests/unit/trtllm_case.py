@@ -37,7 +37,8 @@ def rebuild(cls, size, stride, offset, storage_class, dtype, device, path, num_b
     assert isinstance(device, int), "the receiver has not said which device it is"
     with open(path, "r+b") as file:
         flat = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-    return flat.view(dtype).as_strided(size, stride, offset)
+    whole = len(flat) // dtype.itemsize * dtype.itemsize
+    return flat[:whole].view(dtype).as_strided(size, stride, offset)
 
 
 class HostMemory:

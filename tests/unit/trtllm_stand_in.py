@@ -90,7 +90,7 @@ class RayPlacementConfig:
             raise ValueError("placement_groups and placement_bundle_indices must have the same length")
         if per_worker_gpu_share is not None and not 0 < per_worker_gpu_share <= 1.0:
             raise ValueError("per_worker_gpu_share must be between 0 and 1.0")
-        self.num_bundles = sum(map(len, placement_bundle_indices or []))
+        self.bundles = [bundle for bundles in placement_bundle_indices or [] for bundle in bundles]
 
 
 class LogprobMode(StrEnum):
@@ -376,12 +376,15 @@ class AsyncLLM:
             raise ValueError(f"unknown arguments: {sorted(unknown)}")
         self.args = kwargs
         size = kwargs.get("tensor_parallel_size", 1)
-        assert placement.num_bundles == size, "a bundle for each worker"
+        assert len(placement.bundles) == size, "a bundle for each worker"
+        self._devices = placement.bundles  # as if the i-th bundle of a node had its i-th GPU
         assert kwargs["skip_tokenizer_init"] and kwargs["load_format"] == "dummy"
         self._running: set[RequestOutput] = set()
         self._is_set_up = self._is_paused = False
         self._extension = _worker_class(extension)
-        self.environment = dict(os.environ)
+        told = [name for name in os.environ if name.startswith(("SLURM_", "PMI_", "PMIX_", "OMPI_"))]
+        with_what = "with" if told or "CUDA_VISIBLE_DEVICES" in os.environ else "without"
+        self._log(f"started on {size} GPUs {with_what} variables of launchers")
         self.workers: list[Any] = []
 
     def _check_sleep(self, kwargs: dict[str, Any]) -> None:
@@ -389,9 +392,9 @@ class AsyncLLM:
         assert modes[ExecutorMemoryType.MODEL_WEIGHTS_MAIN] == modes[ExecutorMemoryType.KV_CACHE] == "NONE"
 
     async def setup_async(self) -> AsyncLLM:
-        for number in range(self.args.get("tensor_parallel_size", 1)):
+        for device in self._devices:
             engine = Engine(self, self.args["model"], has_hooks=self.release_name == NEWEST)
-            self.workers.append(self._extension(number, engine))
+            self.workers.append(self._extension(device, engine))
         self._is_set_up = True
         return self
 

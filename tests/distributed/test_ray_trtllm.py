@@ -1,0 +1,110 @@
+"""A run whose ranks have one TensorRT-LLM together, with real Ray; the package is the stand-in.
+
+The server is an actor that two ranks' processes call, and which has two workers' copies of the weights. They
+come by handles of memory that each rank shares with the worker on its GPU, here on the host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from test_ray_launcher import FOREIGN, home_of_ray
+
+import tiny
+from processes import SOURCE
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
+
+UNIT = Path(__file__).parents[1] / "unit"
+LOG = "COLOCATE_TEST_TRTLLM_LOG"
+PACKAGE = "import trtllm_stand_in\n\ntrtllm_stand_in.install()\n"
+REWARDS = """
+from colocate.engines.trtllm import chunks
+from trtllm_case import HostMemory
+
+chunks.CudaMemory = HostMemory  # there is no GPU
+
+def digits(completions, **_):
+    return [float(sum(c.isdigit() for c in text)) for text in completions]
+"""
+RUN = dict(
+    model_name_or_path="./model", dataset_name="data.jsonl", reward_funcs=["rewards.py:digits"],
+    output_dir="out", num_generations=4, per_device_train_batch_size=4, max_steps=3, max_completion_length=8,
+    use_cpu=True, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", seed=3,
+)  # fmt: skip
+
+
+LOGGED = "sampling/sampling_logp_difference/max"
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    """A run's directory, with the package beside it."""
+    tiny.make_model().save_pretrained(tmp_path / "model")
+    tiny.make_tokenizer().save_pretrained(tmp_path / "model")
+    tiny.sums().to_json(tmp_path / "data.jsonl")
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (tmp_path / "packages" / "tensorrt_llm").mkdir(parents=True)
+    (tmp_path / "packages" / "tensorrt_llm" / "__init__.py").write_text(PACKAGE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_ranks_train_with_tensorrt_llm_beside_them(directory, size):
+    pytest.importorskip("ray")
+    paths = [str(SOURCE), str(directory / "packages"), str(UNIT), str(UNIT.parent)]
+    words = [
+        sys.executable,
+        "-m",
+        "colocate",
+        "train",
+        "run.yaml",
+        "--launcher",
+        "ray",
+        "--ranks_per_node",
+        "2",
+    ]
+    words += ["--engine", "trtllm", "--trtllm_tensor_parallel_size", str(size)]
+    with home_of_ray() as home:
+        given = {"HOME": str(home), "RAY_TMPDIR": str(home), "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
+        given |= {"PYTHONPATH": os.pathsep.join(paths), LOG: str(directory / "events"), "HF_HUB_OFFLINE": "1"}
+        environment = os.environ | FOREIGN | given
+        done = subprocess.run(
+            words, cwd=directory, env=environment, capture_output=True, text=True, timeout=280
+        )
+    assert done.returncode == 0, done.stderr
+    assert "engine    TensorRT-LLM beside the ranks; engine='trtllm'" in done.stdout
+    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if LOGGED in record]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    # The policy has moved in between: it is its weights of each step that drew the completions.
+    assert all(record[LOGGED] < 1e-4 for record in steps)
+    assert len({record["reward"] for record in steps}) > 1
+    check_events((directory / "events").read_text().splitlines(), size)
+
+
+def check_events(lines: list[str], size: int) -> None:
+    """Each server's: four phases, a sleep after its start and one after each rollout."""
+    servers = {line.split(" ", 1)[0] for line in lines}
+    assert len(servers) == 2 // size
+    for server in servers:
+        own = [event for pid, event in (line.split(" ", 1) for line in lines) if pid == server]
+        assert own.pop(0) == f"started on {size} GPUs without variables of launchers"
+        phase = [*["resume weights"] * size, *["begin"] * size]
+        phase += [*["finalize", "reset_prefix_cache"] * size, *["resume kv"] * size]
+        asleep = ["pause", *["reset_prefix_cache"] * size, *["release kv"] * size]
+        assert own == asleep + 3 * (phase + asleep)
+    if size == 1:
+        # One engine takes no memory for its KV cache while the other's rank still publishes.
+        order = [event for _, event in (line.split(" ", 1) for line in lines)]
+        for number in range(1, 4):
+            published = [index for index, event in enumerate(order) if event == "finalize"][: 2 * number]
+            taken = [index for index, event in enumerate(order) if event == "resume kv"][2 * number - 2]
+            assert max(published) < taken
