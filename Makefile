@@ -13,7 +13,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # An environment of your making: ".[vllm,peft,bitsandbytes]", with the vLLM for your driver, pytest and hypothesis.
 VLLM_GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: quickstart test vllm-test test-all lint gpu-test multi-gpu-test gpu-vllm-test multi-gpu-vllm-test gpu-memcheck bench docs clean
+.PHONY: quickstart test vllm-test test-all lint gpu-test multi-gpu-test gpu-vllm-test gpu-trtllm-test multi-gpu-vllm-test gpu-memcheck bench docs clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
 quickstart: export OMP_NUM_THREADS = 1
@@ -49,7 +49,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 gpu-test: $(VENV)/.installed-gpu
 	$(BIN)/python -m pytest tests/kernel_tests -n 4 -m "gpu and not multi_gpu"
 	$(BIN)/python -m pytest tests/gpu -m "gpu and not multi_gpu and not vllm"
-	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu and not vllm"
+	$(BIN)/python -m pytest tests/unit -m "gpu and not multi_gpu and not vllm and not trtllm"
 
 # On two GPUs.
 multi-gpu-test: $(VENV)/.installed-gpu
@@ -57,6 +57,10 @@ multi-gpu-test: $(VENV)/.installed-gpu
 
 multi-gpu-vllm-test:
 	$(VLLM_GPU_PYTHON) -m pytest tests/gpu -m "multi_gpu and vllm"
+
+# TRTLLM_PYTHON is the interpreter of an environment with TensorRT-LLM, ray and colocate.
+gpu-trtllm-test: $(VENV)/.installed-gpu
+	$(BIN)/python -m pytest tests/unit/test_engine_contract.py tests/unit/test_trtllm_points.py -m trtllm
 
 gpu-vllm-test:
 	$(VLLM_GPU_PYTHON) -m pytest tests/gpu tests/unit/test_engine_contract.py -m "gpu and vllm and not multi_gpu"

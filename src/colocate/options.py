@@ -212,8 +212,14 @@ REPLACED_BY: dict[str, dict[str, str]] = {
         "page_size": _BEHIND_SERVE.format("--block-size"),
         "kv_cache_tokens": _BEHIND_SERVE.format("--kv-cache-memory-bytes"),
     },
+    "trtllm": {
+        "vllm_tensor_parallel_size": "trtllm_tensor_parallel_size",
+        "vllm_gpu_memory_utilization": "trtllm_engine_kwargs={'kv_cache_config': "
+        "{'free_gpu_memory_fraction': ...}}",
+        "vllm_engine_kwargs": "trtllm_engine_kwargs",
+    },
 }
-"""By an engine's name, options that only the native engine reads, and what to set with this one instead."""
+"""By an engine's name, options that it does not read, and what to set with it instead."""
 
 _LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
 
@@ -316,8 +322,9 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
         judged = frozenset(field.name for field in fields(config)) - waiting
     else:
         judged = waiting
+    defaults = {field.name: default_of(field) for field in fields(config)}
     for name, remedy in REPLACED_BY.get(engine, {}).items():
-        if getattr(config, name) is not None:
+        if getattr(config, name) != defaults[name]:
             value = shown(getattr(config, name), name)
             raise ValueError(f"{name}={value} is not read with engine={engine!r}. Set {remedy}.")
     return _notices(config, judged - honoured(type(config), engine))

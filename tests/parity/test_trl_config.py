@@ -20,6 +20,10 @@ OWN = {
         ("vllm_weights", "vllm_engine_kwargs"), "how vLLM gets its weights, and the rest of its options"
     ),
     **dict.fromkeys(
+        ("trtllm_tensor_parallel_size", "trtllm_engine_kwargs", "trtllm_python"),
+        "an engine that TRL does not have",
+    ),
+    **dict.fromkeys(
         ("vllm_on_server_loss", "vllm_group_host"),
         "what to do without the server, and how it finds the trainer",
     ),

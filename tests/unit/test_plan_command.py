@@ -160,6 +160,16 @@ def test_vllm_is_accounted_for(plan, numbers):
     assert resident["train_bytes"] < fixed["train_bytes"]
 
 
+def test_tensorrt_llm_is_planned_with_a_copy_of_the_weights(plan, numbers):
+    options = "--device_name H200 --engine trtllm"
+    code, printed = plan("Qwen2.5-7B", options)
+    assert code == 0 and "by TensorRT-LLM with a copy of the weights" in words(printed)
+    _, theirs = numbers("Qwen2.5-7B", "--device_name H200 --engine vllm --vllm_weights buckets")
+    _, ours = numbers("Qwen2.5-7B", options)
+    assert rows_of(ours)["TensorRT-LLM's weights"] == rows_of(theirs)["vLLM's weights"] > 0
+    assert "TensorRT-LLM asleep" in rows_of(ours)
+
+
 def test_a_server_takes_nothing_of_this_device(plan, numbers):
     options = "--device_name H200 --engine vllm_server --vllm_server_base_url http://localhost:8000"
     code, result = numbers("Qwen2.5-7B", options)

@@ -23,7 +23,7 @@ class Request(NamedTuple):
     """Its number among those of whoever asks."""
     token_ids: Sequence[int]
     arguments: Mapping[str, Any]
-    """Those of TensorRT-LLM's `SamplingParams`."""
+    """The arguments of TensorRT-LLM's `SamplingParams`."""
 
 
 class Drawn(NamedTuple):
