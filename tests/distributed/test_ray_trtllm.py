@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from test_ray_launcher import FOREIGN, home_of_ray
 
 import tiny
@@ -34,7 +33,7 @@ def digits(completions, **_):
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 """
 RUN = dict(
-    model_name_or_path="./model", dataset_name="data.jsonl", reward_funcs=["rewards.py:digits"],
+    model_name_or_path="./model", dataset_name="data.jsonl", reward_funcs="rewards.py:digits",
     output_dir="out", num_generations=4, per_device_train_batch_size=4, max_steps=3, max_completion_length=8,
     use_cpu=True, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", seed=3,
 )  # fmt: skip
@@ -50,7 +49,6 @@ def directory(tmp_path) -> Path:
     tiny.make_tokenizer().save_pretrained(tmp_path / "model")
     tiny.sums().to_json(tmp_path / "data.jsonl")
     (tmp_path / "rewards.py").write_text(REWARDS)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
     (tmp_path / "packages" / "tensorrt_llm").mkdir(parents=True)
     (tmp_path / "packages" / "tensorrt_llm" / "__init__.py").write_text(PACKAGE)
     return tmp_path
@@ -58,23 +56,16 @@ def directory(tmp_path) -> Path:
 
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_ranks_train_with_tensorrt_llm_beside_them(directory, size):
+    """By the command of the quick start, which takes this engine because its package is there."""
     pytest.importorskip("ray")
     paths = [str(SOURCE), str(directory / "packages"), str(UNIT), str(UNIT.parent)]
-    words = [
-        sys.executable,
-        "-m",
-        "colocate",
-        "train",
-        "run.yaml",
-        "--launcher",
-        "ray",
-        "--ranks_per_node",
-        "2",
-    ]
-    words += ["--engine", "trtllm", "--trtllm_tensor_parallel_size", str(size)]
+    words = ["bash", str(UNIT.parents[1] / "examples" / "math_ray.sh"), str(size), "--ranks_per_node", "2"]
+    for name, value in RUN.items():
+        words += [f"--{name}", str(value)]
     with home_of_ray() as home:
         given = {"HOME": str(home), "RAY_TMPDIR": str(home), "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
         given |= {"PYTHONPATH": os.pathsep.join(paths), LOG: str(directory / "events"), "HF_HUB_OFFLINE": "1"}
+        given["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         environment = os.environ | FOREIGN | given
         done = subprocess.run(
             words, cwd=directory, env=environment, capture_output=True, text=True, timeout=280

@@ -156,7 +156,9 @@ def make_real_engine(model: Any) -> TRTLLMEngine:
     from colocate.engines.trtllm import ray_server
 
     arguments = arguments_for(model, engine_kwargs={"kv_cache_config": {"free_gpu_memory_fraction": 0.1}})
-    server, started = ray_server.start(_place(), TensorParallelGroup(1), arguments, python=os.environ.get("TRTLLM_PYTHON"))
+    server, started = ray_server.start(
+        _place(), TensorParallelGroup(1), arguments, python=os.environ.get("TRTLLM_PYTHON")
+    )
     engine = TRTLLMEngine(
         model,
         server,
