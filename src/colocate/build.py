@@ -31,6 +31,7 @@ from colocate.experience.requests import RequestBuilder
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
+from colocate.memory.sleeping import SleepingWeights
 from colocate.memory.timeline import Category, Timeline
 from colocate.memory.train_plan import TrainPlan
 from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
@@ -56,7 +57,7 @@ from colocate.run_mesh import mesh_of, part_of, sharding_of, splits_state
 from colocate.start_checks import check_ranks
 from colocate.types import SamplingParams
 from colocate.weights.layouts import causal_lm
-from colocate.weights.weight_parts import splits_of
+from colocate.weights.weight_parts import local_part, splits_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ def build_run(
         entropy=entropy,
         agreement=build_agreement(engine, policy, sampling, args),
         handover=handover,
+        scorers=build_scorers(rewards, reference, model, args, device),
         timeline=timeline,
         journal=journal,
         best=BestCheckpoint(args),
@@ -362,6 +364,22 @@ def build_rewards(
     for model in rewards.models:
         model.to(device)
     return rewards
+
+
+def build_scorers(
+    rewards: RewardFunctions,
+    reference: Reference | None,
+    model: nn.Module,
+    args: GRPOConfig,
+    device: torch.device,
+) -> SleepingWeights:
+    """The weights that only scoring reads, which sleep outside of it with `offload_scorers`."""
+    if not args.offload_scorers:
+        return SleepingWeights((), device)
+    weights: list[torch.Tensor] = [weight for scorer in rewards.models for weight in scorer.parameters()]
+    weights += [] if reference is None else reference.weights()
+    in_use = [local_part(parameter) for parameter in model.parameters()]
+    return SleepingWeights([local_part(weight) for weight in weights], device, in_use=in_use)
 
 
 def build_journal(

@@ -164,6 +164,9 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     With Adam that leaves the KV cache 12 more bytes per parameter trained in bf16. The copy back runs while
     rewards are computed and during forward and backward. None: only where the KV cache would be too small
     otherwise."""
+    offload_scorers: bool = False
+    """Keep the weights of reward models, and of the reference in full fine-tuning, in pinned host memory
+    except while rollouts are scored: neither the KV cache nor training shares the device with them then."""
     shard: Annotated[int | str, OneOf(SHARD_CHOICES)] = "auto"
     """How several processes split the training state. "none": each has all of it. 1: masters, moments and
     reduced gradients are split over all of them, the weights are whole. 2, 4 or 8: so many processes of one
@@ -495,6 +498,11 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         if not str(self.output_dir).strip():
             raise ValueError(f"output_dir={self.output_dir!r} is empty: name a directory for the run.")
         check_report_to(self.report_to or ())
+        if self.offload_scorers and self.sync_ref_model:
+            raise ValueError(
+                "offload_scorers=True keeps the reference model on the host, and sync_ref_model=True moves "
+                "it towards the policy and saves it. Set one of them to False."
+            )
         if self.sync_ref_model and self.beta == 0.0:
             raise ValueError(
                 "sync_ref_model=True but beta=0.0, so there is no reference model to move. Set beta > 0 or "

@@ -47,7 +47,9 @@ def note_best(run: Run, metrics: dict[str, float]) -> None:
 def _metrics(run: Run, rows: list[dict[str, Any]]) -> dict[str, float]:
     request = run.requests.evaluation(rows)
     episodes = roll_out(run, request, within="evaluate/")
+    run.scorers.wake()
     rollout = run.judge.score(request, episodes)
     samples = run.selector.for_evaluation(rollout)
+    run.scorers.sleep()
     objective = ranks.totals(run.policy.evaluate(samples, run.objective))
     return {**rollout.metrics, **objective, "num_tokens": run.journal.state.num_input_tokens_seen}

@@ -3,7 +3,7 @@
 The rollout engine and the policy share one device and take turns with its memory. A step is
 
     roll out   offload → wake → play → sleep → prefetch     the engine's turn: a KV cache fills the device
-    judge      rewards, and advantages within each group
+    judge      rewards, and advantages within each group    reward models and reference are awake
     train      select → window → update                     the policy's turn: activations, gradients
     publish    the engine takes the new weights
 
@@ -59,11 +59,13 @@ def train(run: Run, face: Face) -> None:
                 face.note_request(request)
                 episodes = roll_out(run, request)
                 with timeline.phase("score"):
+                    run.scorers.wake()
                     rollout = run.judge.score(request, episodes)
                 journal.add_rollout(run.selector.metrics(rollout), rollout.table, rollout.num_tokens)
                 with timeline.phase("train"):
                     run.agreement.check(rollout.samples)
                     window.add(run.selector.slices(rollout, batch.number), partial(old_logprobs, run))
+                    run.scorers.sleep()
             with timeline.phase("train"):
                 samples, update = face.around_step(partial(take_step, run))
             with timeline.phase("publish"):
@@ -84,6 +86,7 @@ def roll_out(run: Run, request: RolloutRequest, within: str = "") -> list[Episod
     Args:
         within: for the timeline, the phase that the rollout is a part of, with a slash ("evaluate/").
     """
+    run.scorers.sleep()
     if run.policy.plan.offload_optimizer:
         with run.timeline.phase(f"{within}offload"):
             run.policy.optimizer.offload()  # masters and moments go to the host

@@ -25,6 +25,7 @@ from colocate.experience.rollout_function import FunctionPlayer
 from colocate.experience.select import Selector
 from colocate.experience.window import TrainingWindow
 from colocate.memory.handover import Handover
+from colocate.memory.sleeping import SleepingWeights
 from colocate.memory.timeline import Timeline
 from colocate.parallel.mesh import Mesh
 from colocate.playing import Playing
@@ -62,6 +63,7 @@ class Run:
     # What watches over it.
     agreement: Agreement
     handover: Handover
+    scorers: SleepingWeights
     timeline: Timeline
     journal: Journal
     best: BestCheckpoint

@@ -206,6 +206,7 @@ class TRLNames:
         reference = self.policy.reference
         if not isinstance(reference, FrozenCopy):
             return None
+        self.run.scorers.wake()  # until the next rollout, with `offload_scorers`
         with reference.model() as model:
             return model
 

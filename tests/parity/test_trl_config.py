@@ -38,7 +38,14 @@ OWN = {
     **dict.fromkeys(("max_policy_lag", "mask_stale_tokens"), "batches that are begun ahead"),
     **dict.fromkeys(("tool_timeout_s", "tool_workers"), "tools that hang, and threads for those that wait"),
     **dict.fromkeys(
-        ("offload_optimizer", "shard", "decode_shard", "max_skipped_steps", "reward_timeout_s"),
+        (
+            "offload_optimizer",
+            "offload_scorers",
+            "shard",
+            "decode_shard",
+            "max_skipped_steps",
+            "reward_timeout_s",
+        ),
         "memory and safety",
     ),
     **dict.fromkeys(("activation_policy", "share_prompts"), "what training keeps, and computes once"),

@@ -170,6 +170,12 @@ def test_tensorrt_llm_is_planned_with_a_copy_of_the_weights(plan, numbers):
     assert "TensorRT-LLM asleep" in rows_of(ours)
 
 
+def test_a_reference_that_sleeps_is_in_neither_rollout_nor_training(numbers):
+    _, awake = numbers("Qwen2.5-7B", "--device_name H200 --beta 0.1")
+    _, asleep = numbers("Qwen2.5-7B", "--device_name H200 --beta 0.1 --offload_scorers")
+    assert rows_of(awake)["reference"] == rows_of(awake)["weights"] and "reference" not in rows_of(asleep)
+
+
 def test_a_server_takes_nothing_of_this_device(plan, numbers):
     options = "--device_name H200 --engine vllm_server --vllm_server_base_url http://localhost:8000"
     code, result = numbers("Qwen2.5-7B", options)

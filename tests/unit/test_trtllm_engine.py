@@ -46,10 +46,10 @@ def parts(tmp_path):
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("ray", r"needs the package ray, .* pip install 'colocate\[trtllm\]'"),
+        ("ray", r"needs the package ray, .* pip install 'ray>=2.40', or colocate's extra trtllm"),
         (
             "tensorrt_llm",
-            r"needs TensorRT-LLM, which is not installed here.*trtllm_python.*colocate\[trtllm\]",
+            r"needs TensorRT-LLM, which is not installed here.*trtllm_python.*extra trtllm",
         ),
     ],
 )

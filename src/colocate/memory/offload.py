@@ -39,10 +39,14 @@ class HostStore:
     """Host memory for the contents of one device's tensors. It grows when needed and is then kept.
 
     A store of the CPU copies as well, synchronously and without pinning, which frees no memory in the end.
+
+    Args:
+        without: the option with which nothing is moved, for messages.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, without: str = "offload_optimizer=False") -> None:
         self._device = torch.device(device)
+        self._without = without
         self._slabs: list[Tensor] = []
         self._away: list[_Moved] = []
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -143,7 +147,7 @@ class HostStore:
                 f"Moving {size_bytes / gib:.2f} GiB from {self._device} to the host needs {num_processes} "
                 f"process(es) × {sum(slabs) / gib:.2f} GiB = {needed / gib:.2f} GiB of host memory beyond "
                 f"what is held, and {available / gib:.2f} of {host.limit_bytes() / gib:.2f} GiB are "
-                "available. Set offload_optimizer=False, give the machine or container more memory, or train "
+                f"available. Set {self._without}, give the machine or container more memory, or train "
                 "an adapter (use_peft=True)."
             )
         is_pinned = self._stream is not None

@@ -63,6 +63,8 @@ class Workload:
     max_prefill_tokens: int = 8192
     optim: str = "adamw_torch_fused"
     has_reference: bool = False
+    scorers_sleep: bool = False
+    """Whether the reference is on the host except while rollouts are scored (`offload_scorers`)."""
     entropy_gradient: bool = False
     """Whether the loss has an entropy bonus, so that the entropy needs a gradient."""
     has_cudnn: bool = False

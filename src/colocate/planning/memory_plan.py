@@ -218,7 +218,7 @@ def resident_rows(shapes: ModelShapes, workload: Workload, train_plan: TrainPlan
         # PEFT keeps adapters in float32 whatever the base model's type is, so they need no masters.
         adapters = sum(shapes.adapter_sizes)
         rows.append(Row("LoRA adapters", "resident", adapters * 4, f"{adapters:,} parameters × 4 B"))
-    elif workload.has_reference:
+    elif workload.has_reference and not workload.scorers_sleep:
         # With LoRA the reference is the base model with its adapters off.
         rows.append(Row("reference", "resident", weights, how))
     if workload.is_gpu:

@@ -69,6 +69,7 @@ def workload_of(
         max_prefill_tokens=TorchBackend.max_prefill_tokens,
         optim=OptimizerNames(args.optim).value,
         has_reference=args.beta != 0.0,
+        scorers_sleep=args.offload_scorers,
         entropy_gradient=args.has_entropy_bonus,
         has_cudnn=has_cudnn,
         engine=_PLANNED_AS.get(args.engine, "native"),
