@@ -24,12 +24,21 @@ UNIT = Path(__file__).parents[1] / "unit"
 LOG = "COLOCATE_TEST_TRTLLM_LOG"
 PACKAGE = "import trtllm_stand_in\n\ntrtllm_stand_in.install()\n"
 REWARDS = """
+import os
+import signal
+from pathlib import Path
+
 from colocate.engines.trtllm import chunks
 from trtllm_case import HostMemory
 
 chunks.CudaMemory = HostMemory  # there is no GPU
 
-def digits(completions, **_):
+def digits(completions, trainer_state, **_):
+    # Rewards digits. The file `die` kills the server after the second rollout, once.
+    die = Path("die")
+    if trainer_state.global_step == 1 and os.environ["RANK"] == "0" and die.exists():
+        die.unlink()
+        os.kill(int(Path("events").read_text().split(" ", 1)[0]), signal.SIGKILL)
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 """
 RUN = dict(
@@ -54,9 +63,8 @@ def directory(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_two_ranks_train_with_tensorrt_llm_beside_them(directory, size):
-    """By the command of the quick start, which takes this engine because its package is there."""
+def train(directory: Path, size: int, *options: str) -> subprocess.CompletedProcess:
+    """The command of the quick start, which takes this engine because its package is there."""
     pytest.importorskip("ray")
     paths = [str(SOURCE), str(directory / "packages"), str(UNIT), str(UNIT.parent)]
     words = ["bash", str(UNIT.parents[1] / "examples" / "math_ray.sh"), str(size), "--ranks_per_node", "2"]
@@ -66,19 +74,44 @@ def test_two_ranks_train_with_tensorrt_llm_beside_them(directory, size):
         given = {"HOME": str(home), "RAY_TMPDIR": str(home), "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1"}
         given |= {"PYTHONPATH": os.pathsep.join(paths), LOG: str(directory / "events"), "HF_HUB_OFFLINE": "1"}
         given["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = os.environ | FOREIGN | given
-        done = subprocess.run(
-            words, cwd=directory, env=environment, capture_output=True, text=True, timeout=280
+        return subprocess.run(
+            [*words, *options],
+            cwd=directory,
+            env=os.environ | FOREIGN | given,
+            capture_output=True,
+            text=True,
+            timeout=280,
         )
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_ranks_train_with_tensorrt_llm_beside_them(directory, size):
+    done = train(directory, size)
     assert done.returncode == 0, done.stderr
     assert "engine    TensorRT-LLM beside the ranks; engine='trtllm'" in done.stdout
-    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if LOGGED in record]
+    steps = logged(directory)
     assert [record["step"] for record in steps] == [1, 2, 3]
     # The policy has moved in between: it is its weights of each step that drew the completions.
     assert all(record[LOGGED] < 1e-4 for record in steps)
     assert len({record["reward"] for record in steps}) > 1
     check_events((directory / "events").read_text().splitlines(), size)
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_told_and_the_run_goes_on_from_its_checkpoint(directory):
+    (directory / "die").touch()
+    done = train(directory, 2, "--save_strategy", "steps", "--save_steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert "EngineLost: TensorRT-LLM's server is gone" in done.stderr
+    assert "The ranks are started again (1 of 3 times)." in done.stderr
+    assert [record["step"] for record in logged(directory)] == [1, 2, 3]
+    servers = {line.split(" ", 1)[0] for line in (directory / "events").read_text().splitlines()}
+    assert len(servers) == 2
+
+
+def logged(directory: Path) -> list[dict]:
+    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if LOGGED in record]
 
 
 def check_events(lines: list[str], size: int) -> None:

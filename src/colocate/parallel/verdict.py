@@ -92,10 +92,14 @@ class Peers:
             Exception: `error` itself.
             PeerError: another rank's work has failed.
         """
-        if short := self.short_of_memory(error):
-            raise error or PeerError(
-                f"{'; '.join(short)}. This rank, whose own work went well, stops with it."
-            )
+        failures = self.gather(int(error is not None))
+        if not any(failed for (failed,) in failures):
+            return
+        told = self._told("" if error is None else first_line(error))
+        if error is not None:
+            raise error
+        named = "; ".join(text for text, (failed,) in zip(told, failures, strict=True) if failed)
+        raise PeerError(f"{named}. This rank, whose own work went well, stops with it.")
 
     def _told(self, text: str) -> list[str]:
         """The text of every rank, with the rank's name if there are several."""
