@@ -5,7 +5,7 @@ index, which lacks the weight loader's hooks, `SleepConfig`, `LogprobMode` and `
 names, arguments, the order of calls and errors, from these files of NVIDIA/TensorRT-LLM, in `tensorrt_llm/`:
 
     _torch/async_llm.py                AsyncLLM
-    llmapi/llm_args.py                 RayPlacementConfig, SleepConfig, ExecutorMemoryType
+    llmapi/llm_args.py                 RayPlacementConfig, SleepConfig, ExecutorMemoryType, KvCacheConfig
     llmapi/rlhf_utils.py               WorkerExtension (two revisions)
     executor/ray/gpu_worker.py         how the extension is mixed into a worker, sleep, wakeup
     executor/ray/utils.py              control_action_decorator
@@ -78,6 +78,19 @@ class SleepConfig:
     def __init__(self, *, restore_modes: dict[ExecutorMemoryType, str]) -> None:
         assert set(restore_modes.values()) <= {"NONE", "MEMSET", "CPU", "PINNED"}
         self.restore_modes = {ExecutorMemoryType(kind): mode for kind, mode in restore_modes.items()}
+
+
+class KvCacheConfig:
+    def __init__(
+        self,
+        *,
+        enable_block_reuse: bool = True,
+        max_tokens: int | None = None,
+        free_gpu_memory_fraction: float = 0.9,
+        host_cache_size: int | None = None,
+        tokens_per_block: int = 32,
+    ) -> None:
+        assert enable_block_reuse in (True, False) and 0 < free_gpu_memory_fraction <= 1
 
 
 class RayPlacementConfig:
@@ -378,6 +391,7 @@ class AsyncLLM:
         size = kwargs.get("tensor_parallel_size", 1)
         assert len(placement.bundles) == size, "a bundle for each worker"
         self._devices = placement.bundles  # as if the i-th bundle of a node had its i-th GPU
+        assert type(kwargs["kv_cache_config"]) is KvCacheConfig
         assert kwargs["skip_tokenizer_init"] and kwargs["load_format"] == "dummy"
         self._running: set[RequestOutput] = set()
         self._is_set_up = self._is_paused = False
@@ -520,7 +534,7 @@ def modules(release: str) -> dict[str, ModuleType]:
         "tensorrt_llm": dict(
             __version__=release, AsyncLLM=llm, SamplingParams=llm.sampling_class, __path__=[]
         ),
-        "tensorrt_llm.llmapi": dict(__path__=[]),
+        "tensorrt_llm.llmapi": dict(__path__=[], KvCacheConfig=KvCacheConfig),
         "tensorrt_llm.llmapi.llm_args": dict(ExecutorMemoryType=ExecutorMemoryType, SleepConfig=SleepConfig)
         if is_newest
         else {},

@@ -84,7 +84,7 @@ class TRTLLMServer:
         """Start the engine. It is asleep then, and has no weights.
 
         Args:
-            arguments: those of `AsyncLLM`, but for its placement and memory.
+            arguments: those of `AsyncLLM`, but for its placement and memory; `kv_cache_config` as a mapping.
             placement: see `Placement.arguments`.
 
         Raises:
@@ -92,13 +92,14 @@ class TRTLLMServer:
         """
         self._leave_launchers()
         import tensorrt_llm
+        from tensorrt_llm.llmapi import KvCacheConfig
 
         self._sampling_class = tensorrt_llm.SamplingParams
         self._names_logprobs_modes = "logprobs_mode" in getattr(
             self._sampling_class, "__dataclass_fields__", ()
         )
         self._llm = tensorrt_llm.AsyncLLM(
-            **arguments,
+            **{**arguments, "kv_cache_config": KvCacheConfig(**arguments["kv_cache_config"])},
             **placement,
             **memory_tags.sleep_arguments(),
             ray_worker_extension_cls=WORKER,
