@@ -11,6 +11,7 @@ first leads:
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,6 +33,8 @@ from colocate.parallel.verdict import PeerError, Peers, first_line
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES, all_bytes, why_not_publishable
 from colocate.weights.layouts import causal_lm
+
+logger = logging.getLogger(__name__)
 
 PHASE_S = 600.0
 """Seconds for a change of phase, or a chunk of weights."""
@@ -102,6 +105,12 @@ class TRTLLMEngine(TurnEngine):
             for mode, name in _MODES.items()
         }
         self._check_gpus()
+        if group.leads:
+            logger.info(
+                f"TensorRT-LLM {started.release} generates for ranks {group.rank} to "
+                f"{group.rank + group.size - 1}, with a copy of the weights that comes in chunks of up to "
+                f"{bucket_bytes / 2**20:,.0f} MiB before each rollout."
+            )
 
     @property
     def rollout_weight_bytes(self) -> int:
