@@ -216,6 +216,7 @@ class TRTLLMEngine(TurnEngine):
         """End TensorRT-LLM, if this rank has started it."""
         if not self._is_closed:
             super().close()
+            self._tickets.clear()
             self._model = None
             self._server.close()
 
