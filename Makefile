@@ -13,7 +13,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # An environment of your making: ".[vllm,peft,bitsandbytes]", with the vLLM for your driver, pytest and hypothesis.
 VLLM_GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: quickstart test vllm-test test-all lint gpu-test multi-gpu-test gpu-vllm-test gpu-trtllm-test multi-gpu-vllm-test gpu-memcheck bench docs clean
+.PHONY: quickstart test browser-test vllm-test test-all lint gpu-test multi-gpu-test gpu-vllm-test gpu-trtllm-test multi-gpu-vllm-test gpu-memcheck bench docs clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
 quickstart: export OMP_NUM_THREADS = 1
@@ -28,7 +28,11 @@ SLOW := not slow and
 PYTEST_GROUPS := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST_GROUPS) -m "$(SLOW) not gpu and not multi_gpu and not vllm"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST_GROUPS) -m "$(SLOW) not gpu and not multi_gpu and not vllm and not browser"
+
+# Reports in a Chromium that is installed (Debian's, say).
+browser-test: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest tests/browser -m "$(SLOW) browser"
 
 # Real vLLM on a CPU; tests with a vLLM of their own are groups of their own. Its one compiled function, which
 # counts tokens for their ranks, would take each process longer to compile than it ever runs.
@@ -38,7 +42,7 @@ vllm-test: $(VLLM_VENV)/.installed
 		tests/integration/test_vllm_*.py tests/unit/test_engine_contract.py tests/integration/test_seed_script.py
 
 test-all: SLOW :=
-test-all: test vllm-test
+test-all: test browser-test vllm-test
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -97,6 +101,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet --editable ".[cuda]"
+	touch $@
+
+$(VENV)/.installed-browser: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) --editable ".[browser]"
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed-test

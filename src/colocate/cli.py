@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
+from colocate.report_command import add_parser as add_report_parser
+from colocate.report_command import report
 from colocate.train_command import train
 from colocate.version import __version__
 
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        return {"train": train, "plan": _plan, "report": _report, "serve": _serve}[known.command](known, rest)
+        return {"train": train, "plan": _plan, "report": report, "serve": _serve}[known.command](known, rest)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
@@ -95,9 +97,8 @@ def _build_parser() -> argparse.ArgumentParser:
     for name, summary in (
         ("train", "train a model"),
         ("plan", "show whether a run fits the GPU and how long its steps take, without loading the model"),
-        ("report", "write the report of a finished or running run"),
     ):
-        usage = f"colocate {name} " + ("RUN_DIR" if name == "report" else _RUN_USAGE)
+        usage = f"colocate {name} {_RUN_USAGE}"
         # No abbreviations: `--p` must not be taken for --plan's own flags but refused as an unknown option.
         command = commands.add_parser(
             name,
@@ -114,8 +115,6 @@ def _build_parser() -> argparse.ArgumentParser:
             )
             _add_launcher(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if name == "report":
-            command.add_argument("run_dir", type=Path, help="the run's output_dir")
         if name == "plan":
             command.epilog = (
                 "exit codes: 0 the run fits, or there is no GPU to fit; 3 it does not fit;\n"
@@ -140,6 +139,7 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--num_nodes", type=_count, help="the machines that they are in (default: one for every 8)"
             )
+    add_report_parser(commands)
     _add_serve(commands)
     return parser
 
@@ -240,18 +240,6 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
         as_json=known.json,
         is_verbose=known.verbose,
     )
-
-
-# ── report ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _report(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    if not known.run_dir.is_dir():
-        raise ValueError(f"{known.run_dir} is not a directory; give the output_dir of a run")
-    from colocate.reporting.report import write_report
-
-    print(write_report(known.run_dir))
-    return 0
 
 
 # ── serve ────────────────────────────────────────────────────────────────────────────────────────────────

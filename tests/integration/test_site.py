@@ -87,7 +87,7 @@ def test_the_extras_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     rows = re.findall(r"^\| (`.*?`) \| ", PAGES["install"].split("## What runs where")[0], flags=re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
-    assert named == set(project["optional-dependencies"]) - {"test", "lint", "docs"}
+    assert named == set(project["optional-dependencies"]) - {"test", "browser", "lint", "docs"}
     low, high = re.search(r"Python (3\.\d+) to (3\.\d+)\.", PAGES["install"]).groups()
     assert project["requires-python"] == f">={low},<3.{int(high[2:]) + 1}"
 

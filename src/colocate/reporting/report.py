@@ -11,58 +11,15 @@ from typing import Any
 
 from colocate.reporting import charts, memory_charts
 from colocate.reporting.completions import as_text
+from colocate.reporting.page import card, page, wide_card
 from colocate.reporting.plots import compact, ends
 from colocate.reporting.run import Run, number, read_run
-from colocate.reporting.theme import COLORS, FONT, plot_rules, stylesheet
+from colocate.reporting.viewer import viewer
 
 REPORT_FILE = "report.html"
 MAX_TEXT = 2000  # characters shown of a prompt or a completion
 WIDE, NARROW = (1128, 280), (360, 250)
 TWO_THIRDS, TALL = (768, 300), (360, 320)
-
-_PAGE_RULES = f"""
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--page);color:var(--text);font:15px/1.5 {FONT}}}
-main{{max-width:1176px;margin:0 auto;padding:32px 24px 48px}}
-h1{{font-size:26px;line-height:1.2;margin:0 0 6px;letter-spacing:-.01em;overflow-wrap:anywhere}}
-h2{{font-size:17px;margin:36px 0 12px}}
-p{{margin:0}}
-.facts{{color:var(--muted);font-size:14px;overflow-wrap:anywhere}}
-.facts span+span::before{{content:" · "}}
-.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(170px,1fr));gap:12px;margin-top:24px}}
-.tile,.card{{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px}}
-.tile b{{display:block;font-size:21px;line-height:1.25;font-weight:650;font-variant-numeric:tabular-nums}}
-.tile span,.tile small{{color:var(--muted);font-size:13px;display:block}}
-.grid3{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));gap:12px}}
-.grid2{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(420px,100%),1fr));gap:12px}}
-.gap{{margin-top:12px}}
-.two{{grid-column:span 2}}
-.narrow{{display:none}}
-.share{{display:flex;height:26px;border-radius:6px;overflow:hidden;gap:1px}}
-.share i{{display:block}}
-table{{width:100%;border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;margin-top:12px}}
-th,td{{text-align:right;padding:5px 0 5px 12px;border-top:1px solid var(--line)}}
-th{{color:var(--muted);font-weight:500;border-top:0}}
-th:first-child,td:first-child{{text-align:left;padding-left:0}}
-td.part{{padding-left:22px!important;color:var(--muted)}}
-.key i{{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:8px}}
-h3{{font-size:14px;margin:0 0 10px;color:var(--muted);font-weight:600}}
-.sample+.sample{{border-top:1px solid var(--line);margin-top:14px;padding-top:14px}}
-.sample pre{{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;
- white-space:pre-wrap;overflow-wrap:anywhere;margin:6px 0 0;max-height:240px;overflow:auto}}
-.sample pre.prompt{{color:var(--muted);max-height:110px;border-left:2px solid var(--line);padding-left:10px}}
-.chip{{display:inline-block;background:var(--page);border:1px solid var(--line);border-radius:20px;
- padding:0 9px;margin:0 6px 4px 0;font-size:12.5px;font-variant-numeric:tabular-nums}}
-.origin pre{{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;
- white-space:pre-wrap;overflow-wrap:anywhere;margin:0 0 8px}}
-.options td{{text-align:left;overflow-wrap:anywhere;vertical-align:top}}.options td+td{{color:var(--muted)}}
-footer{{color:var(--muted);font-size:13px;margin-top:32px}}
-details summary{{cursor:pointer;color:var(--muted);margin-top:14px}}
-details[open] summary{{margin-bottom:12px}}
-@media (max-width:720px){{main{{padding:20px 12px 32px}}.wide{{display:none}}
- .two{{grid-column:auto}}.narrow{{display:block}}
- .tiles{{grid-template-columns:repeat(2,1fr)}}.tile{{padding:12px}}.tile b{{font-size:19px}}}}
-"""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -73,6 +30,7 @@ def write_report(run_dir: str | Path) -> Path:
         ValueError: it has no record of a step.
     """
     run = read_run(run_dir)
+    completions = viewer(run)
     body = "".join(
         [
             _header(run),
@@ -82,21 +40,16 @@ def write_report(run_dir: str | Path) -> Path:
             _time(run),
             _memory(run),
             _completions(run),
+            completions,
             _origin(run),
             _footer(run),
         ]
     )
-    colors = "".join(f".b-{name}{{background:var(--{name})}}" for name in COLORS)
-    page = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run.name)} – run report</title>"
-        f"<style>{stylesheet(_PAGE_RULES + plot_rules() + colors)}</style></head>"
-        f"<body><main>{body}</main></body></html>\n"
-    )
+    scripts = ("charts.js", "viewer.js") if completions else ("charts.js",)
+    html = page(f"{run.name} – run report", body, scripts=scripts)
     path = run.directory / REPORT_FILE
     # A completion may end within a character, which leaves half a surrogate pair.
-    path.write_text(page, encoding="utf-8", errors="replace")
+    path.write_text(html, encoding="utf-8", errors="replace")
     return path
 
 
@@ -176,12 +129,12 @@ def _warnings(run: Run) -> str:
 def _learning(run: Run) -> str:
     wide, narrow = charts.reward_chart(run, WIDE), charts.reward_chart(run, NARROW)
     small = charts.metric_charts(run)
-    parts = ["<h2>How it learned</h2>", _wide_card(wide, narrow)]
+    parts = ["<h2>How it learned</h2>", wide_card(wide, narrow)]
     if small:
-        parts.append(f'<div class="grid3 gap">{"".join(_card(chart) for chart in small)}</div>')
+        parts.append(f'<div class="grid3 gap">{"".join(card(chart) for chart in small)}</div>')
     others = charts.other_metric_charts(run)
     if others:
-        cards = "".join(_card(chart) for chart in others)
+        cards = "".join(card(chart) for chart in others)
         parts.append(
             f"<details><summary>More metrics ({len(others)})</summary>"
             f'<div class="grid3">{cards}</div></details>'
@@ -194,8 +147,8 @@ def _time(run: Run) -> str:
     if wide is None:
         return ""
     throughput = charts.throughput_chart(run, TALL)
-    cards = f'<div class="card two">{_share_of_time(run)}</div>' + (_card(throughput) if throughput else "")
-    return f'<h2>Where the time went</h2>{_wide_card(wide, narrow)}<div class="grid3 gap">{cards}</div>'
+    cards = f'<div class="card two">{_share_of_time(run)}</div>' + (card(throughput) if throughput else "")
+    return f'<h2>Where the time went</h2>{wide_card(wide, narrow)}<div class="grid3 gap">{cards}</div>'
 
 
 def _share_of_time(run: Run) -> str:
@@ -230,7 +183,7 @@ def _memory(run: Run) -> str:
     peaks = memory_charts.peak_memory_chart(run)
     if wide is None or peaks is None:
         return ""
-    cards = _wide_card(wide, narrow, "two") + _card(peaks)
+    cards = wide_card(wide, narrow, "two") + card(peaks)
     return f'<h2>Where the memory went</h2><div class="grid3">{cards}</div>'
 
 
@@ -255,8 +208,8 @@ def _samples(samples: Sequence[dict[str, Any]]) -> str:
             + "".join(
                 f'<span class="chip">{escape(str(n))} {escape(compact(number(v)))}</span>' for n, v in chips
             )
-            + f'<pre class="prompt">{_clipped(sample.get("prompt", ""))}</pre>'
-            f"<pre>{_clipped(sample.get('completion', ''))}</pre></div>"
+            + f'<pre class="prompt" tabindex="0">{_clipped(sample.get("prompt", ""))}</pre>'
+            f'<pre tabindex="0">{_clipped(sample.get("completion", ""))}</pre></div>'
         )
     return f'<div class="card"><h3>Step {samples[0]["step"]}</h3>{"".join(shown)}</div>'
 
@@ -297,16 +250,3 @@ def _footer(run: Run) -> str:
         facts.append(f"{run.num_unreadable:,} unreadable lines of the record were left out.")
     facts.append("Point at a chart to read its values.")
     return f"<footer>{escape(' '.join(facts))}</footer>"
-
-
-def _card(content: str) -> str:
-    return f'<div class="card">{content}</div>'
-
-
-def _wide_card(wide: str | None, narrow: str | None, css_class: str = "") -> str:
-    """A card with two drawings of one chart: on a phone, the text of the drawing for a screen would be
-    tiny."""
-    if wide is None or narrow is None:
-        return ""
-    drawings = f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
-    return f'<div class="card {css_class}">{drawings}</div>'

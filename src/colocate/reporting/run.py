@@ -151,14 +151,16 @@ class Run:
         middle = median(self.wall_s[i] for i in seen)
         return min(seen, key=lambda i: abs(self.wall_s[i] - middle))
 
+    def completions(self) -> Iterator[dict[str, Any]]:
+        """The completions that were sampled of each logged step, in order."""
+        return (record for record in _read_objects(self.directory / COMPLETIONS_FILE) if record is not None)
+
     def sample_completions(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """A few completions of the first logged step, and a few of the last one if that is a different
         step."""
         early: list[dict[str, Any]] = []
         late: list[dict[str, Any]] = []
-        for record in _read_objects(self.directory / COMPLETIONS_FILE):
-            if record is None:
-                continue
+        for record in self.completions():
             for samples, newest in ((early, False), (late, True)):
                 if samples and samples[0]["step"] != record["step"] and newest:
                     samples.clear()

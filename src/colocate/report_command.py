@@ -1,0 +1,65 @@
+"""`colocate report RUN_DIR ...`: the page of a run, of several, or of those that are under way."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DEFAULT_PORT = 8765
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    summary = "write the report of a finished or running run, or of several runs beside one another"
+    command = commands.add_parser(
+        "report",
+        help=summary,
+        description=summary,
+        usage="colocate report RUN_DIR [RUN_DIR ...] [--output FILE] [--watch [--port PORT]]",
+        allow_abbrev=False,
+    )
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="output_dir of a run")
+    where = "where several runs are drawn (default: comparison.html); one run is drawn into its directory"
+    command.add_argument("--output", type=Path, help=where)
+    command.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, kept up to date")
+    port = f"of 127.0.0.1, with --watch (default: {DEFAULT_PORT}; 0: any that is free)"
+    command.add_argument("--port", type=int, default=DEFAULT_PORT, help=port)
+
+
+def report(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        ValueError, FileNotFoundError: a directory is not that of a run.
+        OSError: the port is taken.
+    """
+    run_dirs: list[Path] = known.run_dirs
+    for directory in run_dirs:
+        if not directory.is_dir():
+            raise ValueError(f"{directory} is not a directory; give the output_dir of a run")
+    if len(run_dirs) == 1 and known.output is not None:
+        raise ValueError("--output is for several runs; the report of one is report.html in its directory")
+
+    def write() -> Path:
+        from colocate.reporting.comparison import COMPARISON_FILE, write_comparison
+        from colocate.reporting.report import write_report
+
+        if len(run_dirs) == 1:
+            return write_report(run_dirs[0])
+        return write_comparison(run_dirs, known.output or COMPARISON_FILE)
+
+    if not known.watch:
+        print(write())
+        return 0
+    from colocate.reporting.live import LiveReport, serve
+
+    with serve(LiveReport(run_dirs, write), known.port) as server:
+        print(f"colocate report: http://127.0.0.1:{server.server_address[1]} until Ctrl-C", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return 0
+    return 0
