@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)} (options for vLLM go after --)")
         rest = vllm_options
+    elif known.command == "train" and known.num_replicas:
+        known.vllm_options = vllm_options
     elif vllm_options or (rest and known.command == "report"):
         parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}")
     # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
@@ -179,6 +181,17 @@ def _add_launcher(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
+    )
+    group.add_argument(
+        "--num_replicas", type=_count, help="vLLM servers to start for the run; vLLM's options go after --"
+    )
+    group.add_argument(
+        "--replica_gpus", type=_count, help="GPUs of each server, tensor parallel over them (default: 1)"
+    )
+    group.add_argument(
+        "--replica_placement",
+        choices=["colocated", "own"],
+        help="servers on the ranks' GPUs, in turns with them (the default), or on GPUs of their own",
     )
 
 

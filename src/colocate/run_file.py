@@ -12,6 +12,8 @@ from colocate.yaml_text import read_yaml
 
 LAUNCH = "COLOCATE_LAUNCH"
 """The variable by which a launcher of ours tells ranks the options that started them."""
+REPLICAS = "COLOCATE_REPLICAS"
+"""The variable by which it tells them the addresses of the servers that it has started for them."""
 
 
 def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:

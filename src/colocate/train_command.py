@@ -15,11 +15,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.redaction import redacted
 from colocate.run_file import read_values
 from colocate.version import __version__
 
 if TYPE_CHECKING:
     from colocate.clusters.launch import LaunchOptions
+    from colocate.clusters.replicas import ReplicaAsk
     from colocate.config import GRPOConfig
     from colocate.run_config import RunConfig
 
@@ -32,7 +34,8 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
         from colocate.clusters.launch import launch
 
         debug = ["--debug"] if known.debug else []
-        return launch(["train", *debug, *rest], str(values.get("output_dir") or "trainer_output"), options)
+        own = _options_with_replicas(values) if options.replicas else []
+        return launch(["train", *debug, *rest, *own], values, options)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
         _train(values, is_main)
@@ -49,7 +52,10 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
         ValueError: an option of the launcher is given without it, or the number of ranks is not.
     """
     if known.launcher is None:
-        for name in ("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"):
+        for name in (
+            *("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"),
+            *("num_replicas", "replica_gpus", "replica_placement"),
+        ):
             if getattr(known, name) is not None:
                 raise ValueError(f"--{name} is read with --launcher ray; other launchers have their own.")
         return None
@@ -76,7 +82,50 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
         ),
         max_restarts=3 if known.max_restarts is None else known.max_restarts,
         timeout_s=600.0 if known.cluster_timeout is None else float(known.cluster_timeout),
+        replicas=_replica_ask(known, on_gpus),
     )
+
+
+def _replica_ask(known: argparse.Namespace, on_gpus: bool) -> ReplicaAsk | None:
+    """The vLLM servers that the command line asks for; None: none.
+
+    Raises:
+        ValueError: an option of replicas is given without their number.
+    """
+    from colocate.clusters.replicas import ReplicaAsk
+
+    if known.num_replicas is None:
+        for name in ("replica_gpus", "replica_placement"):
+            if getattr(known, name) is not None:
+                raise ValueError(f"--{name} is read with --num_replicas, which says how many there are.")
+        return None
+    return ReplicaAsk(
+        count=known.num_replicas,
+        size=known.replica_gpus or 1,
+        is_colocated=known.replica_placement != "own",
+        on_gpus=on_gpus,
+        vllm_options=tuple(known.vllm_options),
+    )
+
+
+def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
+    """The options by which ranks use the servers that are started with them.
+
+    Raises:
+        ValueError: the run has another engine, or names servers of its own.
+    """
+    if (engine := values.get("engine") or "auto") not in ("auto", "vllm_server"):
+        raise ValueError(
+            f"--num_replicas starts vLLM servers, and engine={engine!r} asks none. Set engine='vllm_server', "
+            "or leave --num_replicas out."
+        )
+    if values.get("vllm_server_base_url"):
+        raise ValueError(
+            f"--num_replicas starts servers, and vllm_server_base_url="
+            f"{redacted(str(values['vllm_server_base_url']))!r} names others. Set one of the two."
+        )
+    on_loss = [] if values.get("vllm_on_server_loss") else ["--vllm_on_server_loss", "wait"]
+    return ["--engine", "vllm_server", *on_loss]
 
 
 def _train(values: Mapping[str, Any], is_main: bool) -> None:
@@ -115,7 +164,6 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
 
 def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Print the rows of the header that are known without the model, before PyTorch is loaded."""
-    from colocate.redaction import redacted
     from colocate.reporting.messages import begun_header
 
     rewards = values.get("reward_funcs") or []

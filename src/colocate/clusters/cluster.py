@@ -33,6 +33,8 @@ class Ask:
     on_gpus: bool
     shares: int = 1
     """How many processes share each GPU: the rank, and what it starts beside itself (`RayPlace`)."""
+    is_one_actor: bool = False
+    """One actor has all that is asked of a node, as for a replica of an engine."""
 
     @property
     def kind(self) -> str:
@@ -42,6 +44,13 @@ class Ask:
     @property
     def bundle(self) -> dict[str, float]:
         return {"CPU": float(self.shares), "GPU": 1.0} if self.on_gpus else {"CPU": 1.0}
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Ray's resources on one node, a bundle for each actor."""
+        if not self.is_one_actor:
+            return [self.bundle] * self.ranks_per_node
+        return [{name: number * self.ranks_per_node for name, number in self.bundle.items()}]
 
     @property
     def of_cpus(self) -> Ask:
@@ -142,7 +151,9 @@ def _check_address(given: str) -> None:
 
 
 @contextmanager
-def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Iterator[list[Any]]:
+def places(
+    ask: Ask, name: str, timeout_s: float, *, is_embedded: bool, num_taken: int = 0
+) -> Iterator[list[Any]]:
     """The placement groups of a run, one for each node, ready, in the order of the nodes' addresses; they are
     removed after the block.
 
@@ -150,6 +161,7 @@ def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Itera
         name: what the groups' names begin with.
         timeout_s: how long to wait. A cluster that scales adds nodes meanwhile; an embedded one never does,
             and is not waited for.
+        num_taken: how many GPUs or CPUs the run has already.
 
     Raises:
         TimeoutError: the resources did not come; the message has the arithmetic.
@@ -158,15 +170,16 @@ def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Itera
 
     groups: list[Any] = []
     try:
-        if is_embedded and not ask.fits(nodes := _per_node(ask.kind)):
+        nodes = [number - num_taken for number in _per_node(ask.kind)] if is_embedded else []
+        if is_embedded and not ask.fits(nodes):
+            beside = f" beside the {num_taken} of the ranks" if num_taken else ""
             raise TimeoutError(
-                f"The cluster is too small: {ask.shortage(nodes)}. It is this machine alone, as no other was "
-                "running: set RAY_ADDRESS to a cluster's address, or ask for less."
+                f"The cluster is too small: {ask.shortage(nodes)}{beside}. It is this machine alone, as no "
+                "other was running: set RAY_ADDRESS to a cluster's address, or ask for less."
             )
         # They are asked for before the nodes are there: that is how Ray's autoscaler learns of the need.
         for number in range(ask.num_nodes):
-            bundles = [ask.bundle] * ask.ranks_per_node
-            groups.append(placement_group(bundles, strategy="STRICT_PACK", name=f"{name}-node{number}"))
+            groups.append(placement_group(ask.bundles, strategy="STRICT_PACK", name=f"{name}-node{number}"))
         _wait(groups, ask, timeout_s)
         yield sorted(groups, key=_address)
     finally:
@@ -208,12 +221,19 @@ def _per_node(kind: str) -> list[int]:
     return [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
 
 
+def nodes_of(group: Any) -> list[str]:
+    """The node of each bundle of a placement group, by the bundle's number."""
+    from ray.util.placement_group import placement_group_table
+
+    table = placement_group_table(group)["bundles_to_node_id"]
+    return [table[number] for number in sorted(table)]
+
+
 def _address(group: Any) -> tuple[bool, list[str], str]:
     """Sorts this machine first, and other nodes by their addresses."""
     import ray
-    from ray.util.placement_group import placement_group_table
 
-    (node_id, *_) = placement_group_table(group)["bundles_to_node_id"].values()
+    (node_id, *_) = nodes_of(group)
     (address,) = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
     is_elsewhere = node_id != ray.get_runtime_context().get_node_id()
     return is_elsewhere, [part.zfill(3) for part in address.split(".")], node_id

@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -19,7 +19,6 @@ from colocate.clusters.cluster import Ask
 from colocate.parallel.ray_place import RayPlace
 from colocate.parallel.tail import Tail
 from colocate.redaction import redacted
-from colocate.run_file import LAUNCH
 from colocate.version import __version__
 
 GRACE_S = 12.0
@@ -85,37 +84,34 @@ class Ranks:
         ]
         self._groups = groups
         self._names = [f"rank {rank}" for rank in range(ask.num_ranks)]
-        self._places: list[Place] = []
+        self.places: list[Place] = []
         self._voices: list[_Voice] = []
         self._size: tuple[int, int] | None = None
 
-    def enter(self, output_dir: str) -> None:
+    def enter(self, directory: str | None) -> None:
         """Let every actor enter the run's directory.
 
+        Args:
+            directory: see `RankActor.place`.
+
         Raises:
-            ValueError: Ray has copied the working directory, and `output_dir` would be in the copy.
             RuntimeError: a node lacks the directory or this package, has another version of it, or does not
                 answer.
         """
-        import ray
-
-        is_copy = "working_dir" in ray.get_runtime_context().runtime_env
-        if is_copy and not os.path.isabs(output_dir):
-            raise ValueError(
-                f"output_dir={output_dir!r} would be in the copy of the working directory that Ray makes on "
-                "each node and deletes after the job: set the absolute path of one that all nodes share."
-            )
-        directory = None if is_copy else os.getcwd()
-        self._places = _answers(actor.place.remote(directory) for actor in self._actors)
-        for place in self._places:
+        self.places = _answers(actor.place.remote(directory) for actor in self._actors)
+        for place in self.places:
             if place.version != __version__:
                 raise RuntimeError(
                     f"{place.host} has colocate {place.version}, and the run was started with {__version__}: "
                     "install one version on all nodes."
                 )
 
-    def start(self, arguments: Sequence[str]) -> None:
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
         """Start all ranks' processes.
+
+        Args:
+            arguments: what follows `colocate`.
+            variables: what all ranks' environments have beside what tells them their ranks.
 
         Raises:
             RuntimeError: an actor cannot start its rank, or does not answer.
@@ -123,12 +119,12 @@ class Ranks:
         self._size = _terminal_size()
         sizes = [self._size if rank == 0 else None for rank in range(len(self._actors))]
         pids = _answers(
-            actor.start.remote(arguments, self._variables(rank), sizes[rank])
+            actor.start.remote(arguments, self._variables(rank) | dict(variables), sizes[rank])
             for rank, actor in enumerate(self._actors)
         )
         self._names = [
             f"rank {rank} ({place.host}, pid {pid})"
-            for rank, (place, pid) in enumerate(zip(self._places, pids, strict=True))
+            for rank, (place, pid) in enumerate(zip(self.places, pids, strict=True))
         ]
         self._voices = [_Voice(rank, is_heard=rank == 0 or self._size is None) for rank in range(len(pids))]
 
@@ -141,10 +137,13 @@ class Ranks:
                 return frozenset(ray.get(actor.checkpoints.remote(output_dir), timeout=_ANSWER_S))
         return frozenset()
 
-    def wait(self) -> Ending:
+    def wait(self, look: Callable[[], Ending | None] = lambda: None) -> Ending:
         """Show the ranks' output until all have ended, or one has failed.
 
         The first Ctrl-C and SIGTERM are passed on: the ranks save the step in hand, and end.
+
+        Args:
+            look: sees to what the ranks need, several times in a second; returns how that ends the run.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed again.
@@ -159,12 +158,14 @@ class Ranks:
             while asked and time.monotonic() < until_s and not any(each.was_lost for each in failures):
                 ready, _ = ray.wait(list(asked), timeout=0.2)
                 self._pass_on(received)
+                if (ending := look()) is not None:
+                    return ending
                 for reference in ready:
                     rank = asked.pop(reference)
                     try:
                         news = ray.get(reference)
                     except ray.exceptions.RayError as error:
-                        failures.append(self._gone(rank, _brief(error)))
+                        failures.append(self._gone(rank, brief(error)))
                         continue
                     heard_s[rank] = time.monotonic()
                     self._voices[rank].say(news)
@@ -179,8 +180,8 @@ class Ranks:
                 failures.append(self._gone(rank, f"nothing was heard of it for {silence_s:.0f} s"))
         # What all ranks find wrong, one alone says, and need not be the first to end.
         failures.sort(key=lambda failure: (not failure.was_lost, not failure.has_words))
-        ending = [*failures, Ending(0)][0]
-        return replace(ending, was_stopped=received.first is not None)
+        first = [*failures, Ending(0)][0]
+        return replace(first, was_stopped=received.first is not None)
 
     def end(self) -> None:
         """Kill every rank that is left, with what it has started, and its actor."""
@@ -196,7 +197,7 @@ class Ranks:
     def _variables(self, rank: int) -> dict[str, str]:
         """What torchrun would set, and the GPUs of the node's ranks, which all of them see: LOCAL_RANK is the
         number of a rank's own."""
-        places, per_node = self._places, self._ask.ranks_per_node
+        places, per_node = self.places, self._ask.ranks_per_node
         first = rank - rank % per_node
         gpu_ids = [number for place in places[first : first + per_node] for number in place.gpu_ids]
         return {
@@ -209,7 +210,6 @@ class Ranks:
             "CUDA_VISIBLE_DEVICES": ",".join(sorted(gpu_ids, key=lambda number: (len(number), number))),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",
-            LAUNCH: self._ask.options,
             **self._ray_place().as_variable(),
             **{name: os.environ[name] for name in ("TERM", "COLORTERM") if name in os.environ},
         }
@@ -236,10 +236,8 @@ class Ranks:
             self._actors[0].resize.remote(size)
 
     def _failed(self, rank: int, code: int) -> Ending:
-        if code > 0:
-            return self._ending(rank, code, f"ended with exit code {code}", was_lost=False)
-        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-        return self._ending(rank, 128 - code, f"was ended by {name}", was_lost=True)
+        number = code if code > 0 else 128 - code
+        return self._ending(rank, number, how_it_ended(code), was_lost=code < 0)
 
     def _gone(self, rank: int, reason: str) -> Ending:
         return self._ending(rank, 1, f"is lost with its node or its actor: {reason}", was_lost=True)
@@ -344,10 +342,35 @@ def _answers(references: Iterable[Any]) -> list[Any]:
     except ray.exceptions.RayTaskError as error:
         raise RuntimeError(f"A rank could not be started: {redacted(str(error.cause))}") from error
     except ray.exceptions.RayError as error:
-        raise RuntimeError(f"A rank could not be started: {_brief(error)}") from error
+        raise RuntimeError(f"A rank could not be started: {brief(error)}") from error
 
 
-def _brief(error: Exception) -> str:
+def how_it_ended(code: int) -> str:
+    """How a process with an exit code has ended, or with minus the number of the signal that ended it."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return "was ended by " + next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+
+
+def run_directory(output_dir: str) -> str | None:
+    """The directory that the run's processes enter; see `RankActor.place`.
+
+    Raises:
+        ValueError: Ray has copied the working directory, and `output_dir` would be in the copy.
+    """
+    import ray
+
+    if "working_dir" not in ray.get_runtime_context().runtime_env:
+        return os.getcwd()
+    if not os.path.isabs(output_dir):
+        raise ValueError(
+            f"output_dir={output_dir!r} would be in the copy of the working directory that Ray makes on "
+            "each node and deletes after the job: set the absolute path of one that all nodes share."
+        )
+    return None
+
+
+def brief(error: Exception) -> str:
     """What Ray says of a death, whose end names the cause, on one line."""
     text = " ".join(redacted(str(error)).split())
     return text if len(text) <= 600 else f"{text[:200]} … {text[-400:]}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from colocate.redaction import redacted
+from colocate.run_file import REPLICAS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -122,7 +123,8 @@ def _vllm_server(parts: EngineParts) -> RolloutEngine:
     from colocate.engines.vllm_server.patience import ALONE, patience_among
 
     options, accelerator = parts.options, parts.accelerator
-    urls = server_urls(options.vllm_server_base_url) or [
+    # The launcher that has started servers for this run knows best.
+    urls = server_urls(os.environ.get(REPLICAS) or options.vllm_server_base_url) or [
         f"http://{options.vllm_server_host}:{options.vllm_server_port}"
     ]
     is_alone = len(urls) == 1

@@ -19,6 +19,7 @@ from packaging.version import Version
 from colocate.engines.vllm.arguments import MAX_NUM_SEQS
 from colocate.engines.vllm.environment import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
 from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, key_of_new_server
+from colocate.run_file import LAUNCH
 
 _POLL_S = 0.25
 STOP_S = 30.0
@@ -65,7 +66,8 @@ def serve(
     key = key_of_new_server(port)
     command = _command(model, host, port, tensor_parallel_size, vllm_options)
     # In a session of its own, so that a Ctrl-C reaches vLLM once, from here, and not also from the terminal.
-    process = subprocess.Popen(command, env=_environment(key), start_new_session=True)
+    # Below a launcher there is no terminal, and the launcher ends this process's whole group.
+    process = subprocess.Popen(command, env=_environment(key), start_new_session=LAUNCH not in os.environ)
     signalled_s: list[float] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
