@@ -117,5 +117,5 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-cpu.txt .ci/vllm_requirement
 	$(VLLM_BIN)/python -m pip install --quiet packaging
 	$(VLLM_BIN)/python .ci/vllm_requirements.py > $(VLLM_VENV)/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --requirement $(VLLM_VENV)/requirements.txt \
-		--editable ".[peft,bitsandbytes]" torch "pytest<9.2" pytest-xdist hypothesis
+		--editable ".[peft,bitsandbytes,ray]" torch "pytest<9.2" pytest-xdist hypothesis
 	touch $@

@@ -65,6 +65,7 @@ def make_worker(about: dict[str, Any]) -> Any:
         get_vocab_size=lambda: shape.vocab_size,
         quantization=None,
         data_parallel_size=1,
+        enable_sleep_mode=False,
     )
     worker: Any = WeightReceiver()
     model = EmptyModel(about["names"])

@@ -6,16 +6,14 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,8 @@ from colocate.cli import main
 from colocate.clusters import ranks as ranks_module
 from colocate.clusters.actor import RankActor, without_launchers
 from colocate.clusters.cluster import Ask, connected
-from processes import SOURCE, TORCHRUN
+from processes import TORCHRUN
+from ray_homes import FOREIGN, environment_of_ray, home_of_ray, marked, wait_for_end
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
 
@@ -55,20 +54,6 @@ RUN = dict(
     output_dir="out", num_generations=4, per_device_train_batch_size=4, max_steps=4, max_completion_length=8,
     use_cpu=True, learning_rate=1e-2, logging_steps=1, save_steps=1, report_to="none",
 )  # fmt: skip
-FOREIGN = {"SLURM_PROCID": "7", "PMI_RANK": "7", "PMIX_RANK": "7", "OMPI_COMM_WORLD_RANK": "7"}
-
-
-@contextmanager
-def home_of_ray() -> Iterator[Path]:
-    """A directory for what Ray writes; its path is short, as those of its sockets must be.
-
-    Every process that is started here has it in its environment: none may be left.
-    """
-    directory = Path(tempfile.mkdtemp(prefix="ray"))
-    yield directory
-    left = wait_for_end(str(directory))
-    shutil.rmtree(directory)
-    assert left == []
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +71,7 @@ def another_home() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def environment(home) -> dict[str, str]:
-    given = {"HOME": str(home), "RAY_TMPDIR": str(home), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    paths = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
-    return os.environ | given | FOREIGN | {"PYTHONPATH": paths, "RAY_ADDRESS": "local"}
+    return environment_of_ray(home)
 
 
 @pytest.fixture(scope="module")
@@ -275,31 +258,6 @@ def test_a_driver_that_is_stopped_leaves_nothing_behind(how, make_run, environme
         assert "the step in hand is finished and saved" in text
         assert "auto --launcher ray --num_nodes 1 --ranks_per_node 2" in text, "the command to go on"
         assert len(list((directory / "out").glob("checkpoint-*"))) == 1
-
-
-def wait_for_end(mark: str, seconds: float = 60) -> list[int]:
-    """The processes that are left of those with a mark after so long."""
-    end_s = time.monotonic() + seconds
-    while (left := marked(mark)) and time.monotonic() < end_s:
-        time.sleep(0.2)
-    return left
-
-
-def marked(mark: str) -> list[int]:
-    """Other processes that have inherited a variable with this value, and are not dead."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            is_dead = (path / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-            if (
-                not is_dead
-                and path.name != str(os.getpid())
-                and mark.encode() in (path / "environ").read_bytes()
-            ):
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
 
 
 # ── The page ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -234,6 +234,7 @@ class FakeVLLM:
             "get_vocab_size": lambda: config.vocab_size,
             "quantization": None,
             "data_parallel_size": 1,
+            "enable_sleep_mode": False,
             **self.settings,
         }
         both = types.SimpleNamespace(**model_config)

@@ -117,6 +117,7 @@ def vllm_case(make_model: Callable[[], Any], **fields: Any) -> EngineCase:
 
 class NativeReplica(NativeEngine):
     name = "a native engine"
+    takes_turns = False
 
     def note_update(self, version: int) -> None: ...
 

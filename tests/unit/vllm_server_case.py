@@ -26,6 +26,21 @@ from colocate.engines.vllm_server.key import key_file
 START_S = 300.0
 """Within which a server of a tiny model is up, even where two cores are shared."""
 
+TINY = (
+    *("--enforce-eager", "--max-num-seqs", "8", "--max-num-batched-tokens", "1024"),
+    *("--block-size", "32"),  # the prefix cache has whole blocks, of which a context has a few so
+    *("--gpu-memory-utilization", "0.2"),
+)
+"""vLLM's options for a tiny model."""
+TINY_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Two test processes' threads would wait for each other on few cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
 
 def make_server_model() -> Any:
     """The model that `ServerProcess` serves by default; its head size is one that vLLM's attention takes."""
@@ -67,21 +82,9 @@ class ServerProcess:
         command = [
             *(sys.executable, "-m", "colocate", "serve", str(directory)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--"),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_POSITION)),
-            *("--max-num-seqs", "8", "--max-num-batched-tokens", "1024"),
-            *("--block-size", "32"),  # the prefix cache has whole blocks, of which a context has a few so
-            *("--gpu-memory-utilization", "0.2", *options),
+            *("--dtype", "float32", "--max-model-len", str(MAX_POSITION), *TINY, *options),
         ]
-        variables = {
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            # Two test processes' threads would wait for each other on few cores.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            **(environment or {}),
-        }
+        variables = {**os.environ, **TINY_VARIABLES, **(environment or {})}
         variables.pop("TRITON_INTERPRET", None)
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, env=variables, stdout=log, stderr=log)

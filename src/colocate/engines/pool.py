@@ -28,7 +28,7 @@ Key = TypeVar("Key", bound=Hashable)
 MAX_LOSSES = 5
 """How often a turn is given to another engine before the run gives up: it may be what ends them."""
 _FIRST_PROBE_S = 0.5
-_LAST_PROBE_S = 8.0
+_LAST_PROBE_S = 2.0
 _WAIT_S = 0.05
 """Pause between looks at a pool of which nobody is left."""
 _GRACE_S = 5.0
@@ -46,6 +46,11 @@ class Replica(RolloutEngine, Protocol):
     @property
     def name(self) -> str:
         """What it is called in messages, such as its address."""
+        ...
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it sleeps on the trainers' GPUs while they train."""
         ...
 
     def note_update(self, version: int) -> None:
@@ -296,16 +301,29 @@ class EnginePool(TurnEngine):
     # ── Memory and weights ───────────────────────────────────────────────────────────────────────────────
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Put all engines to sleep; each may keep its share of `keep_bytes`."""
-        for member in self._members:
-            member.replica.sleep(keep_bytes // len(self._members))
+        """Put all engines to sleep; each may keep its share of `keep_bytes`.
+
+        All processes of the run must call this where engines take turns with them.
+        """
+        if takes_turns := self._is_awake and self._takes_turns:
+            self._barrier()  # others may still be drawing
+        self._each(lambda replica: replica.sleep(keep_bytes // len(self._members)))
         super().sleep(keep_bytes)
+        if takes_turns:
+            self._homes.clear()
+            self._barrier()
 
     def wake_up(self) -> None:
-        """Wake all engines up."""
+        """Wake all engines up. One that is lost is awake, with the weights of now, when it is back.
+
+        All processes of the run must call this where engines take turns with them.
+        """
+        if takes_turns := not self._is_awake and self._takes_turns:
+            self._barrier()  # others may still be training
         super().wake_up()
-        for member in self._members:
-            member.replica.wake_up()
+        self._each(lambda replica: replica.wake_up())
+        if takes_turns:
+            self._barrier()
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Publish to all engines. One that is lost gets the weights when it is back.
@@ -317,14 +335,22 @@ class EnginePool(TurnEngine):
         for member in self._members:
             if member.loss is not None:
                 member.replica.note_update(version)
-                continue
-            try:
-                member.replica.update_weights(tensors, version)
-            except EngineLost as error:
-                self._lose(member, error)
+        self._each(lambda replica: replica.update_weights(tensors, version))
         self.policy_version = version
         self._homes.clear()  # the caches have been dropped
         self._barrier()
+
+    @property
+    def _takes_turns(self) -> bool:
+        return any(member.replica.takes_turns for member in self._members)
+
+    def _each(self, action: Callable[[Replica], object]) -> None:
+        """Do the same with every engine that is not lost."""
+        for member in self._present:
+            try:
+                action(member.replica)
+            except EngineLost as error:
+                self._lose(member, error)
 
     def close(self) -> None:
         """Close all engines."""

@@ -71,7 +71,10 @@ _LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted, KeyRefused)
 class VLLMServerEngine(TurnEngine):
     """Generates on a vLLM server, whose weights it keeps equal to the model's.
 
-    The server has memory of its own, so `sleep` gives nothing back and `wake_up` takes nothing.
+    A server usually has GPUs of its own, so `sleep` gives nothing back and `wake_up` takes nothing. One that
+    can sleep (`--enable-sleep-mode`) is taken for one on the trainers' GPUs: it takes turns with them. `sleep`
+    lets it drop its weights and its KV cache, and `wake_up` lets it take memory for weights, sends them, and
+    lets it take memory for the KV cache.
 
     `generate` sends one request for all completions of a prompt. A turn of an open sequence is a request of
     its own, and `poll` returns those that were answered. Before `sleep` and `update_weights` return, requests
@@ -101,6 +104,8 @@ class VLLMServerEngine(TurnEngine):
     """
 
     shares_weights = False
+    takes_turns = False
+    """Whether the server sleeps while the trainers train."""
     _num_updates = 0
     _start_id: str | None = None
     _checked_start_id = ""
@@ -159,6 +164,8 @@ class VLLMServerEngine(TurnEngine):
         try:
             self._await_server()
             self._check_server()
+            if is_main and self.takes_turns:
+                self._pusher.put_to_sleep()  # the trainer is about to take memory
         except BaseException:
             self._client.close()
             raise
@@ -181,9 +188,40 @@ class VLLMServerEngine(TurnEngine):
         super().abort(sequences)
 
     def sleep(self, keep_bytes: int = 0) -> None:
-        """Refuse `generate` and give turns under way up. `keep_bytes` has no effect: no memory is held."""
+        """Refuse `generate`, give turns under way up, and let a server that takes turns sleep.
+
+        All processes of the run must call this where a server takes turns. `keep_bytes` has no effect: such a
+        server keeps nothing.
+
+        Raises:
+            RuntimeError: see `generate`.
+        """
         self._open_turns.abort()
+        was_awake = self._is_awake
         super().sleep(keep_bytes)
+        if self.takes_turns and was_awake:
+            self._barrier()  # others may still be drawing
+            if self._is_main:
+                self._surviving("sleep", self._pusher.put_to_sleep)
+            self._barrier()
+
+    def wake_up(self) -> None:
+        """Allow `generate`, and wake a server up that takes turns: it is sent the weights of now.
+
+        All processes of the run must call this where a server takes turns.
+
+        Raises:
+            RuntimeError: see `generate`.
+        """
+        if self.takes_turns and not self._is_awake:
+            self._check_open()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # the server cannot use what PyTorch holds here
+            self._barrier()
+            if self._is_main:
+                self._surviving("wake up", self._bring_up_to_date)
+            self._barrier()
+        super().wake_up()
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Send the model's present weights, with adapters merged, and drop prefixes computed with older ones.
@@ -208,6 +246,8 @@ class VLLMServerEngine(TurnEngine):
                 "are sent. Update the model's parameters in place."
             )
         self.note_update(version)
+        if self.takes_turns and not self._is_awake:
+            return  # they are sent when it wakes up
         if self._is_main:
             self._surviving("take weights", self._bring_up_to_date)
         self._barrier()
@@ -249,6 +289,7 @@ class VLLMServerEngine(TurnEngine):
                     f"It came back with --max-model-len = {self._max_len}, and had {max_len} before."
                 )
             self._bring_up_to_date()
+            self._is_awake = True
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ValueError) as error:
@@ -384,6 +425,7 @@ class VLLMServerEngine(TurnEngine):
         start_id, tokens = _start_id(states), {state["token"] for state in states}
         self.num_restarts += self._start_id not in (None, start_id)
         self._start_id = start_id
+        self._pusher.is_asleep = any(state["is_asleep"] for state in states)
         return start_id, tokens.pop() if len(tokens) == 1 else None
 
     # ── The server ───────────────────────────────────────────────────────────────────────────────────────
@@ -478,6 +520,7 @@ class VLLMServerEngine(TurnEngine):
         offered = self._ask("/v1/models", lambda answer: _field(answer, "data")[0])
         workers = self._workers.describe(deadline_s=self._patience.answer_s)
         check_fit(self._model, workers[0], str(offered["id"]), url)
+        self.takes_turns = workers[0]["can_sleep"]
         if workers[0]["logprobs_mode"] != self._reported.mode:
             self._reported = self._report_in(workers[0]["logprobs_mode"])
         dtype = str(causal_lm(self._model).get_input_embeddings().weight.dtype).removeprefix("torch.")

@@ -36,7 +36,9 @@ MAX_BODY_BYTES = 2**26
 _OPEN = {("GET", "/health")}  # answers with an empty body
 _FREE = {("GET", path) for path in ("/version", "/v1/models", "/metrics", "/load", "/is_paused")}
 _GENERATING = {("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
-_OF_THE_HOLDER = {("POST", path) for path in ("/pause", "/resume", "/reset_prefix_cache")}
+_OF_THE_HOLDER = {
+    ("POST", path) for path in ("/pause", "/resume", "/reset_prefix_cache", "/sleep", "/wake_up")
+}
 _WORKERS = ("POST", "/collective_rpc")
 
 

@@ -216,6 +216,8 @@ class WeightPusher:
     message_s: float
 
     def __post_init__(self) -> None:
+        self.is_asleep = False
+        """The server's memory of weights and KV cache is to be taken again. Set by whoever has asked it."""
         self._transport: Transport | None = None
         self._transport_is_to: list[str] = []
         self._push_id: str | None = None
@@ -235,14 +237,29 @@ class WeightPusher:
         """
         deadline = time.monotonic() + self.timeout_s
         replaces, self._push_id = self._push_id, uuid.uuid4().hex
+        if was_asleep := self.is_asleep:
+            self._tell("/wake_up?tags=weights", deadline)
         try:
             sent_bytes = self._push(model, token, replaces, deadline)
         except BaseException:
             self.reset()
             raise
+        if was_asleep:
+            self._tell("/wake_up?tags=kv_cache", deadline)
+            self.workers.call("note_sleep", is_asleep=False, deadline_s=self._remaining_s(deadline))
         self._tell("/reset_prefix_cache", deadline)
         self._tell("/resume", deadline)
         return sent_bytes
+
+    def put_to_sleep(self) -> None:
+        """Let the server give the memory of weights and KV cache back; the next push wakes it up.
+
+        Raises:
+            ServerUnreachable, WorkerError, RequestRefused: see `push`.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        self.workers.call("note_sleep", is_asleep=True, deadline_s=self._remaining_s(deadline))
+        self._tell("/sleep?level=2", deadline)  # 2: the weights are dropped, as newer ones will be sent
 
     def reset(self) -> None:
         """Close the transport; the next push chooses one again."""

@@ -88,7 +88,10 @@ class _Receiver:
     """The state of one worker's weights; its public methods are the messages of a trainer."""
 
     OF_ANYBODY = ("describe", "abandon")
-    OF_THE_HOLDER = ("claim", "release", "state", "share", "join_group", "begin", "receive_chunk", "finish")
+    OF_THE_HOLDER = (
+        *("claim", "release", "state", "share", "join_group"),
+        *("begin", "receive_chunk", "finish", "note_sleep"),
+    )
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -99,7 +102,7 @@ class _Receiver:
         self._finished_push_id: str | None = None
         self._num_chunks = 0
         self._last_message_s = 0.0
-        self._is_reloading = False
+        self._is_reloading = self._is_asleep = False
         self._copy_as_head: str | None = None
         self._parameter_names: set[str] = set()
         self._loaded_names: set[str] | None = set()
@@ -143,6 +146,7 @@ class _Receiver:
             "rank": self._worker.rank,
             "start_id": self._start_id,
             "num_replicas": config.parallel_config.data_parallel_size,
+            "can_sleep": bool(model_config.enable_sleep_mode),
             "logprobs_mode": str(getattr(model_config.logprobs_mode, "value", model_config.logprobs_mode)),
             "generation_config": model_config.generation_config,
             "dtype": str(model_config.dtype).removeprefix("torch."),
@@ -153,11 +157,12 @@ class _Receiver:
         }
 
     def state(self) -> dict[str, Any]:
-        """`token` names the weights of the last finished push, None before and during a push.
+        """`token` names the weights of the last finished push, None before and during a push, and asleep.
 
         `start_id` is different after every start of the server.
         """
-        return {"start_id": self._start_id, "token": self._token}
+        token = None if self._is_asleep else self._token
+        return {"start_id": self._start_id, "token": token, "is_asleep": self._is_asleep}
 
     def claim(self) -> dict[str, Any]:
         """Nothing more than `answer` has done: the run that gets this answer holds the server."""
@@ -179,6 +184,13 @@ class _Receiver:
         self._push_id = None
         self._end_reload()
         return {"is": "free"}
+
+    def note_sleep(self, is_asleep: bool) -> dict[str, Any]:
+        """Note that the server is about to give the memory of its weights back, or is awake with new ones."""
+        self._is_asleep = is_asleep
+        if is_asleep:
+            self._token = None
+        return {}
 
     def share(self, directory: str, mark: str) -> dict[str, Any]:
         """Find out whether the server sees a directory of the trainer. If so, weights may come from it.

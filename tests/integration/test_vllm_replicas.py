@@ -1,0 +1,122 @@
+"""vLLM servers that a run on Ray starts for itself: real Ray, real vLLM on a CPU, one of two servers killed.
+
+With vLLM and Ray installed: `pytest -m vllm tests/integration/test_vllm_replicas.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import tiny
+from processes import TORCHRUN
+from ray_homes import environment_of_ray, home_of_ray, wait_for_end
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+
+from vllm_server_case import TINY, TINY_VARIABLES, make_server_model, shared_server
+
+from colocate.clusters.actor import without_launchers
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
+
+REWARDS = '''
+import json, os, signal, time
+from pathlib import Path
+import psutil
+
+def digits(completions, trainer_state, **_):
+    """Rewards digits. The file die/STEP makes rank 1 kill the second server in that step; the file
+    back/STEP makes it wait in that step until it was started again."""
+    step, is_second = trainer_state.global_step + 1, os.environ["RANK"] == "1"
+    if is_second and Path(f"die/{step}").exists():
+        port = os.environ["COLOCATE_REPLICAS"].rpartition(":")[2]
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if "colocate.clusters.child" in words and port in words:
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM, too
+    if is_second and Path(f"back/{step}").exists():
+        until_s = time.monotonic() + 200
+        while Path("out/replica-1.log").read_text().count("is ready at") < 2 and time.monotonic() < until_s:
+            time.sleep(0.1)
+        time.sleep(3.5)  # the ranks ask it every 2 s, give or take a half
+    return [float(sum(c.isdigit() for c in text)) for text in completions]
+'''
+RUN = dict(
+    model_name_or_path="./model", dataset_name="data.jsonl", reward_funcs=["rewards.py:digits"],
+    output_dir="out", num_generations=4, per_device_train_batch_size=8, max_steps=5, max_completion_length=8,
+    use_cpu=True, learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none",
+    engine="vllm_server",
+)  # fmt: skip
+
+
+def make_run(directory: Path) -> Path:
+    """A directory with the shared servers' model, data, a reward and a run file."""
+    directory.mkdir()
+    make_server_model().save_pretrained(directory / "model")
+    tiny.make_tokenizer().save_pretrained(directory / "model")
+    tiny.sums().to_json(directory / "data.jsonl")
+    (directory / "rewards.py").write_text(REWARDS)
+    (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
+    return directory
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with home_of_ray() as directory:
+        yield directory
+
+
+def rewards(directory: Path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [(record["step"], record["reward"]) for record in records if "reward" in record]
+
+
+def test_a_run_with_two_replicas_of_which_one_is_killed_is_that_of_servers_started_by_hand(tmp_path, home):
+    pytest.importorskip("ray")
+    ours, theirs = make_run(tmp_path / "ours"), make_run(tmp_path / "theirs")
+    for name, step in (("die", 2), ("back", 4)):
+        (ours / name).mkdir()
+        (ours / name / str(step)).touch()
+    environment = environment_of_ray(home) | TINY_VARIABLES
+    train = [*("-m", "colocate", "train", "run.yaml")]
+    words = [sys.executable, *train, "--launcher", "ray", "--ranks_per_node", "2", "--num_replicas", "2"]
+    done = subprocess.run(
+        [*words, "--", *TINY, "--max-model-len", "128"],
+        cwd=ours,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "It is started again in its place (1 of 3 times)." in done.stderr
+    assert re.search(
+        r"replica 1 \(.*, pid \d+, http://127.0.0.1:\d+\) was ended by SIGKILL\. Its last", done.stderr
+    )
+    assert re.search(r"http://127.0.0.1:\d+ is lost: ", done.stderr)
+    assert re.search(r"http://127.0.0.1:\d+ is back, with the weights of now\.", done.stderr)
+    assert wait_for_end(str(home)) == [], "no server is left"
+
+    urls = ",".join(shared_server(number).base_url for number in range(2))
+    by_hand = [sys.executable, *TORCHRUN, *train, "--vllm_server_base_url", urls]
+    # The servers' keys are there.
+    at_home = without_launchers(environment) | {"HOME": os.path.expanduser("~")}
+    subprocess.run(by_hand, cwd=theirs, env=at_home, check=True, timeout=280)
+    assert rewards(ours) == rewards(theirs) and [step for step, _ in rewards(ours)] == [1, 2, 3, 4, 5]
+    weights = [load_file(directory / "out" / "model.safetensors") for directory in (ours, theirs)]
+    start = load_file(ours / "model" / "model.safetensors")
+    print(max(float((w - weights[1][n]).abs().max()) for n, w in weights[0].items()))
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], atol=1e-6, rtol=1e-5)
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in weights[0].items())
