@@ -186,6 +186,8 @@ class FakeVLLM:
         self.draw: Callable[[dict[str, Any]], bool] = lambda body: True
         self.given_up: list[dict[str, Any]] = []
         self.is_paused = False
+        self.awake = {"weights", "kv_cache"}
+        """What it has memory for."""
         self.gone_until_s = 0.0
         """Until then, by time.monotonic(), every connection is closed without an answer."""
         self.earlier: dict[str, tuple[BaseHTTPRequestHandler, bytes]] = {}
@@ -241,9 +243,9 @@ class FakeVLLM:
         self.vllm_config = types.SimpleNamespace(model_config=both, parallel_config=both)
         self.worker: Any = WeightReceiver()
         vars(self.worker).update(
-            device=torch.device("cpu"), rank=0, vllm_config=self.vllm_config, get_model=lambda: self.loaded
+            device=torch.device("cpu"), rank=0, vllm_config=self.vllm_config, get_model=self._model_in_memory
         )
-        self.is_paused = False
+        self.is_paused, self.awake = False, {"weights", "kv_cache"}
 
     def close(self) -> None:
         self.http.shutdown()
@@ -251,9 +253,16 @@ class FakeVLLM:
         asyncio.run_coroutine_threadsafe(self._cancel_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
+    def _model_in_memory(self) -> FakeModel:
+        assert "weights" in self.awake, "weights are read or written where there is no memory"
+        return self.loaded
+
     async def _cancel_tasks(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
+
+    def config_of(self, name: str) -> Any:
+        return getattr(self.vllm_config.model_config, name)
 
     def message(self, do: str, run_id: str = "somebody", **arguments: Any) -> dict[str, Any]:
         """What the worker answers to a message of the key's owner."""
@@ -327,11 +336,12 @@ class FakeVLLM:
         content = (await receive())["body"]
         with self._lock:
             self.reached.append(scope["path"])
-            status, answer = self._do(scope["path"], json.loads(content) if content else None)
+            query = scope["query_string"].decode()
+            status, answer = self._do(scope["path"], json.loads(content) if content else None, query)
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
-    def _do(self, path: str, body: Any) -> tuple[int, Any]:
+    def _do(self, path: str, body: Any, query: str) -> tuple[int, Any]:
         states = {
             "/health": None,
             "/version": {"version": self.version},
@@ -346,6 +356,14 @@ class FakeVLLM:
         if path == "/reset_prefix_cache":
             self.num_prefix_cache_resets += 1
             return 200, {"success": True}
+        if path == "/sleep":
+            assert query == "level=2" and self.config_of("enable_sleep_mode")
+            self.is_paused, self.awake, self.loaded = True, set(), FakeModel(self.names)
+            return 200, {"status": "sleeping"}
+        if path == "/wake_up":
+            self.awake.add(query.removeprefix("tags="))
+            self.is_paused = self.awake != {"weights", "kv_cache"}
+            return 200, {"status": "sleeping" if self.is_paused else "awake"}
         if path == "/collective_rpc":
             return 200, {"results": [self.worker.colocate_receive(*body["args"])]}
         if path != "/v1/completions":

@@ -58,11 +58,14 @@ def served_model() -> Any:
 class Fleet:
     """Stand-ins of vLLM's server, a pool of engines that use them, and the engine of one that is sound."""
 
-    def __init__(self, model: Any, num_servers: int, directory: str) -> None:
+    def __init__(self, model: Any, num_servers: int, directory: str, *, takes_turns: bool = False) -> None:
         self.model = model
         self.directory = directory
         self.servers = [FakeVLLM(model) for _ in range(num_servers + 1)]
         *self.fakes, self.sound = self.servers
+        for fake in self.fakes:
+            fake.settings["enable_sleep_mode"] = takes_turns
+            fake.restart()
         self.engines: list[Any] = []
         self.alone = self.engine(self.sound, patience=ALONE)
 
@@ -106,8 +109,8 @@ def fleets(model, monkeypatch, tmp_path) -> Iterator[Callable[[int], Fleet]]:
     monkeypatch.setattr(pool_module, "_GRACE_S", 0.3)
     made: list[Fleet] = []
 
-    def make(num_servers: int) -> Fleet:
-        made.append(Fleet(model, num_servers, str(tmp_path)))
+    def make(num_servers: int, **options: Any) -> Fleet:
+        made.append(Fleet(model, num_servers, str(tmp_path), **options))
         return made[-1]
 
     yield make
@@ -381,7 +384,8 @@ PATHS = [
     COMPLETIONS,
     CHUNKS,
     "/health",
-    *(f"/collective_rpc {do}" for do in ("state", "begin", "finish", "claim")),
+    *(f"/collective_rpc {do}" for do in ("state", "begin", "finish", "claim", "note_sleep")),
+    *("/sleep", "/wake_up"),
 ]
 
 
@@ -406,6 +410,7 @@ def play(fleet: Fleet, schedule: list[dict[str, list[Any]]]) -> bool:
             fake.faults |= {path: list(found) for path, found in faults.items()}
         for version in range(3):
             fleet.update(pool, version)
+            pool.wake_up()
             expected = fleet.alone.generate(prompts, sampling)
             assert pool.generate(prompts, sampling) == expected
             numbers = pool.submit(prompts, sampling, keep=True)
@@ -423,10 +428,18 @@ def play(fleet: Fleet, schedule: list[dict[str, list[Any]]]) -> bool:
             assert [second[n] for n in numbers[::2]] == [expected_turns[n] for n in again[::2]]
             pool.abort(numbers)
             fleet.alone.abort(again)
+            pool.sleep()
+            for member in pool._members:
+                assert not member.replica.takes_turns or member.loss or not fake_of(fleet, member).awake
     except RuntimeError as error:
         assert any(fake.base_url in str(error) for fake in fleet.fakes), error
         return False
     return True
+
+
+def fake_of(fleet: Fleet, member: Any) -> FakeVLLM:
+    (fake,) = (fake for fake in fleet.fakes if fake.base_url == member.replica.name)
+    return fake
 
 
 def check_schedules(make_fleet: Callable[[int], Fleet], num_examples: int) -> None:
@@ -437,10 +450,10 @@ def check_schedules(make_fleet: Callable[[int], Fleet], num_examples: int) -> No
         deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
-    @given(num_servers=st.integers(1, 3), data=st.data())
-    def check(num_servers: int, data: Any) -> None:
+    @given(num_servers=st.integers(1, 3), takes_turns=st.booleans(), data=st.data())
+    def check(num_servers: int, takes_turns: bool, data: Any) -> None:
         schedule = data.draw(schedules(num_servers))
-        fleet = make_fleet(num_servers)
+        fleet = make_fleet(num_servers, takes_turns=takes_turns)
         try:
             finished.append(play(fleet, schedule))
         finally:

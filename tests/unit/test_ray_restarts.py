@@ -11,6 +11,7 @@ from colocate.clusters import launch as launch_module
 from colocate.clusters.cluster import Ask
 from colocate.clusters.launch import LaunchOptions, launch
 from colocate.clusters.ranks import Ending
+from colocate.run_file import LAUNCH
 
 LOST, FAILED, STOPPED = (
     Ending(137, "rank 1 was ended by SIGKILL", was_lost=True),
@@ -33,14 +34,15 @@ def play(monkeypatch):
             def __init__(self, *_: Any) -> None:
                 self.has_entered = False
 
-            def enter(self, output_dir: str) -> None:
-                assert output_dir == "out"
+            def enter(self, directory: str) -> None:
+                assert directory == "here"
                 self.has_entered = True
 
             def checkpoints(self, output_dir: str) -> frozenset[tuple[str, int]]:
                 return frozenset(written) if self.has_entered else frozenset()
 
-            def start(self, arguments: list[str]) -> None:
+            def start(self, arguments: list[str], variables: dict[str, str]) -> None:
+                assert variables == {LAUNCH: "--launcher ray --num_nodes 1 --ranks_per_node 2"}
                 seen.append(arguments)
 
             def wait(self) -> Ending:
@@ -55,11 +57,12 @@ def play(monkeypatch):
         def given(*_: Any, **__: Any):
             yield []
 
-        for name, stand_in in (("Ranks", Ranks), ("connected", given), ("places", given)):
+        stand_ins = dict(Ranks=Ranks, connected=given, places=given, run_directory=lambda output_dir: "here")
+        for name, stand_in in stand_ins.items():
             monkeypatch.setattr(launch_module, name, stand_in)
         options = LaunchOptions(Ask(1, 2, on_gpus=False), max_restarts, 1.0)
         try:
-            outcome: int | str = launch(["train"], "out", options)
+            outcome: int | str = launch(["train"], {"output_dir": "out"}, options)
         except RuntimeError as error:
             outcome = str(error)
         assert len(ended) == len(seen) and next(script, None) is None, (

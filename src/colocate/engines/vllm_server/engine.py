@@ -72,9 +72,9 @@ class VLLMServerEngine(TurnEngine):
     """Generates on a vLLM server, whose weights it keeps equal to the model's.
 
     A server usually has GPUs of its own, so `sleep` gives nothing back and `wake_up` takes nothing. One that
-    can sleep (`--enable-sleep-mode`) is taken for one on the trainers' GPUs: it takes turns with them. `sleep`
-    lets it drop its weights and its KV cache, and `wake_up` lets it take memory for weights, sends them, and
-    lets it take memory for the KV cache.
+    can sleep (`--enable-sleep-mode`) is taken for one on the trainers' GPUs and takes turns with them:
+    `sleep` lets it drop its weights and its KV cache, and `wake_up` lets it take memory for weights, sends
+    them, and lets it take memory for the KV cache.
 
     `generate` sends one request for all completions of a prompt. A turn of an open sequence is a request of
     its own, and `poll` returns those that were answered. Before `sleep` and `update_weights` return, requests
@@ -161,14 +161,7 @@ class VLLMServerEngine(TurnEngine):
             timeout_s=push_timeout_s,
             message_s=patience.message_s,
         )
-        try:
-            self._await_server()
-            self._check_server()
-            if is_main and self.takes_turns:
-                self._pusher.put_to_sleep()  # the trainer is about to take memory
-        except BaseException:
-            self._client.close()
-            raise
+        self._meet_server()
         # `finalize` also releases the server at the end of a process that did not call `close`.
         self._let_go = weakref.finalize(self, _lease_keeper(self._workers).close) if is_main else lambda: None
 
@@ -467,6 +460,17 @@ class VLLMServerEngine(TurnEngine):
             f"The vLLM server at {self._client.base_url} was lost {_MAX_LOSSES} times in a row; the last "
             f"time: {last} Look into its log."
         ) from last
+
+    def _meet_server(self) -> None:
+        """Wait for the server and check it; one that takes turns sleeps then, as it is the trainer's turn."""
+        try:
+            self._await_server()
+            self._check_server()
+            if self._is_main and self.takes_turns:
+                self._pusher.put_to_sleep()
+        except BaseException:
+            self._client.close()
+            raise
 
     def _await_server(self) -> None:
         """Wait until the server is ready.

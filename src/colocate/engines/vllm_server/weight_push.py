@@ -246,7 +246,7 @@ class WeightPusher:
             raise
         if was_asleep:
             self._tell("/wake_up?tags=kv_cache", deadline)
-            self.workers.call("note_sleep", is_asleep=False, deadline_s=self._remaining_s(deadline))
+            self._note_sleep(False, deadline)
         self._tell("/reset_prefix_cache", deadline)
         self._tell("/resume", deadline)
         return sent_bytes
@@ -255,11 +255,14 @@ class WeightPusher:
         """Let the server give the memory of weights and KV cache back; the next push wakes it up.
 
         Raises:
+            PushInterrupted: it restarted meanwhile, and may be awake.
             ServerUnreachable, WorkerError, RequestRefused: see `push`.
         """
         deadline = time.monotonic() + self.timeout_s
-        self.workers.call("note_sleep", is_asleep=True, deadline_s=self._remaining_s(deadline))
+        before = self._note_sleep(True, deadline)
         self._tell("/sleep?level=2", deadline)  # 2: the weights are dropped, as newer ones will be sent
+        if self._note_sleep(True, deadline) != before:
+            raise PushInterrupted("The server restarted when it was about to sleep.")
 
     def reset(self) -> None:
         """Close the transport; the next push chooses one again."""
@@ -345,6 +348,11 @@ class WeightPusher:
                     f"{self.timeout_s:g} s. Give every run a server of its own."
                 )
             time.sleep(_POLL_S)
+
+    def _note_sleep(self, is_asleep: bool, deadline: float) -> list[str]:
+        """Tell the workers whether they sleep; returns the identities of their starts."""
+        told = self.workers.call("note_sleep", is_asleep=is_asleep, deadline_s=self._remaining_s(deadline))
+        return [answer["start_id"] for answer in told]
 
     def _tell(self, path: str, deadline: float) -> None:
         self.client.call("POST", path, deadline_s=self._remaining_s(deadline), parse=_check_done)

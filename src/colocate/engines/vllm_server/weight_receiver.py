@@ -186,11 +186,15 @@ class _Receiver:
         return {"is": "free"}
 
     def note_sleep(self, is_asleep: bool) -> dict[str, Any]:
-        """Note that the server is about to give the memory of its weights back, or is awake with new ones."""
+        """Note that the server is about to give the memory of its weights back, or is awake with new ones.
+
+        Returns:
+            {"start_id": as in `state`}.
+        """
         self._is_asleep = is_asleep
         if is_asleep:
             self._token = None
-        return {}
+        return {"start_id": self._start_id}
 
     def share(self, directory: str, mark: str) -> dict[str, Any]:
         """Find out whether the server sees a directory of the trainer. If so, weights may come from it.
