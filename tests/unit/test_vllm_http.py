@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import io
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +24,7 @@ from colocate.engines.vllm_server.client import (
     RequestRefused,
     ServerUnreachable,
 )
+from colocate.engines.vllm_server.connection import Connection
 
 GOOD = http_response(200, b'{"value": 7}')
 FAILURES = {
@@ -177,3 +181,127 @@ def test_what_is_sent_is_what_was_given(serve):
 def test_only_plain_http(url):
     with pytest.raises(ValueError, match="http://HOST:PORT"):
         HttpClient(url)
+
+
+# ── Answers, as Python's own client reads them ───────────────────────────────────────────────────────────
+
+
+class Received:
+    """A socket from which an answer comes."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._content)
+
+
+def reference(content: bytes) -> tuple[int, bytes, bool]:
+    response = http.client.HTTPResponse(Received(content), method="POST")  # type: ignore[arg-type]
+    response.begin()
+    return response.status, response.read(), response.will_close
+
+
+def ours(content: bytes) -> tuple[int, bytes, bool]:
+    connection = Connection("host", 80)
+    connection._socket = Received(content)  # type: ignore[assignment]
+    return tuple(connection.receive())
+
+
+def rendered(
+    status: int, pieces: list[bytes], framing: str, headers: list[tuple[str, str]], is_last: bool
+) -> bytes:
+    body = b"".join(pieces)
+    if framing == "length":
+        headers = [*headers, ("content-LENGTH", f" {len(body)} ")]
+    elif framing == "chunks":
+        headers = [*headers, ("Transfer-Encoding", "chunked")]
+        sizes = [b"%x;x=1\r\n%s\r\n" % (len(piece), piece) for piece in pieces if piece]
+        body = b"".join(sizes) + b"0\r\nX-Trailer: 1\r\n\r\n"
+    if is_last:
+        headers = [*headers, ("Connection", "Close")]
+    lines = [f"HTTP/1.1 {status} Some reason", *(f"{name}: {value}" for name, value in headers)]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+WORDS = st.text("abcXYZ-0", min_size=1, max_size=8)
+ANSWERS = st.builds(
+    rendered,
+    st.sampled_from([200, 206, 400, 503]),
+    st.lists(st.binary(max_size=40), max_size=4),
+    st.sampled_from(["length", "chunks", "close"]),
+    st.lists(st.tuples(WORDS.map("X-{}".format), st.text("abc: ;é", max_size=12)), max_size=4),
+    st.booleans(),
+)
+
+
+@given(answer=ANSWERS, is_announced=st.booleans())
+def test_answers_are_read_as_pythons_own_client_reads_them(answer, is_announced):
+    answer = b"HTTP/1.1 100 Continue\r\n\r\n" * is_announced + answer
+    assert ours(answer) == reference(answer)
+
+
+@pytest.mark.parametrize("status", [204, 304])
+def test_an_answer_without_a_body_is_the_last_of_its_connection(status):
+    assert ours(rendered(status, [b"none"], "length", [], is_last=False)) == (status, b"", True)
+
+
+@given(answer=ANSWERS, data=st.data())
+def test_an_answer_that_is_cut_is_none(answer, data):
+    """Unless nothing tells how long it is, or the rest is none of it."""
+    cut = answer[: data.draw(st.integers(0, len(answer) - 1), label="bytes that came")]
+    whole = ours(answer)
+    try:
+        read = ours(cut)
+    except http.client.HTTPException:
+        return
+    assert read == whole or (whole[2] and whole[1].startswith(read[1]) and b"\r\n\r\n" in cut)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 2000 X\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/1.1 two\r\n\r\n", b"HTTP/1.1 099 X\r\n\r\n",
+        b"HTTP/1.1 200 X\r\nContent-Length: -1\r\n\r\n", b"HTTP/1.1 200 X\r\nContent-Length: 1e3\r\n\r\n",
+        b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+        b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nabc\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 X\r\n" + b"A: 1\r\n" * 101 + b"\r\n", b"HTTP/1.1 200 X\r\nA: " + b"a" * 2**17,
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_is_told(answer):
+    with pytest.raises(http.client.HTTPException):
+        ours(answer)
+
+
+def test_a_request_is_one_that_pythons_own_server_reads():
+    import http.server
+
+    seen: list[tuple[str, str, dict[str, str], bytes]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            seen.append((self.path, self.headers["Host"], dict(self.headers), content))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        connection = Connection("127.0.0.1", server.server_port)
+        connection.deadline = time.monotonic() + 20
+        connection.send("POST", "/a?b=c", b"[1, 2]", {"X-Name": "value"})
+        assert connection.receive() == (200, b"", False)
+        connection.close()
+    ((path, host, headers, content),) = seen
+    assert (path, host, content) == ("/a?b=c", f"127.0.0.1:{server.server_port}", b"[1, 2]")
+    assert headers["X-Name"] == "value"
+    with pytest.raises(OSError), socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        to_nobody = Connection("127.0.0.1", nobody.getsockname()[1])
+        to_nobody.deadline = time.monotonic() + 20
+        to_nobody.send("GET", "/", None, {})

@@ -1,16 +1,15 @@
 """A trainer's requests to a server that may be slow, restarting or gone: JSON over HTTP, calls of workers.
 
 It uses the standard library alone. Every request has a deadline, which must also end a read from a server
-that sends a byte now and then. That needs access to the socket, which the usual HTTP clients do not give.
+that sends a byte now and then. That needs access to the socket, which the usual HTTP clients do not give
+(see `connection`).
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import math
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from colocate.engines.vllm_server.connection import Connection
 from colocate.engines.vllm_server.key import VARIABLE, ServerKey, key_of_server_at
 from colocate.engines.vllm_server.lease import LEASE_S, Run, ServerHeld
 from colocate.engines.vllm_server.messages import RUN_HEADER, Message, authorization
@@ -28,7 +28,6 @@ from colocate.redaction import redacted
 T = TypeVar("T")
 
 _MAX_DELAY_S = 8.0
-_CONNECT_S = 5.0
 
 
 class ServerUnreachable(RuntimeError):
@@ -60,7 +59,7 @@ class _Call:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._is_cancelled = threading.Event()
 
     def cancel(self) -> None:
@@ -70,7 +69,7 @@ class _Call:
             if self._connection is not None:
                 self._connection.shut()
 
-    def use(self, connection: _Connection | None) -> None:
+    def use(self, connection: Connection | None) -> None:
         """Note the connection that `cancel` must shut, or that there is none now."""
         with self._lock:
             self._connection = connection
@@ -136,7 +135,7 @@ class HttpClient:
         self._jitter = random.Random()  # its own generator: the run's global ones must not advance
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vllm-http")
         self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
+        self._idle: list[Connection] = []
         self._calls: dict[Future[Any] | _Call, _Call] = {}
         """Calls under way: those of `submit` by their futures, others by themselves."""
 
@@ -302,12 +301,11 @@ class HttpClient:
                 headers[RUN_HEADER] = self.run_id
             if self._key is not None:
                 headers["Authorization"] = authorization(self._key, method, path, payload or b"")
-            connection.request(method, self._prefix + path, payload, headers)
+            connection.send(method, self._prefix + path, payload, headers)
             call.check(path)  # while the connection was being made there was nothing to shut
-            response = connection.getresponse()
-            content = response.read()
-            is_reusable = not response.will_close
-            return response.status, content
+            answer = connection.receive()
+            is_reusable = not answer.is_last
+            return answer.status, answer.content
         finally:
             call.use(None)
             if is_reusable:
@@ -316,83 +314,14 @@ class HttpClient:
             else:
                 connection.close()
 
-    def _take_connection(self) -> _Connection:
+    def _take_connection(self) -> Connection:
         with self._lock:
             while self._idle:
                 connection = self._idle.pop()
                 if connection.is_open():
                     return connection
                 connection.close()
-        return _Connection(self.host, self.port)
-
-
-class _Connection(http.client.HTTPConnection):
-    """A connection on which every operation ends by `deadline`, a time of time.monotonic()."""
-
-    deadline = math.inf
-    sock: Any
-    _pieces: list[bytes] | None = None
-    """What a request consists of that is being put together; None: what is sent leaves at once."""
-
-    def connect(self) -> None:
-        # Nobody can cancel it, and who is there answers at once.
-        plain = socket.create_connection((self.host, self.port), min(_CONNECT_S, self._remaining_s()))
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = _DeadlineSocket(self, plain)
-
-    def request(self, *args: Any, **kwargs: Any) -> None:
-        """Send a request in one piece: sending costs more than all the rest."""
-        self._pieces = []
-        super().request(*args, **kwargs)
-        pieces, self._pieces = self._pieces, None
-        self.send(b"".join(pieces))
-
-    def send(self, data: Any) -> None:
-        if self._pieces is not None:
-            self._pieces.append(data)
-            return
-        if self.sock is not None:
-            self.sock.settimeout(self._remaining_s())  # a limit for all pieces of a sendall together
-        super().send(data)
-
-    def is_open(self) -> bool:
-        """Whether an idle connection can be used again: it is not closed, and no bytes wait in it."""
-        if self.sock is None:
-            return False
-        try:
-            self.sock.settimeout(0)
-            self.sock.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
-
-    def shut(self) -> None:
-        """End a read or write that is under way in another thread, with an error there."""
-        try:
-            if self.sock is not None:
-                self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it was closed in the meantime
-
-    def _remaining_s(self) -> float:
-        remaining_s = self.deadline - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError("the deadline has passed")
-        return remaining_s
-
-
-class _DeadlineSocket(socket.socket):
-    """A socket that limits every read to the time left, so that a byte now and then extends no deadline."""
-
-    def __init__(self, connection: _Connection, plain: socket.socket) -> None:
-        super().__init__(plain.family, plain.type, plain.proto, fileno=plain.detach())
-        self._connection = connection
-
-    def recv_into(self, *args: Any, **kwargs: Any) -> int:
-        self.settimeout(self._connection._remaining_s())
-        return super().recv_into(*args, **kwargs)
+        return Connection(self.host, self.port)
 
 
 def _message(content: bytes) -> str:
