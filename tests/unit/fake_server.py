@@ -261,9 +261,6 @@ class FakeVLLM:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
-    def config_of(self, name: str) -> Any:
-        return getattr(self.vllm_config.model_config, name)
-
     def message(self, do: str, run_id: str = "somebody", **arguments: Any) -> dict[str, Any]:
         """What the worker answers to a message of the key's owner."""
         message = Message(ServerKey(KEY, "a test"), {"do": do, "run": {"id": run_id}, **arguments})
@@ -336,12 +333,23 @@ class FakeVLLM:
         content = (await receive())["body"]
         with self._lock:
             self.reached.append(scope["path"])
-            query = scope["query_string"].decode()
-            status, answer = self._do(scope["path"], json.loads(content) if content else None, query)
+            if scope["path"] in ("/sleep", "/wake_up"):
+                status, answer = self._take_turns(scope["path"], scope["query_string"].decode())
+            else:
+                status, answer = self._do(scope["path"], json.loads(content) if content else None)
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
-    def _do(self, path: str, body: Any, query: str) -> tuple[int, Any]:
+    def _take_turns(self, path: str, query: str) -> tuple[int, Any]:
+        if path == "/sleep":
+            assert query == "level=2" and self.vllm_config.model_config.enable_sleep_mode
+            self.awake, self.loaded = set(), FakeModel(self.names)
+        else:
+            self.awake.add(query.removeprefix("tags="))
+        self.is_paused = self.awake != {"weights", "kv_cache"}
+        return 200, {"status": "sleeping" if self.is_paused else "awake"}
+
+    def _do(self, path: str, body: Any) -> tuple[int, Any]:
         states = {
             "/health": None,
             "/version": {"version": self.version},
@@ -356,14 +364,6 @@ class FakeVLLM:
         if path == "/reset_prefix_cache":
             self.num_prefix_cache_resets += 1
             return 200, {"success": True}
-        if path == "/sleep":
-            assert query == "level=2" and self.config_of("enable_sleep_mode")
-            self.is_paused, self.awake, self.loaded = True, set(), FakeModel(self.names)
-            return 200, {"status": "sleeping"}
-        if path == "/wake_up":
-            self.awake.add(query.removeprefix("tags="))
-            self.is_paused = self.awake != {"weights", "kv_cache"}
-            return 200, {"status": "sleeping" if self.is_paused else "awake"}
         if path == "/collective_rpc":
             return 200, {"results": [self.worker.colocate_receive(*body["args"])]}
         if path != "/v1/completions":

@@ -210,7 +210,7 @@ def test_a_worker_reads_nothing_outside_the_directory_that_was_shared(fake, tmp_
     (shared / "probe").write_text("mark")
     assert fake.message("share", directory=str(shared), mark="mar") == {"is_shared": False}
     assert fake.message("share", directory=str(shared), mark="mark") == {"is_shared": True}
-    fake.message("begin", push_id="p", unless=None, replaces=None, tied_head=None)
+    fake.message("begin", push_id="p", unless=None, replaces=None, tied_head=None, layout="")
     chunk = {"push_id": "p", "chunk": 0, "places": [], "size_bytes": 16, "checksum": 0}
     files = ("1.safetensors", "2.safetensors", "3.safetensors")
     for name in ("/etc/passwd", "../outside/0.safetensors", "probe", *files):

@@ -76,7 +76,12 @@ def buckets(model: nn.Module, max_bytes: int = BUCKET_BYTES) -> Iterator[list[tu
 
 def all_bytes(model: nn.Module) -> int:
     """Bytes of all tensors that `buckets` yields, each counted once. None of them is computed."""
-    return sum(size_bytes for _, size_bytes, _ in _weights(causal_lm(model), "", set()))
+    return sum(size_bytes for _, size_bytes in sizes(model))
+
+
+def sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each tensor that `buckets` yields, in its order. None of them is computed."""
+    return ((name, size_bytes) for name, size_bytes, _ in _weights(causal_lm(model), "", set()))
 
 
 def tied_head(model: nn.Module) -> str | None:

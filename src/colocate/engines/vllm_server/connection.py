@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 
 class Connection:
-    """A connection on which every operation ends by `deadline`, a time of time.monotonic() that is set before.
+    """A connection on which every operation ends by `deadline`, a time of time.monotonic() that is set first.
 
     It is made with the first request.
 

@@ -37,11 +37,12 @@ from colocate.engines.vllm_server.weight_wire import (
     NcclGroup,
     checksum_of,
     ipc_handle,
+    layout_hash,
     layout_of,
     pack,
     visible_gpus,
 )
-from colocate.weights.buckets import buckets, tied_head
+from colocate.weights.buckets import buckets, sizes, tied_head
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +272,7 @@ class WeightPusher:
             self._transport = None
 
     def _push(self, model: nn.Module, token: str, replaces: str | None, deadline: float) -> int:
-        start_ids = self._begin(token, replaces, tied_head(model), deadline)
+        start_ids = self._begin(token, replaces, tied_head(model), layout_hash(sizes(model)), deadline)
         if start_ids is None:
             return 0
         if start_ids != self._transport_is_to:
@@ -310,14 +311,14 @@ class WeightPusher:
         return sent_bytes
 
     def _begin(
-        self, token: str, replaces: str | None, tied_head: str | None, deadline: float
+        self, token: str, replaces: str | None, tied_head: str | None, layout: str, deadline: float
     ) -> list[str] | None:
         """Pause the server and begin the push on all workers.
 
         Args:
             token: the name of the weights to be sent.
             replaces: id of this process's earlier push, which has failed.
-            tied_head: see `weight_receiver`.
+            tied_head, layout: see `weight_receiver`.
 
         Returns:
             Identities of the workers' starts; None if the server has these weights already.
@@ -331,6 +332,7 @@ class WeightPusher:
                 unless=unless,
                 replaces=replaces,
                 tied_head=tied_head,
+                layout=layout,
                 deadline_s=self._remaining_s(deadline),
             )
             kinds = {answer["is"] for answer in answers}
@@ -441,6 +443,8 @@ def _check(answers: list[dict[str, Any]], expected: str) -> None:
     if "damaged" in kinds:
         raise PushInterrupted("Other bytes of the weights came to the server than were sent.")
     if kinds != {expected}:
+        found = {f"{each.get('num_chunks')} chunks of {each.get('push_id')}" for each in answers}
         raise PushInterrupted(
-            "The server does not know this push any more: it restarted, or gave it up because it was silent."
+            "The server does not know this push any more: it restarted, or gave it up because it was silent. "
+            f"It has {', '.join(sorted(found))}."
         )

@@ -9,8 +9,8 @@ It obeys only messages signed with the server's key, most of them only from the 
 of `internals`.
 
 A push has the messages `begin`, one `receive_chunk` for each numbered chunk, and `finish`. A message may
-arrive twice, and its work is done once. During a push the weights are a mixture of old and new ones, and the
-token that names them is None.
+arrive twice, and its work is done once; one that is out of order is refused with what is here. During a push
+the weights are a mixture of old and new ones, and the token that names them is None.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from colocate.engines.vllm_server.weight_wire import (
     SHAPE,
     NcclGroup,
     checksum_of,
+    layout_hash,
     open_ipc_handle,
+    size_of,
     tensors_in,
     visible_gpus,
 )
@@ -101,6 +103,10 @@ class _Receiver:
         self._push_id: str | None = None
         self._finished_push_id: str | None = None
         self._num_chunks = 0
+        self._layout: tuple[str, str] | None = None
+        """The run whose weights these are, and their layout."""
+        self._announced_layout = ""
+        self._sizes: list[tuple[str, int]] = []
         self._last_message_s = 0.0
         self._is_reloading = self._is_asleep = False
         self._copy_as_head: str | None = None
@@ -220,7 +226,7 @@ class _Receiver:
         return {}
 
     def begin(
-        self, push_id: str, unless: str | None, replaces: str | None, tied_head: str | None
+        self, push_id: str, unless: str | None, replaces: str | None, tied_head: str | None, layout: str
     ) -> dict[str, Any]:
         """Begin a push: unpack the model for the first chunk.
 
@@ -229,10 +235,14 @@ class _Receiver:
             unless: token of weights; if they are loaded, no push begins.
             replaces: id of an earlier push of this trainer process, which has failed.
             tied_head: name of the weight that is also the head's; None: they are not tied.
+            layout: `weight_wire.layout_hash` of the tensors to come.
 
         Returns:
             {"is": "ready", "start_id": as in `state`}; {"is": "current"} if the weights `unless` are loaded;
             {"is": "busy"} if another push is under way.
+
+        Raises:
+            ValueError: the run's weights had another layout before. They stay as they are.
         """
         ready = {"is": "ready", "start_id": self._start_id}
         if self._push_id == push_id:
@@ -241,9 +251,16 @@ class _Receiver:
             return {"is": "current"}
         if self._push_id not in (None, replaces) and time.monotonic() - self._last_message_s < _PUSH_LEASE_S:
             return {"is": "busy"}
+        run_id = self._run_id
+        if self._layout is not None and self._layout[0] == run_id and self._layout[1] != layout:
+            raise ValueError(
+                f"this run's weights have another layout ({layout[:8]}) than those that it sent before "
+                f"({self._layout[1][:8]}), which are kept: the trainer's model is another one"
+            )
         self._end_reload()  # an earlier push may not have finished
         model = self._worker.get_model()
         self._token, self._push_id, self._num_chunks = None, push_id, 0
+        self._announced_layout, self._sizes = layout, []
         self._parameter_names = {name for name, _ in model.named_parameters()}
         self._loaded_names = set()
         self._last_message_s = time.monotonic()
@@ -272,11 +289,14 @@ class _Receiver:
                 {"nccl": True} for a broadcast.
 
         Returns:
-            {"is": "loaded"}; {"is": "unknown"} if this push is not under way; {"is": "damaged"} if other
-            bytes came than were sent, of which nothing is loaded.
+            {"is": "loaded"}; `_unknown` if this push is not under way; {"is": "damaged"} if other bytes came
+            than were sent, of which nothing is loaded.
+
+        Raises:
+            ValueError: the chunk before has not come.
         """
         if push_id != self._push_id:
-            return {"is": "unknown"}
+            return self._unknown()
         self._last_message_s = time.monotonic()
         if chunk < self._num_chunks:
             return {"is": "loaded"}
@@ -299,6 +319,7 @@ class _Receiver:
         else:
             self._loaded_names |= loaded
         self._num_chunks += 1
+        self._sizes += [(place["name"], size_of(place)) for place in places]
         self._last_message_s = time.monotonic()
         return {"is": "loaded"}
 
@@ -307,20 +328,39 @@ class _Receiver:
         if push_id == self._finished_push_id:
             return {"is": "finished"}
         if push_id != self._push_id:
-            return {"is": "unknown"}
+            return self._unknown()
         if num_chunks != self._num_chunks:
             raise ValueError(f"{self._num_chunks} chunks came and {num_chunks} were sent")
-        missing = self._missing_names()
+        missing, came = self._missing_names(), layout_hash(self._sizes)
         self._push_id = None
         self._end_reload()
+        if came != self._announced_layout:
+            raise ValueError(
+                f"other weights came ({len(self._sizes)}, layout {came[:8]}) than were announced (layout "
+                f"{self._announced_layout[:8]})"
+            )
         if missing:
             raise ValueError(
                 f"{len(missing)} of the server's {len(self._parameter_names)} weights were not sent, such as "
                 f"{missing[0]!r}: the trainer's model is another one"
             )
         self._mapped = None
-        self._token, self._finished_push_id = token, push_id
+        self._token, self._finished_push_id, self._layout = token, push_id, (self._run_id, came)
         return {"is": "finished"}
+
+    @property
+    def _run_id(self) -> str:
+        holder = self._lease.holder
+        return "" if holder is None else holder.id
+
+    def _unknown(self) -> dict[str, Any]:
+        """The answer to what belongs to another push than the one under way: what is here instead."""
+        return {
+            "is": "unknown",
+            "push_id": self._push_id,
+            "num_chunks": self._num_chunks,
+            "token": self._token,
+        }
 
     # ── Loading ──────────────────────────────────────────────────────────────────────────────────────────
 

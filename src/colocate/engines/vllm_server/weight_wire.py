@@ -7,6 +7,7 @@ file, too, so it imports no large package but torch.
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 import threading
 import time
@@ -55,14 +56,25 @@ def layout_of(bucket: Iterable[tuple[str, Tensor]]) -> tuple[list[dict[str, Any]
     return places, offset_bytes
 
 
+def layout_hash(sizes: Iterable[tuple[str, int]]) -> str:
+    """A name for the tensors of a push: SHA-256 of their names and bytes, in the order in which they come."""
+    digest = hashlib.sha256()
+    for name, size_bytes in sizes:
+        digest.update(f"{name} {size_bytes}\n".encode())
+    return digest.hexdigest()
+
+
+def size_of(place: dict[str, Any]) -> int:
+    """Bytes of a tensor in a chunk, from its entry in `layout_of`."""
+    return math.prod(place["shape"]) * getattr(torch, place["dtype"]).itemsize
+
+
 def tensors_in(flat: Tensor, places: Iterable[dict[str, Any]]) -> list[tuple[str, Tensor]]:
     """The named tensors of a chunk, as views of `flat` [bytes] uint8."""
     found = []
     for place in places:
-        dtype = getattr(torch, place["dtype"])
-        size_bytes = math.prod(place["shape"]) * dtype.itemsize
-        part = flat[place["offset_bytes"] : place["offset_bytes"] + size_bytes]
-        found.append((place["name"], part.view(dtype).view(place["shape"])))
+        part = flat[place["offset_bytes"] : place["offset_bytes"] + size_of(place)]
+        found.append((place["name"], part.view(getattr(torch, place["dtype"])).view(place["shape"])))
     return found
 
 
