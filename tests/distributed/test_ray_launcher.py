@@ -12,54 +12,25 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
-import tiny
 from colocate.cli import main
 from colocate.clusters import ranks as ranks_module
 from colocate.clusters.actor import RankActor, without_launchers
 from colocate.clusters.cluster import Ask, connected
 from processes import TORCHRUN
-from ray_homes import FOREIGN, environment_of_ray, home_of_ray, marked, wait_for_end
+from ray_homes import FOREIGN, home_of_ray, marked, wait_for_end
+from ray_runs import launch_here
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
 
 ROOT = Path(__file__).parents[2]
-REWARDS = '''
-import json, os, signal, sys, time
-from pathlib import Path
-
-def digits(completions, trainer_state, **_):
-    """Rewards digits. The file die/STEP-RANK kills that rank, or the actor above it, in that step, once."""
-    rank = os.environ["RANK"]
-    Path(f"environment{rank}.json").write_text(json.dumps(dict(os.environ)))
-    if (death := Path(f"die/{trainer_state.global_step + 1}-{rank}")).exists():
-        who = death.read_text()
-        death.unlink()
-        print(f"the last words of {who}", file=sys.stderr, flush=True)
-        os.kill(os.getpid() if who == "rank" else os.getppid(), signal.SIGKILL)
-        time.sleep(100)
-    return [float(sum(c.isdigit() for c in text)) for text in completions]
-'''
-RUN = dict(
-    model_name_or_path="./model", dataset_name="data.jsonl", reward_funcs=["rewards.py:digits"],
-    output_dir="out", num_generations=4, per_device_train_batch_size=4, max_steps=4, max_completion_length=8,
-    use_cpu=True, learning_rate=1e-2, logging_steps=1, save_steps=1, report_to="none",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def home() -> Iterator[Path]:
-    with home_of_ray() as directory:
-        yield directory
 
 
 @pytest.fixture
@@ -67,52 +38,6 @@ def another_home() -> Iterator[Path]:
     """For a cluster beside that of `cluster`: Ray notes the last one of each directory there."""
     with home_of_ray() as directory:
         yield directory
-
-
-@pytest.fixture(scope="module")
-def environment(home) -> dict[str, str]:
-    return environment_of_ray(home)
-
-
-@pytest.fixture(scope="module")
-def cluster(environment) -> Iterator[dict[str, str]]:
-    """Two nodes, of two CPUs and of one, on this machine; yields the environment of their users."""
-    pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
-    before, terminate = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    os.environ |= environment  # the nodes inherit it
-    del os.environ["RAY_ADDRESS"]
-    nodes = None
-    try:
-        nodes = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, include_dashboard=False))
-        nodes.add_node(num_cpus=1)
-        signal.signal(signal.SIGTERM, terminate)  # Ray has taken it
-        os.environ.clear()
-        os.environ |= before
-        yield environment | {"RAY_ADDRESS": nodes.address}
-    finally:
-        os.environ.clear()
-        os.environ |= before
-        if nodes is not None:
-            nodes.shutdown()
-
-
-@pytest.fixture
-def make_run(tmp_path) -> Callable[..., Path]:
-    """Makes a directory with a model, data, a reward and a run file."""
-
-    def make(name: str, **options: Any) -> Path:
-        directory = tmp_path / name
-        directory.mkdir()
-        tiny.make_model().save_pretrained(directory / "model")
-        tiny.make_tokenizer().save_pretrained(directory / "model")
-        tiny.sums().to_json(directory / "data.jsonl")
-        (directory / "rewards.py").write_text(REWARDS)
-        (directory / "run.yaml").write_text(yaml.safe_dump(RUN | options))
-        return directory
-
-    return make
 
 
 def command(*options: str) -> list[str]:
@@ -204,16 +129,6 @@ def test_a_cluster_of_another_version_is_told(make_run, cluster, monkeypatch, ca
     said = capsys.readouterr().err
     assert f"The Ray cluster at RAY_ADDRESS={cluster['RAY_ADDRESS']} cannot be used: Version mismatch" in said
     assert said.index(f"Ray: {true}") < said.index("Ray: 2.40.0") and said.count(f"Python: {python}") == 2
-
-
-def launch_here(
-    words: list[str], directory: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> int:
-    """The exit code of the launcher as a driver in this process."""
-    monkeypatch.chdir(directory)
-    for name in ("HOME", "RAY_TMPDIR", "RAY_ADDRESS"):
-        monkeypatch.setenv(name, environment[name])
-    return main(["train", "run.yaml", "--launcher", "ray", *words])
 
 
 IN_A_TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 import subprocess
@@ -15,6 +16,9 @@ import yaml
 
 from colocate import cli
 from colocate.clusters.cluster import Ask
+from colocate.clusters.replicas import MEMORY_SHARE
+from colocate.clusters.slices import cut
+from colocate.engines.vllm_server.serve import _check_options
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
 from colocate.train_command import _launch_options
@@ -43,7 +47,10 @@ def options_of(command: str) -> tuple[Any, list[str]]:
     """What `colocate train ...` asks of the cluster, and the run's own options."""
     program, *words = shlex.split(command)
     assert (program, words[0]) == ("colocate", "train")
-    known, rest = cli._build_parser().parse_known_args(words)
+    own, vllm_options = cli._split_at_dashes(words)
+    known, rest = cli._build_parser().parse_known_args(own)
+    known.vllm_options = vllm_options
+    assert known.num_replicas or not vllm_options
     return _launch_options(known), rest
 
 
@@ -60,8 +67,8 @@ def check_ray(command: str) -> dict[str, Any]:
 
 def test_no_block_is_forgotten():
     languages = re.findall(r"^ *```(\w+)$", PAGE, flags=re.MULTILINE)
-    assert {name: languages.count(name) for name in languages} == {"bash": 5, "yaml": 1, "sbatch": 1}
-    assert len(COMMANDS) == 8
+    assert {name: languages.count(name) for name in languages} == {"bash": 6, "yaml": 1, "sbatch": 1}
+    assert len(COMMANDS) == 9
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,6 +107,10 @@ def test_the_table_has_the_launchers_options_and_what_they_are_without():
     assert f"; {launch.ask.num_nodes} if not given" in rows["num_nodes"]
     assert f"; {launch.max_restarts} if not given" in rows["max_restarts"]
     assert f"; {launch.timeout_s:.0f} if not given" in rows["cluster_timeout"]
+    assert launch.replicas is None and "; none if not given" in rows["num_replicas"]
+    launch, _ = options_of("colocate train run.yaml --launcher ray --ranks_per_node 3 --num_replicas 2")
+    assert f"; {launch.replicas.size} if not given" in rows["replica_gpus"]
+    assert launch.replicas.is_colocated and "; colocated if not given" in rows["replica_placement"]
 
 
 def test_the_job_of_kubernetes_asks_for_what_its_cluster_has():
@@ -138,7 +149,7 @@ def test_the_script_of_slurm_starts_what_it_asks_for():
 
 def test_messages_are_those_of_the_code_or_rays():
     messages = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Messages")[2], flags=re.MULTILINE)
-    assert len(messages) == 10
+    assert len(messages) == 13
     for message in set(messages) - {"Version mismatch"}:
         assert message in SOURCES, message
 
@@ -146,3 +157,28 @@ def test_messages_are_those_of_the_code_or_rays():
 def test_the_page_says_what_the_arithmetic_says():
     said = Ask(2, 8, on_gpus=True).shortage([8, 4])
     assert f"`{said}`" in PAGE
+    with pytest.raises(ValueError) as raised:
+        cut([["a"] * 8, ["b"] * 4], size=4, count=4)
+    assert f"`{raised.value}`" in " ".join(PAGE.split())
+    assert f"may take {MEMORY_SHARE} of each" in PAGE
+
+
+def test_the_replicas_of_the_page_are_asked_of_vllm():
+    """The command line of a server as `colocate serve` and, where it is installed, vLLM read it."""
+    (command,) = (command for command in COMMANDS if "--num_replicas" in command)
+    launch, _ = options_of(command)
+    ask = launch.replicas
+    assert (ask.count, ask.size, ask.is_colocated, ask.on_gpus) == (4, 2, True, True)
+    assert ask.count * ask.size == launch.ask.num_ranks
+    values = {"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "vllm_max_model_length": "1024"}
+    words, vllm_options = cli._split_at_dashes(ask.command(values, "127.0.0.1", 8000))
+    known, rest = cli._build_parser().parse_known_args(words)
+    assert (known.model, known.tensor_parallel_size, rest) == ("Qwen/Qwen2.5-7B-Instruct", 2, [])
+    _check_options(vllm_options)
+    read = dict(itertools.pairwise(vllm_options))
+    assert read["--dtype"] == "bfloat16" and read["--gpu-memory-utilization"] == str(MEMORY_SHARE)
+    assert "--enable-sleep-mode" in vllm_options and vllm_options[-2:] == ["--max-model-len", "4096"]
+    assert vllm_options.index("1024") < vllm_options.index("4096"), "the user's come last"
+    # A launch goes on with the same words.
+    again, _ = options_of(f"colocate train run.yaml {launch.words}")
+    assert again == launch

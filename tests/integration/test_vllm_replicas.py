@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
 from vllm_server_case import TINY, TINY_VARIABLES, make_server_model, shared_server
 
+from colocate.cli import _split_at_dashes
 from colocate.clusters.actor import without_launchers
+from colocate.clusters.replicas import ReplicaAsk
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
 
@@ -77,6 +79,20 @@ def home() -> Iterator[Path]:
         yield directory
 
 
+def test_vllm_takes_what_replicas_are_started_with():
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    ask = ReplicaAsk(4, 2, is_colocated=True, on_gpus=True, vllm_options=("--max-model-len", "4096"))
+    values = {"model_name_or_path": "some/model", "model_revision": "main", "trust_remote_code": "true"}
+    _, options = _split_at_dashes(ask.command(values, "127.0.0.1", 8000))
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
+    assert (read.enable_sleep_mode, read.gpu_memory_utilization, read.load_format) == (True, 0.4, "dummy")
+    assert (read.dtype, read.revision, read.trust_remote_code, read.max_model_len) == (
+        *("bfloat16", "main", True, 4096),
+    )
+
+
 def rewards(directory: Path) -> list[tuple[int, float]]:
     records = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
     return [(record["step"], record["reward"]) for record in records if "reward" in record]
@@ -116,7 +132,6 @@ def test_a_run_with_two_replicas_of_which_one_is_killed_is_that_of_servers_start
     assert rewards(ours) == rewards(theirs) and [step for step, _ in rewards(ours)] == [1, 2, 3, 4, 5]
     weights = [load_file(directory / "out" / "model.safetensors") for directory in (ours, theirs)]
     start = load_file(ours / "model" / "model.safetensors")
-    print(max(float((w - weights[1][n]).abs().max()) for n, w in weights[0].items()))
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], atol=1e-6, rtol=1e-5)
     assert any(not torch.equal(tensor, start[name]) for name, tensor in weights[0].items())

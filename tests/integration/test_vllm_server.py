@@ -108,6 +108,19 @@ def test_greedy_after_each_of_two_publishes(engine, model):
         assert engine.policy_version == version
 
 
+def test_turns_are_taken_by_vllms_own_routes(engine, model):
+    """On a CPU vLLM keeps its memory all the same; what counts is the order that its routes allow."""
+    engine.takes_turns = True
+    for version in (1, 2):
+        engine.sleep()
+        assert engine._ask("/is_paused") == {"is_paused": True}
+        perturb(model, version)
+        engine.update_weights(model.named_parameters(), version)
+        engine.wake_up()
+        assert engine._ask("/is_paused") == {"is_paused": False}
+        assert_greedy_is_the_trainers(engine, model)
+
+
 def test_logprobs_are_the_trainers(engine, model):
     prompts = make_prompts([1, 6, 11], 4)
     completions = engine.generate(prompts, SamplingParams(max_tokens=20, seed=1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -54,6 +56,21 @@ def stand_in(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(serve_module, "_entry_point", lambda model: ("stand_in", model))
     monkeypatch.setattr(serve_module, "installed_version", lambda: Version("0.30.1"))
     return tmp_path
+
+
+def test_the_guides_commands_are_ones_that_are_taken(stand_in, monkeypatch):
+    """Every `colocate serve` of docs/vllm.md, up to the start of vLLM."""
+    text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    commands = [line for block in blocks for line in block.splitlines() if "colocate serve" in line]
+    assert len(commands) >= 5
+    for command in commands:
+        words = shlex.split(command.partition("colocate ")[2].partition(" #")[0].rstrip("& "))
+        port = words[words.index("--port") + 1] if "--port" in words else None
+        words = [str(free_port()) if word == port else word for word in words]
+        end = words.index("--") if "--" in words else len(words)
+        tail = ["--", *words[end + 1 :], "--fail"]
+        assert main([*words[:end], *([] if port else ["--port", str(free_port())]), *tail]) == 3, command
 
 
 @pytest.mark.parametrize(("num_cores", "num_api_servers"), [(1, 1), (7, 1), (8, 2), (16, 4), (128, 4)])

@@ -180,7 +180,7 @@ def places(
         # They are asked for before the nodes are there: that is how Ray's autoscaler learns of the need.
         for number in range(ask.num_nodes):
             groups.append(placement_group(ask.bundles, strategy="STRICT_PACK", name=f"{name}-node{number}"))
-        _wait(groups, ask, timeout_s)
+        _wait(groups, ask, timeout_s, num_taken)
         yield sorted(groups, key=_address)
     finally:
         for group in groups:
@@ -188,28 +188,29 @@ def places(
                 remove_placement_group(group)
 
 
-def _wait(groups: Sequence[Any], ask: Ask, timeout_s: float) -> None:
+def _wait(groups: Sequence[Any], ask: Ask, timeout_s: float, num_taken: int) -> None:
     begin_s, is_said = time.monotonic(), False
     pending = list(groups)
     while pending:
         pending = [group for group in pending if not group.wait(_SLICE_S)]
         waited_s = time.monotonic() - begin_s
         if pending and waited_s > timeout_s:
-            raise TimeoutError(_absence(ask, len(groups) - len(pending), timeout_s))
+            raise TimeoutError(_absence(ask, len(groups) - len(pending), timeout_s, num_taken))
         if pending and waited_s > _PATIENCE_S and not is_said:
             is_said = True
             said = f"Waiting up to {timeout_s:,.0f} s for the cluster: {ask.shortage(_per_node(ask.kind))}."
             print(said, file=sys.stderr, flush=True)
 
 
-def _absence(ask: Ask, num_ready: int, timeout_s: float) -> str:
+def _absence(ask: Ask, num_ready: int, timeout_s: float, num_taken: int) -> str:
     import ray
 
     per_node = _per_node(ask.kind)
     text = f"The cluster had no room within {timeout_s:,.0f} s: {ask.shortage(per_node)}"
     if ask.fits(per_node):
         free = int(ray.available_resources().get(ask.kind, 0)) + num_ready * ask.ranks_per_node
-        text += f", of which {free} are free: other jobs have the rest"
+        whose = f"the ranks have {num_taken}, other jobs" if num_taken else "other jobs have"
+        text += f", of which {free} are free: {whose} the rest"
         if ask.on_gpus and not (ranks := ask.of_cpus).fits(cpus := _per_node("CPU")):
             text += f", or the CPUs are missing that ranks take, too: {ranks.shortage(cpus)}"
     return f"{text}. Ask for less, or set --cluster_timeout to more seconds."

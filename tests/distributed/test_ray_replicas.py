@@ -1,0 +1,121 @@
+"""vLLM servers beside a run's ranks with real Ray: where they are, and what is done when they are lost.
+
+In place of vLLM there is a program that serves nothing; `tests/integration/test_vllm_replicas.py` has vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colocate.clusters import replicas as replicas_module
+from colocate.clusters.cluster import Ask, connected, places
+from colocate.clusters.launch import LaunchOptions, _replicas
+from colocate.clusters.ranks import Ranks
+from colocate.clusters.replicas import ReplicaAsk, Replicas
+from processes import SOURCE
+from ray_runs import launch_here
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
+
+VLLM = """
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+print("is asked to serve", sys.argv[2], flush=True)
+if "--fail" in sys.argv:
+    sys.exit("out of memory, say")
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch) -> None:
+    """A program in place of vLLM that serves nothing, for replicas that a test starts."""
+    package = tmp_path / "packages" / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent, package.parent.parent):
+        (directory / "__init__.py").touch()
+    (package / "main.py").write_text(VLLM)
+    information = tmp_path / "packages" / "vllm-0.32.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    variables, paths = replicas_module._Replica._variables, f"{tmp_path / 'packages'}{os.pathsep}{SOURCE}"
+    with_path = lambda replica: {**variables(replica), "PYTHONPATH": paths}  # noqa: E731
+    monkeypatch.setattr(replicas_module._Replica, "_variables", with_path)
+
+
+@contextmanager
+def replicas_of(
+    ask: ReplicaAsk, directory: Path, cluster: dict[str, str], monkeypatch: Any
+) -> Iterator[Replicas]:
+    """Started replicas of a run with a rank on each of two nodes."""
+    monkeypatch.chdir(directory)
+    for name in ("HOME", "RAY_TMPDIR", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, cluster[name])
+    options = LaunchOptions(Ask(2, 1, on_gpus=False), 2, 30.0, ask)
+    with connected("test"), places(options.ask, "test", 30.0, is_embedded=False) as groups:
+        ranks = Ranks(groups, options.ask, "test")
+        ranks.enter(str(directory))
+        values = dict(model_name_or_path="./model", output_dir="out")
+        try:
+            with _replicas(
+                options, values, "test", str(directory), groups, ranks, is_embedded=False
+            ) as started:
+                yield started
+        finally:
+            ranks.end()
+
+
+def watch(replicas: Replicas, is_over: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not is_over():
+        assert replicas.look() is None and time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster, vllm, monkeypatch, capsys):
+    """One with its server, one with its actor; both listen where they did."""
+    import ray
+
+    ask = ReplicaAsk(2, 1, is_colocated=True, on_gpus=False)
+    with replicas_of(ask, make_run("replaced"), cluster, monkeypatch) as replicas:
+        watch(replicas, lambda: all(each.is_ready for each in replicas._all))
+        urls, (first, second) = replicas.variables["COLOCATE_REPLICAS"].split(","), replicas._all
+        before = first._pid, second._pid
+        os.killpg(first._pid, signal.SIGKILL)
+        ray.kill(second.actor)
+        watch(
+            replicas, lambda: not {first._pid, second._pid} & {*before} and first.is_ready and second.is_ready
+        )
+        assert [each.url for each in replicas._all] == urls and len(set(urls)) == 2
+        for url in urls:
+            assert urllib.request.urlopen(f"{url}/health").status == 200
+    said = capsys.readouterr().err
+    assert "The ranks' nodes have no room for the replicas beside them: asked 2 replicas of 2 CPUs" in said
+    # Ray may have put both ranks on one node.
+    assert re.search(r"the nodes have (2: 1 = 1|1 \+ 1: 0 \+ 0 = 0) fit, as none crosses a node\. Ask", said)
+
+
+def test_replicas_with_nodes_of_their_own_wait_for_room_and_are_told_who_has_it(
+    make_run, cluster, monkeypatch, capsys
+):
+    words = ["--ranks_per_node", "2", "--num_replicas", "2", "--replica_placement", "own"]
+    assert launch_here([*words, "--cluster_timeout", "3"], make_run("own"), cluster, monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert "The cluster had no room within 3 s: asked 2 CPUs in 2 × 1, Ray sees 2 + 1, of which " in said
+    assert "are free: the ranks have 2, other jobs the rest. Ask for less, or set" in said
