@@ -299,7 +299,9 @@ def test_arithmetic_of_nodes():
     ask = Ask(2, 8, on_gpus=True)
     assert ask.shortage([4, 0, 8]) == "asked 16 GPUs in 2 × 8, Ray sees 8 + 4"
     assert [ask.fits(nodes) for nodes in ([8, 4], [4, 4, 4, 4], [8, 8], [16], [])] == [0, 0, 1, 1, 0]
-    assert ask.bundle == {"CPU": 1, "GPU": 1} and Ask(1, 2, on_gpus=False).bundle == {"CPU": 1}
+    assert ask.bundles == [{"CPU": 1, "GPU": 1}] * ask.ranks_per_node
+    assert Ask(1, 2, on_gpus=False).bundles == [{"CPU": 1}] * 2
+    assert Ask(3, 4, on_gpus=True, is_one_actor=True).bundles == [{"CPU": 4, "GPU": 4}]
 
 
 def test_variables_of_other_launchers_are_taken_out():

@@ -38,8 +38,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 print("is asked to serve", sys.argv[2], flush=True)
 if "--fail" in sys.argv:
     sys.exit("out of memory, say")
-port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+host, port = (sys.argv[sys.argv.index(name) + 1] for name in ("--host", "--port"))
+http.server.ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 """
 
 
@@ -105,6 +105,32 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
         assert [each.url for each in replicas._all] == urls and len(set(urls)) == 2
         for url in urls:
             assert urllib.request.urlopen(f"{url}/health").status == 200
+    said = capsys.readouterr().err
+    assert re.search(
+        r"replica 0 \(.*\) was ended by SIGKILL\. Its last lines, of out/replica-0\.log:\n    ", said
+    )
+    assert re.search(r"replica 1 \(.*\) is lost with its node or its actor: ", said)
+    assert said.count("It is started again in its place (1 of 2 times).") == 2
+    assert "is asked to serve ./model" in Path("out/replica-1.log").read_text()
+    assert [pid for pid in (first._pid, second._pid) if Path(f"/proc/{pid}/cmdline").exists()] == []
+
+
+def test_a_replica_that_never_starts_ends_the_run_with_its_last_words(make_run, cluster, vllm, monkeypatch):
+    ask = ReplicaAsk(1, 1, is_colocated=False, on_gpus=False, vllm_options=("--fail",))
+    with replicas_of(ask, make_run("failing"), cluster, monkeypatch) as replicas:
+        ending, end_s = None, time.monotonic() + 60
+        while ending is None and time.monotonic() < end_s:
+            ending = replicas.look()
+        assert ending is not None and not ending.was_lost and ending.code == 1
+        assert re.match(
+            r"replica 0 \(.*\) ended with exit code 1\. Its last lines, of out/replica-0", ending.text
+        )
+        assert "\n    out of memory, say" in ending.text
+
+
+def test_replicas_that_do_not_fit_beside_the_ranks_are_refused(make_run, cluster, monkeypatch, capsys):
+    words = ["--num_nodes", "2", "--ranks_per_node", "1", "--num_replicas", "2", "--replica_gpus", "2"]
+    assert launch_here(words, make_run("beside"), cluster, monkeypatch) == 1
     said = capsys.readouterr().err
     assert "The ranks' nodes have no room for the replicas beside them: asked 2 replicas of 2 CPUs" in said
     # Ray may have put both ranks on one node.

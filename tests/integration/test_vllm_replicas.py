@@ -80,7 +80,7 @@ def home() -> Iterator[Path]:
 
 
 def test_vllm_takes_what_replicas_are_started_with():
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     ask = ReplicaAsk(4, 2, is_colocated=True, on_gpus=True, vllm_options=("--max-model-len", "4096"))
