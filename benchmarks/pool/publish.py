@@ -1,0 +1,284 @@
+"""New weights for several vLLM servers, again and again, each time followed by a greedy match; one is killed
+in the middle of a publication, and is started again.
+
+    python -m benchmarks.pool.publish --size 7b --model-dir DIRECTORY --out RECORD.json
+
+Each of two GPUs has a server; the trainer is on the first one, with whose servers it takes turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch
+
+from benchmarks.common.results import Record, origin
+from benchmarks.rollout.cases import model_directory
+from colocate.engines.pool import EnginePool
+from colocate.engines.vllm.environment import free_port
+from colocate.engines.vllm_server.client import Workers
+from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.vllm_server.key import VARIABLE
+from colocate.engines.vllm_server.patience import patience_among
+from colocate.engines.vllm_server.weight_push import FileTransport, WeightPusher
+from colocate.types import Completion, Prompt, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0)
+MOST_SHORTFALL = 0.5
+"""How far, in logits, a token that a server in bf16 takes greedily may lie below the trainer's largest."""
+START_S = 600.0
+
+Change = Callable[[int], None]
+"""Changes the model's weights in place, for a publication of this number."""
+Shortfall = Callable[[Sequence[Completion]], float]
+"""The most by which tokens that were taken greedily miss the largest logit of the model's present weights."""
+
+
+@dataclass
+class Pushes:
+    """What each server was sent: seconds, bytes, and those of them that went through the host."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    num_bytes: list[int] = field(default_factory=list)
+    host_bytes: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        push = WeightPusher._push
+
+        def timed(pusher: WeightPusher, *arguments: Any) -> int:
+            begin_s = time.perf_counter()
+            sent_bytes = push(pusher, *arguments)
+            self.seconds.setdefault(pusher.client.base_url, []).append(time.perf_counter() - begin_s)
+            is_file = isinstance(pusher._transport, FileTransport)
+            self.num_bytes.append(sent_bytes)
+            self.host_bytes.append(sent_bytes if is_file else 0)
+            return sent_bytes
+
+        with mock.patch.object(WeightPusher, "_push", timed):
+            yield
+
+
+@contextmanager
+def killed_within_a_push(url: str, kill: Callable[[], None]) -> Iterator[list[int]]:
+    """Kills the server at `url` when its second chunk of weights is under way; yields the chunks so far."""
+    start, killed_at = Workers.start, []
+
+    def start_or_kill(workers: Workers, do: str, **arguments: Any) -> Any:
+        is_its_second = do == "receive_chunk" and arguments["chunk"] == 1
+        if is_its_second and workers._client.base_url == url and not killed_at:
+            killed_at.append(arguments["chunk"])
+            kill()
+        return start(workers, do, **arguments)
+
+    with mock.patch.object(Workers, "start", start_or_kill):
+        yield killed_at
+
+
+def measure(
+    pool: EnginePool,
+    model: Any,
+    prompts: Sequence[Prompt],
+    change: Change,
+    shortfall: Shortfall,
+    *,
+    num_publications: int,
+    kill: Callable[[], None],
+    start_again: Callable[[], None],
+) -> Record:
+    """Publications and what the servers then answer; in the middle one the last server is killed.
+
+    Args:
+        kill, start_again: end the last server at once, and start it at its old address.
+    """
+    pushes = Pushes()
+    rows: list[Record] = []
+    loss: Record = {}
+    last = pool._members[-1]
+    with pushes.timed(), ExitStack() as fault:
+        seen = {member.replica.name: _answers(member, prompts) for member in pool._members}
+        for number in range(num_publications):
+            change(number)
+            stale = {name: shortfall(completions) for name, completions in seen.items()}
+            if number == num_publications // 2:
+                killed_at = fault.enter_context(killed_within_a_push(last.replica.name, kill))
+            wall_s = _publish(pool, model, number + 1)
+            present = pool._present
+            seen = {member.replica.name: _answers(member, prompts) for member in present}
+            now = {name: shortfall(completions) for name, completions in seen.items()}
+            rows.append({"wall_s": wall_s, "stale": stale, "shortfall": now, "num_servers": len(present)})
+            print(rows[-1], flush=True)
+            if number == num_publications // 2:
+                assert killed_at, "the push had one chunk alone"
+                begin_s = time.perf_counter()
+                start_again()
+                _await_all(pool, prompts)
+                seen = {member.replica.name: _answers(member, prompts) for member in pool._present}
+                loss = {
+                    "killed_at_chunk": killed_at[0],
+                    "back_s": time.perf_counter() - begin_s,
+                    "shortfall": {name: shortfall(completions) for name, completions in seen.items()},
+                }
+    return {
+        "publications": rows,
+        "loss": loss,
+        "pushes": vars(pushes),
+        "takes_turns": last.replica.takes_turns,
+    }
+
+
+def _publish(pool: EnginePool, model: Any, version: int) -> float:
+    """Seconds until all servers have the model's weights, with the turns that colocated ones take."""
+    pool.sleep()
+    begin_s = time.perf_counter()
+    pool.update_weights(model.named_parameters(), version)
+    pool.wake_up()
+    return time.perf_counter() - begin_s
+
+
+def _answers(member: Any, prompts: Sequence[Prompt]) -> list[Completion]:
+    return list(member.replica.generate(prompts, GREEDY))
+
+
+def _await_all(pool: EnginePool, prompts: Sequence[Prompt]) -> None:
+    deadline_s = time.monotonic() + START_S
+    while len(pool._present) < len(pool._members):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"A server that was started again was not back within {START_S:g} s.")
+        pool.generate(prompts, GREEDY)
+        time.sleep(0.2)
+
+
+class Server:
+    """`colocate serve` at one address, which can be killed with all its processes and started again."""
+
+    def __init__(self, directory: Path, gpus: str, log: Path, *vllm_options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = log
+        words = ["-m", "colocate", "serve", str(directory), "--port", str(self.port), "--"]
+        self._command = [sys.executable, *words, "--load-format", "dummy", *vllm_options]
+        sizes = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        self._environment = os.environ | sizes | {"CUDA_VISIBLE_DEVICES": gpus}
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def kill(self) -> None:
+        processes = [*psutil.Process(self._process.pid).children(recursive=True), self._process]
+        for process in processes:
+            process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="7b")
+    parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "colocate-models")
+    parser.add_argument("--num-publications", type=int, default=50)
+    parser.add_argument(
+        "--gpus", nargs="+", default=["0,1", "1,0"], help="CUDA_VISIBLE_DEVICES of each server"
+    )
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try it on a CPU")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    os.environ.setdefault(VARIABLE, "the-key-of-a-benchmarks-servers")
+    on_gpu = torch.cuda.is_available()
+    directory, model = load(options)
+    prompts = [Prompt(tuple(range(4, 4 + length)), key) for key, length in enumerate((3, 17, 40))]
+    size = ("--dtype", "bfloat16" if on_gpu else "float32", "--max-model-len", "128", "--enforce-eager")
+    turns = ("--enable-sleep-mode", "--gpu-memory-utilization", "0.4") if on_gpu else ()
+    with ExitStack() as stack:
+        servers = []
+        for number, gpus in enumerate(options.gpus):
+            log = options.out.with_suffix(f".server-{number}.log")
+            servers.append(Server(directory, gpus, log, *size, *turns))
+            stack.callback(servers[-1].kill)
+        pool = EnginePool(
+            [
+                VLLMServerEngine(
+                    model,
+                    base_url=server.url,
+                    run_id="run",
+                    server_timeout_s=START_S,
+                    patience=patience_among(len(servers)),
+                    **({} if on_gpu else {"bucket_bytes": 2**16}),
+                )
+                for server in servers
+            ],
+            on_loss="wait",
+            timeout_s=START_S,
+        )
+        stack.callback(pool.close)
+        pool.wake_up()
+        record: Record = {"kind": "publish", "size": options.size, **origin()} | measure(
+            pool,
+            model,
+            prompts,
+            lambda number: redraw(model, number),
+            lambda completions: shortfall_of(model, prompts, completions),
+            num_publications=options.num_publications,
+            kill=servers[-1].kill,
+            start_again=servers[-1].start,
+        )
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load(options: argparse.Namespace) -> tuple[Path, Any]:
+    """The directory of a model of random weights, and the model on the first GPU."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    if options.tiny:
+        directory = options.out.parent / "tiny-model"
+        config = Qwen3Config(
+            vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, max_position_embeddings=128, tie_word_embeddings=False,
+        )  # fmt: skip
+        model = Qwen3ForCausalLM(config)
+        model.save_pretrained(directory)
+        return directory, model
+    directory = model_directory(options.model_dir, options.size)
+    return directory, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).cuda()
+
+
+@torch.no_grad()
+def redraw(model: Any, seed: int) -> None:
+    """Draw all matrices anew, so that the last weights' greedy tokens are not those of the present ones."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    deviation = 4 * model.config.hidden_size**-0.5  # logits then differ by some units
+    for parameter in (p for p in model.parameters() if p.ndim > 1):
+        parameter.normal_(0, min(deviation, 0.25), generator=generator)
+
+
+@torch.no_grad()
+def shortfall_of(model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> float:
+    """See `Shortfall`."""
+    worst = 0.0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=model.device)
+        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
+        taken = logits.gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
+        worst = max(worst, float((logits.max(-1).values - taken).max()))
+    return worst
+
+
+if __name__ == "__main__":
+    main()

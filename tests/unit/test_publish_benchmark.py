@@ -1,0 +1,107 @@
+"""The benchmark of publications to several servers, rehearsed with stand-ins of vLLM, and what it claims."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from engine_models import make_model, make_prompts
+from fake_server import BUCKET_BYTES, FakeVLLM, install_fake_vllm
+
+from benchmarks.pool import publish
+from benchmarks.pool.publish_suite import PublishSuite, is_matched
+from colocate.engines import pool as pool_module
+from colocate.engines.pool import EnginePool
+from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.vllm_server.patience import Patience
+from colocate.types import Completion
+
+PATIENCE = Patience(
+    answer_s=1.0, silence_s=0.2, max_attempts=2, first_delay_s=0.01, message_s=2.0, poll_s=0.005,
+    has_substitute=True,
+)  # fmt: skip
+NUM_PUBLICATIONS = 6
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_a_rehearsal_with_stand_ins(takes_turns, monkeypatch, tmp_path):
+    install_fake_vllm(monkeypatch)
+    monkeypatch.setattr(pool_module, "_FIRST_PROBE_S", 0.02)
+    model, fakes = make_model("qwen3"), []
+    for _ in range(3):
+        fakes.append(fake := FakeVLLM(model))
+        fake.settings["enable_sleep_mode"] = takes_turns and len(fakes) < 3
+        fake.restart()
+    *servers, sound = [
+        VLLMServerEngine(
+            model, base_url=fake.base_url, run_id="run", bucket_bytes=BUCKET_BYTES, directory=str(tmp_path),
+            patience=PATIENCE,
+        )
+        for fake in fakes
+    ]  # fmt: skip
+    prompts, pool, doomed = make_prompts([3, 5]), EnginePool(servers), fakes[1]
+
+    def change(number: int) -> None:
+        with torch.no_grad():
+            model.lm_head.weight.add_(1.0)
+        sound.update_weights(model.named_parameters(), number)
+
+    def shortfall(completions: Sequence[Completion]) -> float:
+        """0 for what a sound server draws of the present weights."""
+        expected = [c.token_ids for c in sound.generate(prompts, publish.GREEDY)]
+        return 0.0 if [c.token_ids for c in completions] == expected else 9.0
+
+    def kill() -> None:
+        doomed.restart()
+        doomed.gone_until_s = time.monotonic() + 1000
+
+    def start_again() -> None:
+        doomed.gone_until_s = 0.0
+
+    try:
+        pool.wake_up()
+        sound.wake_up()
+        record = {"kind": "publish"} | publish.measure(
+            pool, model, prompts, change, shortfall,
+            num_publications=NUM_PUBLICATIONS, kill=kill, start_again=start_again,
+        )  # fmt: skip
+    finally:
+        for part in (pool, sound, *fakes):
+            part.close()
+    rows = record["publications"]
+    assert [row["num_servers"] for row in rows] == [2, 2, 2, 1, 2, 2]
+    assert all(map(is_matched, rows)) and record["takes_turns"] == takes_turns
+    assert record["loss"]["killed_at_chunk"] == 1
+    assert set(record["loss"]["shortfall"].values()) == {0.0} and len(record["loss"]["shortfall"]) == 2
+    suite: Any = PublishSuite.__new__(PublishSuite)
+    claims = suite.claims([record])
+    assert claims["publications_matched"] == NUM_PUBLICATIONS and claims["publish_loss_survived"] == 1.0
+    # Both servers', but for the push that was cut, and the sound one's; they went by file, through the host.
+    sizes = sum(p.nbytes for p in model.parameters())
+    assert claims["publish_host_bytes"] >= 2 * NUM_PUBLICATIONS * sizes
+    assert 0 < claims["publish_ipc_7b_s"] < min(row["wall_s"] for row in rows if row["num_servers"] == 2)
+
+
+def test_the_claims_are_those_of_the_records():
+    rows = [{"stale": {"a": 4.0, "b": 3.0}, "shortfall": {"a": 0.1, "b": 0.2}} for _ in range(3)]
+    rows[1]["shortfall"]["b"] = 2.0  # a server with old weights
+    rows[2]["stale"]["a"] = 0.3  # weights that cannot be told apart
+    record: dict[str, Any] = {
+        "kind": "publish",
+        "publications": rows,
+        "pushes": {"seconds": {"a": [0.2, 0.4], "b": [0.3]}, "num_bytes": [9, 9, 9], "host_bytes": [0, 0, 7]},
+        "loss": {"shortfall": {"a": 0.1, "b": 0.1}},
+    }
+    suite: Any = PublishSuite.__new__(PublishSuite)
+    assert suite.claims([record]) == {
+        "publish_ipc_7b_s": 0.3,
+        "publish_host_bytes": 7,
+        "publications_matched": 1,
+        "publish_loss_survived": 1.0,
+    }
+    record["loss"]["shortfall"] = {"a": 0.1}
+    assert suite.claims([record])["publish_loss_survived"] == 0.0
+    assert set(suite.claims([]).values()) == {None}
