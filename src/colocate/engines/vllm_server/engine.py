@@ -19,30 +19,25 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
 from colocate.engines.base import EngineLost
 from colocate.engines.turns import Turn, TurnEngine
-from colocate.engines.vllm.environment import check_version
 from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.engines.vllm_server.client import (
-    HOW_TO_START,
     CompletionRefused,
     HttpClient,
     KeyRefused,
-    MalformedResponse,
     RequestRefused,
     ServerUnreachable,
     Workers,
 )
 from colocate.engines.vllm_server.completions import Request, completions_in, requests_of
-from colocate.engines.vllm_server.fit import check_fit, take
-from colocate.engines.vllm_server.key import VARIABLE
+from colocate.engines.vllm_server.fit import examine, start_id_of, take
 from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, this_run
 from colocate.engines.vllm_server.open_turns import OpenTurns
 from colocate.engines.vllm_server.patience import ALONE, Patience
-from colocate.engines.vllm_server.watch import Watch, await_all
+from colocate.engines.vllm_server.watch import Watch, await_all, await_ready
 from colocate.engines.vllm_server.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
@@ -415,7 +410,7 @@ class VLLMServerEngine(TurnEngine):
     def _state(self) -> tuple[str, str | None]:
         """Identities of the server's start and of its weights; the latter None if its workers disagree."""
         states = self._workers.call("state", deadline_s=self._patience.answer_s)
-        start_id, tokens = _start_id(states), {state["token"] for state in states}
+        start_id, tokens = start_id_of(states), {state["token"] for state in states}
         self.num_restarts += self._start_id not in (None, start_id)
         self._start_id = start_id
         self._pusher.is_asleep = any(state["is_asleep"] for state in states)
@@ -473,70 +468,32 @@ class VLLMServerEngine(TurnEngine):
             raise
 
     def _await_server(self) -> None:
-        """Wait until the server is ready.
-
-        Raises:
-            ServerUnreachable: it was not ready within `server_timeout_s`.
-        """
-        deadline, is_silent = time.monotonic() + self._server_timeout_s, True
-        while True:
-            remaining_s = deadline - time.monotonic()
-            try:
-                deadline_s = max(0.1, min(remaining_s, self._patience.answer_s))
-                return self._ask("/health", deadline_s=deadline_s, max_attempts=1)
-            except (ServerUnreachable, RequestRefused) as error:
-                if time.monotonic() + 0.5 > deadline:
-                    raise ServerUnreachable(
-                        f"No vLLM server answered at {self._client.base_url} within vllm_server_timeout="
-                        f"{self._server_timeout_s:g} s. {error} {HOW_TO_START}; if it is only slow to load, "
-                        "raise vllm_server_timeout."
-                    ) from error
-                if is_silent and self._is_main:
-                    is_silent = False
-                    logger.warning(
-                        f"No vLLM server answers at {self._client.base_url} yet; waiting for it for up to "
-                        f"{self._server_timeout_s:g} s (vllm_server_timeout)."
-                    )
-            time.sleep(0.5)
+        """Wait until the server is ready. Raises what `await_ready` raises."""
+        await_ready(
+            self._ask,
+            self._client.base_url,
+            timeout_s=self._server_timeout_s,
+            answer_s=self._patience.answer_s,
+            is_main=self._is_main,
+        )
 
     def _check_server(self, *, waits: bool = True) -> None:
-        """Check that the server fits this run, take it, and note its model's name and context length.
+        """Check that the server fits this run, take it, and note what it is.
 
         Args:
             waits: see `take`.
         """
         assert self._model is not None
-        url = self._client.base_url
-        key = self._client.key
-        try:
-            version = self._ask("/version", lambda answer: Version(_field(answer, "version")))
-        except KeyRefused as error:
-            raise ValueError(
-                f"The vLLM server at {url} does not know this run's key, which is the one in {key.source}: "
-                f"{error} For a server of another machine or user set {VARIABLE} to its key."
-            ) from error
-        try:
-            warning = check_version(version)
-        except ImportError as error:
-            raise RuntimeError(f"The server at {url} is of no use: {error}") from error
-        if warning is not None and self._is_main:
-            logger.warning(f"The server at {url}: {warning}")
-        offered = self._ask("/v1/models", lambda answer: _field(answer, "data")[0])
-        workers = self._workers.describe(deadline_s=self._patience.answer_s)
-        check_fit(self._model, workers[0], str(offered["id"]), url)
-        self.takes_turns = workers[0]["can_sleep"]
-        if workers[0]["logprobs_mode"] != self._reported.mode:
-            self._reported = self._report_in(workers[0]["logprobs_mode"])
-        dtype = str(causal_lm(self._model).get_input_embeddings().weight.dtype).removeprefix("torch.")
-        if self._is_main and workers[0]["dtype"] != dtype:
-            logger.warning(
-                f"The server at {url} computes in {workers[0]['dtype']} and the policy is {dtype}: it draws "
-                f"from a policy that is rounded. Start it with `colocate serve MODEL -- --dtype {dtype}` to "
-                "have one policy."
-            )
-        take(self._workers, deadline_s=self._patience.answer_s, waits=waits)
-        self._checked_start_id = _start_id(workers)
-        self._served_name, self._max_len = str(offered["id"]), int(offered["max_model_len"])
+        answer_s = self._patience.answer_s
+        facts = examine(
+            self._model, self._ask, self._workers, self._client, deadline_s=answer_s, is_main=self._is_main
+        )
+        if facts.logprobs_mode != self._reported.mode:
+            self._reported = self._report_in(facts.logprobs_mode)
+        take(self._workers, deadline_s=answer_s, waits=waits)
+        self.takes_turns = facts.can_sleep
+        self._checked_start_id = facts.start_id
+        self._served_name, self._max_len = facts.served_name, facts.max_len
         self._max_len_reason = f"the server's --max-model-len = {self._max_len}"
 
     def _report_in(self, mode: str) -> ReportedLogprobs:
@@ -553,17 +510,6 @@ class VLLMServerEngine(TurnEngine):
     ) -> Any:
         deadline_s = deadline_s or self._patience.answer_s
         return self._client.call("GET", path, deadline_s=deadline_s, parse=parse, max_attempts=max_attempts)
-
-
-def _field(answer: Any, name: str) -> Any:
-    if not isinstance(answer, dict) or not answer.get(name):
-        raise MalformedResponse(f"it has no {name}")
-    return answer[name]
-
-
-def _start_id(answers: Sequence[Mapping[str, Any]]) -> str:
-    """The identity of the server's start, from its workers' answers."""
-    return "+".join(str(answer.get("start_id")) for answer in answers)
 
 
 def _lease_keeper(workers: Workers) -> LeaseKeeper:

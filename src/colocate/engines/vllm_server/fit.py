@@ -4,17 +4,104 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from packaging.version import Version
 from torch import nn
 
+from colocate.engines.vllm.environment import check_version
 from colocate.engines.vllm.logprobs_mode import MODES
-from colocate.engines.vllm_server.client import HOW_TO_START, Workers
+from colocate.engines.vllm_server.client import (
+    HOW_TO_START,
+    HttpClient,
+    KeyRefused,
+    MalformedResponse,
+    Workers,
+)
+from colocate.engines.vllm_server.key import VARIABLE
 from colocate.engines.vllm_server.lease import LEASE_S, ServerHeld, has_ended
 from colocate.engines.vllm_server.weight_wire import SHAPE
 from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
+
+
+class Facts(NamedTuple):
+    """What a run needs to know of a server that fits it."""
+
+    served_name: str
+    """The name under which it offers the model."""
+    max_len: int
+    start_id: str
+    logprobs_mode: str
+    can_sleep: bool
+
+
+def examine(
+    model: nn.Module,
+    ask: Callable[..., Any],
+    workers: Workers,
+    client: HttpClient,
+    *,
+    deadline_s: float,
+    is_main: bool,
+) -> Facts:
+    """Find out about a server, and whether a policy can be trained with it.
+
+    Args:
+        model: the policy.
+        ask: sends a GET request for a path and returns what a function makes of the JSON that comes back.
+        deadline_s: for the workers' answers.
+        is_main: this process prints what is worth a warning.
+
+    Raises:
+        ValueError: it does not know this run's key, or see `check_fit`.
+        RuntimeError: its vLLM is too old, or it cannot take weights.
+    """
+    url, key = client.base_url, client.key
+    try:
+        version = ask("/version", lambda answer: Version(_field(answer, "version")))
+    except KeyRefused as error:
+        raise ValueError(
+            f"The vLLM server at {url} does not know this run's key, which is the one in {key.source}: "
+            f"{error} For a server of another machine or user set {VARIABLE} to its key."
+        ) from error
+    try:
+        warning = check_version(version)
+    except ImportError as error:
+        raise RuntimeError(f"The server at {url} is of no use: {error}") from error
+    if warning is not None and is_main:
+        logger.warning(f"The server at {url}: {warning}")
+    offered = ask("/v1/models", lambda answer: _field(answer, "data")[0])
+    described = workers.describe(deadline_s=deadline_s)
+    first, name = described[0], str(offered["id"])
+    check_fit(model, first, name, url)
+    dtype = str(causal_lm(model).get_input_embeddings().weight.dtype).removeprefix("torch.")
+    if is_main and first["dtype"] != dtype:
+        logger.warning(
+            f"The server at {url} computes in {first['dtype']} and the policy is {dtype}: it draws "
+            f"from a policy that is rounded. Start it with `colocate serve MODEL -- --dtype {dtype}` to "
+            "have one policy."
+        )
+    return Facts(
+        name,
+        int(offered["max_model_len"]),
+        start_id_of(described),
+        first["logprobs_mode"],
+        first["can_sleep"],
+    )
+
+
+def start_id_of(answers: Sequence[Mapping[str, Any]]) -> str:
+    """The identity of a server's start, from its workers' answers."""
+    return "+".join(str(answer.get("start_id")) for answer in answers)
+
+
+def _field(answer: Any, name: str) -> Any:
+    if not isinstance(answer, dict) or not answer.get(name):
+        raise MalformedResponse(f"it has no {name}")
+    return answer[name]
 
 
 def check_fit(model: nn.Module, worker: dict[str, Any], served_name: str, url: str) -> None:

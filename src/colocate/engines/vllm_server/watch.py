@@ -1,4 +1,4 @@
-"""What is done while a server does not answer: it is asked whether it is alive, and whether it is paused."""
+"""What is done while a server does not answer: it is waited for, and asked whether it is alive or paused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
+
+from colocate.engines.vllm_server.client import HOW_TO_START, RequestRefused, ServerUnreachable
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,40 @@ class Watch:
                 "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
                 "checkpoint."
             )
+
+
+def await_ready(
+    ask: Callable[..., Any], base_url: str, *, timeout_s: float, answer_s: float, is_main: bool
+) -> None:
+    """Wait until a server is ready.
+
+    Args:
+        ask: sends a GET request for a path, with `deadline_s` and `max_attempts`.
+        timeout_s: seconds to wait, and `answer_s` for each answer.
+        is_main: this process says that it waits.
+
+    Raises:
+        ServerUnreachable: it was not ready within `timeout_s`.
+    """
+    deadline, is_silent = time.monotonic() + timeout_s, True
+    while True:
+        remaining_s = deadline - time.monotonic()
+        try:
+            ask("/health", deadline_s=max(0.1, min(remaining_s, answer_s)), max_attempts=1)
+            return
+        except (ServerUnreachable, RequestRefused) as error:
+            if time.monotonic() + 0.5 > deadline:
+                raise ServerUnreachable(
+                    f"No vLLM server answered at {base_url} within vllm_server_timeout={timeout_s:g} s. "
+                    f"{error} {HOW_TO_START}; if it is only slow to load, raise vllm_server_timeout."
+                ) from error
+            if is_silent and is_main:
+                is_silent = False
+                logger.warning(
+                    f"No vLLM server answers at {base_url} yet; waiting for it for up to {timeout_s:g} s "
+                    "(vllm_server_timeout)."
+                )
+        time.sleep(0.5)
 
 
 def await_all(futures: Iterable[Future[Any]], watch: Watch, ask: Callable[[str], Any]) -> None:
