@@ -256,12 +256,22 @@ def test_without_ray_the_extra_is_named(monkeypatch, capsys, make_run):
     assert 'pip install "ray>=2.40"' in capsys.readouterr().err
 
 
+RAY_HERE = ("--launcher", "ray", "--ranks_per_node", "2")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--num_nodes", "2"], "--num_nodes is read with --launcher ray"),
         (["--launcher", "ray"], "needs --gpus_per_node, or --ranks_per_node"),
         (["--launcher", "ray", "--gpus_per_node", "2", "--ranks_per_node", "2"], "one of the two"),
+        (["--num_replicas", "2"], "--num_replicas is read with --launcher ray"),
+        ([*RAY_HERE, "--replica_gpus", "2"], "--replica_gpus is read with --num_replicas"),
+        ([*RAY_HERE, "--num_replicas", "1", "--engine", "native"], "engine='native' asks none"),
+        (
+            [*RAY_HERE, "--num_replicas", "1", "--vllm_server_base_url", "http://a:1"],
+            "vllm_server_base_url='http://a:1' names others",
+        ),
     ],
 )
 def test_options_that_do_not_fit_together(words, message, monkeypatch, capsys, make_run):

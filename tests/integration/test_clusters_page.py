@@ -16,7 +16,7 @@ import yaml
 
 from colocate import cli
 from colocate.clusters.cluster import Ask
-from colocate.clusters.replicas import MEMORY_SHARE
+from colocate.clusters.replicas import MEMORY_SHARE, ReplicaAsk
 from colocate.clusters.slices import cut
 from colocate.engines.vllm_server.serve import _check_options
 from colocate.run_config import parse_run
@@ -179,6 +179,16 @@ def test_the_replicas_of_the_page_are_asked_of_vllm():
     assert read["--dtype"] == "bfloat16" and read["--gpu-memory-utilization"] == str(MEMORY_SHARE)
     assert "--enable-sleep-mode" in vllm_options and vllm_options[-2:] == ["--max-model-len", "4096"]
     assert vllm_options.index("1024") < vllm_options.index("4096"), "the user's come last"
+    on_cpus = ReplicaAsk(2, 2, is_colocated=True, on_gpus=False)
+    for each, precision, expected in (
+        (on_cpus, {}, "float32"),
+        (on_cpus, {"bf16": "true"}, "bfloat16"),
+        (ask, {"bf16": False}, "float32"),
+        (ask, {"bf16": "false", "dtype": "float16"}, "float16"),
+    ):
+        words = each.command(values | precision, "127.0.0.1", 8000)
+        assert words[words.index("--dtype") + 1] == expected, "as the policy is loaded"
+        assert ("--enable-sleep-mode" in words) == each.on_gpus
     # A launch goes on with the same words.
     again, _ = options_of(f"colocate train run.yaml {launch.words}")
     assert again == launch
