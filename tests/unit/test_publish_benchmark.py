@@ -82,7 +82,9 @@ def test_a_rehearsal_with_stand_ins(takes_turns, monkeypatch, tmp_path):
     # Both servers', but for the push that was cut, and the sound one's; they went by file, through the host.
     sizes = sum(p.nbytes for p in model.parameters())
     assert claims["publish_host_bytes"] >= 2 * NUM_PUBLICATIONS * sizes
-    assert 0 < claims["publish_ipc_7b_s"] < min(row["wall_s"] for row in rows if row["num_servers"] == 2)
+    assert claims["publish_ipc_7b_s"] > 0
+    # The first server was never lost, and what it was sent was a part of publications.
+    assert 0 < sum(record["pushes"]["seconds"][fakes[0].base_url]) < sum(row["wall_s"] for row in rows)
 
 
 def test_the_claims_are_those_of_the_records():
