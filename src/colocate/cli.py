@@ -1,4 +1,4 @@
-"""The command line: `colocate train | plan | report | serve`.
+"""The command line: `colocate train | plan | report | serve | chat | eval | merge | export`.
 
 torch and transformers take seconds to load, so each command imports what it needs and `--help` nothing.
 """
@@ -12,8 +12,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from colocate.commands import chat, eval, export, merge
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
 from colocate.report_command import add_parser as add_report_parser
@@ -21,8 +22,8 @@ from colocate.report_command import report
 from colocate.train_command import train
 from colocate.version import __version__
 
-if TYPE_CHECKING:
-    pass
+_ON_A_MODEL = {"chat": chat, "eval": eval, "merge": merge, "export": export}
+"""What can be done with a trained model; each has a file in `commands/`."""
 
 _RUN_USAGE = """[RUN.yaml] [--option value ...]
 
@@ -56,11 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rest = vllm_options
     elif known.command == "train" and known.num_replicas:
         known.vllm_options = vllm_options
-    elif vllm_options or (rest and known.command == "report"):
+    elif vllm_options or (rest and known.command not in ("train", "plan")):
         parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}")
     # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
+        if known.command in _ON_A_MODEL:
+            return _ON_A_MODEL[known.command].run(known)
         return {"train": train, "plan": _plan, "report": report, "serve": _serve}[known.command](known, rest)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
@@ -142,6 +145,8 @@ def _build_parser() -> argparse.ArgumentParser:
                 "--num_nodes", type=_count, help="the machines that they are in (default: one for every 8)"
             )
     add_report_parser(commands)
+    for command_on_a_model in _ON_A_MODEL.values():
+        command_on_a_model.add_parser(commands)
     _add_serve(commands)
     return parser
 

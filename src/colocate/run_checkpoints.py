@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
 
-from colocate.checkpoints import changes, sealed, shards, snapshot
+from colocate.checkpoints import changes, model_card, sealed, shards, snapshot
 from colocate.checkpoints.finite import check_finite_weights
 from colocate.experience.carry_over import CarryingPlayer
 from colocate.experience.refill import RefillingSelector
+from colocate.redaction import redacted
+from colocate.reporting.provenance import provenance
 from colocate.run import Run
+from colocate.run_identity import versions
+from colocate.weights.adapter_files import note_base
 from colocate.weights.export import save_parts
+from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,44 @@ def write_model(run: Run, directory: Path) -> None:
             run.model.save_pretrained(directory)
         run.tokenizer.save_pretrained(directory)
         torch.save(run.args.without_secrets(), directory / "training_args.bin")
+        if hasattr(run.model, "peft_config"):
+            revision = (run.args.model_init_kwargs or {}).get("revision")
+            note_base(directory, causal_lm(run.model).config.name_or_path, revision)
+        write_card(run, directory)
+
+
+def write_card(
+    run: Run,
+    directory: Path,
+    *,
+    model_name: str | None = None,
+    dataset_name: str | None = None,
+    tags: str | Sequence[str] | None = None,
+) -> None:
+    """Write the model card; the arguments are those of TRL's `create_model_card`."""
+    name = model_name or run.args.hub_model_id or run.args.run_dir.name
+    model_card.write_card(directory, _facts(run), name=name, dataset_name=dataset_name, tags=tags)
+
+
+def _facts(run: Run) -> model_card.TrainingFacts:
+    state, known = run.journal.state, provenance(run.args)
+    # The command line's callback knows what the dataset was called; of a file `datasets` knows only the
+    # reader.
+    named = [c.dataset_name for c in run.journal.handler.callbacks if hasattr(c, "dataset_name")]
+    metrics: dict[str, float] = {}
+    for logs in state.log_history:
+        metrics |= {name: value for name, value in logs.items() if isinstance(value, int | float)}
+    return model_card.TrainingFacts(
+        base_model=causal_lm(run.model).config.name_or_path or None,
+        dataset=named[0] if named else getattr(run.train_dataset.info, "dataset_name", None),
+        rewards=run.judge.reward_functions.names,
+        options=redacted(known["options"]),
+        metrics=metrics,
+        steps=f"step {state.global_step} of {state.max_steps}",
+        commit=known["commit"],
+        is_adapter=hasattr(run.model, "peft_config"),
+        versions=versions(("torch", "transformers", "peft", "datasets")),
+    )
 
 
 def save(run: Run) -> Path:

@@ -198,6 +198,11 @@ class RunFileWriter(TrainerCallback):
             self._is_saved = True
 
     @property
+    def dataset_name(self) -> str | None:
+        """The dataset, as the run names it."""
+        return self._saved[1].dataset_name
+
+    @property
     def resume_command(self) -> str:
         """What to type to go on with the run."""
         command = f"colocate train {shlex.quote(short_path(self._saved[0]))} --resume_from_checkpoint auto"

@@ -130,7 +130,7 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
 
 def _train(values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
-    from colocate.reporting.messages import say_row, short_path
+    from colocate.reporting.messages import model_saved, say_row
     from colocate.run_config import RunFileWriter, parse_run
     from colocate.run_data import RunData
     from colocate.trainer import GRPOTrainer
@@ -159,7 +159,7 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(str(config.run_dir))
     if is_main:
-        print(f"Model: {short_path(config.run_dir)}")
+        print(model_saved(config.run_dir, str(run.model_name_or_path), is_adapter=run.use_peft))
 
 
 def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextManager[None]:

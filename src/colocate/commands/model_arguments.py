@@ -1,0 +1,58 @@
+"""The arguments by which commands say which model they load and how."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+MODEL_HELP = "a run's directory, a checkpoint, a model's or an adapter's directory, or a name on the Hub"
+
+
+def add_base(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which model an adapter is put onto."""
+    command.add_argument("--base", help="the model below an adapter (default: the one it was trained on)")
+    command.add_argument(
+        "--any_base", action="store_true", help="accept a base whose weights are others than those trained on"
+    )
+
+
+def add_loading(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how a model is loaded and what generates."""
+    add_base(command)
+    command.add_argument(
+        "--engine",
+        default="auto",
+        choices=["auto", "native", "vllm", "transformers"],
+        help="what generates (default: the native engine where it knows the model, else transformers)",
+    )
+    command.add_argument("--load_in_4bit", action="store_true", help="load the base in 4 bits, as QLoRA does")
+    command.add_argument(
+        "--trust_remote_code", action="store_true", help="run code that the model brings along"
+    )
+    command.add_argument("--use_cpu", action="store_true", help="generate on the CPU even if there is a GPU")
+    command.add_argument("--seed", type=int, default=42, help="seed of the draws (default: %(default)s)")
+
+
+def loading_options(known: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given, as `inference.loading.load` takes them. Those that were not are the
+    run's."""
+    switches = ("load_in_4bit", "trust_remote_code", "use_cpu")
+    switched = {name: True for name in switches if getattr(known, name)}
+    return {"engine": known.engine, "seed": known.seed, **switched}
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def temperature(text: str) -> float:
+    """A temperature: 0 for greedy decoding, or more."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a temperature: 0 is greedy, 1 is as the model was trained"
+        )
+    return value

@@ -1,0 +1,1 @@
+"""A trained model in hand: loaded without an optimizer, talked to, and measured."""

@@ -1,0 +1,147 @@
+"""Loads a saved model to generate with: weights, adapter, tokenizer and engine, without anything of
+training."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from colocate.build import build_engine, context_length
+from colocate.checkpoints.saved_model import SavedModel
+from colocate.config import GRPOConfig
+from colocate.engines.base import RolloutEngine
+from colocate.policy.loading import disable_dropout, load_tokenizer, prepare_model, stop_token_ids
+from colocate.process_setup import set_up_process
+from colocate.types import SamplingParams
+from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
+from colocate.weights.adapter_files import read_adapter
+from colocate.weights.weight_files import at, found_file, header_of, weight_files
+
+_OF_TRAINING = ("trust_remote_code", "bf16", "chat_template_kwargs", "max_num_seqs", "page_size", "use_cpu")
+"""Options of the run that trained a model which also hold when it generates."""
+_OF_4_BITS = ("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, with what is needed to generate with it.
+
+    Attributes:
+        model: the causal language model, within PEFT's wrapper if it has an adapter.
+    """
+
+    saved: SavedModel
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    config: GRPOConfig
+    accelerator: Accelerator
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that prompt and completion may have together."""
+        return context_length(self.model, self.config)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a completion."""
+        return stop_token_ids(self.tokenizer, self.model)
+
+    def make_engine(self, sampling: SamplingParams) -> RolloutEngine:
+        """The engine that the configuration names, or the one that suits the model; awake.
+
+        Raises:
+            ImportError: engine="vllm" without vLLM.
+        """
+        engine = build_engine(self.model, self.config, self.accelerator, sampling)
+        engine.wake_up()
+        return engine
+
+
+def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = False) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        is_any_base: see `SavedAdapter.check_fits`.
+        options: of `GRPOConfig`, and those of `RunConfig` that say how 4-bit weights are made. They replace
+            the options of the run that trained the model.
+
+    Raises:
+        ValueError: the model cannot be loaded, or the adapter is for another one.
+        OSError: the model or its tokenizer is not found.
+        ImportError: the adapter needs PEFT, or 4-bit weights need bitsandbytes, and it is not installed.
+    """
+    known = {name: saved.options[name] for name in (*_OF_TRAINING, *_OF_4_BITS) if name in saved.options}
+    values = {**known, **options}
+    four_bits = {name: values.pop(name) for name in _OF_4_BITS if name in values}
+    model_init_kwargs = at(saved.revision or saved.options.get("model_revision"))
+    config = GRPOConfig(
+        output_dir="unused", report_to="none", gradient_checkpointing=False,
+        model_init_kwargs=model_init_kwargs, **values,
+    )  # fmt: skip
+    accelerator = set_up_process(config)
+    transformers_logging.disable_progress_bar()
+    quantization = _quantization(four_bits, config) if four_bits.get("load_in_4bit") else None
+    model, _ = prepare_model(saved.base, config, accelerator.device, quantization, None)
+    if saved.adapter is not None:
+        model = _with_adapter(model, saved, is_any_base)
+    disable_dropout(model)
+    model.eval().requires_grad_(False)
+    own = saved.place if found_file(saved.place, "tokenizer_config.json") is not None else saved.base
+    trust = config.trust_remote_code
+    given = AutoTokenizer.from_pretrained(own, trust_remote_code=trust)
+    tokenizer = load_tokenizer(model, given, trust_remote_code=trust)
+    return LoadedModel(saved, model, tokenizer, config, accelerator)
+
+
+def _with_adapter(model: Any, saved: SavedModel, is_any_base: bool) -> Any:
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ImportError(
+            f"{saved.name} is an adapter, which needs PEFT: pip install 'peft>=0.18'."
+        ) from error
+    assert saved.adapter is not None
+    config_file = found_file(saved.adapter, ADAPTER_CONFIG)
+    assert config_file is not None, "find_model has found it"
+    if json.loads(config_file.read_text(encoding="utf-8")).get("peft_type") == "LORA":
+        _check_base(saved, is_any_base)
+    with warnings.catch_warnings():
+        # PEFT asks by a name that transformers has deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return PeftModel.from_pretrained(model, saved.adapter)
+
+
+def _check_base(saved: SavedModel, is_any_base: bool) -> None:
+    """Compare a LoRA adapter with the files of its base, whose message says more than PyTorch's."""
+    assert saved.adapter is not None
+    try:
+        adapter = read_adapter(saved.adapter)
+    except (ValueError, FileNotFoundError):  # other than a plain LoRA: PEFT knows whether it fits
+        return
+    stored = {
+        name: tensor
+        for path in weight_files(saved.base, saved.revision)
+        for name, tensor in header_of(path).items()
+    }
+    if adapter.updates.keys() & stored.keys():  # else the names are others than the modules'
+        adapter.check_fits(saved.base, stored, is_any_base=is_any_base)
+
+
+def _quantization(four_bits: Mapping[str, Any], config: GRPOConfig) -> Any:
+    """The format that QLoRA's weights have, as `colocate train` makes it."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=four_bits.get("bnb_4bit_quant_type", "nf4"),
+        bnb_4bit_use_double_quant=bool(four_bits.get("use_bnb_nested_quant", False)),
+        bnb_4bit_compute_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+    )

@@ -1,0 +1,104 @@
+"""How sure an evaluation is: intervals of shares, of means and of differences, and pass@k.
+
+Prompts are the independent draws: completions of one prompt succeed or fail together, so intervals are over
+the values of prompts (clustered standard errors; Miller 2024, "Adding Error Bars to Evals",
+arXiv:2411.00640).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, variance
+
+CONFIDENCE = 0.95
+_Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its interval of 95% confidence."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def share(values: Sequence[float], num_samples: int = 1) -> Estimate:
+    """The mean of N prompts' values between 0 and 1, such as the share of a prompt's completions that are
+    right.
+
+    The interval is Wilson's (1927), which stays within 0 and 1 and has a width where all values are equal.
+    With one completion for each prompt it is Wilson's own; with several, the number of draws is the
+    effective one of clustered data (Korn and Graubard 1998): p (1 - p) divided by the variance of the mean,
+    from N to all.
+
+    Args:
+        num_samples: completions that each value is made of.
+
+    Raises:
+        ValueError: there are no values, or one is not between 0 and 1.
+    """
+    if not values or min(values) < 0 or max(values) > 1:
+        raise ValueError("A share needs at least one value, and all of them between 0 and 1.")
+    center, num_draws = fmean(values), float(len(values))
+    if len(values) > 1 and (spread := variance(values)) > 0:
+        # The sample's variance of 0 and 1 alone is p (1 - p) N / (N - 1): then the number is N.
+        population = spread * (len(values) - 1) / len(values)
+        effective = center * (1 - center) / population * len(values)
+        num_draws = min(max(num_draws, effective), num_draws * num_samples)
+    return wilson(center, num_draws)
+
+
+def wilson(observed: float, num_draws: float) -> Estimate:
+    """Wilson's score interval (1927) of a share in `num_draws` independent draws."""
+    shrink = 1 + _Z**2 / num_draws
+    center = (observed + _Z**2 / (2 * num_draws)) / shrink
+    half = _Z / shrink * math.sqrt(observed * (1 - observed) / num_draws + _Z**2 / (4 * num_draws**2))
+    # Rounding must not put the bound of 0 or 1 to the wrong side of it.
+    return Estimate(observed, max(0.0, min(center - half, observed)), min(1.0, max(center + half, observed)))
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """The mean of N prompts' values, with the normal interval of its standard error; NaN bounds for one
+    value.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("A mean needs at least one value.")
+    center = fmean(values)
+    half = _Z * math.sqrt(variance(values) / len(values)) if len(values) > 1 else math.nan
+    return Estimate(center, center - half, center + half)
+
+
+def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
+    """The mean of `values` minus that of `others`, the values of the same prompts with another model.
+
+    Both have their easy and hard prompts in common, so differences by prompt say more than two intervals do
+    (paired differences; Miller 2024, section 4.2).
+    """
+    return mean([value - other for value, other in zip(values, others, strict=True)])
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The probability that at least one of k completions is right, estimated from n completions of a prompt
+    of which c are.
+
+    The estimate 1 - C(n - c, k) / C(n, k) has no bias (Chen et al. 2021, arXiv:2107.03374, equation 1); 1 -
+    (1 - c / n)^k has.
+
+    Raises:
+        ValueError: k is not 1 to n, or c not 0 to n.
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(
+            f"pass@{k} cannot be estimated from {num_samples} completions of which {num_correct} are "
+            f"right: it needs at least {k} of them. Set --num_samples {k} or more."
+        )
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

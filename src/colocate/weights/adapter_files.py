@@ -1,0 +1,184 @@
+"""A LoRA adapter as PEFT saves it: which weights of which model it changes, and by what.
+
+An update adds scaling * B A to a weight W [out, in] (Hu et al. 2021, https://arxiv.org/abs/2106.09685), with
+scaling = alpha / r, or alpha / sqrt(r) with `use_rslora` (Kalajdzievski 2023, https://arxiv.org/abs/2312.03732).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colocate.weights.weight_files import StoredTensor, fingerprint, found_file, header_of, weight_files
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_FILE = "base_model.json"
+"""What an adapter's directory says of the model below it beside PEFT's own files."""
+
+_PREFIX = "base_model.model."
+_BEYOND_LORA = ("use_dora", "fan_in_fan_out", "lora_bias", "target_parameters", "trainable_token_indices")
+"""Settings of PEFT's LoRA with which an update is more than scaling * B A."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an adapter adds to one weight: `scaling` times the product of two tensors in its file."""
+
+    a_key: str  # [r, in]
+    b_key: str  # [out, r]
+    scaling: float
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A tensor in an adapter's file that stands in for one of the base's (`modules_to_save`, trained
+    biases)."""
+
+    key: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """A LoRA adapter on the disk.
+
+    Attributes:
+        name: its directory, or its name on the Hub.
+        base: the model that it was trained on, as its configuration names it.
+        updates: by the names of the weights that they are added to.
+        replacements: by the names of the weights that they stand in for.
+        base_fingerprint: `weight_files.fingerprint` of the model that it was trained on; None: not known.
+    """
+
+    name: str
+    path: Path
+    base: str
+    revision: str | None
+    updates: Mapping[str, Update]
+    replacements: Mapping[str, Replacement]
+    base_fingerprint: str | None
+
+    def check_fits(self, base: str, stored: Mapping[str, StoredTensor], *, is_any_base: bool = False) -> None:
+        """Refuse a base that this adapter was not trained on.
+
+        Args:
+            base: the model's name, for the message.
+            stored: its weights.
+            is_any_base: accept other values in weights of the same names and shapes.
+
+        Raises:
+            ValueError: a weight that the adapter changes is not there or has another shape; or all fit, and
+                the model's fingerprint is another.
+        """
+        changed: dict[str, tuple[int, ...]] = {name: update.shape for name, update in self.updates.items()}
+        changed |= {name: replacement.shape for name, replacement in self.replacements.items()}
+        missing = [name for name in changed if name not in stored]
+        differing = [name for name in changed if name in stored and stored[name].shape != changed[name]]
+        trained_on = f"The adapter {self.name} was trained on {self.base!r} and does not fit {base!r}"
+        if missing:
+            raise ValueError(
+                f"{trained_on}: {len(missing)} of the {len(changed)} weights that it changes are not in that "
+                f"model, such as {missing[0]!r}. Name the model it was trained on with --base."
+            )
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f"{trained_on}: {len(differing)} of the {len(changed)} weights that it changes have another "
+                f"shape there, such as {name!r}: {stored[name].shape} in the model, {changed[name]} in the "
+                "adapter. Name the model it was trained on with --base."
+            )
+        if self.base_fingerprint is None or is_any_base:
+            return
+        found = fingerprint({tensor.path for tensor in stored.values()})
+        if found != self.base_fingerprint:
+            raise ValueError(
+                f"The adapter {self.name} was trained on {self.base!r}, whose weights have the fingerprint "
+                f"{self.base_fingerprint[:12]}; {base!r} has the same names and shapes, and the fingerprint "
+                f"{found[:12]}: other values, or another type. Name the model it was trained on with --base, "
+                "or set --any_base if these are the same weights saved anew."
+            )
+
+
+def read_adapter(name: str) -> SavedAdapter:
+    """Read what an adapter consists of; its tensors stay on the disk.
+
+    Args:
+        name: its directory, or its name on the Hub.
+
+    Raises:
+        FileNotFoundError: there is no adapter.
+        ValueError: it is no LoRA, or one whose updates are not scaling * B A.
+    """
+    config_file, path = found_file(name, CONFIG), found_file(name, WEIGHTS)
+    if config_file is None or path is None:
+        missing = CONFIG if config_file is None else WEIGHTS
+        raise FileNotFoundError(f"{name} is no adapter: it has no {missing}.")
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    _check_config(name, config)
+    updates: dict[str, Update] = {}
+    replacements: dict[str, Replacement] = {}
+    stored = header_of(path)
+    for key, tensor in stored.items():
+        module, _, part = key.removeprefix(_PREFIX).partition(".lora_")
+        if not part:
+            replacements[module.replace(".base_layer.", ".")] = Replacement(key, tensor.shape)
+        elif part == "A.weight":
+            b_key = key.replace(".lora_A.", ".lora_B.")
+            shape = (stored[b_key].shape[0], tensor.shape[1])
+            updates[f"{module}.weight"] = Update(key, b_key, _scaling(config, module, tensor.shape[0]), shape)
+        elif part != "B.weight":
+            raise ValueError(_beyond(name, f"it has the tensor {key!r}"))
+    return SavedAdapter(
+        name=name,
+        path=path,
+        base=str(config.get("base_model_name_or_path") or ""),
+        revision=config.get("revision"),
+        updates=updates,
+        replacements=replacements,
+        base_fingerprint=_noted_fingerprint(name),
+    )
+
+
+def note_base(directory: Path, base: str, revision: str | None = None) -> None:
+    """Write down beside an adapter which weights it was trained on, so that it is never put onto others.
+
+    Nothing is written where the base's files are not found: it may have been made in Python.
+    """
+    files = weight_files(base, revision, is_local_only=True) if base else []
+    if files:
+        noted = {"base_model_name_or_path": base, "revision": revision, "fingerprint": fingerprint(files)}
+        (directory / BASE_FILE).write_text(json.dumps(noted, indent=2) + "\n", encoding="utf-8")
+
+
+def _noted_fingerprint(name: str) -> str | None:
+    noted = found_file(name, BASE_FILE)
+    return None if noted is None else json.loads(noted.read_text(encoding="utf-8")).get("fingerprint")
+
+
+def _check_config(name: str, config: Mapping[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(_beyond(name, f"it is of the kind {kind}"))
+    for option in _BEYOND_LORA:
+        if config.get(option):
+            raise ValueError(_beyond(name, f"it has {option}={config[option]!r}"))
+
+
+def _beyond(name: str, what: str) -> str:
+    return (
+        f"The adapter {name} is not a plain LoRA: {what}. PEFT merges what it has trained: "
+        "PeftModel.from_pretrained(base, adapter).merge_and_unload()."
+    )
+
+
+def _scaling(config: Mapping[str, Any], module: str, rank: int) -> float:
+    from peft.utils.other import get_pattern_key
+
+    patterns: dict[str, float] = config.get("alpha_pattern") or {}
+    alpha = float(patterns.get(get_pattern_key(list(patterns), module), config["lora_alpha"]))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
