@@ -253,7 +253,7 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
     ("arguments", "message"),
     [
         (["--max_steps"], "max_steps needs a value: --max_steps VALUE"),
-        (["--report_to", "no_such_wandb,trackio"], "needs the package trackio: pip install 'trackio>="),
+        (["--report_to", "no_such_wandb,swanlab"], "needs the package swanlab: pip install swanlab"),
         (["--learning_rat", "1"], "There is no option 'learning_rat'; did you mean 'learning_rate'?"),
         (["--dataset_name", "d", "--reward_funcs", "think_format_reward"], "model_name_or_path is not set"),
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),

@@ -95,6 +95,24 @@ def test_a_difference_is_paired_by_prompt():
     assert share(second.tolist()).low < share(first.tolist()).high
 
 
+@pytest.mark.parametrize("agreement", [0.0, 0.6, 0.95])
+def test_intervals_of_differences_hold_the_truth_as_often_as_they_say(agreement):
+    """The second model answers as the first with this probability, else on its own."""
+    rng, held = np.random.default_rng(2), 0
+    for _ in range(600):
+        first = rng.random(120) < 0.6
+        second = np.where(rng.random(120) < agreement, first, rng.random(120) < 0.8)
+        truth = (1 - agreement) * (0.8 - 0.6)
+        interval = difference(second.astype(float).tolist(), first.astype(float).tolist())
+        held += interval.low <= truth <= interval.high
+    assert 0.925 <= held / 600 <= 0.985
+
+
+def test_models_that_do_not_differ_on_few_prompts_may_differ_on_others():
+    interval = difference([1.0] * 4, [1.0] * 4)
+    assert interval.value == 0 and interval.low < -0.3 and interval.high > 0.3
+
+
 def test_a_mean_has_the_interval_of_its_standard_error():
     values = [1.0, 2.0, 4.0, 7.0]
     half = 1.959964 * np.std(values, ddof=1) / 2

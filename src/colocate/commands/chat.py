@@ -48,7 +48,9 @@ def add_parser(commands: Any) -> None:
     )
     command.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest tokens only")
     command.add_argument(
-        "--max_tokens", type=positive, default=1024, help="tokens of an answer (default: %(default)s)"
+        "--max_tokens",
+        type=positive,
+        help="tokens of an answer (default: max_completion_length of the run, or 512)",
     )
     command.add_argument(
         "--max_context",
@@ -104,8 +106,9 @@ def _conversation(loaded: LoadedModel, known: argparse.Namespace) -> Conversatio
     if system_prompt is None and renderer is not None:
         system_prompt = loaded.saved.options.get("system_prompt")
     context_length = min(known.max_context, loaded.context_length)
+    of_run = int(loaded.saved.options.get("max_completion_length") or 512)
     sampling = SamplingParams(
-        max_tokens=min(known.max_tokens, context_length),
+        max_tokens=min(known.max_tokens or of_run, context_length),
         temperature=known.temperature,
         top_p=known.top_p,
         stop_token_ids=stops,

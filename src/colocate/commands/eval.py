@@ -257,7 +257,7 @@ def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str) -> Non
     console.print(title, soft_wrap=True, highlight=False)
     console.print(table)
     for one in scores[1:]:
-        gained = difference(one.shares, scores[0].shares)
+        gained = difference(one.shares, scores[0].shares, one.num_samples)
         words = f"Accuracy of {one.name} minus that of {scores[0].name}: {gained}"
         console.print(words, soft_wrap=True, highlight=False)
 
@@ -275,6 +275,8 @@ def _write(
     from colocate.reporting.run_log import strict_json
     from colocate.run_identity import versions
 
+    first = scores[0]
+    gained = [difference(one.shares, first.shares, one.num_samples) for one in scores[1:]]
     result = {
         "dataset": task.dataset_name,
         "split": task.dataset_test_split,
@@ -284,6 +286,6 @@ def _write(
         "sampling": {name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"},
         "versions": versions(),
         "models": [one.as_json(ks) for one in scores],
-        "accuracy_minus_first": [asdict(difference(one.shares, scores[0].shares)) for one in scores[1:]],
+        "accuracy_minus_first": [asdict(one) for one in gained],
     }
     path.write_text(json.dumps(strict_json(redacted(result)), indent=2) + "\n", encoding="utf-8")

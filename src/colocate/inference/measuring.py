@@ -61,6 +61,8 @@ class Scores:
     def mean_reward(self, name: str) -> Estimate | None:
         """The mean of one reward function; None if it has judged nothing."""
         judged = [value for value in self.rewards[name] if not math.isnan(value)]
+        if judged and min(judged) >= 0 and max(judged) <= 1:  # a normal interval could leave the range
+            return share(judged, self.num_samples)
         return mean(judged) if judged else None
 
     def as_json(self, ks: Sequence[int]) -> dict[str, Any]:

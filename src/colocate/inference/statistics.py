@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, variance
+from statistics import NormalDist, fmean, pstdev, variance
 
 CONFIDENCE = 0.95
 _Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
@@ -77,13 +77,41 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(center, center - half, center + half)
 
 
-def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """The mean of `values` minus that of `others`, the values of the same prompts with another model.
+def difference(values: Sequence[float], others: Sequence[float], num_samples: int = 1) -> Estimate:
+    """The share of `values` minus that of `others`, which another model has reached on the same prompts.
 
-    Both have their easy and hard prompts in common, so differences by prompt say more than two intervals do
-    (paired differences; Miller 2024, section 4.2).
+    Both models have their easy and hard prompts in common, which says more than two intervals do. The
+    interval is made of both shares' intervals and of the correlation between them (Newcombe 1998, Statistics
+    in Medicine
+    17:2635, method 10), so that it has a width even where no prompt's share differs.
+
+    Raises:
+        ValueError: as `share`.
     """
-    return mean([value - other for value, other in zip(values, others, strict=True)])
+    one, other = share(values, num_samples), share(others, num_samples)
+    phi = _correlation(values, others)
+    gained = one.value - other.value
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a**2 - 2 * phi * a * b + b**2))
+
+    low = gained - reach(one.value - one.low, other.high - other.value)
+    high = gained + reach(one.high - one.value, other.value - other.low)
+    return Estimate(gained, max(-1.0, low), min(1.0, high))
+
+
+def _correlation(values: Sequence[float], others: Sequence[float]) -> float:
+    """The correlation between two models' shares; a positive one is lowered by Newcombe's correction, since
+    few prompts on which models disagree make it look closer to 1 than it is."""
+    deviations = pstdev(values) * pstdev(others)
+    if deviations == 0:
+        return 0.0
+    center, other = fmean(values), fmean(others)
+    pairs = zip(values, others, strict=True)
+    covariance = fmean((value - center) * (second - other) for value, second in pairs)
+    if covariance > 0:
+        covariance = max(0.0, covariance - 0.5 / len(values))
+    return covariance / deviations
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
