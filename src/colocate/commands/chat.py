@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from colocate.inference.loading import LoadedModel
 
 SUMMARY = "talk to a trained model"
-_HELP = "/clear forgets the conversation, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
+_HELP = "/clear forgets the conversation, /exit or Ctrl-D ends it.\nCtrl-C stops an answer."
 _PROMPT = "> "
 
 
