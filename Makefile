@@ -48,6 +48,7 @@ lint: $(VENV)/.installed-test $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/*.Dockerfile
 
 # Kernels' tests share the GPU. The others measure and exhaust its memory: one process, with the GPU to itself.
 gpu-test: $(VENV)/.installed-gpu

@@ -1,3 +1,3 @@
-"""The version, where every room can read it; `pyproject.toml` has the same."""
+"""The version, where every room can read it; packages and images take theirs from here."""
 
 __version__ = "0.1.0"

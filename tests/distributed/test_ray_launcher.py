@@ -213,7 +213,7 @@ def test_the_script_of_slurm_runs(make_run, environment, another_home):
     """With a stand-in of srun, which starts both nodes' tasks on this machine, and ranks on CPUs."""
     pytest.importorskip("ray")
     directory = make_run("slurm", max_steps=1)
-    (script,) = blocks("sbatch")
+    script = (Path(__file__).parents[2] / "examples/slurm/ray.sbatch").read_text()
     with socket.socket() as free:
         free.bind(("", 0))
         script = script.replace(":6379", f":{free.getsockname()[1]}")
@@ -227,7 +227,7 @@ def test_the_script_of_slurm_runs(make_run, environment, another_home):
     variables = environment | {"HOME": home, "RAY_TMPDIR": home, "PATH": path, "SLURM_CPUS_PER_TASK": "1"}
     del variables["RAY_ADDRESS"]
     with (directory / "log").open("w") as log:
-        words = ["bash", "-c", script.replace("--gpus_per_node 8", "--ranks_per_node 1")]
+        words = ["bash", "-c", script.replace("--gpus_per_node 8", "--ranks_per_node 1"), "job", "run.yaml"]
         done = subprocess.run(words, cwd=directory, env=variables, stdout=log, stderr=log, timeout=280)
     for pid in marked(home):  # as SLURM does with a job's steps
         with suppress(ProcessLookupError):

@@ -37,7 +37,7 @@ def blocks(language: str) -> list[str]:
 
 
 (MANIFEST,) = (yaml.safe_load(block) for block in blocks("yaml"))
-(SCRIPT,) = blocks("sbatch")
+SCRIPT = (ROOT / "examples/slurm/ray.sbatch").read_text()
 COMMANDS = [
     line.strip() for text in blocks("bash") for line in text.replace("\\\n", " ").splitlines() if line.strip()
 ]
@@ -67,8 +67,8 @@ def check_ray(command: str) -> dict[str, Any]:
 
 def test_no_block_is_forgotten():
     languages = re.findall(r"^ *```(\w+)$", PAGE, flags=re.MULTILINE)
-    assert {name: languages.count(name) for name in languages} == {"bash": 6, "yaml": 1, "sbatch": 1}
-    assert len(COMMANDS) == 9
+    assert {name: languages.count(name) for name in languages} == {"bash": 7, "yaml": 1}
+    assert len(COMMANDS) == 10
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,6 +78,8 @@ def test_commands(command, monkeypatch):
     if words[:2] == ["pip", "install"]:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert words[2:] == extras["ray"]
+    elif words[0] == "sbatch":
+        assert (ROOT / words[1]).read_text() == SCRIPT and words[2:] == ["run.yaml"]
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()
     elif words[0] == "ray":
@@ -135,7 +137,8 @@ def test_the_job_of_kubernetes_asks_for_what_its_cluster_has():
 def test_the_script_of_slurm_starts_what_it_asks_for():
     subprocess.run(["bash", "-n"], input=SCRIPT, text=True, check=True)
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SCRIPT, flags=re.MULTILINE))
-    ask = check_run(re.findall(r"^exec (colocate .*)$", SCRIPT, flags=re.MULTILINE)[0])
+    (command,) = re.findall(r"^exec (colocate .*)$", SCRIPT, flags=re.MULTILINE)
+    ask = check_run(command.replace('"$@"', "run.yaml"))
     assert ask == Ask(int(asked["nodes"]), int(asked["gpus-per-node"]), on_gpus=True)
     assert (asked["ntasks-per-node"], asked["signal"]) == ("1", "B:TERM@300")
     (task,) = re.findall(r"^srun bash -c '(.*?)' &$", SCRIPT, flags=re.MULTILINE | re.DOTALL)

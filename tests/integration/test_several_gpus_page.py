@@ -24,6 +24,7 @@ from launcher_configs import environment_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "several-gpus.md").read_text()
+SCRIPT = (ROOT / "examples" / "slurm" / "torchrun.sbatch").read_text()
 SOURCES = " ".join(
     re.sub(r'"\s*\n\s*f?"', "", (ROOT / "src" / "colocate" / name).read_text())
     for name in ("parallel/meeting.py", "start_checks.py", "launchers.py")
@@ -35,8 +36,8 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> Iterator[list[str]]:
-    """Every launcher's command of the page as words, those of the SLURM script with numbers for variables."""
-    for text in (*blocks("bash"), *blocks("sbatch")):
+    """Every launcher's command of the page as words, those of SLURM's script with numbers for variables."""
+    for text in (*blocks("bash"), SCRIPT.replace('"$@"', "run.yaml")):
         for line in text.replace("\\\n", " ").splitlines():
             words = shlex.split(re.sub(r"\$SLURM_\w+", "2", line), comments=True)
             words = words[1:] if words[:1] == ["srun"] else words
@@ -49,9 +50,12 @@ COMMANDS = list(commands())
 
 def test_no_block_is_forgotten():
     languages = re.findall(r"^```(\w+)$", PAGE, flags=re.MULTILINE)
-    assert set(languages) == {"bash", "sbatch", "yaml"}
+    assert set(languages) == {"bash", "yaml"}
+    assert "sbatch examples/slurm/torchrun.sbatch run.yaml" in PAGE and SCRIPT.startswith(
+        "#!/bin/bash\n#SBATCH"
+    )
     assert len(COMMANDS) == 8
-    for text in (*blocks("bash"), *blocks("sbatch")):
+    for text in (*blocks("bash"), SCRIPT):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
