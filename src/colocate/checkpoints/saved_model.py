@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from colocate.checkpoints import sealed
+from colocate.reporting.run_log import METRICS_FILE
+from colocate.reporting.run_log import RUN_FILE as RECORD_FILE
 from colocate.run_file import read_file
 from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
 from colocate.weights.weight_files import found_file
@@ -105,8 +107,12 @@ def _directory_of(name: str) -> Path | None:
 
 
 def _options_near(directory: Path | None) -> dict[str, Any]:
-    """The options of the run that a directory is, or lies in."""
+    """The options of the run that a directory is, or lies in. A run from Python has those that were set in
+    its record."""
     for place in () if directory is None else (directory, directory.parent):
         if (place / RUN_FILE).is_file():
             return read_file(place / RUN_FILE)
+        if (place / METRICS_FILE).is_file() and (place / RECORD_FILE).is_file():
+            record = json.loads((place / RECORD_FILE).read_text(encoding="utf-8"))
+            return dict(record.get("options") or {})
     return {}

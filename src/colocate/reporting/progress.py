@@ -41,6 +41,8 @@ _BY_IMPORTANCE = (
     *("reward", "length", "step time", "speed", "eval", "zero std", "memory", "rewards", "policy"),
 )
 _LABEL_WIDTH = 10
+_CELL_WIDTH = 115
+"""Columns of text that a notebook's cell has room for."""
 _NARROW = 60
 """The width in columns below which the panel shows only the phase that runs."""
 
@@ -62,7 +64,9 @@ class Progress:
             disable_tqdm: print plain lines on a terminal and in a notebook, too.
             logging_steps: steps from one plain line or row to the next; the last step has one in any case.
         """
-        self._console = console or Console()
+        is_in_cell = "IPython" in sys.modules and is_in_notebook()  # marimo is a notebook without it
+        # A notebook would get each line that rich prints as an output of its own.
+        self._console = console or Console(force_jupyter=False, width=_CELL_WIDTH if is_in_cell else None)
         self._shows = is_main_process
         self._logging_steps = logging_steps
         self._phase, self._phase_start = "", time.monotonic()
@@ -79,7 +83,7 @@ class Progress:
         self._live: LivePanel | None = None
         self._table: NotebookTable | None = None
         if is_main_process and not disable_tqdm:
-            if "IPython" in sys.modules and is_in_notebook():  # marimo is a notebook without it
+            if is_in_cell:
                 self._table = NotebookTable()
             elif self._console.is_terminal:
                 self._live = LivePanel(self._lines, self._console)
@@ -157,7 +161,7 @@ class Progress:
         self._shown, self._spark = self._facts(metrics), sparkline(self._rewards)
         is_due = self._shows and (step % self._logging_steps == 0 or step == total)
         if self._table is not None:
-            self._table.update(self._head(), self._row() if is_due else None)
+            self._table.update(self._head(), self._row() if is_due else None, {**record, "step": step})
         elif self._live is None and is_due:
             # soft_wrap: a log is read by programs, which want one line per step however narrow the console.
             self._console.print(Text(self._line()), soft_wrap=True)
@@ -169,7 +173,8 @@ class Progress:
         if not self._shows or not rewards:
             return
         if self._table is not None:
-            self._table.add_evaluation(step, {name: compact(value) for name, value in rewards.items()})
+            cells = {name: compact(value) for name, value in rewards.items()}
+            self._table.add_evaluation(step, cells, rewards.get("eval_reward"))
             return
         found = [f"{name} {compact(value)}" for name, value in rewards.items()]
         self._evaluated = f"{', '.join(found)} at step {step}"
