@@ -23,13 +23,15 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
-    """What `python -m build` makes of the files under version control, with the setuptools that is here."""
+    """What `python -m build` makes of a copy of this checkout, with the setuptools that is here."""
     checkout = tmp_path_factory.mktemp("build") / "checkout"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for name in filter(None, listed.stdout.split("\0")):
-        if not name.startswith(("benchmarks/", "tests/")) and (ROOT / name).is_file():
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, checkout / name)
+    checkout.mkdir()
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copyfile(path, checkout / path.name)
+    left_behind = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("docker", "docs", "examples", "recipes", "src"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=left_behind, dirs_exist_ok=True)
     words = [sys.executable, "-m", "build", "--no-isolation", str(checkout)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
