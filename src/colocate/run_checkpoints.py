@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 
 from colocate.checkpoints import changes, model_card, sealed, shards, snapshot
 from colocate.checkpoints.finite import check_finite_weights
+from colocate.data.loading import READERS
 from colocate.experience.carry_over import CarryingPlayer
 from colocate.experience.refill import RefillingSelector
 from colocate.redaction import redacted
@@ -58,6 +59,8 @@ def write_card(
 
 def _facts(run: Run) -> model_card.TrainingFacts:
     state, known = run.journal.state, provenance(run.args)
+    info = getattr(run.train_dataset, "info", None)
+    read = getattr(info, "dataset_name", None)
     # The command line's callback knows what the dataset was called; of a file `datasets` knows only the
     # reader.
     named = [c.dataset_name for c in run.journal.handler.callbacks if hasattr(c, "dataset_name")]
@@ -66,7 +69,7 @@ def _facts(run: Run) -> model_card.TrainingFacts:
         metrics |= {name: value for name, value in logs.items() if isinstance(value, int | float)}
     return model_card.TrainingFacts(
         base_model=causal_lm(run.model).config.name_or_path or None,
-        dataset=named[0] if named else getattr(run.train_dataset.info, "dataset_name", None),
+        dataset=named[0] if named else None if read in READERS.values() else read,
         rewards=run.judge.reward_functions.names,
         options=redacted(known["options"]),
         metrics=metrics,

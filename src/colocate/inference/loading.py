@@ -25,7 +25,10 @@ from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
 from colocate.weights.adapter_files import read_adapter
 from colocate.weights.weight_files import at, found_file, header_of, weight_files
 
-_OF_TRAINING = ("trust_remote_code", "bf16", "chat_template_kwargs", "max_num_seqs", "page_size", "use_cpu")
+_OF_TRAINING = (
+    *("trust_remote_code", "bf16", "chat_template_kwargs", "max_num_seqs", "page_size", "use_cpu"),
+    *("vllm_engine_kwargs", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_model_impl"),
+)
 """Options of the run that trained a model which also hold when it generates."""
 _OF_4_BITS = ("load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")
 
