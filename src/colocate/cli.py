@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate.commands import chat, eval, export, merge
+from colocate.commands import chat, export, merge
+from colocate.commands import eval as measure
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
 from colocate.report_command import add_parser as add_report_parser
@@ -22,7 +23,7 @@ from colocate.report_command import report
 from colocate.train_command import train
 from colocate.version import __version__
 
-_ON_A_MODEL = {"chat": chat, "eval": eval, "merge": merge, "export": export}
+_ON_A_MODEL = {"chat": chat, "eval": measure, "merge": merge, "export": export}
 """What can be done with a trained model; each has a file in `commands/`."""
 
 _RUN_USAGE = """[RUN.yaml] [--option value ...]

@@ -497,7 +497,14 @@ def python(*arguments):
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        *([n, "--help"] for n in ("train", "plan", "chat", "eval", "merge", "export")),
+    ],
+)
 def test_help_and_version_load_no_torch(arguments):
     code = (
         "import sys\nfrom colocate.cli import main\n"

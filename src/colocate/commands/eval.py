@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         "eval",
         help=SUMMARY,
         description=f"{SUMMARY}. Dataset and reward functions are those of the first run named, unless "
-        "they are given. Intervals are of 95%% confidence, over prompts. Differences are to the first model.",
+        "they are given. Intervals are of 95% confidence, over prompts. Differences are to the first model.",
         usage="colocate eval MODEL [MODEL ...] [--dataset DATA] [--reward_funcs F ...] [--num_samples N] ...",
         allow_abbrev=False,
     )
@@ -148,7 +148,9 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
     task.reward_funcs = known.reward_funcs or task.reward_funcs
     if task.dataset_name is None:
         raise ValueError("There is no dataset: no run named has one, so give --dataset.")
-    if not task.reward_funcs:
+    if known.reward_funcs:
+        task.reward_model_name_or_path = None
+    if not task.reward_funcs and task.reward_model_name_or_path is None:
         raise ValueError("There is no reward function: no run named has one, so give --reward_funcs.")
     return task
 
@@ -178,7 +180,8 @@ def _rewards(task: RunConfig) -> RewardFunctions:
     from colocate.rewards import get_reward_function
     from colocate.rewards.base import RewardFunctions
 
-    return RewardFunctions([get_reward_function(name) for name in task.reward_funcs])
+    models = [task.reward_model_name_or_path] if task.reward_model_name_or_path else []
+    return RewardFunctions([*models, *(get_reward_function(name) for name in task.reward_funcs)])
 
 
 def _check_columns(rewards: RewardFunctions, rows: Sequence[Row]) -> None:
@@ -199,6 +202,8 @@ def _score(
     from colocate.inference.measuring import score_model
 
     loaded = load(saved, loading_options(known), is_any_base=known.any_base)
+    for model in rewards.models:
+        model.to(loaded.accelerator.device)
     with _progress(saved.name, len(rows) * known.num_samples) as on_progress:
         scores = score_model(
             loaded,
