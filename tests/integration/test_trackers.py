@@ -59,6 +59,7 @@ def test_wandb_keeps_every_step_of_a_run_offline(home):
 
     steps = train("wandb")
     wandb.finish()
+    wandb.teardown()  # its own process has written everything when it has ended
     (file,) = home.glob("wandb/offline-run-*/*.wandb")
     records = list(records_of_wandb(file))
     (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
