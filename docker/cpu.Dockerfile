@@ -1,7 +1,7 @@
 # colocate without a GPU: for small models, for reports and plans, and to try it.
 #
 #     docker build --file docker/cpu.Dockerfile --tag colocate:cpu .
-#     docker run --volume "$PWD:/work" colocate:cpu plan run.yaml --gpu H100
+#     docker run --volume "$PWD:/workspace" colocate:cpu plan run.yaml --gpu H100
 #
 # --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's index of CPU builds> saves gigabytes of CUDA that is never used.
 
@@ -14,7 +14,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends git \
     && rm -rf /var/lib/apt/lists/*
 
-ENV HF_HOME=/work/.cache/huggingface
+ENV HF_HOME=/workspace/.cache/huggingface
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE constraints-cpu.txt ./
@@ -24,6 +24,6 @@ RUN pip install --no-cache-dir --constraint constraints-cpu.txt \
     ".[peft,math,reasoning-gym,tensorboard,trackio,wandb,gguf]"
 
 # Runs, caches and data are on the volume that is mounted here.
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["colocate"]
 CMD ["--help"]

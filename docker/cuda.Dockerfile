@@ -2,7 +2,7 @@
 # toolkit.
 #
 #     docker build --file docker/cuda.Dockerfile --tag colocate:cuda .
-#     docker run --gpus all --ipc=host --volume "$PWD:/work" colocate:cuda train run.yaml
+#     docker run --gpus all --ipc=host --volume "$PWD:/workspace" colocate:cuda train run.yaml
 
 FROM python:3.12-slim
 
@@ -14,8 +14,8 @@ RUN apt-get update \
 
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    HF_HOME=/work/.cache/huggingface \
-    TRITON_CACHE_DIR=/work/.cache/triton
+    HF_HOME=/workspace/.cache/huggingface \
+    TRITON_CACHE_DIR=/workspace/.cache/triton
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
@@ -24,6 +24,6 @@ COPY src ./src
 RUN pip install --no-cache-dir ".[cuda,peft,bitsandbytes,math,reasoning-gym,tensorboard,trackio,wandb]"
 
 # Runs, caches and data are on the volume that is mounted here.
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["colocate"]
 CMD ["--help"]
