@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -65,9 +66,9 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
 def question(a: int) -> str:
     (example,) = blocks("json")
     row = json.loads(example)
-    text = row["prompt"][0]["content"].replace("2 and 5", f"{a} and {7 - a}")
+    text = row["question"].replace("2 and 5", f"{a} and {7 - a}")
     answer = row["answer"].replace("2 + 5", f"{a} + {7 - a}")
-    return json.dumps({"prompt": [{"role": "user", "content": text}], "answer": answer}) + "\n"
+    return json.dumps({"question": text, "answer": answer}) + "\n"
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +264,7 @@ BAD = {
     "colocate chat runs": "has no model: neither config.json nor",
     "colocate eval model runs/sums": "is what the run was trained on, and nothing of it was held out",
     "colocate eval model --dataset test.jsonl": "There is no reward function",
+    "colocate eval model --dataset test.jsonl --reward_funcs rewards.py:final_answer": "no column 'prompt'",
     "colocate eval runs/sums --dataset test.json": "Did you mean 'test.jsonl'",
     "colocate eval runs/sums --dataset test.jsonl --k 4": "Set --num_samples 4",
     "colocate eval runs/sums --dataset test.jsonl --reward_funcs accuracy_reward": "needs the argument",
@@ -335,3 +337,19 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_program(home):
     os.write(ours, b"/exit\n")
     assert program.wait(60) == 0
     os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("test_split_size: 0.5", "held out a part of one"),
+        ("eval_dataset_name: test.jsonl", "test.jsonl: 2 prompts x 1, greedy"),
+    ],
+)
+def test_what_a_run_has_held_out_is_measured_where_it_has_a_name(home, capsys, tmp_path, option, message):
+    shutil.copytree("runs/sums", tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoint-*"))
+    run_file = tmp_path / "copy" / "config.yaml"
+    name = option.partition(":")[0]
+    kept = [line for line in run_file.read_text().splitlines() if not line.startswith(f"{name}:")]
+    run_file.write_text("\n".join([*kept, option]) + "\n")
+    assert message in run(f"colocate eval {tmp_path}/copy", capsys, code=int("held" in message))

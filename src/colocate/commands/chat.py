@@ -100,7 +100,8 @@ def _conversation(loaded: LoadedModel, known: argparse.Namespace) -> Conversatio
 
     tokenizer, stops = loaded.tokenizer, loaded.stop_token_ids
     renderer = None
-    if tokenizer.chat_template and not known.raw:
+    is_raw = known.raw or loaded.saved.options.get("apply_chat_template") is False
+    if tokenizer.chat_template and not is_raw:
         renderer = Renderer(tokenizer, loaded.config.chat_template_kwargs, stops)
     system_prompt = known.system_prompt
     if system_prompt is None and renderer is not None:

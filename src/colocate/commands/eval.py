@@ -84,7 +84,8 @@ def run(known: argparse.Namespace) -> int:
     models = [find_model(name, known.base) for name in known.models]
     options = next((saved.options for saved in models if saved.options), {})
     task = _task(known, options)
-    rows, rewards = _rows(task, known), _rewards(task)
+    rows = _rows(task, known, as_messages=bool(options.get("apply_chat_template")))
+    rewards = _rewards(task)
     _check_columns(rewards, rows)
     greedy = 0.0 if known.num_samples == 1 else 1.0
     sampling = SamplingParams(
@@ -135,6 +136,11 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
         if known.dataset != task.dataset_name:
             task.dataset_config, task.dataset_options = None, {}
         task.dataset_name, task.dataset_test_split = known.dataset, known.split or _split_of(known.dataset)
+    elif task.datasets or task.eval_datasets or task.test_split_size:
+        raise ValueError(
+            "The run has read several datasets, or held out a part of one (datasets, eval_datasets, "
+            "test_split_size). Name one to measure on with --dataset."
+        )
     elif task.eval_dataset_name is not None:
         task.dataset_name, task.dataset_options = task.eval_dataset_name, task.eval_dataset_options
         task.dataset_test_split = known.split or "train"
@@ -162,18 +168,27 @@ def _split_of(name: str) -> str:
     return "train" if Path(name).is_file() or name.startswith(TASK_PREFIX) else "test"
 
 
-def _rows(task: RunConfig, known: argparse.Namespace) -> list[Row]:
-    from colocate.data.loading import load_prompts
-    from colocate.data.prompts import validate_columns
+def _rows(task: RunConfig, known: argparse.Namespace, *, as_messages: bool) -> list[Row]:
+    """The rows to measure on, their prompts made as in training.
 
-    dataset = load_prompts(
+    Args:
+        as_messages: whether a prompt that is text becomes a user's message.
+    """
+    from colocate.data.mixture import FORMAT_OPTIONS, DatasetEntry
+    from colocate.data.prompts import as_conversations, validate_columns
+
+    dataset = DatasetEntry(
         str(task.dataset_name),
         config=task.dataset_config,
         split=task.dataset_test_split,
-        **task.dataset_options,
-    )
+        options=task.dataset_options,
+        max_rows=known.max_rows,
+        **{name: getattr(task, name) for name in FORMAT_OPTIONS},
+    ).load()
+    if as_messages:
+        dataset = as_conversations(dataset)
     validate_columns(dataset)
-    return [dict(row) for row in itertools.islice(dataset, known.max_rows)]
+    return [dict(row) for row in dataset]
 
 
 def _rewards(task: RunConfig) -> RewardFunctions:
