@@ -52,11 +52,10 @@ def test_the_wheel_has_the_package_and_nothing_else(dist):
         names = set(archive.namelist())
         metadata = email.message_from_bytes(archive.read(f"colocate-{__version__}.dist-info/METADATA"))
         entries = archive.read(f"colocate-{__version__}.dist-info/entry_points.txt").decode()
-    package = {
-        f"colocate/{p.relative_to(ROOT / 'src/colocate')}" for p in (ROOT / "src/colocate").rglob("*.py")
-    }
+    files = (path for path in (ROOT / "src/colocate").rglob("*") if path.is_file())
+    package = {f"colocate/{p.relative_to(ROOT / 'src/colocate')}" for p in files if p.suffix != ".pyc"}
     inside = {name for name in names if ".dist-info/" not in name}
-    assert inside == package | {"colocate/py.typed"}
+    assert inside == package and "colocate/py.typed" in package
     assert "colocate = colocate.cli:main" in entries
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert (metadata["Name"], metadata["Version"]) == ("colocate", __version__)
