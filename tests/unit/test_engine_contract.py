@@ -45,6 +45,7 @@ from colocate.engines.transformers_engine import TransformersEngine
 from colocate.engines.vllm.logprobs_mode import PROCESSED, RAW, tells_policys
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import causal_lm
+from native_replica import NativeReplica
 from vllm_unpacked import unpacked
 
 
@@ -113,18 +114,6 @@ def vllm_case(make_model: Callable[[], Any], **fields: Any) -> EngineCase:
     defaults = {"logprob_atol": 1e-4, "process_logits": min_p_first, "is_kept": True}
     defaults |= {"logprobs_modes": (PROCESSED,)}
     return EngineCase(make_model, vllm_engine, **{**defaults, **fields})
-
-
-class NativeReplica(NativeEngine):
-    name = "a native engine"
-    takes_turns = False
-
-    def note_update(self, version: int) -> None: ...
-
-    def is_back(self) -> bool:
-        return True
-
-    def rejoin(self) -> None: ...
 
 
 def native_pool(model: Any, num_engines: int) -> EnginePool:
@@ -620,6 +609,30 @@ def test_a_short_turn_does_not_wait_for_a_long_one(open_engine, case):
     while open_engine.is_busy:
         first |= open_engine.poll()
     assert [len(first[number].token_ids) for number in (long, short)] == [40, 2]
+
+
+def test_progress_is_the_beginning_of_what_a_turn_will_be(open_engine):
+    prompts = [dataclasses.replace(p, max_tokens=(21, 21)) for p in make_prompts([5, 3], 2)]
+    numbers = open_engine.submit(prompts, SamplingParams(30), keep=True)
+    told: dict[int, list[tuple[int, ...]]] = {number: [(), ()] for number in numbers}
+    for turn in range(2):
+        ended: dict[int, Completion] = {}
+        while open_engine.is_busy:
+            ended |= open_engine.poll()
+            for number in numbers:
+                ids, logprobs = open_engine.progress(number, len(told[number][turn]))
+                assert logprobs is None or len(logprobs) == len(ids)
+                told[number][turn] += ids
+        for number, completion in ended.items():
+            ids = told[number][turn]
+            assert completion.token_ids[: len(ids)] == ids
+            assert open_engine.progress(number) == ((), None)
+        if turn == 0:
+            for number in numbers:
+                open_engine.extend(number, [7], 8)
+    assert ended.keys() == set(numbers)
+    open_engine.abort(numbers)
+    assert open_engine.progress(10**6) == ((), None)
 
 
 def test_a_generate_in_between_leaves_open_sequences_alone(open_engine):

@@ -212,6 +212,24 @@ def test_a_prompt_too_long_for_the_open_cache_opens_a_larger_one(max_tokens):
     assert [turns[number].token_ids for number in numbers] == [c.token_ids for c in expected]
 
 
+def test_a_cache_grows_for_those_that_come_later_at_most_once_for_each_doubling(monkeypatch):
+    """Sequences come one after the other: none waits for the pages of another, and few are read anew."""
+    engine = awake(make_model("qwen3"), page_size=4)
+    sampling = SamplingParams(40)
+    prompts = make_prompts([7] * 24, seed=2)
+    expected = engine.generate(prompts, sampling)
+    pressure, sizes, turns, numbers = Pressure(monkeypatch), [], {}, []
+    for prompt in prompts:
+        numbers += engine.submit([prompt], sampling)
+        turns |= engine.poll()
+        if engine._rollout is not None:
+            sizes.append(engine._rollout.pool.num_pages)
+    assert pressure.num_preempted == 0
+    assert len(set(sizes)) <= 6 and sizes[-1] >= 24 * 12 / 2
+    turns |= drain(engine)
+    assert [turns[number].token_ids for number in numbers] == [c.token_ids for c in expected]
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=20),
     max_tokens=st.integers(1, 20),

@@ -35,6 +35,16 @@ class RolloutEngine(Protocol):
     """How often the process that generates was lost and came back: a vLLM server's; 0 for other engines."""
 
     @property
+    def max_len(self) -> int:
+        """Tokens that a prompt and its completion may have together."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids that a prompt may consist of."""
+        ...
+
+    @property
     def kv_cache_bytes(self) -> int:
         """Bytes that the KV cache holds now, asleep those that `sleep` let it keep; 0 if it cannot tell."""
         ...
@@ -81,6 +91,15 @@ class RolloutEngine(Protocol):
 
         A turn ends with a stop token or at its limit. A turn of an episode has draws of its own: they depend
         on the seed, the prompt's key, the member and the number of the turn.
+        """
+        ...
+
+    def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+        """What a turn under way has drawn so far, for those who show it as it grows.
+
+        Returns:
+            The turn's tokens from number `start` on, and their log-probs (None: the engine cannot tell). No
+            token, if there is none yet, or the engine tells only of whole turns, or knows no such turn.
         """
         ...
 
@@ -145,12 +164,24 @@ class BaseEngine:
     _vocab_size: int
 
     @property
+    def max_len(self) -> int:
+        return self._max_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
     def kv_cache_bytes(self) -> int:
         return 0
 
     @property
     def rollout_weight_bytes(self) -> int:
         return 0
+
+    def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+        """Tell nothing of a turn before it has ended. See `RolloutEngine.progress`."""
+        return (), None
 
     def sleep(self, keep_bytes: int = 0) -> None:
         """Refuse `generate`; there is no memory to give back."""

@@ -160,6 +160,11 @@ class EnginePool(TurnEngine):
             self._forget(keys)
         return [completions[key] for key in keys]
 
+    def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+        """What the engine that draws a turn tells of it. See `RolloutEngine.progress`."""
+        place = self._places.get(sequence)
+        return ((), None) if place is None else place.member.replica.progress(place.number, start)
+
     def abort(self, sequences: Iterable[int]) -> None:
         """Forget sequences. See `RolloutEngine.abort`."""
         sequences = list(sequences)
@@ -294,7 +299,7 @@ class EnginePool(TurnEngine):
         return (
             f"All {len(losses)} engines of the pool are lost{waited}:\n  "
             + "\n  ".join(losses)
-            + "\nLook into their logs, start them again (`colocate serve`) and resume from the last "
+            + "\nLook into their logs, start them again (`colocate vllm-serve`) and resume from the last "
             f"checkpoint{advice}."
         )
 

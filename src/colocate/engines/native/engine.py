@@ -125,6 +125,8 @@ class NativeEngine(BaseEngine):
         self._decoder: Decoder | None = None
         self._max_pages: int | None = None
         """Upper limit of the KV cache's pages, set when memory ran out with more pages; None: no limit."""
+        self._wanted_pages = 0
+        """Pages that the KV cache was asked for when the present rollout began."""
         self._submissions = Submissions()
         self._host_room = HostRoom()
         self._rollout: Rollout | None = None
@@ -134,6 +136,11 @@ class NativeEngine(BaseEngine):
     @property
     def kv_cache_bytes(self) -> int:
         return self._cache.num_bytes
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the KV cache has room for now."""
+        return self._num_pages * self._page_size
 
     @property
     def rollout_weight_bytes(self) -> int:
@@ -170,7 +177,8 @@ class NativeEngine(BaseEngine):
         """Let sequences wait. See `RolloutEngine.submit`.
 
         The KV cache gets the size that is of use to the sequences which are there when the first `poll`
-        begins, so those that are known are best submitted at once.
+        begins, so those that are known are best submitted at once. If those that come later could use more
+        than twice as much, the next `poll` takes it, and computes again what was in the cache.
 
         Raises:
             ValueError: a request is refused, or ranks split the weights: they generate together.
@@ -194,6 +202,13 @@ class NativeEngine(BaseEngine):
             self._recovery.run(self._advance)
         ended, self._submissions.ended = self._submissions.ended, {}
         return ended
+
+    def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
+        """The tokens of a turn under way that the host has read. See `RolloutEngine.progress`."""
+        running = self._submissions.sequences.get(sequence)
+        if running is None or running.is_resting:
+            return (), None
+        return tuple(running.token_ids[start:]), tuple(running.logprobs[start:])
 
     def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
         """Begin the next turn on the pages of the turns before. See `RolloutEngine.extend`."""
@@ -250,11 +265,21 @@ class NativeEngine(BaseEngine):
         self._check_submission(prompts, sampling, submissions.sampling)
         added = submissions.add(prompts, sampling, keep=keep)
         if self._rollout is not None:
-            if self._rollout.fits(longest_sequence(submissions.prompts(self._max_len), sampling.max_tokens)):
-                self._rollout.scheduler.wait(added.values())
-            else:
+            if self._is_outgrown(submissions.prompts(self._max_len), sampling.max_tokens):
                 self._suspend()
+            else:
+                self._rollout.scheduler.wait(added.values())
         return list(added)
+
+    def _is_outgrown(self, prompts: Sequence[Prompt], max_tokens: int) -> bool:
+        """Whether the rollout is too small for its sequences. Where no size of the cache was given it is also
+        too small if they could use more than twice what its cache was asked for: the cost of computing them
+        again then comes at most once for each doubling."""
+        assert self._rollout is not None
+        if not self._rollout.fits(longest_sequence(prompts, max_tokens)):
+            return True
+        useful = useful_pages(prompts, max_tokens, self._page_size, self._max_num_seqs)
+        return self._kv_cache_tokens is None and useful > 2 * self._wanted_pages
 
     def _finish(self) -> None:
         while self._submissions.has_active:
@@ -410,6 +435,7 @@ class NativeEngine(BaseEngine):
             wanted = max(needed, useful_pages(prompts, max_tokens, page_size, self._max_num_seqs))
         else:
             wanted = self._kv_cache_tokens // page_size
+        self._wanted_pages = wanted
         wanted = min(wanted, self._max_pages or wanted)
         take_weights(self._weights, self._cache, layout, wanted_pages=wanted, needed_pages=needed)
         is_in_place = self._cache.is_on(layout.dtype, layout.device)
