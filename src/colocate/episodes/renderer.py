@@ -12,13 +12,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from colocate.episodes.argument_types import with_typed_arguments
 from colocate.episodes.response_template import templated_message
-from colocate.episodes.tool_syntax import message_of, reasoning_end_of, syntax_of
+from colocate.episodes.tool_syntax import (
+    CALL_MARKS,
+    REASONING,
+    harmony,
+    message_of,
+    reasoning_end_of,
+    syntax_of,
+)
 
 Message = dict[str, Any]
 
@@ -41,6 +48,15 @@ _SCHEMA = {
         "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "Text."}}},
     },
 }
+
+
+class Marks(NamedTuple):
+    """What the text of a turn is divided by."""
+
+    reasoning: tuple[str, str] | None
+    """What begins and what ends the reasoning before the answer; None: the template knows of none."""
+    calls: tuple[str, ...]
+    """What the first call of a tool may begin with; nothing, if no call can be read."""
 
 
 class Renderer:
@@ -91,6 +107,15 @@ class Renderer:
         """What the template puts behind an answer's text."""
         self._keeps_turns = self._has_reasoning and self._keeps(_tool(_TOOL))
         """Whether the turn before a tool's message stays as it was sampled, its reasoning too."""
+
+    @property
+    def marks(self) -> Marks | None:
+        """What a turn can be divided by while it is still being written; None: it is only read whole."""
+        if self._has_response_template or self._syntax is harmony:
+            return None
+        end = self._reasoning_end
+        calls = () if self._syntax is None else CALL_MARKS[self._syntax]
+        return Marks(None if end is None else (REASONING[end], end), calls)
 
     @property
     def _has_response_template(self) -> bool:

@@ -119,6 +119,19 @@ SYNTAXES: dict[str, Syntax] = {
 """Each syntax by what its calls contain, in the order in which they are looked for."""
 
 
+CALL_MARKS: dict[Syntax, tuple[str, ...]] = {
+    xml: ("<tool_call>",),
+    mistral: ("[TOOL_CALLS]",),
+    glm: ("<tool_call>",),
+    hermes: ("<tool_call>",),
+    gemma: ("<|tool_call>",),
+    pythonic: ("<|tool_call_start|>",),
+    deepseek: ("<｜tool▁calls▁begin｜>",),
+    llama: ('{"name"', "<|python_tag|>"),
+}
+"""What the first call of a message begins with. `harmony` is not among them: there every part has marks."""
+
+
 def syntax_of(rendered_call: str) -> Syntax | None:
     """The syntax of a call that a chat template has rendered; None: none that is known."""
     for mark, syntax in SYNTAXES.items():

@@ -65,10 +65,9 @@ class Gate:
         key = key or key_from_environment()
         if key is None:
             raise ValueError(
-                f"Nobody could use the server: set {VARIABLE}, or start it with `colocate serve`."
+                f"Nobody could use the server: set {VARIABLE}, or start it with `colocate vllm-serve`."
             )
         self._app, self._key = app, key
-        self._own_name = socket.gethostname().lower().partition(".")[0]
         self._watch: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,15 +94,15 @@ class Gate:
         """
         if scope["type"] != "http":
             raise Refused(403, f"There is no {scope['type']} here.")
-        headers = _headers(scope)
-        self._check_it_is_no_browser(scope, headers)
+        headers = headers_of(scope)
+        check_it_is_no_browser(scope, headers)
         route = _route(scope)
         if route in _OPEN:
             return None
         digest = self._check_key(scope, headers)
         if route not in _FREE | _GENERATING | _OF_THE_HOLDER | {_WORKERS}:
-            raise Refused(403, "This is none of the routes that `colocate serve` offers.")
-        body = await _read(receive)
+            raise Refused(403, "This is none of the routes that `colocate vllm-serve` offers.")
+        body = await read_body(receive, MAX_BODY_BYTES)
         if digest is not None and hashlib.sha256(body).hexdigest() != digest:
             raise Refused(401, "The body is not the one that was signed.")
         if body and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -116,18 +115,6 @@ class Gate:
         elif route in _OF_THE_HOLDER:
             await self._check_holder(scope, headers)
         return body
-
-    def _check_it_is_no_browser(self, scope: Scope, headers: dict[str, str]) -> None:
-        """Refuse requests of a browser, which any web site can make send requests to this machine."""
-        if "origin" in headers:
-            raise Refused(403, "Requests of web pages (with an Origin) are not answered.")
-        host = headers.get("host", "").lower()
-        name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-        # At a loopback address only a name of this machine is plausible: with any other, somebody has made
-        # the name of a web site point to this machine.
-        address = (scope.get("server") or ("",))[0] or ""
-        if is_loopback(address) and not is_loopback(name) and name.partition(".")[0] != self._own_name:
-            raise Refused(403, "The Host is not this machine.")
 
     def _check_key(self, scope: Scope, headers: dict[str, str]) -> str | None:
         """SHA-256 of the body that was signed; None if the request carries the key itself."""
@@ -203,6 +190,24 @@ class Gate:
         return status, b"".join(parts)
 
 
+def check_it_is_no_browser(scope: Scope, headers: dict[str, str]) -> None:
+    """Refuse requests of a browser, which any web site can make send requests to this machine.
+
+    Raises:
+        Refused: the request has an Origin, or came to a loopback address under a foreign name.
+    """
+    if "origin" in headers:
+        raise Refused(403, "Requests of web pages (with an Origin) are not answered.")
+    host = headers.get("host", "").lower()
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    # At a loopback address only a name of this machine is plausible: with any other, somebody has made
+    # the name of a web site point to this machine.
+    address = (scope.get("server") or ("",))[0] or ""
+    own_name = socket.gethostname().lower().partition(".")[0]
+    if is_loopback(address) and not is_loopback(name) and name.partition(".")[0] != own_name:
+        raise Refused(403, "The Host is not this machine.")
+
+
 def check_token_ids(content: Any, vocab_size: int) -> None:
     """Refuse token ids outside the vocabulary: without a tokenizer vLLM does not check them, and crashes.
 
@@ -248,7 +253,12 @@ def _parsed(body: bytes) -> dict[str, Any]:
     return content
 
 
-async def _read(receive: Receive) -> bytes:
+async def read_body(receive: Receive, max_bytes: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+        Refused: it has more than `max_bytes`, or the connection has ended within it.
+    """
     parts, size_bytes = [], 0
     while True:
         message = await receive()
@@ -256,8 +266,8 @@ async def _read(receive: Receive) -> bytes:
             raise Refused(400, "The connection ended within the request.")
         parts.append(message.get("body", b""))
         size_bytes += len(parts[-1])
-        if size_bytes > MAX_BODY_BYTES:
-            raise Refused(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
+        if size_bytes > max_bytes:
+            raise Refused(413, f"The body has more than {max_bytes} bytes.")
         if not message.get("more_body"):
             return b"".join(parts)
 
@@ -291,10 +301,11 @@ async def _answer_refusal(scope: Scope, send: Send, refusal: Refused) -> None:
 
 def _say(text: str) -> None:
     """Print a line to the server's log; vLLM's imports may have silenced loggers in this process."""
-    print(f"colocate serve: {time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    print(f"colocate vllm-serve: {time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def _headers(scope: Scope) -> dict[str, str]:
+def headers_of(scope: Scope) -> dict[str, str]:
+    """The headers of a request, their names in lower case."""
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
