@@ -39,6 +39,7 @@ from colocate.engines.vllm_server.client import CompletionRefused
 from colocate.engines.vllm_server.engine import VLLMServerEngine
 from colocate.engines.vllm_server.lease import Run, ServerHeld
 from colocate.engines.vllm_server.patience import ALONE, Patience
+from colocate.serving.driver import Drawn, Driver, Job, Update
 from colocate.types import Completion, SamplingParams
 
 COMPLETIONS, CHUNKS = "/v1/completions", "/collective_rpc receive_chunk"
@@ -473,3 +474,29 @@ def test_whatever_befalls_servers_no_completion_is_lost_doubled_or_mixed(make_fl
 @pytest.mark.slow
 def test_two_hundred_schedules_of_faults_lose_nothing(make_fleet):
     check_schedules(make_fleet, 200)
+
+
+def test_requests_of_many_callers_go_to_a_pool_and_outlive_a_server(make_fleet):
+    """Two callers with other sampling parameters, while the first server is gone for good."""
+    fleet = make_fleet(2)
+    pool = fleet.pool()
+    fleet.update(pool, 1)
+    driver, told = Driver(pool, slice_s=0.0), {}
+    fleet.fakes[0].faults[COMPLETIONS] = [die(LIMIT_S)]
+    asked = [
+        (prompt, dataclasses.replace(SAMPLING, temperature=temperature))
+        for temperature in (1.0, 0.5)
+        for prompt in make_prompts([5, 3], 2)
+    ]
+    for number, (prompt, sampling) in enumerate(asked):
+        updates: list[Update] = []
+        told[number] = updates
+        driver.ask(Job(prompt, sampling, updates.append))
+    deadline_s = time.monotonic() + LIMIT_S
+    while any(sum(isinstance(update, Drawn) for update in updates) < 2 for updates in told.values()):
+        driver.advance()
+        assert time.monotonic() < deadline_s, "a request is not answered"
+    for number, (prompt, sampling) in enumerate(asked):
+        drawn = {update.choice: update.token_ids for update in told[number] if isinstance(update, Drawn)}
+        alone = fleet.alone.generate([prompt], sampling)
+        assert [drawn[choice] for choice in range(2)] == [completion.token_ids for completion in alone]

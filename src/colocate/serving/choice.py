@@ -1,0 +1,95 @@
+"""`Choice`: one completion of a request, from the tokens that the engine draws to what its caller reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from colocate.serving.calls import Call, ChatCall
+from colocate.serving.desk import Place, Turn
+from colocate.serving.driver import Drawn
+from colocate.serving.message_stream import Delta
+from colocate.serving.text_stream import TextStream
+from colocate.serving.texts import Texts
+
+
+@dataclass
+class Piece:
+    """What is new of a choice."""
+
+    text: str = ""
+    deltas: list[Delta] = field(default_factory=list)
+    """The parts of a message that the text is."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+
+
+class Choice:
+    """A completion as it grows.
+
+    Args:
+        index: its number among the choices of the request.
+    """
+
+    def __init__(self, index: int, call: Call, place: Place, texts: Texts) -> None:
+        self.index = index
+        self.place = place
+        self.turn = Turn()
+        self.text = ""
+        self._call = call
+        self._texts = texts
+        is_chat = isinstance(call, ChatCall)
+        # What a message consists of may be marked by special tokens.
+        self._stream = TextStream(texts.tokenizer, call.stop, skip_special_tokens=not is_chat)
+        context = place.prompt.token_ids
+        self._message = texts.message_stream(context, call) if isinstance(call, ChatCall) else None
+
+    @property
+    def is_over(self) -> bool:
+        return self.turn.finish_reason is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it ended at a stop text, of which the engine knows nothing."""
+        return self._stream.is_stopped
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it has ended, in OpenAI's words; None: it goes on."""
+        calls = self.turn.shown is not None and "tool_calls" in self.turn.shown
+        return "tool_calls" if calls and self.turn.finish_reason == "stop" else self.turn.finish_reason
+
+    def take(self, drawn: Drawn) -> Piece:
+        """Add what the engine has drawn; returns what is new for the caller."""
+        text, used = "", 0
+        for token_id in drawn.token_ids:
+            used += 1
+            is_last = drawn.finish_reason == "stop" and used == len(drawn.token_ids)
+            if not (is_last and token_id in self.place.sampling.stop_token_ids):
+                text += self._stream.feed(token_id)
+            if self._stream.is_stopped:
+                break
+        turn, token_ids = self.turn, drawn.token_ids[:used]
+        logprobs = None if drawn.logprobs is None else drawn.logprobs[:used]
+        turn.token_ids += token_ids
+        if token_ids:
+            turn.logprobs = None if turn.logprobs is None or logprobs is None else [*turn.logprobs, *logprobs]
+        turn.finish_reason = "stop" if self._stream.is_stopped else drawn.finish_reason
+        if turn.finish_reason is not None:
+            text += self._stream.end()
+            if self._stream.is_stopped:  # now or before; the sequence ends elsewhere, if it goes on at all
+                turn.finish_reason = "stop"
+            else:
+                turn.sequence = drawn.sequence
+        self.text += text
+        return Piece(text, self._divided(text), token_ids, logprobs)
+
+    def _divided(self, text: str) -> list[Delta]:
+        if self._message is None:
+            return []
+        deltas = self._message.feed(text)
+        if self.is_over:
+            assert isinstance(self._call, ChatCall)
+            self.turn.parsed = self._texts.parse(self.turn.token_ids, self.place.prompt.token_ids, self._call)
+            deltas += self._message.end(self.turn.parsed)
+            self.turn.shown = self._message.message
+        return deltas

@@ -1,0 +1,281 @@
+"""`Driver`: the requests of many callers on one open engine.
+
+    ask, cancel ──inbox──▶ advance: choose a batch ▶ submit ▶ poll ▶ hand out what was drawn
+    (any thread)           (the engine's thread)
+
+An engine draws all its sequences by one set of sampling parameters, so that requests are batched by theirs.
+Batches take turns of `SLICE_S` seconds: the native engine sets one aside for another, with its pages; other
+engines finish what they have begun and begin nothing new meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from colocate.engines.base import RolloutEngine
+from colocate.engines.native.engine import NativeEngine
+from colocate.types import Completion, Prompt, SamplingParams
+
+SLICE_S = 1.0
+"""Seconds after which requests with other sampling parameters have their turn."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens of one choice of a request, as they come; together they are its completion."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    finish_reason: Literal["stop", "length"] | None = None
+    """Why it has ended; None: it goes on."""
+    sequence: int | None = None
+    """The number of the sequence, where it has ended and was kept."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Tells that the engine has a request's sequences."""
+
+
+Update = Drawn | Begun | Exception
+
+
+@dataclass(eq=False)
+class Job:
+    """A request to the engine: one sequence for each of `prompt.samples`, the request's choices.
+
+    Args:
+        put: called in the engine's thread with what becomes of the request; an exception ends it.
+        keep: keep the sequence when its turn has ended, so that a later job can extend it.
+        extends: the number of a kept sequence that goes on with `given_ids`, in place of `prompt`.
+        is_followed: whether tokens are wanted as they are drawn, and not only at the end.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    put: Callable[[Update], None]
+    keep: bool = False
+    extends: int | None = None
+    given_ids: tuple[int, ...] = ()
+    is_followed: bool = False
+
+    def start(self, engine: RolloutEngine) -> list[int]:
+        """Ask the engine; returns the numbers of the sequences, by choice. Raises as its methods do."""
+        if self.extends is None:
+            return engine.submit([self.prompt], self.sampling, keep=self.keep)
+        (limit,) = self.prompt.limits(self.sampling.max_tokens)
+        engine.extend(self.extends, self.given_ids, limit)
+        return [self.extends]
+
+
+@dataclass(eq=False)
+class _Running:
+    """A sequence that the engine draws."""
+
+    job: Job
+    choice: int
+    sent: tuple[int, ...] = ()
+    """Its tokens that were handed out."""
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Requests with equal sampling parameters."""
+
+    waiting: dict[Job, None] = field(default_factory=dict)
+    running: dict[int, _Running] = field(default_factory=dict)
+    """By the numbers of their sequences."""
+    unwanted: list[int] = field(default_factory=list)
+    """Sequences that were cancelled while the engine had set them aside."""
+    aside: Any = None
+    """The engine's sequences, while it draws those of another batch."""
+    is_closed: bool = False
+    """Whether its waiting requests wait for another batch to have its turn."""
+
+
+class Driver:
+    """Hands requests to an engine that is awake, and hands out what it draws.
+
+    `ask`, `cancel` and `wake` may be called by any thread, everything else by the engine's alone.
+    """
+
+    def __init__(self, engine: RolloutEngine, *, slice_s: float = SLICE_S) -> None:
+        self._engine = engine
+        self._slice_s = slice_s
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._batches: dict[SamplingParams, _Batch] = {}
+        """In the order of their turns; the present one is the first."""
+        self._current: _Batch | None = None
+        self._kept: set[int] = set()
+        """Sequences that rest, as a later request may extend them."""
+        self._since_s = 0.0
+        """When the present batch has begun its turn."""
+
+    def ask(self, job: Job) -> None:
+        """Let a request wait for the engine."""
+        self._inbox.put(partial(self._add, job))
+
+    def cancel(self, job: Job, choice: int | None = None) -> None:
+        """Forget a request, or one of its choices; nothing more is heard of it. One that is over is
+        harmless."""
+        self._inbox.put(partial(self._drop, job, choice))
+
+    def wake(self) -> None:
+        """Let `advance` return if it waits."""
+        self._inbox.put(_nothing)
+
+    def advance(self, wait_s: float = 0.0) -> None:
+        """Take what was asked and cancelled, let the engine draw a little further, and hand that out.
+
+        Args:
+            wait_s: seconds to wait for something to do, if there is nothing.
+
+        Raises:
+            What the engine's `poll` raises; `fail` is to be called then.
+        """
+        self._read_inbox(0.0 if self._batches else wait_s)
+        self._choose()
+        if (batch := self._current) is None:
+            return
+        if not batch.is_closed:
+            self._start(batch)
+        if self._engine.is_busy:
+            for number, completion in self._engine.poll().items():
+                self._end(batch, number, completion)
+        for number, running in batch.running.items():
+            if running.job.is_followed:
+                self._tell(number, running)
+
+    def fail(self, error: Exception) -> None:
+        """End all requests, those that wait too, and let go of what the engine has kept."""
+        self._read_inbox(0.0)
+        self._engine.abort(self._kept)
+        self._kept.clear()
+        batches, self._batches, self._current = list(self._batches.values()), {}, None
+        for batch in batches:
+            if batch.aside is None:
+                self._engine.abort(batch.running)
+            for job in dict.fromkeys([*(running.job for running in batch.running.values()), *batch.waiting]):
+                job.put(error)
+
+    # ── What was asked ───────────────────────────────────────────────────────────────────────────────────
+
+    def _read_inbox(self, wait_s: float) -> None:
+        try:
+            if wait_s > 0:
+                self._inbox.get(timeout=wait_s)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _add(self, job: Job) -> None:
+        self._batches.setdefault(job.sampling, _Batch()).waiting[job] = None
+
+    def _drop(self, job: Job, choice: int | None) -> None:
+        batch = self._batches.get(job.sampling)
+        if batch is None:
+            return
+        batch.waiting.pop(job, None)
+        numbers = [
+            number
+            for number, running in batch.running.items()
+            if running.job is job and choice in (None, running.choice)
+        ]
+        for number in numbers:
+            del batch.running[number]
+        if batch.aside is None:
+            self._engine.abort(numbers)
+        else:
+            batch.unwanted += numbers
+
+    # ── Whose turn it is ─────────────────────────────────────────────────────────────────────────────────
+
+    def _choose(self) -> None:
+        """Let the batch whose turn it is be the present one."""
+        current = self._current
+        others = len(self._batches) > (0 if current is None else 1)
+        if current is not None and others and time.monotonic() - self._since_s > self._slice_s:
+            current.is_closed = True
+            if isinstance(self._engine, NativeEngine) and current.running:
+                current.aside = self._engine.set_aside()
+        if current is not None:
+            is_idle = not current.running and (current.is_closed or not current.waiting)
+            if not is_idle and current.aside is None:
+                return
+            self._end_turn(current)
+        for batch in list(self._batches.values()):
+            if self._begin_turn(batch):
+                return
+
+    def _end_turn(self, batch: _Batch) -> None:
+        """Put a batch behind all others, or away if it has nothing left."""
+        (sampling,) = (key for key, other in self._batches.items() if other is batch)
+        del self._batches[sampling]
+        batch.is_closed = False
+        if batch.running or batch.waiting:
+            self._batches[sampling] = batch
+        self._current = None
+
+    def _begin_turn(self, batch: _Batch) -> bool:
+        """Let the engine have a batch; False, and the batch is put away, if everything in it was
+        cancelled."""
+        if batch.aside is not None:
+            assert isinstance(self._engine, NativeEngine), "only that sets sequences aside"
+            self._engine.take_back(batch.aside)
+            self._engine.abort(batch.unwanted)
+            batch.aside, batch.unwanted = None, []
+        if not batch.running and not batch.waiting:
+            self._end_turn(batch)
+            return False
+        self._current, self._since_s = batch, time.monotonic()
+        return True
+
+    # ── What is drawn ────────────────────────────────────────────────────────────────────────────────────
+
+    def _start(self, batch: _Batch) -> None:
+        for job in list(batch.waiting):
+            del batch.waiting[job]
+            try:
+                numbers = job.start(self._engine)
+            except ValueError as error:  # this request alone cannot be drawn
+                job.put(error)
+                continue
+            self._kept.difference_update(numbers)
+            for choice, number in enumerate(numbers):
+                batch.running[number] = _Running(job, choice)
+            job.put(Begun())
+
+    def _tell(self, number: int, running: _Running) -> None:
+        """Hand out what a turn under way has drawn."""
+        token_ids, logprobs = self._engine.progress(number, len(running.sent))
+        if token_ids:
+            running.sent += token_ids
+            running.job.put(Drawn(running.choice, token_ids, logprobs))
+
+    def _end(self, batch: _Batch, number: int, completion: Completion) -> None:
+        """Hand out the end of a turn."""
+        running = batch.running.pop(number, None)
+        if running is None:
+            return
+        token_ids, num_sent, job = completion.token_ids, len(running.sent), running.job
+        if token_ids[:num_sent] != running.sent:
+            # What a lost engine of a pool had told of is drawn again elsewhere, by other arithmetic maybe.
+            job.put(RuntimeError("An engine was lost in the middle of this answer, and another one differs."))
+            self._drop(job, None)
+            return
+        logprobs = None if completion.logprobs is None else completion.logprobs[num_sent:]
+        kept = number if job.keep else None
+        if kept is not None:
+            self._kept.add(kept)
+        job.put(Drawn(running.choice, token_ids[num_sent:], logprobs, completion.finish_reason, kept))
+
+
+def _nothing() -> None:
+    """Does nothing but end a wait."""

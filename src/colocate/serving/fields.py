@@ -1,0 +1,115 @@
+"""The fields of a request's body: each is taken once, and what is left over is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from colocate.serving.refusal import Refusal
+
+_MAX_SHOWN = 80
+
+
+class Fields:
+    """A JSON object of a request. A field that is null counts as absent.
+
+    Args:
+        where: what stands before a field's name in messages, such as "messages[2].".
+    """
+
+    def __init__(self, content: Mapping[str, Any], where: str = "") -> None:
+        self._left = {name: value for name, value in content.items() if value is not None}
+        self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def any(self, name: str) -> Any:
+        """A field of any type; None: it is absent."""
+        return self._left.pop(name, None)
+
+    def text(self, name: str) -> str | None:
+        """A text that can be written as UTF-8."""
+        value = self.any(name)
+        if value is None:
+            return None
+        return self.checked_text(name, value)
+
+    def checked_text(self, name: str, value: Any) -> str:
+        """`value`, if it is a text that can be written as UTF-8."""
+        if not isinstance(value, str):
+            raise self.refusal(name, value, "must be a string")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise self.refusal(name, value, "has half a surrogate pair, which is no text") from None
+        return value
+
+    def flag(self, name: str) -> bool | None:
+        """True or false."""
+        value = self.any(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.refusal(name, value, "must be true or false")
+        return value
+
+    def whole(self, name: str, least: int, most: int) -> int | None:
+        """A whole number from `least` to `most`."""
+        value = self.any(name)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            raise self.refusal(name, value, f"must be a whole number from {least} to {most}")
+        return value
+
+    def number(self, name: str, least: float, most: float) -> float | None:
+        """A number from `least` to `most`."""
+        value = self.any(name)
+        if value is None:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not least <= value <= most:
+            raise self.refusal(name, value, f"must be a number from {least:g} to {most:g}")
+        return float(value)
+
+    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
+        """A text or a list of up to `most` texts, none empty or of more than `longest` characters."""
+        value = self.any(name)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if len(listed) > most:
+            raise self.refusal(name, value, f"has {len(listed)} texts, and may have {most}")
+        for text in listed:
+            if not 0 < len(self.checked_text(name, text)) <= longest:
+                raise self.refusal(name, text, f"must have 1 to {longest} characters")
+        return tuple(listed)
+
+    def only(self, name: str, neutral: tuple[Any, ...], why: str) -> None:
+        """Take a field that may only have a value by which it asks for nothing.
+
+        Raises:
+            Refusal: it has another value; `why` says what the service lacks.
+        """
+        if name in self and not any(
+            type(self._left[name]) is type(x) and self._left[name] == x for x in neutral
+        ):
+            raise self.refusal(name, self._left[name], f"is not supported: {why}")
+        self.any(name)
+
+    def end(self) -> None:
+        """Raises Refusal if a field was not taken."""
+        if self._left:
+            name = next(iter(self._left))
+            raise Refusal(
+                400,
+                f"{self._where}{name!s:.80} is not supported by this service. Leave it out.",
+                param=f"{self._where}{name!s:.80}",
+                code="unsupported_parameter",
+            )
+
+    def missing(self, name: str) -> Refusal:
+        """The error for a field that must be there."""
+        return Refusal(400, f"{self._where}{name} is missing.", param=self._where + name)
+
+    def refusal(self, name: str, value: Any, why: str) -> Refusal:
+        """The error for a value that cannot be used."""
+        shown = repr(value)
+        shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
+        return Refusal(400, f"{self._where}{name}={shown} {why}.", param=self._where + name)

@@ -1,0 +1,26 @@
+"""`Limits`: what a client may take of the service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes and times; whoever exceeds one is refused, or disconnected where no answer can be given."""
+
+    max_requests: int = 256
+    """Requests under way at once; further ones get 429."""
+    max_connections: int = 1024
+    """Connections at once; requests on further ones get 503."""
+    max_header_bytes: int = 2**15
+    """Bytes of a request's first line and headers."""
+    max_body_bytes: int = 2**23
+    header_s: float = 10.0
+    """Seconds from a connection's beginning, or from the last answer, to the end of a request's headers."""
+    body_s: float = 30.0
+    """Seconds for a request's body."""
+    reader_s: float = 30.0
+    """Seconds for which a client may read nothing of what waits for it."""
+    max_wait_s: float = 60.0
+    """Seconds that a request waits for the engine, which may be asleep or draw others; then it gets 503."""

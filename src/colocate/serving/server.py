@@ -1,0 +1,148 @@
+"""`HttpServer`: uvicorn in a thread of its own, with bounds on what a connection may take."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from colocate.serving.limits import Limits
+
+_START_S = 30.0
+_STOP_S = 5.0
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed if its client is too slow to ask, or to read.
+
+    uvicorn bounds the size of headers and the time between requests, but not the time of a request's headers,
+    nor that for which a client reads nothing.
+    """
+
+    limits = Limits()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._reading: asyncio.TimerHandle | None = None
+        self._asking: asyncio.TimerHandle | None = None
+        self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop(self._asking)
+        self._stop(self._reading)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:  # a request has begun
+            self._stop(self._asking)
+
+    def on_response_complete(self) -> None:
+        self._await_request()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(self.limits.reader_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop(self._reading)
+        super().resume_writing()
+
+    def _await_request(self) -> None:
+        self._stop(self._asking)
+        self._asking = self.loop.call_later(self.limits.header_s, self.transport.abort)
+
+    @staticmethod
+    def _stop(timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+
+class HttpServer:
+    """A server that runs until `close`, or until the process ends.
+
+    Args:
+        listening: a bound socket; see `bound_socket`. It is closed with the server.
+    """
+
+    def __init__(self, app: ASGIApp, listening: socket.socket, limits: Limits) -> None:
+        self.port: int = listening.getsockname()[1]
+        protocol = type("Protocol", (BoundedProtocol,), {"limits": limits})
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,  # no client can choose the address that is logged for it
+            server_header=False,
+            limit_concurrency=limits.max_connections,
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._error: BaseException | None = None
+        self._listening = listening
+        self._thread = threading.Thread(target=self._run, name="serving-http", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer.
+
+        Raises:
+            RuntimeError: uvicorn does not start.
+        """
+        self._thread.start()
+        for _ in range(int(_START_S / 0.01)):
+            if self._server.started:
+                return
+            self._thread.join(0.01)
+            if not self._thread.is_alive():
+                break
+        raise RuntimeError(f"The HTTP server did not start: {self._error}") from self._error
+
+    def close(self) -> None:
+        """Stop answering; requests under way have a second."""
+        self._server.should_exit = True
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_S)
+        self._listening.close()
+
+    def _run(self) -> None:
+        try:
+            self._server.run(sockets=[self._listening])
+        except BaseException as error:
+            self._error = error
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address; port 0: any that is free.
+
+    Raises:
+        ValueError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"{host!r} is no address to listen on ({error.strerror}).") from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise ValueError(
+            f"Port {port} of {host} cannot be had ({error.strerror}): something listens there already, or "
+            "the address is not this machine's. End the other program, or choose another --port."
+        ) from error
+    return listening

@@ -1,0 +1,95 @@
+"""`Texts`: how the service's model reads and writes, as its tokenizer and its chat template say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from colocate.episodes.renderer import Message, Renderer
+from colocate.serving.calls import Call, ChatCall, CompletionCall
+from colocate.serving.message_stream import MessageStream
+from colocate.serving.refusal import Refusal
+
+_NUM_OPENING = 32
+"""Tokens at the end of a prompt that may open an answer's reasoning."""
+
+
+class Texts:
+    """From a request to its tokens, and from tokens to a message.
+
+    Args:
+        stop_token_ids: the tokens that end a turn.
+        chat_template_kwargs: arguments for the chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stop_token_ids = tuple(stop_token_ids)
+        self._renderer: Renderer | None = None
+        self._no_chat, self._no_tools = "", ""
+        try:
+            self._renderer = Renderer(tokenizer, chat_template_kwargs, stop_token_ids)
+            self._renderer.check_tools()
+        except ValueError as error:
+            if self._renderer is None:
+                self._no_chat = str(error)
+            self._no_tools = str(error)
+
+    @property
+    def renderer(self) -> Renderer:
+        """What renders conversations.
+
+        Raises:
+            Refusal: there is no chat template.
+        """
+        if self._renderer is None:
+            raise Refusal(400, self._no_chat, param="messages", code="no_chat_template")
+        return self._renderer
+
+    def context(self, call: Call, number: int) -> tuple[int, ...]:
+        """The tokens of a request's prompt.
+
+        Args:
+            number: which of the request's prompts.
+
+        Raises:
+            Refusal: the prompt has no token, or there is no chat template, or none that carries tools, or one
+                that refuses the conversation.
+        """
+        if isinstance(call, ChatCall):
+            return self._conversation(call)
+        assert isinstance(call, CompletionCall), "there are two kinds"
+        prompt = call.prompts[number]
+        ids = tuple(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise Refusal(400, "The prompt has no token to start from.", param="prompt")
+        return ids
+
+    def parse(self, token_ids: Sequence[int], context: Sequence[int], call: ChatCall) -> Message:
+        """The message that a whole turn is, for `Renderer.bridge`."""
+        return self.renderer.parse(token_ids, context[-_NUM_OPENING:], call.tools)
+
+    def message_stream(self, context: Sequence[int], call: ChatCall) -> MessageStream:
+        """What divides the text of an answer to a call into its parts."""
+        opened = str(self.tokenizer.decode(list(context[-_NUM_OPENING:])))
+        return MessageStream(self.renderer, call.tools, opened)
+
+    def _conversation(self, call: ChatCall) -> tuple[int, ...]:
+        self.check_tools(call)
+        try:
+            return tuple(self.renderer.render(call.messages, call.tools))
+        except ValueError as error:
+            raise Refusal(400, str(error), param="messages") from error
+
+    def check_tools(self, call: ChatCall) -> None:
+        """Raises Refusal if a call has tools and the chat template does not carry them."""
+        has_tools = call.tools or any(message.get("tool_calls") for message in call.messages)
+        if has_tools and self._no_tools:
+            raise Refusal(400, self._no_tools, param="tools", code="unsupported_parameter")

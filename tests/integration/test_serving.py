@@ -1,0 +1,447 @@
+"""The service over HTTP, asked by OpenAI's own client and by clients that mean no good."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.pool import EnginePool
+from colocate.engines.requests import derived_seed
+from colocate.engines.vllm_server.client import RequestRefused
+from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.serving.limits import Limits
+from colocate.serving.server import bound_socket
+from colocate.types import Prompt
+from native_replica import NativeReplica
+from serving_case import (
+    ANSWER,
+    KEY,
+    MODEL,
+    QUESTION,
+    TOKENIZER,
+    TOOL,
+    Served,
+    calling_model,
+    random_model,
+    sampling_of,
+    serving,
+    tokens_of,
+)
+from tiny import StubEngine
+
+SHORT = Limits(
+    max_requests=12, max_connections=24, max_header_bytes=4096, max_body_bytes=20_000, header_s=0.4,
+    body_s=0.4, reader_s=0.4, max_wait_s=0.5,
+)  # fmt: skip
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+def pool_of(model: Any) -> EnginePool:
+    return EnginePool([NativeReplica(model, max_num_seqs=4) for _ in range(2)])
+
+
+ENGINES = {"native": lambda model: NativeEngine(model, max_num_seqs=8), "pool": pool_of}
+
+
+@pytest.fixture(scope="module", params=sorted(ENGINES))
+def calling(request) -> Iterator[Served]:
+    """A model that calls a tool, served by each engine."""
+    with serving(ENGINES[request.param](calling_model()), key=KEY) as served:
+        yield served
+
+
+@pytest.fixture(scope="module", params=sorted(ENGINES))
+def plain(request) -> Iterator[Served]:
+    """A model that writes at random, served by each engine to whoever asks."""
+    with serving(ENGINES[request.param](random_model())) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def bounded() -> Iterator[Served]:
+    """A service with bounds so narrow that a test can reach them."""
+    with serving(NativeEngine(random_model(), max_num_seqs=40), limits=SHORT, stops=()) as served:
+        yield served
+
+
+# ── OpenAI's client ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_with_a_tool(calling, stream):
+    client = calling.client()
+
+    def reply(messages: list[Any]) -> Any:
+        options = dict(model=MODEL, messages=messages, tools=[TOOL], temperature=0, max_completion_tokens=200)
+        if not stream:
+            return client.chat.completions.create(**options).choices[0]
+        with client.chat.completions.stream(**options) as events:
+            for _ in events:
+                pass
+            return events.get_final_completion().choices[0]
+
+    first = reply(QUESTION)
+    assert first.finish_reason == "tool_calls" and first.message.content == "Let me see."
+    (call,) = first.message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 17, "b": 25}
+    result = {"role": "tool", "tool_call_id": call.id, "content": str(17 + 25)}
+    second = reply([*QUESTION, first.message.model_dump(exclude={"parsed"}), result])
+    assert (second.message.content, second.finish_reason) == (ANSWER, "stop")
+
+
+def test_without_tools_a_call_is_text(calling):
+    prompt = TOKENIZER.apply_chat_template(QUESTION, tools=[TOOL], add_generation_prompt=True, tokenize=False)
+    answer = calling.client().completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=200)
+    assert "Let me see." in answer.choices[0].text
+    chat = calling.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=[TOOL], tool_choice="none", max_tokens=5
+    )
+    assert chat.choices[0].message.tool_calls is None
+
+
+def test_a_stream_tells_the_answer_while_it_grows(plain):
+    client = plain.client()
+    options: dict[str, Any] = dict(model=MODEL, prompt="abc", max_tokens=60, seed=5, logprobs=0)
+    whole = client.completions.create(**options, extra_body={"return_token_ids": True})
+    chunks = list(
+        client.completions.create(
+            **options, stream=True, stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+        )
+    )  # fmt: skip
+    *parts, usage = chunks
+    assert usage.usage == whole.usage and whole.usage.completion_tokens > 20
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    ids = [i for part in parts for i in getattr(part.choices[0], "token_ids", None) or []]
+    assert ids == whole.choices[0].token_ids and whole.choices[0].prompt_token_ids == list(tokens_of("abc"))
+    told = [x for part in parts if part.choices[0].logprobs for x in part.choices[0].logprobs.token_logprobs]
+    assert told == pytest.approx(whole.choices[0].logprobs.token_logprobs, abs=1e-5)
+    assert len(parts) > 5, "it came in one piece"
+    logprobs = whole.choices[0].logprobs
+    for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert len(token) > 1 or whole.choices[0].text[at] == token  # special ones are not shown
+
+
+def test_choices_and_prompts_are_those_of_the_engine(plain):
+    """Several prompts with several choices each, against the engine asked directly."""
+    prompts = ["abc", "xy"]
+    answer = plain.client().completions.create(model=MODEL, prompt=prompts, n=3, seed=9, max_tokens=12)
+    engine = NativeEngine(random_model())
+    engine.wake_up()
+    asked = [
+        Prompt(tokens_of(text), derived_seed(9, number, num_bits=63), range(3), (12,) * 3)
+        for number, text in enumerate(prompts)
+    ]
+    expected = engine.generate(asked, sampling_of(engine.max_len))
+    texts = [TOKENIZER.decode(c.token_ids, skip_special_tokens=True) for c in expected]
+    assert [choice.text for choice in answer.choices] == texts
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert answer.usage.prompt_tokens == 5
+
+
+def test_token_ids_in_and_out_of_a_chat(plain):
+    client = plain.client()
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=QUESTION,
+        max_tokens=9,
+        seed=1,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    ids = TOKENIZER.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    assert chat.prompt_token_ids == ids
+    text = client.completions.create(
+        model=MODEL, prompt=ids, max_tokens=9, seed=1, logprobs=0, extra_body={"return_token_ids": True}
+    )
+    assert text.choices[0].token_ids == chat.choices[0].token_ids
+    told = [token.logprob for token in chat.choices[0].logprobs.content]
+    assert told == pytest.approx(text.choices[0].logprobs.token_logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_answer_before_it(plain, stream):
+    client = plain.client()
+    options: dict[str, Any] = dict(model=MODEL, prompt="abc", max_tokens=60, seed=5)
+    text = client.completions.create(**options).choices[0].text
+    stop = text[20:23]
+    answer = client.completions.create(**options, stop=["never", stop], stream=stream)
+    choices = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
+    assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_models_are_listed_and_others_are_not_there(plain):
+    client = plain.client()
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError, match=f"no model 'gpt-5' here. The service has '{MODEL}'"):
+        client.chat.completions.create(model="gpt-5", messages=QUESTION)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-5")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"presence_penalty": 1.0}, "presence_penalty=1.0 is not supported"),
+        ({"max_tokens": 5000}, "max_tokens=5000 make 5025, and the context has 1024"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json is not supported by this service"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "the context has 1024"),
+    ],
+)
+def test_what_cannot_be_had_is_told_to_the_client(plain, options, words):
+    with pytest.raises(openai.BadRequestError, match=words):
+        plain.client().chat.completions.create(**{"model": MODEL, "messages": QUESTION, **options})
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(plain):
+    with pytest.raises(openai.BadRequestError, match="token ids from 5 to 100000"):
+        plain.client().completions.create(model=MODEL, prompt=[5, 100_000])
+
+
+# ── Many at once ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_answer_is_the_one_given_alone_whoever_else_asks_or_leaves(plain):
+    """Requests of all kinds at random, of which some are given up in the middle."""
+    draw = random.Random(11)
+    asked = [
+        {
+            "model": MODEL, "prompt": "".join(draw.choices("abcdef", k=draw.randint(1, 20))),
+            "seed": draw.randint(0, 99), "max_tokens": draw.randint(1, 60), "n": draw.randint(1, 2),
+            "temperature": draw.choice([0, 0.7, 1]), "stream": draw.random() < 0.5,
+        }
+        for _ in range(24)
+    ]  # fmt: skip
+    leaving = set(draw.sample(range(24), 8))
+
+    async def all_at_once() -> list[list[str] | None]:
+        async with AsyncOpenAI(base_url=plain.base_url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(24)))
+
+    async def one(client: AsyncOpenAI, number: int) -> list[str] | None:
+        await asyncio.sleep(draw.random() * 0.3)
+        answer = client.completions.create(**asked[number])
+        if number in leaving:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(answer, 0.05)
+            return None
+        return await texts_of(await answer, asked[number]["n"])
+
+    async def texts_of(answer: Any, n: int) -> list[str]:
+        if not hasattr(answer, "__aiter__"):
+            return [choice.text for choice in answer.choices]
+        texts = [""] * n
+        async for chunk in answer:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        return texts
+
+    answers = asyncio.run(all_at_once())
+    client = plain.client()
+    for number, texts in enumerate(answers):
+        if texts is not None:
+            alone = client.completions.create(**{**asked[number], "stream": False})
+            assert texts == [choice.text for choice in alone.choices]
+    assert_is_idle(plain)
+
+
+def assert_is_idle(served: Served, within_s: float = 10.0) -> None:
+    """Nothing is left of any request, in the engine or in the service."""
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
+        if not (served.engine.is_busy or served.driver._batches or served.service._num_requests):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{served.service._num_requests} requests and {served.driver._batches} are left")
+
+
+def test_an_engine_of_a_pool_that_is_lost_costs_no_answer():
+    options: dict[str, Any] = dict(model=MODEL, prompt="abc", max_tokens=200, temperature=0.9)
+    with serving(pool_of(random_model())) as served:
+        client = served.client()
+        alone = [client.completions.create(**options, seed=seed).choices[0].text for seed in range(4)]
+        streams = [client.completions.create(**options, seed=seed, stream=True) for seed in range(4)]
+        texts = [next(iter(stream)).choices[0].text for stream in streams]
+        served.engine._members[0].replica.is_lost = True  # type: ignore[attr-defined]
+        for number, stream in enumerate(streams):
+            texts[number] += "".join(chunk.choices[0].text for chunk in stream)
+        assert texts == alone
+
+
+def test_an_engine_that_fails_is_an_error_and_the_next_request_is_answered(monkeypatch):
+    with serving(NativeEngine(random_model())) as served:
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
+        with monkeypatch.context() as patch:
+            patch.setattr(served.engine, "poll", lambda: 1 / 0)
+            status, answer = served.ask(body)
+            assert status == 500 and "division by zero" in answer["error"]["message"]
+        assert served.ask(body)[0] == 200
+
+
+# ── Who may ask, and how much ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}]
+)
+def test_without_the_key_only_health_is_told(calling, headers):
+    status, answer = calling.ask({"model": MODEL, "prompt": "a"}, headers=headers)
+    assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+    assert raw(calling, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 200")
+    with pytest.raises(openai.AuthenticationError):
+        calling.client(key="wrong").models.list()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "words"),
+    [
+        ({"Origin": "http://evil.example"}, 403, "web pages"),
+        ({"Host": "evil.example"}, 403, "Host"),
+        ({"Content-Type": "text/plain"}, 415, "application/json"),
+    ],
+)
+def test_web_pages_are_not_answered(plain, headers, status, words):
+    found, answer = plain.ask({"model": MODEL, "prompt": "a"}, headers=headers)
+    assert found == status and words in answer["error"]["message"]
+
+
+def test_a_path_that_is_not_there_is_an_error_of_the_same_shape(plain):
+    status, answer = plain.ask({}, "/v1/embeddings")
+    assert status == 404 and "'/v1/embeddings' is not served here" in answer["error"]["message"]
+
+
+def test_a_trainer_that_takes_it_for_its_server_is_told(plain, monkeypatch):
+    monkeypatch.setenv("COLOCATE_SERVER_KEY", KEY)
+    with pytest.raises(RequestRefused, match=r"/version was refused.*started by `colocate vllm-serve`"):
+        VLLMServerEngine(random_model(), base_url=f"http://127.0.0.1:{plain.port}")
+
+
+def raw(served: Served, request: bytes, *, wait_s: float = 5.0, goes_on: bytes = b"") -> bytes:
+    """What comes back for bytes on a connection until the server closes it or `wait_s` are over."""
+    with socket.create_connection(("127.0.0.1", served.port), timeout=wait_s) as connection:
+        connection.sendall(request)
+        answer = b""
+        try:
+            while part := connection.recv(65536):
+                answer += part
+                if goes_on:
+                    connection.sendall(goes_on)
+                elif b"\r\n\r\n" in answer and b"connection: close" not in answer.lower():
+                    break
+        except TimeoutError:
+            return answer + b"(still open)"
+        return answer
+
+
+def test_a_body_that_is_too_large_is_refused(bounded):
+    status, answer = bounded.ask({"model": MODEL, "prompt": "a" * 30_000})
+    assert status == 413 and "more than 20000 bytes" in answer["error"]["message"]
+
+
+def test_half_a_body_is_waited_for_until_the_time_is_over(bounded):
+    start_s = time.monotonic()
+    answer = raw(bounded, HEAD + b"Content-Length: 1000\r\n\r\n" + b'{"model"')
+    assert answer.startswith(b"HTTP/1.1 408") and b"within 0.4 s" in answer
+    assert time.monotonic() - start_s < 4
+
+
+def test_a_header_that_is_too_large_is_refused(bounded):
+    answer = raw(bounded, HEAD + b"X-Filler: " + b"a" * 100_000 + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
+def test_headers_that_never_end_are_not_waited_for(bounded):
+    start_s = time.monotonic()
+    assert raw(bounded, HEAD) == b""  # closed without an answer
+    assert raw(bounded, b"") == b""
+    assert time.monotonic() - start_s < 4
+
+
+def test_a_client_that_reads_nothing_is_let_go(bounded, monkeypatch):
+    """The answer is larger than what the system buffers, and nobody reads it."""
+    body = json.dumps(
+        {"model": MODEL, "prompt": "a", "max_tokens": 900, "n": 40, "stream": True, "logprobs": 0,
+         "return_token_ids": True}
+    ).encode()  # fmt: skip
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", bounded.port))
+        connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until_s = time.monotonic() + 20
+        while bounded.service._num_requests == 0 and time.monotonic() < until_s:
+            time.sleep(0.01)
+        while bounded.service._num_requests and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert bounded.service._num_requests == 0
+    assert_is_idle(bounded)
+
+
+def test_a_client_that_leaves_has_its_sequences_aborted(bounded):
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1000, "n": 128, "stream": True}  # takes many seconds
+    for stream in (True, False):
+        content = json.dumps({**body, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", bounded.port)) as connection:
+            connection.sendall(HEAD + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            while not bounded.engine.is_busy:
+                time.sleep(0.01)
+        assert_is_idle(bounded, within_s=3)
+
+
+class Gated(StubEngine):
+    """An engine that draws nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda prompt, member: [20, 21])
+        self.may_draw = threading.Event()
+
+    def generate(self, prompts: Any, sampling: Any) -> Any:
+        self.may_draw.wait(20)
+        return super().generate(prompts, sampling)
+
+
+def test_too_many_requests_get_429_and_those_that_wait_too_long_503():
+    """The engine is busy with one request, as with a trainer's turn: others wait for it within a bound."""
+    engine = Gated()
+    with serving(engine, limits=replace(SHORT, max_requests=2)) as served:
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
+        answers: list[Any] = []
+        asked = [threading.Thread(target=lambda: answers.append(served.ask(body))) for _ in range(2)]
+        asked[0].start()
+        while not engine.is_busy:
+            time.sleep(0.01)
+        asked[1].start()  # the engine's thread does not come to it
+        while served.service._num_requests < 2:
+            time.sleep(0.01)
+        with pytest.raises(openai.RateLimitError) as refused:
+            served.client().completions.create(**body)
+        assert refused.value.response.headers["retry-after"] == "1"
+        asked[1].join(10)
+        ((status, answer),) = answers
+        assert status == 503 and "no time for this request within 0.5 s" in answer["error"]["message"]
+        with pytest.raises(openai.InternalServerError, match="no time for this request") as refused:
+            served.client().completions.create(**body, stream=True)
+        assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
+        engine.may_draw.set()
+        asked[0].join(10)
+        assert answers[1][0] == 200 and served.ask(body)[0] == 200
+
+
+def test_a_port_that_is_taken_is_told(plain):
+    with pytest.raises(
+        ValueError, match=rf"Port {plain.port} of 127.0.0.1 cannot be had .*choose another --port"
+    ):
+        bound_socket("127.0.0.1", plain.port)

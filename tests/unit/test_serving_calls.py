@@ -1,0 +1,136 @@
+"""Bodies of requests: whatever is in them, they are read or refused by the name of the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from colocate.serving.calls import chat_call, completion_call, parsed
+from colocate.serving.refusal import Refusal
+from serving_case import TOOL
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "m", "prompt": "hi"}
+
+
+def read(content: dict[str, Any], is_chat: bool) -> Any:
+    return (chat_call if is_chat else completion_call)(parsed(json.dumps(content).encode()))
+
+
+def refusal(content: dict[str, Any], is_chat: bool = True) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        read(content, is_chat)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frequency_penalty", 0.5), ("presence_penalty", -1), ("logit_bias", {"7": 1}), ("top_logprobs", 3),
+        ("response_format", {"type": "json_object"}), ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "add"}}), ("parallel_tool_calls", False),
+        ("functions", []), ("modalities", ["audio"]), ("a_new_one", 1), ("store", True),
+        ("temperature", 2.5), ("temperature", "1"), ("temperature", True), ("top_p", 0), ("top_p", 1.1),
+        ("seed", 1.5), ("seed", 2**64), ("n", 0), ("n", 129), ("max_tokens", 0), ("max_tokens", "5"),
+        ("max_completion_tokens", -1), ("stop", ["a"] * 17), ("stop", [""]), ("stop", 5), ("stop", "x" * 300),
+        ("stream", 1), ("logprobs", 1), ("stream_options", {"include_usage": True}), ("model", 7),
+        ("messages", []), ("messages", "hi"), ("tools", {}), ("tools", [{"type": "web_search"}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}]),
+    ],
+)  # fmt: skip
+def test_what_the_service_cannot_do_is_refused_by_name(field, value):
+    refused = refusal({**CHAT, field: value})
+    assert refused.status == 400
+    assert (refused.param or "").startswith(field) and field in str(refused)
+    assert set(refused.content["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "robot", "content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": "\ud800"}, "messages[0].content"),
+        ({"role": "user", "content": "x", "audio": {"id": "y"}}, "messages[0].audio"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+         "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
+         "messages[0].tool_calls"),
+        ("hi", "messages[0]"),
+    ],
+)  # fmt: skip
+def test_messages_that_cannot_be_read_are_refused_with_their_place(message, param):
+    assert refusal({**CHAT, "messages": [message]}).param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prompt", []), ("prompt", ""), ("prompt", [[1], []]), ("prompt", [1, "a"]), ("prompt", [1.0]),
+     ("prompt", 5), ("prompt", ["a"] * 129), ("logprobs", 2), ("logprobs", True), ("echo", True),
+     ("suffix", "x"), ("best_of", 2), ("prompt", [True])],
+)  # fmt: skip
+def test_completions_that_cannot_be_had_are_refused_by_name(field, value):
+    assert refusal({**TEXT, field: value}, is_chat=False).param == field
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b'{"a": NaN}', b'{"a": 1e9999', b"[" * 100_000])
+def test_bodies_that_are_no_object_are_refused(body):
+    with pytest.raises(Refusal, match="The body is no JSON"):
+        parsed(body)
+
+
+def test_values_that_ask_for_nothing_are_taken():
+    call = read(
+        {**CHAT, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "stop": None,
+         "response_format": {"type": "text"}, "parallel_tool_calls": True, "top_logprobs": 0, "store": False,
+         "tool_choice": "none", "tools": [TOOL], "top_k": -1, "user": "me", "metadata": {"a": "b"}},
+        is_chat=True,
+    )  # fmt: skip
+    assert call.tools == () and call.sampling == {"top_k": 0} and call.max_tokens is None and call.n == 1
+
+
+def test_messages_become_what_chat_templates_read():
+    said = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    call = read(
+        {**CHAT, "tools": [TOOL], "messages": [
+            {"role": "developer",
+             "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+            {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": [said]},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ]},
+        is_chat=True,
+    )  # fmt: skip
+    assert call.messages == (
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}, "id": "c1"}]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    )  # fmt: skip
+    assert call.tools == (TOOL,)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    ["model", "messages", "prompt", "tools", "tool_choice", "stop", "n", "seed", "temperature", "max_tokens",
+     "stream", "stream_options", "logprobs", "logit_bias", "response_format", "return_token_ids", "user", "x"]
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(FIELDS, JSON, max_size=5), st.booleans())
+def test_any_body_is_read_or_refused(content, is_chat):
+    try:
+        call = read({**(CHAT if is_chat else TEXT), **content}, is_chat)
+    except Refusal as refused:
+        assert refused.status == 400 and str(refused)
+    else:
+        assert call.model and call.n >= 1
