@@ -20,7 +20,7 @@ STOP_S = 60.0
 def vllm_server(
     directory: Path, *vllm_options: str, gpu: str, log: Path, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """The address of `colocate serve` with the model of a directory.
+    """The address of `colocate vllm-serve` with the model of a directory.
 
     Args:
         vllm_options: more of vLLM's.
@@ -31,7 +31,7 @@ def vllm_server(
         RuntimeError: it ended, or does not answer within `START_S`.
     """
     port = free_port()
-    words = ["-m", "colocate", "serve", str(directory), "--host", "127.0.0.1", "--port", str(port)]
+    words = ["-m", "colocate", "vllm-serve", str(directory), "--host", "127.0.0.1", "--port", str(port)]
     # Its CPU build reads the size of the KV cache here, and would else take most of the machine's memory.
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **environment, "CUDA_VISIBLE_DEVICES": gpu}
     print("colocate", *words[2:], "--", *vllm_options, flush=True)

@@ -1,6 +1,6 @@
 """The same training in three modes of rollout, three seeds each: writes `results/curves-<hardware>.json`.
 
-    python -m benchmarks.curves.suite --hardware h200 [--parts native colocate server] [--limit-s 540]
+    python -m benchmarks.curves.suite --hardware h200 [--parts native colocate vllm-server] [--limit-s 540]
     python -m benchmarks.curves.suite --hardware h200 --merge
 
 The quickstart's task, from one warm start, with the same prompts in the same order for each seed. Engines

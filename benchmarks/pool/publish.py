@@ -163,13 +163,13 @@ def _await_all(pool: EnginePool, prompts: Sequence[Prompt]) -> None:
 
 
 class Server:
-    """`colocate serve` at one address, which can be killed with all its processes and started again."""
+    """`colocate vllm-serve` at one address, which can be killed with all its processes and started again."""
 
     def __init__(self, directory: Path, gpus: str, log: Path, *vllm_options: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        words = ["-m", "colocate", "serve", str(directory), "--port", str(self.port), "--"]
+        words = ["-m", "colocate", "vllm-serve", str(directory), "--port", str(self.port), "--"]
         self._command = [sys.executable, *words, "--load-format", "dummy", *vllm_options]
         sizes = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self._environment = os.environ | sizes | {"CUDA_VISIBLE_DEVICES": gpus}

@@ -1,4 +1,4 @@
-"""The command line: `colocate train | plan | report | serve | chat | eval | merge | export`.
+"""The command line: `colocate train | plan | report | serve | vllm-serve | chat | eval | merge | export`.
 
 torch and transformers take seconds to load, so each command imports what it needs and `--help` nothing.
 """
@@ -20,6 +20,8 @@ from colocate.parallel.last_words import say
 from colocate.redaction import redacted
 from colocate.report_command import add_parser as add_report_parser
 from colocate.report_command import report
+from colocate.serve_command import add_parser as add_serve_parser
+from colocate.serve_command import serve
 from colocate.train_command import train
 from colocate.version import __version__
 
@@ -52,20 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.command is None:
         parser.print_help()
         return 2
-    if known.command == "serve":
+    if known.command == "vllm-serve":
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)} (options for vLLM go after --)")
         rest = vllm_options
     elif known.command == "train" and known.num_replicas:
         known.vllm_options = vllm_options
     elif vllm_options or (rest and known.command not in ("train", "plan")):
-        parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}")
+        hint = " (a server for trainers is started by `colocate vllm-serve`)" * (known.command == "serve")
+        parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}{hint}")
     # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         if known.command in _ON_A_MODEL:
             return _ON_A_MODEL[known.command].run(known)
-        return {"train": train, "plan": _plan, "report": report, "serve": _serve}[known.command](known, rest)
+        return _COMMANDS[known.command](known, rest)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
@@ -148,7 +151,8 @@ def _build_parser() -> argparse.ArgumentParser:
     add_report_parser(commands)
     for command_on_a_model in _ON_A_MODEL.values():
         command_on_a_model.add_parser(commands)
-    _add_serve(commands)
+    add_serve_parser(commands)
+    _add_vllm_serve(commands)
     return parser
 
 
@@ -207,13 +211,14 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _add_serve(commands: Any) -> None:
+def _add_vllm_serve(commands: Any) -> None:
     summary = "run a vLLM server for trainers elsewhere (engine=vllm_server)"
     command = commands.add_parser(
-        "serve",
+        "vllm-serve",
         help=summary,
         description=summary,
-        usage="colocate serve MODEL [--host HOST] [--port PORT] [--tensor-parallel-size N] [-- VLLM_OPTIONS]",
+        usage="colocate vllm-serve MODEL [--host HOST] [--port PORT] [--tensor-parallel-size N] "
+        "[-- VLLM_OPTIONS]",
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -261,19 +266,26 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     )
 
 
-# ── serve ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── serve, vllm-serve ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _serve(known: argparse.Namespace, vllm_options: Sequence[str]) -> int:
-    from colocate.engines.vllm_server.serve import serve
+def _serve(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    return serve(known)
 
-    return serve(
+
+def _vllm_serve(known: argparse.Namespace, vllm_options: Sequence[str]) -> int:
+    from colocate.engines.vllm_server.serve import serve as serve_vllm
+
+    return serve_vllm(
         known.model,
         host=known.host,
         port=known.port,
         tensor_parallel_size=known.tensor_parallel_size,
         vllm_options=vllm_options,
     )
+
+
+_COMMANDS = {"train": train, "plan": _plan, "report": report, "serve": _serve, "vllm-serve": _vllm_serve}
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ HONOURED_BY: dict[str, frozenset[str]] = {
 }
 """The options in UNNECESSARY and REFUSED that an engine does honour, by the engine's name."""
 
-_BEHIND_SERVE = "{0} on the server's own command line (`colocate serve MODEL -- {0} ...`)"
+_BEHIND_SERVE = "{0} on the server's own command line (`colocate vllm-serve MODEL -- {0} ...`)"
 
 REPLACED_BY: dict[str, dict[str, str]] = {
     "vllm": {

@@ -167,7 +167,7 @@ def test_the_page_says_what_the_arithmetic_says():
 
 
 def test_the_replicas_of_the_page_are_asked_of_vllm():
-    """The command line of a server as `colocate serve` and, where it is installed, vLLM read it."""
+    """The command line of a server as `colocate vllm-serve` and, where it is installed, vLLM read it."""
     (command,) = (command for command in COMMANDS if "--num_replicas" in command)
     launch, _ = options_of(command)
     ask = launch.replicas

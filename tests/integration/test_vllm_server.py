@@ -40,6 +40,7 @@ from colocate.engines.vllm_server.engine import VLLMServerEngine
 from colocate.engines.vllm_server.key import key_file
 from colocate.engines.vllm_server.lease import ServerHeld
 from colocate.types import SamplingParams
+from serving_case import MODEL, serving
 
 # One shared server for these and the contract suite's tests.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
@@ -125,6 +126,17 @@ def test_logprobs_are_the_trainers(engine, model):
     prompts = make_prompts([1, 6, 11], 4)
     completions = engine.generate(prompts, SamplingParams(max_tokens=20, seed=1))
     assert_logprobs_are_the_models(model, prompts, completions, atol=1e-4, rtol=1e-4)
+
+
+def test_openais_client_is_served_from_it(engine, model):
+    """`colocate serve --engine vllm_server` without the command line: ids in, and the trainer's out."""
+    prompts = make_prompts([1, 7, 3, 12])
+    with serving(engine, stops=()) as served, served.client() as client:
+        answer = client.completions.create(
+            model=MODEL, prompt=[list(prompt.token_ids) for prompt in prompts], max_tokens=9, temperature=0,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+    assert [choice.token_ids for choice in answer.choices] == greedy_references(model, prompts, 9)
 
 
 def test_an_adapter_is_published_merged(model):
@@ -225,18 +237,18 @@ def test_strangers_and_second_runs_are_refused_while_a_run_goes_on(model, monkey
 
 def test_port_taken():
     server = shared_server()
-    command = [sys.executable, "-m", "colocate", "serve", "any", "--port", str(server.port)]
+    command = [sys.executable, "-m", "colocate", "vllm-serve", "any", "--port", str(server.port)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert f"Port {server.port} of 127.0.0.1 cannot be had" in result.stderr
 
 
 def ready_lines(server: ServerProcess) -> list[str]:
-    """What `colocate serve` has said of being ready, for which it may take some seconds."""
+    """What `colocate vllm-serve` has said of being ready, for which it may take some seconds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         lines = server.log.read_text().splitlines()
-        found = [line for line in lines if line.startswith("colocate serve:") and "is ready at" in line]
+        found = [line for line in lines if line.startswith("colocate vllm-serve:") and "is ready at" in line]
         if found:
             return found
         time.sleep(0.1)
@@ -319,11 +331,13 @@ def test_ready_is_said_once_and_killed_without_waiting_is_an_error_with_a_remedy
     try:
         assert_greedy_is_the_trainers(engine, model)
         threading.Timer(0.3, mortal.kill).start()
-        with pytest.raises(RuntimeError, match=r"(?s)was lost.*colocate serve.*vllm_on_server_loss='wait'"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)was lost.*colocate vllm-serve.*vllm_on_server_loss='wait'"
+        ):
             engine.generate(make_prompts([5] * 64, 4), SamplingParams(max_tokens=120))
         with pytest.raises(RuntimeError, match="was lost when it should take weights"):
             engine.update_weights(model.named_parameters(), version=1)
     finally:
         engine.close()
-    with pytest.raises(ServerUnreachable, match="colocate serve"):
+    with pytest.raises(ServerUnreachable, match="colocate vllm-serve"):
         make_engine(model, mortal, server_timeout_s=0.5)

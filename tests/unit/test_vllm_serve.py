@@ -1,4 +1,4 @@
-"""`colocate serve` without vLLM: what it refuses, what it starts, and what it passes on."""
+"""`colocate vllm-serve` without vLLM: what it refuses, what it starts, and what it passes on."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def stand_in(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_guides_commands_are_ones_that_are_taken(stand_in, monkeypatch):
-    """Every `colocate serve` of docs/vllm.md, up to the start of vLLM."""
+    """Every `colocate vllm-serve` of docs/vllm.md, up to the start of vLLM."""
     text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    commands = [line for block in blocks for line in block.splitlines() if "colocate serve" in line]
+    commands = [line for block in blocks for line in block.splitlines() if "colocate vllm-serve" in line]
     assert len(commands) >= 5
     for command in commands:
         words = shlex.split(command.partition("colocate ")[2].partition(" #")[0].rstrip("& "))
@@ -82,7 +82,7 @@ def test_as_many_processes_answer_as_there_are_cores_for(stand_in, monkeypatch, 
 
 
 def serve(*options: str, port: int) -> int:
-    return main(["serve", "some/model", "--port", str(port), *options])
+    return main(["vllm-serve", "some/model", "--port", str(port), *options])
 
 
 def test_ready_line_and_signal(stand_in, capfd):
@@ -98,12 +98,12 @@ def test_ready_line_and_signal(stand_in, capfd):
     assert signal.getsignal(signal.SIGTERM) is before
     ready, about_the_key, about_the_tokenizer = capfd.readouterr().out.splitlines()
     assert ready == (
-        f"colocate serve: some/model is ready at http://127.0.0.1:{port} "
+        f"colocate vllm-serve: some/model is ready at http://127.0.0.1:{port} "
         "(vLLM 0.30.1, tensor parallel over 2)"
     )
     assert "it has no tokenizer" in about_the_tokenizer
     (key_file,) = (stand_in / "cache").rglob(f"*-{port}.key")
-    assert about_the_key == f"colocate serve: every request needs the key in {key_file}"
+    assert about_the_key == f"colocate vllm-serve: every request needs the key in {key_file}"
     arguments, environment = json.loads((stand_in / "called.json").read_text())
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["COLOCATE_SERVER_KEY"] == key_file.read_text()
@@ -185,8 +185,8 @@ def test_without_a_suitable_vllm(monkeypatch, capsys, version, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["serve", "model", "--dtype", "auto"], "go after --"),
-        (["serve"], "model"),
+        (["vllm-serve", "model", "--dtype", "auto"], "go after --"),
+        (["vllm-serve"], "model"),
         (["report", "somewhere", "--", "--dtype"], "unrecognized arguments: --dtype"),
     ],
 )

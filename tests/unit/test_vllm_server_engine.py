@@ -298,7 +298,7 @@ def test_a_server_that_always_falls_is_given_up(make_engine, fake):
 
 
 def test_no_server(model, caplog):
-    with pytest.raises(ServerUnreachable, match=r"vllm_server_timeout=1\.2 s.*colocate serve"):
+    with pytest.raises(ServerUnreachable, match=r"vllm_server_timeout=1\.2 s.*colocate vllm-serve"):
         VLLMServerEngine(model, base_url="http://127.0.0.1:9", server_timeout_s=1.2)
     assert caplog.text.count("waiting for it for up to 1.2 s") == 1
 

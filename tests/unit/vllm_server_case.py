@@ -61,7 +61,7 @@ def as_vllm(directory: Path) -> dict[str, str]:
 
 
 class ServerProcess:
-    """`colocate serve` in a process group of its own.
+    """`colocate vllm-serve` in a process group of its own.
 
     Args:
         options: vLLM's, beside those for a tiny model; they win.
@@ -80,7 +80,7 @@ class ServerProcess:
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{self.port}-{time.monotonic_ns()}.log"
         command = [
-            *(sys.executable, "-m", "colocate", "serve", str(directory)),
+            *(sys.executable, "-m", "colocate", "vllm-serve", str(directory)),
             *("--host", "127.0.0.1", "--port", str(self.port), "--"),
             *("--dtype", "float32", "--max-model-len", str(MAX_POSITION), *TINY, *options),
         ]

@@ -32,7 +32,7 @@ MEMORY_SHARE = 0.4
 _START_S = 300.0
 _ANSWER_S = 10.0
 _READY = "is ready at"
-"""What `colocate serve` prints once its server answers."""
+"""What `colocate vllm-serve` prints once its server answers."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ReplicaAsk:
         if self.is_colocated and self.on_gpus:
             options += ["--enable-sleep-mode", "--gpu-memory-utilization", str(MEMORY_SHARE)]
         return [
-            *("serve", str(values["model_name_or_path"]), "--host", host, "--port", str(port)),
+            *("vllm-serve", str(values["model_name_or_path"]), "--host", host, "--port", str(port)),
             *("--tensor-parallel-size", str(self.size if self.on_gpus else 1)),
             *("--", *options, *self.vllm_options),
         ]

@@ -340,8 +340,8 @@ def _message(content: bytes) -> str:
 # ── The workers ──────────────────────────────────────────────────────────────────────────────────────────
 
 HOW_TO_START = (
-    "Start it with `colocate serve MODEL`, or, where colocate is installed beside vLLM and with a key of "
-    f"your own in {VARIABLE}, with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
+    "Start it with `colocate vllm-serve MODEL`, or, where colocate is installed beside vLLM and with a key "
+    f"of your own in {VARIABLE}, with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
     "--middleware colocate.engines.vllm_server.gate.Gate "
     "--worker-extension-cls colocate.engines.vllm_server.weight_receiver.WeightReceiver "
     "--logprobs-mode processed_logprobs --generation-config vllm`"

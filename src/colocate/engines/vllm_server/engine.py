@@ -50,7 +50,7 @@ T = TypeVar("T")
 _RELEASE_S = 5.0
 """Deadline for releasing the server. If it fails, the lease ends by itself."""
 MAX_IN_FLIGHT = 512
-"""Requests under way at once, as many as `colocate serve` lets the server decode."""
+"""Requests under way at once, as many as `colocate vllm-serve` lets the server decode."""
 _MAX_LOSSES = 5
 """How often the server may be lost in one rollout or one push before the run gives up."""
 
@@ -439,8 +439,9 @@ class VLLMServerEngine(TurnEngine):
                 if self._on_server_loss == "error":
                     raise RuntimeError(
                         f"The vLLM server at {url} was lost when it should {what}: {error} Look into its "
-                        "log, start it again (`colocate serve`) and resume from the last checkpoint; or set "
-                        "vllm_on_server_loss='wait', with which a run goes on as soon as the server is back."
+                        "log, start it again (`colocate vllm-serve`) and resume from the last checkpoint; or "
+                        "set vllm_on_server_loss='wait', with which a run goes on as soon as the server is "
+                        "back."
                     ) from error
                 logger.warning(
                     f"The vLLM server at {url} was lost when it should {what}: {error} Waiting for it for up "
@@ -497,7 +498,7 @@ class VLLMServerEngine(TurnEngine):
         self._max_len_reason = f"the server's --max-model-len = {self._max_len}"
 
     def _report_in(self, mode: str) -> ReportedLogprobs:
-        how_to_start = "Start the server with `colocate serve MODEL -- --logprobs-mode {}`"
+        how_to_start = "Start the server with `colocate vllm-serve MODEL -- --logprobs-mode {}`"
         return ReportedLogprobs(mode, how_to_start=how_to_start, is_main=self._is_main)
 
     def _ask(

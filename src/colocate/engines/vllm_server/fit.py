@@ -81,7 +81,7 @@ def examine(
     if is_main and first["dtype"] != dtype:
         logger.warning(
             f"The server at {url} computes in {first['dtype']} and the policy is {dtype}: it draws "
-            f"from a policy that is rounded. Start it with `colocate serve MODEL -- --dtype {dtype}` to "
+            f"from a policy that is rounded. Start it with `colocate vllm-serve MODEL -- --dtype {dtype}` to "
             "have one policy."
         )
     return Facts(
@@ -125,7 +125,8 @@ def check_fit(model: nn.Module, worker: dict[str, Any], served_name: str, url: s
     if differences:
         raise ValueError(
             f"The server at {url} serves another model, {served_name!r}: it has {', '.join(differences)}. "
-            f"Start it with the model that is trained: `colocate serve {config.name_or_path or 'MODEL'}`."
+            f"Start it with the model that is trained: `colocate vllm-serve {config.name_or_path or 'MODEL'}"
+            "`."
         )
     if worker["num_replicas"] > 1:
         raise ValueError(

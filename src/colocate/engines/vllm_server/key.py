@@ -117,8 +117,8 @@ def key_of_server_at(host: str, port: int) -> ServerKey:
     path = key_file(own if is_here else host, port)
     if (key := _read(path)) is None:
         raise ValueError(
-            f"There is no key for the vLLM server at {host}:{port}. `colocate serve` keeps its key in a file "
-            f"of the user's who starts it, on this machine {path}, which is not there. For a server of "
+            f"There is no key for the vLLM server at {host}:{port}. `colocate vllm-serve` keeps its key in a "
+            f"file of the user's who starts it, on this machine {path}, which is not there. For a server of "
             f"another machine or user set {VARIABLE} to its key, here and where the server starts."
         )
     return key

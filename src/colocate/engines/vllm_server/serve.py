@@ -1,4 +1,4 @@
-"""`colocate serve`: starts vLLM's own server with the options and the extensions that a trainer needs."""
+"""`colocate vllm-serve`: starts vLLM's own server with the options and extensions that a trainer needs."""
 
 from __future__ import annotations
 
@@ -80,13 +80,14 @@ def serve(
         if process.poll() is None and not signalled_s:
             gpus = f", tensor parallel over {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
             print(
-                f"colocate serve: {model} is ready at http://{host}:{port} (vLLM {version}{gpus})", flush=True
+                f"colocate vllm-serve: {model} is ready at http://{host}:{port} (vLLM {version}{gpus})",
+                flush=True,
             )
             _say_who_may_use_it(key, host)
             if "--no-skip-tokenizer-init" not in vllm_options:
                 print(
-                    "colocate serve: only token ids travel, so it has no tokenizer, and vLLM's warning that "
-                    "its chat template warmup failed means nothing",
+                    "colocate vllm-serve: only token ids travel, so it has no tokenizer, and vLLM's warning "
+                    "that its chat template warmup failed means nothing",
                     flush=True,
                 )
         while _is_running(process, signalled_s):
@@ -105,10 +106,10 @@ def _version_here() -> Version:
     if version is None:
         raise ImportError(
             f"vLLM is not installed in this environment. Install it here (`{HOW_TO_INSTALL}`; "
-            f"{OLDEST} to {NEWEST} are supported), or run `colocate serve` where it is."
+            f"{OLDEST} to {NEWEST} are supported), or run `colocate vllm-serve` where it is."
         )
     if (warning := check_version(version)) is not None:
-        print(f"colocate serve: {warning}", file=sys.stderr)
+        print(f"colocate vllm-serve: {warning}", file=sys.stderr)
     return version
 
 
@@ -169,13 +170,13 @@ def _environment(key: ServerKey) -> dict[str, str]:
 
 
 def _say_who_may_use_it(key: ServerKey, host: str) -> None:
-    print(f"colocate serve: every request needs the key in {key.source}", flush=True)
+    print(f"colocate vllm-serve: every request needs the key in {key.source}", flush=True)
     if not is_loopback(host):
         print(
-            f"colocate serve: {host} is reached from other machines. A trainer there needs the key in its "
-            f"environment variable {VARIABLE}. Nothing is encrypted: who reads the network reads prompts and "
-            "completions, and can repeat what was asked; where that matters leave --host out and forward the "
-            "port (ssh -L)",
+            f"colocate vllm-serve: {host} is reached from other machines. A trainer there needs the key in "
+            f"its environment variable {VARIABLE}. Nothing is encrypted: who reads the network reads prompts "
+            "and completions, and can repeat what was asked; where that matters leave --host out and forward "
+            "the port (ssh -L)",
             flush=True,
         )
 

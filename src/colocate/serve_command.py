@@ -1,0 +1,241 @@
+"""`colocate serve`: a model for people's OpenAI clients, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, key_from_environment
+from colocate.requirements import AT_LEAST_ONE, check_range
+from colocate.serving.installed import check_installed
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from colocate.config import GRPOConfig
+    from colocate.engines.base import RolloutEngine
+
+ENGINES = ("auto", "native", "transformers", "vllm", "vllm_server")
+
+KV_CACHE_TOKENS = {"cpu": 2**15, "cuda": 2**18}
+"""Tokens for which the native engine takes memory if it is not told, by device: at least the context's, and
+at most what memory allows."""
+
+SUMMARY = "serve a model to OpenAI clients"
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command's options."""
+    command = commands.add_parser(
+        "serve",
+        help=SUMMARY,
+        description=f"{SUMMARY}: /v1/chat/completions, /v1/completions, /v1/models. For a server that a "
+        "trainer sends its weights to see `colocate vllm-serve`.",
+        usage="colocate serve MODEL [--engine ENGINE] [--host HOST] [--port PORT] ...",
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    add("--debug", action="store_true", help="show the traceback of an error")
+    add("model", help="the model: its name on the Hub, or its directory")
+    add("--engine", choices=ENGINES, default="auto", help="what generates (default: native where that can)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help=f"address to listen on (default: %(default)s, for this machine alone; others need {VARIABLE})",
+    )
+    add(
+        "--port", type=int, default=8000, help="port to listen on (default: %(default)s; 0: any that is free)"
+    )
+    add("--served_model_name", help="the name that requests give (default: MODEL)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)")
+    add("--max_num_seqs", type=int, help="sequences that decode at the same time (default: the engine's)")
+    add("--max_model_len", type=int, help="tokens of prompt and completion (default: the model's)")
+    add("--kv_cache_tokens", type=int, help="tokens that the native engine has memory for")
+    add("--max_requests", type=int, default=256, help="requests under way at once (default: %(default)s)")
+    add("--max_wait", type=float, default=60.0, help="seconds that a request may wait (default: %(default)s)")
+    add("--chat_template_kwargs", help="arguments for the chat template, as a JSON object")
+    add("--vllm_server_base_url", help="with --engine vllm_server: the servers, with commas between them")
+    add("--trust_remote_code", action="store_true", help="run code that comes with the model")
+    add("--use_cpu", action="store_true", help="use no GPU")
+
+
+def serve(known: argparse.Namespace) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        ImportError: what the service is made of is not installed, or the engine is not.
+        ValueError: a public address without a key, a port that is taken, or an option out of its range.
+    """
+    check_installed("colocate serve")
+    key = _key_for(known.host)
+    for name in ("max_num_seqs", "max_model_len", "kv_cache_tokens", "max_requests"):
+        check_range(f"--{name}", getattr(known, name), AT_LEAST_ONE)
+    if not 0 < known.max_wait < 86400:
+        raise ValueError(f"--max_wait={known.max_wait:g} must be more than 0 and less than 86400 seconds.")
+    kwargs = _template_kwargs(known.chat_template_kwargs)
+
+    from colocate.serving.server import bound_socket
+
+    with bound_socket(known.host, known.port) as listening:  # before the model is loaded, which takes a while
+        _serve(known, key, kwargs, listening)
+    return 0
+
+
+def _serve(
+    known: argparse.Namespace, key: ServerKey | None, kwargs: Mapping[str, Any], listening: Any
+) -> None:
+    from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
+    from colocate.process_setup import set_up_process
+    from colocate.serving.app import Service
+    from colocate.serving.desk import Visitors
+    from colocate.serving.driver import Driver
+    from colocate.serving.engine_thread import EngineThread
+    from colocate.serving.gate import with_key
+    from colocate.serving.limits import Limits
+    from colocate.serving.server import HttpServer
+    from colocate.serving.texts import Texts
+
+    config = _config(known)
+    accelerator = set_up_process(config)
+    model, _ = prepare_model(known.model, config, accelerator.device, None, None)
+    tokenizer = load_tokenizer(model, None, trust_remote_code=known.trust_remote_code)
+    texts = Texts(tokenizer, stop_token_ids(tokenizer, model), kwargs)
+    engine = _engine(model, config, accelerator, texts.stop_token_ids)
+    try:
+        limits = Limits(max_requests=known.max_requests, max_wait_s=known.max_wait)
+        visitors = Visitors(texts, max_len=_max_len(engine, config), vocab_size=engine.vocab_size)
+        driver = Driver(engine)
+        name = known.served_model_name or known.model
+        service = Service(driver, texts, model=name, check_key=with_key(key, visitors), limits=limits)
+        server, thread = HttpServer(service.app, listening, limits), EngineThread(driver)
+        thread.start()
+        server.start()
+        host = f"[{known.host}]" if ":" in known.host else known.host
+        print(f"colocate serve: {name} is ready at http://{host}:{server.port}/v1", flush=True)
+        _say_who_may_use_it(key, known.host)
+        _await_signal()
+        server.close()
+        thread.close()
+        service.close()
+    finally:
+        engine.close()
+
+
+def _key_for(host: str) -> ServerKey | None:
+    """The key that requests need; None: whoever reaches the address may ask.
+
+    Raises:
+        ValueError: other machines reach the address, and there is no key; or the key is malformed.
+    """
+    key = key_from_environment()
+    if key is None and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} is reached from other machines, and without a key anybody could use the model. "
+            f"Set the environment variable {VARIABLE} to one, such as `openssl rand -hex 32` prints; clients "
+            "give it as API key. Or leave --host out, and forward the port (ssh -L)."
+        )
+    return key
+
+
+def _template_kwargs(text: str | None) -> dict[str, Any]:
+    try:
+        kwargs = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--chat_template_kwargs is no JSON: {error}.") from error
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"--chat_template_kwargs={text!r:.100} must be a JSON object.")
+    return kwargs
+
+
+def _config(known: argparse.Namespace) -> GRPOConfig:
+    from colocate.config import GRPOConfig
+
+    tokens = known.kv_cache_tokens
+    if known.engine not in ("auto", "native") and tokens is not None:
+        raise ValueError(
+            f"--kv_cache_tokens is for the native engine; --engine {known.engine} does not read it."
+        )
+    if (known.engine == "vllm_server") != (known.vllm_server_base_url is not None):
+        raise ValueError(
+            "--vllm_server_base_url and --engine vllm_server belong together: give both, or none."
+        )
+    return GRPOConfig(
+        output_dir="colocate-serve",  # nothing is written
+        engine=known.engine,
+        bf16=False,
+        model_init_kwargs={"dtype": known.dtype},
+        trust_remote_code=known.trust_remote_code,
+        use_cpu=known.use_cpu,
+        max_num_seqs=known.max_num_seqs,
+        kv_cache_tokens=tokens,
+        vllm_max_model_length=known.max_model_len,
+        vllm_server_base_url=known.vllm_server_base_url,
+        report_to="none",
+    )
+
+
+def _engine(
+    model: Any, config: GRPOConfig, accelerator: Accelerator, stops: tuple[int, ...]
+) -> RolloutEngine:
+    """The engine that the configuration names; awake, and with the model's weights."""
+    from colocate.build import build_engine, context_length
+    from colocate.engines.build import engine_of_auto
+    from colocate.types import SamplingParams
+
+    if config.engine == "auto":
+        name, reason = engine_of_auto(model, use_vllm=False)
+        config.engine = name
+        if reason is not None:
+            print(f"colocate serve: {reason}", flush=True)
+    length = context_length(model, config)
+    if config.engine == "native" and config.kv_cache_tokens is None:
+        config.kv_cache_tokens = max(KV_CACHE_TOKENS.get(accelerator.device.type, 2**15), length)
+    sampling = SamplingParams(max_tokens=length, stop_token_ids=stops)
+    engine = build_engine(model, config, accelerator, sampling)
+    engine.wake_up()
+    if not engine.shares_weights:
+        engine.update_weights(model.named_parameters(), 0)
+    return engine
+
+
+def _max_len(engine: RolloutEngine, config: GRPOConfig) -> int:
+    """Tokens that prompt and completion may have: the engine's context, or what its cache has room for."""
+    from colocate.engines.native.engine import NativeEngine
+
+    most = engine.max_len if config.vllm_max_model_length is None else config.vllm_max_model_length
+    if isinstance(engine, NativeEngine):
+        most = min(most, engine.num_cache_tokens + 1)  # the last token drawn has no key and value
+    return min(most, engine.max_len)
+
+
+def _say_who_may_use_it(key: ServerKey | None, host: str) -> None:
+    if key is None:
+        print(
+            f"colocate serve: whoever is on this machine may use it; set {VARIABLE} to have a key", flush=True
+        )
+        return
+    print(f"colocate serve: every request needs the key in {key.source} as API key", flush=True)
+    if not is_loopback(host):
+        print(
+            f"colocate serve: {host} is reached from other machines, and nothing is encrypted: who reads the "
+            "network reads the key. Where that matters put a proxy with TLS in front, or forward the port "
+            "(ssh -L)",
+            flush=True,
+        )
+
+
+def _await_signal() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    is_over = threading.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: is_over.set()) for number in signals}
+    try:
+        while not is_over.wait(1.0):
+            pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
