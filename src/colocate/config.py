@@ -184,10 +184,10 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     engine: Annotated[str, OneOf(("auto", *ENGINES))] = "auto"
     """What generates the completions. "native": decodes with the trainer's own parameters (supported
     natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "vllm_server": a
-    vLLM server on other GPUs (`colocate serve`). "trtllm": TensorRT-LLM on the ranks' GPUs, with --launcher
-    ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the server with
-    use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm" if not and
-    use_vllm=True, and "transformers" in all other cases."""
+    vLLM server on other GPUs (`colocate vllm-serve`). "trtllm": TensorRT-LLM on the ranks' GPUs, with
+    --launcher ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the
+    server with use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm"
+    if not and use_vllm=True, and "transformers" in all other cases."""
     max_num_seqs: Annotated[int | None, FEW] = None
     """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
     engine="vllm" that engine's own default. With engine="vllm_server" it is the number of requests, for a
@@ -331,6 +331,12 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     tool_workers: Annotated[int, _THREADS] = 0
     """Threads for tools and environments that are not async. 0: they run in the main thread, one after the
     other, while the device generates."""
+    agent_timeout_s: Annotated[float | None, _SECONDS] = None
+    """Seconds that the trainer's `agent` may take for an episode, which then ends with the calls that were
+    made. None: no limit."""
+    agent_port: Annotated[int | None, PORT] = None
+    """Port of 127.0.0.1 at which the trainer's `agent` asks the policy; the ranks of a run have this one and
+    the next ones, in their order. None: any that is free."""
 
     # ── Logging ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 
@@ -16,6 +16,7 @@ from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset, check_datasets
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
+from colocate.engines.vllm_server.key import key_from_environment
 from colocate.episodes.environments import EMPTY_PROMPT, EnvironmentPool
 from colocate.episodes.renderer import Renderer
 from colocate.episodes.tool_runner import ToolRunner
@@ -26,24 +27,30 @@ from colocate.experience.play import Player
 from colocate.experience.requests import RequestBuilder
 from colocate.experience.rollout_function import FunctionPlayer, RolloutFunc
 from colocate.parallel.mesh import Mesh
+from colocate.serving.installed import check_installed
 from colocate.trainer_arguments import check_reward_columns
 from colocate.types import SamplingParams
+
+if TYPE_CHECKING:
+    from colocate.experience.agent_player import AgentPlayer
 
 
 @dataclass(frozen=True)
 class Playing:
-    """`GRPOTrainer`'s arguments `tools`, `environment_factory` and `rollout_func`, checked."""
+    """`GRPOTrainer`'s arguments `tools`, `environment_factory`, `rollout_func` and `agent`, checked."""
 
     toolbox: Toolbox = field(default_factory=Toolbox)
     environments: EnvironmentPool | None = None
     rollout_func: RolloutFunc | None = None
-    runners: list[ToolRunner] = field(default_factory=list)
-    """What runs the tools for the players that were built."""
+    agent: Callable[..., Any] | None = None
+    runners: list[AbstractContextManager[Any]] = field(default_factory=list)
+    """What runs tools or agents for the players that were built."""
 
     @property
     def has_turns(self) -> bool:
         """Whether episodes may have several turns, and given tokens in them."""
-        return bool(self.toolbox) or self.environments is not None or self.rollout_func is not None
+        plays = self.rollout_func is not None or self.agent is not None
+        return plays or bool(self.toolbox) or self.environments is not None
 
     @property
     def reward_functions(self) -> list[Callable[..., Any]]:
@@ -84,6 +91,7 @@ def playing_of(
     tools: Sequence[Callable[..., Any]] | None,
     environment_factory: Any,
     rollout_func: Callable[[list[Any], Any], dict[str, Any]] | None,
+    agent: Callable[..., Any] | None,
     args: GRPOConfig,
     trainer: Any,
 ) -> Playing:
@@ -93,21 +101,24 @@ def playing_of(
         trainer: what `rollout_func` gets as its second argument.
 
     Raises:
-        ValueError: a tool or an environment that cannot be used, or `rollout_func` beside either.
+        ValueError: a tool or an environment that cannot be used, or `rollout_func` or `agent` beside either.
     """
-    if rollout_func is not None and (tools or environment_factory is not None):
-        raise ValueError(
-            "rollout_func plays whole episodes itself, so `tools` and `environment_factory` would have no "
-            "effect. Pass either it or them."
-        )
-    if rollout_func is not None and not callable(rollout_func):
-        raise ValueError(f"rollout_func={rollout_func!r:.100} cannot be called.")
+    for name, func in (("rollout_func", rollout_func), ("agent", agent)):
+        if func is not None and (tools or environment_factory is not None):
+            raise ValueError(
+                f"{name} plays whole episodes itself, so `tools` and `environment_factory` would have no "
+                "effect. Pass either it or them."
+            )
+        if func is not None and not callable(func):
+            raise ValueError(f"{name}={func!r:.100} cannot be called.")
+    if rollout_func is not None and agent is not None:
+        raise ValueError("rollout_func and agent play whole episodes, each in its way. Pass one of the two.")
     toolbox = Toolbox(tools or ())
     environments = None
     if environment_factory is not None:
         environments = EnvironmentPool(environment_factory, tools or (), args.tool_workers)
     if rollout_func is None:
-        return Playing(toolbox, environments, None)
+        return Playing(toolbox, environments, None, agent)
     return Playing(toolbox, environments, lambda prompts: rollout_func(prompts, trainer))
 
 
@@ -152,7 +163,7 @@ def datasets_of(
         apply_chat_template=bool(args.apply_chat_template),
         kept_columns=("prompt", SOURCE_COLUMN) if args.dataset_weights else ("prompt",),
     )
-    if playing.rollout_func is None:  # which may return any column
+    if playing.rollout_func is None and playing.agent is None:  # which may return any column
         check_reward_columns(reward_funcs, train_dataset, eval_dataset, args, playing.columns)
     return train_dataset, eval_dataset
 
@@ -177,10 +188,11 @@ def build_player(
     requests: RequestBuilder,
     batches: PromptBatches,
     args: GRPOConfig,
-) -> Player | EpisodePlayer | FunctionPlayer | CarryingPlayer:
+) -> Player | EpisodePlayer | FunctionPlayer | AgentPlayer | CarryingPlayer:
     """The player that a run needs.
 
     Raises:
+        ImportError: an agent plays, and what serves it is not installed.
         ValueError: the chat template cannot carry tools, no completion has room for a call, or batches cannot
             be begun ahead.
     """
@@ -195,6 +207,8 @@ def build_player(
         )
     if playing.rollout_func is not None:
         return FunctionPlayer(engine, sampling, playing.rollout_func, requests.tokenizer)
+    if playing.agent is not None:
+        return _agent_player(playing, engine, sampling, requests, args)
     return _episode_player(playing, engine, sampling, requests, args)
 
 
@@ -215,9 +229,10 @@ def check_carry_over(playing: Playing, engine: RolloutEngine, args: GRPOConfig) 
             f"{asked} {engine.num_weight_parts} processes share the weights and complete rollouts together. "
             "Set decode_shard=1 or shard=1, or max_policy_lag=0."
         )
-    if playing.rollout_func is not None:
+    if playing.rollout_func is not None or playing.agent is not None:
+        name = "rollout_func" if playing.agent is None else "agent"
         raise ValueError(
-            f"{asked} `rollout_func` returns whole episodes. Pass `tools` or `environment_factory`, or set "
+            f"{asked} `{name}` plays whole episodes. Pass `tools` or `environment_factory`, or set "
             "max_policy_lag=0."
         )
     if args.max_refill_rounds:
@@ -242,18 +257,47 @@ def _episode_player(
     if any(playing.toolboxes()):
         renderer.check_tools()
         check_room(playing, requests, sampling)
-    playing.runners.append(ToolRunner(args.tool_timeout_s, args.tool_workers))
+    runner = ToolRunner(args.tool_timeout_s, args.tool_workers)
+    playing.runners.append(runner)
     return EpisodePlayer(
         engine,
         sampling,
         renderer,
-        playing.runners[-1],
+        runner,
         tokenize=requests.tokenize,
         toolbox=playing.toolbox,
         environments=playing.environments,
         max_tool_calling_iterations=args.max_tool_calling_iterations,
         context_length=requests.context_length,
     )
+
+
+def _agent_player(
+    playing: Playing,
+    engine: RolloutEngine,
+    sampling: SamplingParams,
+    requests: RequestBuilder,
+    args: GRPOConfig,
+) -> AgentPlayer:
+    """The player of episodes that an agent of the user's plays through an endpoint."""
+    check_installed("agent")
+    from colocate.experience.agent_player import AgentPlayer
+    from colocate.serving.texts import Texts
+
+    assert playing.agent is not None, "that is why it is asked for"
+    texts = Texts(requests.tokenizer, sampling.stop_token_ids, args.chat_template_kwargs)
+    player = AgentPlayer(
+        engine,
+        sampling,
+        playing.agent,
+        texts,
+        context_length=requests.context_length,
+        timeout_s=args.agent_timeout_s,
+        port=0 if args.agent_port is None else args.agent_port + args.process_index,
+        key=key_from_environment(),
+    )
+    playing.runners.append(player)
+    return player
 
 
 def check_room(playing: Playing, requests: RequestBuilder, sampling: SamplingParams) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,9 @@ from colocate.run_identity import RunIdentity
 from colocate.weights.layouts import causal_lm
 from colocate.weights.weight_parts import sizes_of
 
+if TYPE_CHECKING:
+    from colocate.experience.agent_player import AgentPlayer
+
 
 @dataclass(frozen=True)
 class Run:
@@ -52,7 +55,7 @@ class Run:
     batches: PromptBatches
     requests: RequestBuilder
     engine: RolloutEngine
-    player: Player | EpisodePlayer | FunctionPlayer | CarryingPlayer
+    player: Player | EpisodePlayer | FunctionPlayer | AgentPlayer | CarryingPlayer
     judge: Judge
     selector: Selector
     window: TrainingWindow

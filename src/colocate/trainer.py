@@ -44,6 +44,7 @@ class GRPOTrainer(TRLNames):
         tools: functions that the model may call (`colocate.episodes.tools`).
         rollout_func: a function that plays episodes by itself (`colocate.experience.rollout_function`).
         environment_factory: makes an environment, or a dict of such (`colocate.episodes.environments`).
+        agent: plays an episode by an OpenAI client of its own (`colocate.experience.agent_player`).
 
     Raises:
         TypeError: an argument has a type that the trainer does not take.
@@ -66,6 +67,7 @@ class GRPOTrainer(TRLNames):
         tools: Any = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        agent: Any = None,
     ) -> None:
         check_reward_source(reward_funcs, environment_factory)
         args = config_or_default(args, model)
@@ -94,7 +96,7 @@ class GRPOTrainer(TRLNames):
             optimizers=optimizers,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            playing=playing_of(tools, environment_factory, rollout_func, args, self),
+            playing=playing_of(tools, environment_factory, rollout_func, agent, args, self),
         )
         """The parts of the run; before `train`, `dataclasses.replace` can put another part in."""
         self.args, self.model, self.processing_class = args, self.run.model, self.run.tokenizer
@@ -178,9 +180,7 @@ class GRPOTrainer(TRLNames):
         if dataset is None:
             raise ValueError("evaluate() needs an eval_dataset: pass one here or to the trainer.")
         if isinstance(dataset, dict):
-            results = [
-                self.evaluate(part, None, f"{metric_key_prefix}_{name}") for name, part in dataset.items()
-            ]
+            results = [self.evaluate(d, None, f"{metric_key_prefix}_{name}") for name, d in dataset.items()]
             return {name: value for result in results for name, value in result.items()}
         return evaluation.evaluate(self.run, dataset, metric_key_prefix)
 

@@ -78,7 +78,7 @@ for names, domain in (
     ("tool_workers", whole(0, 1025)),
     ("top_k", whole(-1)),  # transformers: 0 keeps all; vLLM: -1
     ("seed", whole(0, 2**32)),
-    ("vllm_server_port vllm_group_port", whole(1, 65536)),
+    ("vllm_server_port vllm_group_port agent_port", whole(1, 65536)),
     ("learning_rate weight_decay eval_delay beta epsilon_high router_aux_loss_coef", real(0)),
     ("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", real(0)),
     ("vespo_k_pos vespo_k_neg", real(0)),
@@ -86,7 +86,7 @@ for names, domain in (
     ("num_train_epochs temperature repetition_penalty adam_epsilon vllm_server_timeout", real(0, above=True)),
     ("sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg", real(0, above=True)),
     ("off_policy_mask_threshold", real(0, above=True)),
-    ("reward_timeout_s tool_timeout_s", real(0, 1e9, above=True, below=False)),
+    ("reward_timeout_s tool_timeout_s agent_timeout_s", real(0, 1e9, above=True, below=False)),
     ("adam_beta1 adam_beta2 warmup_ratio", real(0, 1)),
     ("warmup_steps", lambda v: v == 0 or steps(v)),
     ("logging_steps eval_steps save_steps", steps),

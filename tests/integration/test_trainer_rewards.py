@@ -358,9 +358,10 @@ def test_rewards_in_the_run_record(tmp_path):
 
 
 def test_signature_is_trls(tmp_path):
-    """Position and name of every argument (facts of TRL 1.16)."""
+    """Position and name of every argument (facts of TRL 1.16), and behind them one that TRL does not have."""
     names = (
         "self model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes "
-        "callbacks optimizers quantization_config peft_config tools rollout_func environment_factory"
+        "callbacks optimizers quantization_config peft_config tools rollout_func environment_factory "
+        "agent"
     )
     assert list(inspect.signature(GRPOTrainer.__init__).parameters) == names.split()

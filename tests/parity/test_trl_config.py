@@ -37,6 +37,7 @@ OWN = {
     **dict.fromkeys(("max_refill_rounds", "refill_reward"), "dynamic sampling"),
     **dict.fromkeys(("max_policy_lag", "mask_stale_tokens"), "batches that are begun ahead"),
     **dict.fromkeys(("tool_timeout_s", "tool_workers"), "tools that hang, and threads for those that wait"),
+    **dict.fromkeys(("agent_timeout_s", "agent_port"), "agents that ask by HTTP"),
     **dict.fromkeys(
         (
             "offload_optimizer",
