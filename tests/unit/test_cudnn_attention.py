@@ -38,5 +38,5 @@ def test_a_graph_is_made_for_a_little_more_than_the_pack(lengths, keys):
 
 @pytest.mark.parametrize(("dtype", "head_size"), [(torch.float32, 64), (torch.bfloat16, 80)])
 def test_what_it_does_not_take(dtype, head_size):
-    assert not cudnn_attention.hopper_has_cudnn(dtype, head_size)
+    assert cudnn_attention.why_not_cudnn_on((9, 0), dtype, head_size) is not None
     assert not cudnn_attention.has_cudnn(torch.device("cpu"), torch.bfloat16, 64)

@@ -102,11 +102,11 @@ def test_engine_and_stack_say_it_on_a_gpu_and_nothing_on_a_cpu(caplog, monkeypat
     assert caplog.text.count("and the model is in torch.float32") == 3
 
 
-@pytest.mark.parametrize(("is_hopper", "reason"), [(False, "H100 and H200"), (True, "pip install")])
-def test_why_not_cudnn(is_hopper, reason, monkeypatch):
-    monkeypatch.setattr(cudnn_attention, "_is_hopper", lambda device: is_hopper)
+@pytest.mark.parametrize(("major", "reason"), [(8, "H100 and H200"), (9, "pip install")])
+def test_why_not_cudnn(major, reason, monkeypatch):
+    monkeypatch.setattr(cudnn_attention, "_capability", lambda device: (major, 0))
     monkeypatch.setattr(cudnn_attention, "_is_installed", lambda: False)
     device = torch.device("cuda", 0)
     assert reason in (cudnn_attention.why_not_cudnn(device, torch.bfloat16, 128) or "")
     monkeypatch.setattr(cudnn_attention, "_is_installed", lambda: True)
-    assert cudnn_attention.has_cudnn(device, torch.bfloat16, 128) is is_hopper
+    assert cudnn_attention.has_cudnn(device, torch.bfloat16, 128) is (major == 9)

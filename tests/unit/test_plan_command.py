@@ -7,6 +7,8 @@ import pytest
 from transformers import Gemma3TextConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from colocate.cli import main
+from colocate.planning import slower_kernels
+from colocate.policy import cudnn_attention
 
 CONFIGS = {
     "Qwen2.5-7B": Qwen2Config(
@@ -174,6 +176,44 @@ def test_a_reference_that_sleeps_is_in_neither_rollout_nor_training(numbers):
     _, awake = numbers("Qwen2.5-7B", "--device_name H200 --beta 0.1")
     _, asleep = numbers("Qwen2.5-7B", "--device_name H200 --beta 0.1 --offload_scorers")
     assert rows_of(awake)["reference"] == rows_of(awake)["weights"] and "reference" not in rows_of(asleep)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("--device_name H100", []),
+        (
+            "--device_name A100",
+            ["FlashAttention: cuDNN's is for H100", "SwiGLU .* this GPU has 8.0"],
+        ),
+        ("--device_name A100 --engine vllm", ["FlashAttention: cuDNN's is for H100 and H200"]),
+        (
+            "--device_name H100 --dtype float32 --bf16 false",
+            [
+                "padded matrix products: .* torch.float32",
+                "padded products and small",
+                "SwiGLU .* torch.float32",
+            ],
+        ),
+        ("--device_memory_gib 80", None),
+    ],
+)
+def test_kernels_that_will_not_run_are_named(plan, numbers, asked, said, monkeypatch):
+    monkeypatch.setattr(cudnn_attention, "_is_installed", lambda: True)
+    _, printed = plan("Qwen2.5-7B", f"{asked} --use_peft")
+    _, result = numbers("Qwen2.5-7B", f"{asked} --use_peft")
+    lines = result["slower_kernels"]
+    assert (lines is None) == (said is None) and len(lines or ()) == len(said or ())
+    for line, words_of_it in zip(lines or (), said or (), strict=True):
+        assert re.search(words_of_it, line)
+        assert f"Without a fast kernel: {line}" in words(printed)
+    assert printed.count("Without a fast kernel") == len(said or ())
+
+
+def test_a_triton_that_the_kernels_were_not_tested_with_is_named(plan, monkeypatch):
+    monkeypatch.setattr(slower_kernels, "version", lambda _: "3.9.1")
+    _, printed = plan("Qwen2.5-7B", "--device_name H200")
+    assert "needs Triton 3.6.x, and this is 3.9.1." in words(printed)
 
 
 def test_a_server_takes_nothing_of_this_device(plan, numbers):

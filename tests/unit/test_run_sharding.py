@@ -63,7 +63,7 @@ def run_on(monkeypatch, tmp_path):
         monkeypatch.setattr(
             cudnn_attention,
             "has_cudnn",
-            lambda _, dtype, head_size: cudnn_attention.hopper_has_cudnn(dtype, head_size),
+            lambda _, *case: cudnn_attention.why_not_cudnn_on(entry.capability, *case) is None,
         )
         monkeypatch.setattr(GRPOConfig, "world_size", num_gpus)
         args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{**RUN, **options})

@@ -15,9 +15,10 @@ from colocate.planning.hardware import GPUS, Cluster, Gpu, find_gpu
 from colocate.planning.plan_text import Answer, print_answer
 from colocate.planning.planner import Case
 from colocate.planning.run_options import wishes_of, workload_of
-from colocate.policy.cudnn_attention import hopper_has_cudnn
+from colocate.planning.slower_kernels import slower_kernels
+from colocate.policy.cudnn_attention import why_not_cudnn_on
 from colocate.run_config import RunConfig
-from colocate.weights.layouts import layout_for
+from colocate.weights.layouts import Layout, layout_for
 from colocate.weights.shapes import FourBit, Lora, ModelShapes
 
 DOES_NOT_FIT = 3
@@ -58,18 +59,26 @@ def plan_run(
     is_elsewhere = device_name is not None or device_memory_gib is not None
     config = _config(options, num_gpus, is_elsewhere=is_elsewhere)
     model_config = _model_config(run, config)
+    with torch.device("meta"):  # which allocates no memory
+        model = AutoModelForCausalLM.from_config(model_config)
+    layout = _layout(model)
     shapes = ModelShapes.of(
-        _model(model_config),
+        model,
         lora=Lora(run.lora_r, run.lora_targets) if run.use_peft else None,
         four_bit=FourBit(double_quantized=run.use_bnb_nested_quant) if run.load_in_4bit else None,
     )
     gpu, device_bytes = _device(config, device_name, device_memory_gib)
     dtype = _dtype(run, config, model_config)
-    has_cudnn = gpu is not None and gpu.is_hopper and hopper_has_cudnn(dtype, shapes.head_size)
+    capability = _capability(config, gpu, is_elsewhere=is_elsewhere)
+    has_cudnn = capability is not None and why_not_cudnn_on(capability, dtype, shapes.head_size) is None
     workload = workload_of(config, shapes, dtype, is_gpu=device_bytes is not None, has_cudnn=has_cudnn)
     cluster = Cluster(num_gpus, num_nodes or -(-num_gpus // MOST_GPUS_OF_NODE), gpu)
     case = Case(shapes, workload, device_bytes, wishes_of(config), cluster)
-    answer = Answer(str(run.model_name_or_path), case, cluster, case.sharding_choice(cluster), config)
+    slower = None
+    if capability is not None:
+        is_native = workload.engine == "native" and config.engine != "transformers"
+        slower = slower_kernels(layout, dtype, capability, is_native=is_native)
+    answer = Answer(str(run.model_name_or_path), case, cluster, case.sharding_choice(cluster), config, slower)
     if as_json:
         print(json.dumps(answer.to_dict(), indent=2))
     else:
@@ -110,20 +119,17 @@ def _model_config(run: RunConfig, config: GRPOConfig) -> PretrainedConfig:
         ) from error
 
 
-def _model(model_config: PretrainedConfig) -> nn.Module:
-    """The model on the meta device, which allocates no memory.
+def _layout(model: nn.Module) -> Layout:
+    """The layout of a model.
 
     Raises:
         ValueError: the model is not supported natively; the message has the memory that is known all the
             same.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)
     try:
-        layout_for(model)
+        return layout_for(model)
     except ValueError as error:
         raise ValueError(f"{error}\n{_without_plan(model)}") from error
-    return model
 
 
 def _without_plan(model: nn.Module) -> str:
@@ -161,6 +167,13 @@ def _device(
     if config.device.type == "cuda":
         return gpu, torch.cuda.get_device_properties(config.device).total_memory
     return None, None
+
+
+def _capability(config: GRPOConfig, gpu: Gpu | None, *, is_elsewhere: bool) -> tuple[int, int] | None:
+    """The compute capability of the GPU to plan for; None if there is none, or only its memory is known."""
+    if gpu is not None or is_elsewhere or config.device.type != "cuda":
+        return None if gpu is None else gpu.capability
+    return torch.cuda.get_device_capability(config.device)
 
 
 def _dtype(run: RunConfig, config: GRPOConfig, model_config: Any) -> torch.dtype:

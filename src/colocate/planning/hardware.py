@@ -11,6 +11,8 @@ class Gpu:
     """A GPU as its data sheet describes it."""
 
     name: str
+    capability: tuple[int, int]
+    """Its compute capability, major and minor."""
     tflops: float
     """10^12 operations a second in bfloat16 with float32 sums, without sparsity."""
     bandwidth_gb_s: float
@@ -19,30 +21,29 @@ class Gpu:
     """Memory in GiB as the driver shows it."""
     link_gb_s: float
     """10^9 bytes a second, each way, between one GPU and all others of its node: NVLink, else PCI Express."""
-    is_hopper: bool = False
 
 
 # More particular names before those that they contain.
 GPUS = (
-    Gpu("B200", 2250, 8000, 178.3, 900),
-    Gpu("H200", 989, 4800, 139.8, 450, is_hopper=True),
-    Gpu("H100 PCIe", 756, 2000, 79.1, 64, is_hopper=True),
-    Gpu("H100", 989, 3350, 79.1, 450, is_hopper=True),
-    Gpu("H20 3e", 148, 4800, 139.8, 450, is_hopper=True),
-    Gpu("H20", 148, 4000, 95.0, 450, is_hopper=True),
-    Gpu("RTX PRO 6000", 503, 1792, 94.9, 64),  # Blackwell; the driver names the edition behind it
-    Gpu("A100 80GB PCIe", 312, 1935, 79.2, 32),
-    Gpu("A100 80GB", 312, 2039, 79.2, 300),  # a driver says A100-SXM4-80GB
-    Gpu("A100", 312, 1555, 39.4, 300),
-    Gpu("L40S", 362, 864, 44.4, 32),
-    Gpu("RTX 5090", 209, 1792, 31.3, 64),
-    Gpu("RTX 4090", 165, 1008, 23.5, 32),
-    Gpu("RTX 3090", 71, 936, 23.6, 32),
-    Gpu("RTX 5080", 112, 960, 15.4, 64),
-    Gpu("RTX 5070 Ti", 87, 896, 15.4, 64),
-    Gpu("RTX 5070", 61, 672, 11.4, 64),
-    Gpu("A10", 125, 600, 22.1, 32),
-    Gpu("L4", 121, 300, 22.0, 32),
+    Gpu("B200", (10, 0), 2250, 8000, 178.3, 900),
+    Gpu("H200", (9, 0), 989, 4800, 139.8, 450),
+    Gpu("H100 PCIe", (9, 0), 756, 2000, 79.1, 64),
+    Gpu("H100", (9, 0), 989, 3350, 79.1, 450),
+    Gpu("H20 3e", (9, 0), 148, 4800, 139.8, 450),
+    Gpu("H20", (9, 0), 148, 4000, 95.0, 450),
+    Gpu("RTX PRO 6000", (12, 0), 503, 1792, 94.9, 64),  # Blackwell; the driver names the edition behind it
+    Gpu("A100 80GB PCIe", (8, 0), 312, 1935, 79.2, 32),
+    Gpu("A100 80GB", (8, 0), 312, 2039, 79.2, 300),  # a driver says A100-SXM4-80GB
+    Gpu("A100", (8, 0), 312, 1555, 39.4, 300),
+    Gpu("L40S", (8, 9), 362, 864, 44.4, 32),
+    Gpu("RTX 5090", (12, 0), 209, 1792, 31.3, 64),
+    Gpu("RTX 4090", (8, 9), 165, 1008, 23.5, 32),
+    Gpu("RTX 3090", (8, 6), 71, 936, 23.6, 32),
+    Gpu("RTX 5080", (12, 0), 112, 960, 15.4, 64),
+    Gpu("RTX 5070 Ti", (12, 0), 87, 896, 15.4, 64),
+    Gpu("RTX 5070", (12, 0), 61, 672, 11.4, 64),
+    Gpu("A10", (8, 6), 125, 600, 22.1, 32),
+    Gpu("L4", (8, 9), 121, 300, 22.0, 32),
 )
 TOO_OLD = ("T4", "V100", "P100", "RTX 20")
 """GPUs older than compute capability 8.0: they have no bfloat16, and the kernels do not run on them."""

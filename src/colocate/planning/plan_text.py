@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from colocate.config import GRPOConfig
+from colocate.kernels.fallbacks import Fallback
 from colocate.memory.rows import Moment, Phase, total_bytes
 from colocate.planning.hardware import GPUS, Cluster, Gpu
 from colocate.planning.memory_plan import MemoryPlan
@@ -36,6 +37,8 @@ class Answer:
     cluster: Cluster
     choice: Choice
     config: GRPOConfig
+    slower: Sequence[Fallback] | None
+    """The fast kernels that the run does without; None if it is unknown which GPU it will have."""
 
     @property
     def plan(self) -> MemoryPlan:
@@ -86,6 +89,7 @@ class Answer:
             "why_tight": self.plan.why_tight,
             "expected": None if self.speed is None else vars(self.speed),
             "expected_step": None if step is None or not fits else {**vars(step), "seconds": step.seconds},
+            "slower_kernels": None if self.slower is None else [fallback.line for fallback in self.slower],
             "remedies": [{"settings": r.settings, "peak_bytes": r.plan.peak_bytes} for r in remedies],
         }
 
@@ -107,6 +111,7 @@ def print_answer(answer: Answer, *, is_verbose: bool) -> None:
     console.print()
     console.print(_short_table(answer.plan))
     say(_decisions(answer))
+    say(f"Without a fast kernel: {fallback.line}" for fallback in answer.slower or ())
     if answer.config.max_prompt_length is None:
         say([f"Prompts are taken to have at most {ASSUMED_PROMPT_TOKENS} tokens: set max_prompt_length."])
     if is_verbose:

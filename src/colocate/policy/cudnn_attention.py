@@ -33,17 +33,15 @@ def has_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     return device.type == "cuda" and why_not_cudnn(device, dtype, head_size) is None
 
 
-def hopper_has_cudnn(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether a Hopper GPU can run `forward` and `backward` on such tensors; needs no GPU to be asked."""
-    return _why_not_on_hopper(dtype, head_size) is None
-
-
 def why_not_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
     """Why `forward` and `backward` cannot run such tensors on this GPU; None: they can."""
-    return _why_not_on_hopper(dtype, head_size) if _is_hopper(device) else "cuDNN's is for H100 and H200"
+    return why_not_cudnn_on(_capability(device), dtype, head_size)
 
 
-def _why_not_on_hopper(dtype: torch.dtype, head_size: int) -> str | None:
+def why_not_cudnn_on(capability: tuple[int, int], dtype: torch.dtype, head_size: int) -> str | None:
+    """As `why_not_cudnn`, for any GPU of this compute capability, whether it is here or not."""
+    if capability[0] != 9:
+        return "cuDNN's is for H100 and H200"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"cuDNN's takes bfloat16 and float16, and the model is in {dtype}"
     if head_size not in (64, 128):
@@ -119,8 +117,8 @@ def backward(
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 # ── Graphs ───────────────────────────────────────────────────────────────────────────────────────────────
