@@ -35,9 +35,9 @@ MAX_GATED_ROWS = 32
 MAX_PARTS = 8
 """Most parts of a sum. Each is written and read back in float32."""
 RING_BYTES = 144 * 2**10
-"""Of a program that has a multiprocessor to itself, because there are no more programs than these."""
+"""The ring of a program that shares its multiprocessor with no other, because there are too few programs."""
 GATED_RING_BYTES = 72 * 2**10
-"""Of one of three programs on a multiprocessor."""
+"""The ring of a program that shares its multiprocessor with two others."""
 
 COLUMNS = gl.constexpr(COLUMN_TILE)
 
