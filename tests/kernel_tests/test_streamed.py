@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,11 +10,20 @@ import torch
 from hopper import compile_all, needs_hopper
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized_models import make_4bit_model
 from rounding import ULP, assert_within, draw, few
 from test_swiglu import assert_close_to_exact, make
 
+from colocate.engines.native import triton_backend
+from colocate.engines.native.projections import Projection
+from colocate.engines.native.rollout_weights import RolloutWeights
+from colocate.engines.native.tensor_parallel import OneRank
+from colocate.engines.native.triton_backend import TritonBackend
 from colocate.kernels import streamed
 from colocate.kernels.norms import add_rms_norm
+from colocate.weights.adapters import AdaptedLinear, Adapter
+from colocate.weights.layouts import layout_for
+from colocate.weights.shared_views import fuse_parameters
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -102,6 +112,46 @@ def test_no_part_is_empty_and_no_multiprocessor_has_two(num_tiles, num_steps, nu
     assert num_parts == 1 or num_parts * num_tiles <= num_multiprocessors
 
 
+def test_only_whole_and_lasting_weights_stream(monkeypatch):
+    """Adapters, split weights, and weights that are dequantised before every product take other ways."""
+    streams: list[torch.Tensor] = []
+    monkeypatch.setattr(triton_backend, "HAS_GLUON_KERNELS", True)
+    monkeypatch.setattr(streamed, "can_stream", lambda x, weight: True)
+    monkeypatch.setattr(streamed, "product", lambda x, weight, bias: streams.append(weight) or x)
+    x, weight = torch.randn(4, 16), torch.randn(24, 16)
+    adapter = Adapter(torch.randn(3, 16), torch.randn(24, 3), None, scaling=1.0, dropout=0.0)
+    plain = AdaptedLinear(weight, None, [], None)
+    backend, rank = TritonBackend(), TritonBackend()
+    rank.parallel = OneRank()
+    rank.parallel.num_parts = 2
+    backend.linear_in_parts(x, plain)
+    assert len(streams) == 1
+    for other, adapted in [
+        (backend, dataclasses.replace(plain, adapters=[(slice(0, 24), adapter)])),
+        (backend, dataclasses.replace(plain, is_written_before_use=True)),
+        (rank, plain),
+    ]:
+        delta = adapter.b @ adapter.a if adapted.adapters else 0
+        torch.testing.assert_close(other.linear_in_parts(x, adapted), x @ (weight + delta).T)
+    assert len(streams) == 1
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_weights_of_one_at_a_time_are_written_before_use(is_copy):
+    model = make_4bit_model("qwen2", device="cpu")
+    layout = layout_for(model)
+    fuse_parameters(layout)
+    weights = RolloutWeights(stacks_adapters=True)
+    weights.allocate(layout, is_copy=is_copy)
+    weights.prepare(layout)
+    qkv, _, _, _ = layout.layers[0].projection_groups()
+    seen: list[AdaptedLinear] = []
+    backend = TritonBackend()
+    backend.linear_in_parts = lambda x, adapted: seen.append(adapted) or x
+    Projection(weights, qkv, layout.part)(backend, torch.zeros(1), in_parts=True)
+    assert [adapted.is_written_before_use for adapted in seen] == [not is_copy]
+
+
 def test_compiles_for_every_number_of_rows(tmp_path):
     """Within a program's shared memory and registers, on tensor cores."""
     jobs = []
@@ -110,7 +160,10 @@ def test_compiles_for_every_number_of_rows(tmp_path):
     ]:
         ring_bytes = streamed.GATED_RING_BYTES if is_gated else streamed.RING_BYTES
         num_stages = ring_bytes // ((streamed.COLUMN_TILE + num_rows) * streamed.DEPTH * 2)
-        constants = dict(ROWS=num_rows, STAGES=num_stages, IS_GATED=is_gated, bias=None)
+        constants = dict(ROWS=num_rows, STAGES=num_stages, IS_GATED=is_gated)
+        types = dict(out="*fp32", bias=f"*{dtype}")
+        if is_gated:
+            constants["bias"], types = None, dict(out=f"*{dtype}")
         block = streamed.COLUMN_TILE // 2 if is_gated else streamed.COLUMN_TILE
         jobs.append(
             dict(
@@ -119,7 +172,7 @@ def test_compiles_for_every_number_of_rows(tmp_path):
                 dtype=dtype,
                 blocks=dict(x=(num_rows, streamed.DEPTH), weight=(block, streamed.DEPTH)),
                 constants=constants,
-                types=dict(out=f"*{dtype}" if is_gated else "*fp32"),
+                types=types,
             )
         )
     for compiled in compile_all(jobs, tmp_path):

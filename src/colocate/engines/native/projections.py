@@ -42,7 +42,14 @@ class Projection:
 
     def _adapted(self) -> AdaptedLinear:
         weight = self.weight
-        return AdaptedLinear(weight.read(), self.bias, self.adapters, weight.stack, weight.stacked_a)
+        return AdaptedLinear(
+            weight.read(),
+            self.bias,
+            self.adapters,
+            weight.stack,
+            weight.stacked_a,
+            is_written_before_use=bool(weight.linears),
+        )
 
     def _bias(self, biases: Sequence[Tensor]) -> Tensor:
         """The joined biases, one element for each row of the weights, those of A below them included."""

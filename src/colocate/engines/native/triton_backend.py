@@ -107,12 +107,19 @@ class TritonBackend(TorchBackend):
         )
 
     def linear_in_parts(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
-        if not adapted.adapters and HAS_GLUON_KERNELS:
+        if not adapted.adapters and self._streams(x, adapted):
             from colocate.kernels import streamed
 
-            if streamed.can_stream(x, adapted.weight):
-                return streamed.product(x, adapted.weight, adapted.bias)
+            return streamed.product(x, adapted.weight, adapted.bias)
         return self.linear(x, adapted)
+
+    def _streams(self, x: Tensor, adapted: AdaptedLinear) -> bool:
+        """Whether `kernels.streamed`, which reads weights ahead, can multiply by these."""
+        if not HAS_GLUON_KERNELS or adapted.is_written_before_use or self.parallel.num_parts > 1:
+            return False
+        from colocate.kernels.streamed import can_stream
+
+        return can_stream(x, adapted.weight)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
@@ -159,7 +166,7 @@ class TritonBackend(TorchBackend):
         if is_plain and HAS_GLUON_KERNELS:
             from colocate.kernels import streamed, swiglu
 
-            if len(x) <= streamed.MAX_GATED_ROWS and streamed.can_stream(x, adapted.weight):
+            if len(x) <= streamed.MAX_GATED_ROWS and self._streams(x, adapted):
                 return streamed.swiglu(x, adapted.weight)
             if swiglu.is_faster(x, adapted.weight):
                 return swiglu.swiglu(x, adapted.weight)
