@@ -161,7 +161,7 @@ def test_compiles_for_every_number_of_rows(tmp_path):
         (8, True, "bf16"),
         (32, True, "fp16"),
     ]:
-        ring_bytes = streamed.GATED_RING_BYTES if is_gated else streamed.RING_BYTES
+        ring_bytes = streamed.SHARED_RING_BYTES if is_gated else streamed.RING_BYTES
         num_stages = ring_bytes // ((streamed.COLUMN_TILE + num_rows) * streamed.DEPTH * 2)
         constants = dict(ROWS=num_rows, STAGES=num_stages, IS_GATED=is_gated)
         types = dict(out="*fp32", bias=f"*{dtype}")

@@ -31,13 +31,14 @@ COLUMN_TILE = 64
 """Rows of the weights, that is columns of the output, that a program multiplies at a time."""
 MAX_ROWS = 128
 MAX_GATED_ROWS = 32
-"""With more rows, x is read more often than it is cheap: `swiglu.swiglu` has larger tiles."""
+"""Each program reads all of x for 32 columns of the output. With more rows the larger tiles of
+`swiglu.swiglu`, which read x less often, are faster."""
 MAX_PARTS = 8
 """Most parts of a sum. Each is written and read back in float32."""
 RING_BYTES = 144 * 2**10
-"""The ring of a program that shares its multiprocessor with no other, because there are too few programs."""
-GATED_RING_BYTES = 72 * 2**10
-"""The ring of a program that shares its multiprocessor with two others."""
+"""The ring of a program that has a multiprocessor to itself: there are no more programs than these."""
+SHARED_RING_BYTES = 72 * 2**10
+"""The ring of a program where there are more: three run on a multiprocessor."""
 
 COLUMNS = gl.constexpr(COLUMN_TILE)
 
@@ -61,14 +62,14 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     num_steps, num_tiles = triton.cdiv(x.shape[1], DEPTH), len(weight) // COLUMN_TILE
     num_parts = num_parts_for(num_tiles, num_steps, num_multiprocessors(x.device.index))
     out = torch.empty((num_parts, len(x), len(weight)), dtype=torch.float32, device=x.device)
-    _launch(x, weight, bias, out, num_parts, RING_BYTES)
+    _launch(x, weight, bias, out, num_parts, is_gated=False)
     return out
 
 
 def swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) * up, with gate, up and silu(gate) each rounded to the model's type; see `swiglu.swiglu`."""
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-    _launch(x, weight, None, out, 1, GATED_RING_BYTES, is_gated=True)
+    _launch(x, weight, None, out, 1, is_gated=True)
     return out
 
 
@@ -80,14 +81,15 @@ def num_parts_for(num_tiles: int, num_steps: int, num_multiprocessors: int) -> i
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_parts: int, ring_bytes: int,
-    is_gated: bool = False,
-) -> None:  # fmt: skip
-    rows = max(8, triton.next_power_of_2(len(x)))
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_parts: int, *, is_gated: bool
+) -> None:
+    rows, num_tiles = max(8, triton.next_power_of_2(len(x))), len(weight) // COLUMN_TILE
+    has_room = num_tiles * num_parts <= num_multiprocessors(x.device.index)
+    ring_bytes = RING_BYTES if has_room else SHARED_RING_BYTES
     num_stages = ring_bytes // ((COLUMN_TILE + rows) * DEPTH * x.element_size())
     num_stages = min(num_stages, triton.cdiv(triton.cdiv(x.shape[1], DEPTH), num_parts))
     block = COLUMN_TILE // 2 if is_gated else COLUMN_TILE
-    streamed_kernel[(len(weight) // COLUMN_TILE, num_parts)](
+    streamed_kernel[(num_tiles, num_parts)](
         descriptor(x, rows, DEPTH), descriptor(weight, block, DEPTH), bias, out, len(x), out.shape[-1],
         x.shape[1], num_parts, ROWS=rows, STAGES=num_stages, IS_GATED=is_gated, launch_pdl=True, num_warps=4,
     )  # fmt: skip
