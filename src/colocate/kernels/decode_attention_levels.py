@@ -11,11 +11,14 @@ acc / total, and the log-sum-exp, in base 2, maximum + log2(total). Arguments of
     partial     partial_outputs [slots, H, D] and partial_lses [slots, H] float32: normalised outputs over
                 some of a row's keys. The slots of shared prefixes come first; from num_prefix_slots on each
                 row has NUM_SPLITS of its own. Row r's prefix has num_partials[r] slots from first_slots[r] on
+                In 8 bits k_cache and v_cache are e4m3, and the exponents of a head's values (`e4m3.quantize`)
+                are behind its part of a page
     *_stride    from one row, page or table to the next, in elements
     scale_log2  the scores' scale times log2(e); eps and OFFSET belong to the heads' norms
     shapes      NUM_KV_HEADS = K, RATIO = R, HEAD_DIM = D, PADDED_DIM: D rounded up to a power of two,
                 NUM_QUERIES: query vectors of a program, padding included, TILE: keys that are read at a time,
-                WINDOW: keys that a query sees, or 0 for all
+                WINDOW: keys that a query sees, or 0 for all, HEAD_BLOCK: elements from one head's part of a
+                page to the next
     OVERLAPS    the next kernel may start before this one ends, and waits (`gdc_wait`) for its results
 """
 
@@ -26,6 +29,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from colocate.kernels.norms import inverse_rms, rms_normed
+from colocate.kernels.quantize import exponents_for, inverse_power, power
 from colocate.kernels.rotary import turned
 
 # The running maximum starts here and not at minus infinity, whose difference from itself is NaN.
@@ -67,6 +71,28 @@ def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
+def _narrowed(q, scale_log2):
+    """Queries [queries, D] in float16, with which keys in 8 bits are multiplied, and their scores' scales.
+
+    A power of two brings each into float16's range, so values of bfloat16 stay as they are. float32 does, too.
+    """
+    x = q.to(tl.float32)
+    exponents = exponents_for(tl.max(tl.abs(x), 1))
+    narrow = x * inverse_power(exponents)[:, None]
+    if q.dtype != tl.float32:
+        narrow = narrow.to(tl.float16)
+    return narrow, scale_log2 * power(exponents)
+
+
+@triton.jit
+def _quantized(heads):
+    """Vectors [queries, D] in e4m3 and their biased exponents [queries] int32."""
+    x = heads.to(tl.float32)
+    exponents = exponents_for(tl.max(tl.abs(x), 1))
+    return (x * inverse_power(exponents)[:, None]).to(tl.float8e4nv), exponents
+
+
+@triton.jit
 def _attend(
     q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
     first_visible, end_visible, scale_log2,
@@ -81,13 +107,16 @@ def _attend(
     `v_head` point to the key-value head in page 0.
 
     When a tile raises the maximum from m to m', `total` and `acc` are multiplied by 2^(m - m'), so that all
-    weights are relative to one maximum again. Returns `maximum` [queries], `total` [queries] and `acc`
+    weights are relative to one maximum again. In 8 bits `q` and `scale_log2` [queries] are `_narrowed`, and
+    the maximum is that of score + exponent of the value: 2^(score + exponent - maximum) is at most 1 and
+    multiplies the value as it is stored. Returns `maximum` [queries], `total` [queries] and `acc`
     [queries, D], unnormalised.
     """
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_DIM)
     offsets = tokens[:, None] * HEAD_DIM + dims[None, :]
+    IS_8BIT: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     # The number of the next page is on its way while this one is in use: a load whose address waits for
     # another load would wait twice.
     for tile in tl.range(first_tile, end_tile):
@@ -102,7 +131,17 @@ def _attend(
         within_page = (tile % TILES_PER_PAGE) * (TILE * HEAD_DIM)
         k = tl.load(k_head + page.to(tl.int64) * k_stride + within_page + offsets, mask=mask, other=0.0)
         v = tl.load(v_head + page.to(tl.int64) * v_stride + within_page + offsets, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if not IS_8BIT:
+            scores = scores * scale_log2
+        else:
+            behind = PAGE_SIZE * HEAD_DIM + (tile % TILES_PER_PAGE) * TILE + tokens
+            k_exponents = (k_head + page.to(tl.int64) * k_stride + behind).to(tl.pointer_type(tl.uint8))
+            v_exponents = (v_head + page.to(tl.int64) * v_stride + behind).to(tl.pointer_type(tl.uint8))
+            k_powers = power(tl.load(k_exponents, mask=is_stored, other=127))
+            v_exponent = tl.load(v_exponents, mask=is_stored, other=127).to(tl.int32)
+            scores = scores * (scale_log2[:, None] * k_powers[None, :])
+            scores += (v_exponent - 127).to(tl.float32)[None, :]
         is_visible = is_stored[None, :]
         if WINDOW > 0:
             is_visible = is_visible & (positions[None, :] >= first_visible)
@@ -110,8 +149,11 @@ def _attend(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - new_maximum[:, None])
         correction = tl.exp2(maximum - new_maximum)
-        total = total * correction + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        if IS_8BIT:
+            total = total * correction + tl.sum(weights * inverse_power(v_exponent)[None, :], 1)
+        else:
+            total = total * correction + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
         maximum = new_maximum
         page = next_page
     return maximum, total, acc
@@ -130,8 +172,9 @@ def prefix_kernel(
     qkv, cos, sin, q_norm, k_cache, v_cache, block_tables, context_lens, items, num_items, partial_outputs,
     partial_lses, qkv_stride, k_stride, v_stride, table_stride, scale_log2, eps,
     OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr,
-    TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr, NUM_FIELDS: tl.constexpr, OVERLAPS: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention over shared pages, for several rows at once: one work item and head after the other.
 
@@ -168,12 +211,15 @@ def prefix_kernel(
         table = block_tables + tl.load(item + NUM_FIELDS) * table_stride
         page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
         cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM)
+        q = _rotated(q_heads, dims[None, :], mask, cosine, sine, q_norm, eps, HEAD_DIM, OFFSET)
+        score_scale = scale_log2
+        if k_cache.dtype.element_ty == tl.float8e4nv:
+            q, score_scale = _narrowed(q, scale_log2)
         maximum, total, acc = _attend(
-            _rotated(q_heads, dims[None, :], mask, cosine, sine, q_norm, eps, HEAD_DIM, OFFSET),
-            tl.full([NUM_QUERIES], _LOWEST, tl.float32), tl.zeros([NUM_QUERIES], tl.float32),
-            tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32), k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
-            v_cache + kv_head * (PAGE_SIZE * HEAD_DIM), k_stride, v_stride, table, page, first_tile, end_tile,
-            first_visible[:, None], end_page * PAGE_SIZE, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE,
+            q, tl.full([NUM_QUERIES], _LOWEST, tl.float32), tl.zeros([NUM_QUERIES], tl.float32),
+            tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32), k_cache + kv_head * HEAD_BLOCK,
+            v_cache + kv_head * HEAD_BLOCK, k_stride, v_stride, table, page, first_tile, end_tile,
+            first_visible[:, None], end_page * PAGE_SIZE, score_scale, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE,
             WINDOW,
         )  # fmt: skip
         output, lse = _finish(maximum, total, acc)
@@ -189,8 +235,9 @@ def suffix_kernel(
     first_slots, num_partials, partial_outputs, partial_lses, out, qkv_stride, k_stride, v_stride,
     table_stride, out_stride, num_prefix_slots, scale_log2, eps,
     OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr,
-    TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_PREFIXES: tl.constexpr, OVERLAPS: tl.constexpr,
+    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_PREFIXES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row and key-value head over one part of the row's own keys, which follow its prefix.
 
@@ -249,19 +296,32 @@ def suffix_kernel(
     v = tl.load(k_heads + NUM_KV_HEADS * HEAD_DIM + dims, mask=new_mask, other=0.0)
     first_mask = new_mask & (queries == 0)[:, None]
     new_page = (slot // PAGE_SIZE).to(tl.int64)
-    in_page = (kv_head * PAGE_SIZE + slot % PAGE_SIZE + copies) * HEAD_DIM + dims
+    in_page = kv_head * HEAD_BLOCK + (slot % PAGE_SIZE + copies) * HEAD_DIM + dims
+    score_scale = scale_log2
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        q, score_scale = _narrowed(q, scale_log2)
+        k, k_exponents = _quantized(k)
+        v, v_exponents = _quantized(v)
+        behind = kv_head * HEAD_BLOCK + PAGE_SIZE * HEAD_DIM + slot % PAGE_SIZE + tl.zeros_like(queries)
+        k_place = (k_cache + new_page * k_stride + behind).to(tl.pointer_type(tl.uint8))
+        v_place = (v_cache + new_page * v_stride + behind).to(tl.pointer_type(tl.uint8))
+        tl.store(k_place, k_exponents.to(tl.uint8), mask=is_new & (queries == 0))
+        tl.store(v_place, v_exponents.to(tl.uint8), mask=is_new & (queries == 0))
     tl.store(k_cache + new_page * k_stride + in_page, k, mask=first_mask)
     tl.store(v_cache + new_page * v_stride + in_page, v, mask=first_mask)
 
     # The running softmax begins with the new key, whose weight is 1 as long as no other key is there.
-    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale_log2
-    maximum = tl.where(is_new, score, _LOWEST)
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * score_scale
     total = is_new.to(tl.float32)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        score = score * power(k_exponents) + (v_exponents - 127).to(tl.float32)
+        total *= inverse_power(v_exponents)
+    maximum = tl.where(is_new, score, _LOWEST)
     acc = v.to(tl.float32)
     maximum, total, acc = _attend(
-        q, maximum, total, acc, k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
-        v_cache + kv_head * (PAGE_SIZE * HEAD_DIM), k_stride, v_stride, table, page, first_tile, end_tile,
-        context - WINDOW, context - 1, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE, WINDOW,
+        q, maximum, total, acc, k_cache + kv_head * HEAD_BLOCK, v_cache + kv_head * HEAD_BLOCK, k_stride,
+        v_stride, table, page, first_tile, end_tile, context - WINDOW, context - 1, score_scale, HEAD_DIM,
+        PADDED_DIM, PAGE_SIZE, TILE, WINDOW,
     )  # fmt: skip
     if HAS_PREFIXES:
         if OVERLAPS:
