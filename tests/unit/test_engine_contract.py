@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from eight_bit_models import with_8bit_kv
 from engine_models import (
     MAX_POSITION,
     greedy_completions,
@@ -132,6 +133,10 @@ ENGINES = {
     ),
     "native-4bit": EngineCase(
         lambda: make_4bit_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
+    ),
+    "native-fp8-kv": EngineCase(
+        lambda: with_8bit_kv(make_model("qwen3")),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8_kv"),
     ),
     "transformers": EngineCase(
         lambda: make_model("qwen3"),

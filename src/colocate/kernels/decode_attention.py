@@ -177,6 +177,7 @@ def decode_attention(
         PAGE_SIZE=page_size,
         HEAD_BLOCK=head_block_size(page_size, head_dim, k_cache.dtype),
         WINDOW=sliding_window or 0,
+        IN_ASM=qkv.is_cuda and qkv.dtype != torch.float32 and head_dim % 16 == 0,
         OVERLAPS=overlaps,
     )
     strides = (qkv.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0))

@@ -19,6 +19,7 @@ acc / total, and the log-sum-exp, in base 2, maximum + log2(total). Arguments of
                 NUM_QUERIES: query vectors of a program, padding included, TILE: keys that are read at a time,
                 WINDOW: keys that a query sees, or 0 for all, HEAD_BLOCK: elements from one head's part of a
                 page to the next
+    IN_ASM      whether keys and values in 8 bits are unpacked by PTX, to float16; Triton's interpreter has none
     OVERLAPS    the next kernel may start before this one ends, and waits (`gdc_wait`) for its results
 """
 
@@ -93,6 +94,38 @@ def _quantized(heads):
 
 
 @triton.jit
+def _unpacked(x, DTYPE: tl.constexpr, IN_ASM: tl.constexpr):
+    """e4m3 values in DTYPE, with IN_ASM in float16 and unpacked where they lie.
+
+    So it is float16 whose layout is changed: Triton would read a product's operands of bytes from shared
+    memory byte by byte.
+    """
+    if IN_ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
+            "cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=False,  # or else Triton would change the layout before
+            pack=4,
+        )
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def _exponents(
+    head, stride, page, tile, end, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """The exponents [TILE] of a tile's keys or values; 127, a factor of 1, from position `end` on."""
+    tokens = tl.arange(0, TILE)
+    first = PAGE_SIZE * HEAD_DIM + (tile % (PAGE_SIZE // TILE)) * TILE
+    places = (head + page.to(tl.int64) * stride + first + tokens).to(tl.pointer_type(tl.uint8))
+    return tl.load(places, mask=tile * TILE + tokens < end, other=127).to(tl.int32)
+
+
+@triton.jit
 def _attend(
     q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
     first_visible, end_visible, scale_log2,
@@ -107,16 +140,13 @@ def _attend(
     `v_head` point to the key-value head in page 0.
 
     When a tile raises the maximum from m to m', `total` and `acc` are multiplied by 2^(m - m'), so that all
-    weights are relative to one maximum again. In 8 bits `q` and `scale_log2` [queries] are `_narrowed`, and
-    the maximum is that of score + exponent of the value: 2^(score + exponent - maximum) is at most 1 and
-    multiplies the value as it is stored. Returns `maximum` [queries], `total` [queries] and `acc`
+    weights are relative to one maximum again. Returns `maximum` [queries], `total` [queries] and `acc`
     [queries, D], unnormalised.
     """
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_DIM)
     offsets = tokens[:, None] * HEAD_DIM + dims[None, :]
-    IS_8BIT: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     # The number of the next page is on its way while this one is in use: a load whose address waits for
     # another load would wait twice.
     for tile in tl.range(first_tile, end_tile):
@@ -131,17 +161,7 @@ def _attend(
         within_page = (tile % TILES_PER_PAGE) * (TILE * HEAD_DIM)
         k = tl.load(k_head + page.to(tl.int64) * k_stride + within_page + offsets, mask=mask, other=0.0)
         v = tl.load(v_head + page.to(tl.int64) * v_stride + within_page + offsets, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if not IS_8BIT:
-            scores = scores * scale_log2
-        else:
-            behind = PAGE_SIZE * HEAD_DIM + (tile % TILES_PER_PAGE) * TILE + tokens
-            k_exponents = (k_head + page.to(tl.int64) * k_stride + behind).to(tl.pointer_type(tl.uint8))
-            v_exponents = (v_head + page.to(tl.int64) * v_stride + behind).to(tl.pointer_type(tl.uint8))
-            k_powers = power(tl.load(k_exponents, mask=is_stored, other=127))
-            v_exponent = tl.load(v_exponents, mask=is_stored, other=127).to(tl.int32)
-            scores = scores * (scale_log2[:, None] * k_powers[None, :])
-            scores += (v_exponent - 127).to(tl.float32)[None, :]
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         is_visible = is_stored[None, :]
         if WINDOW > 0:
             is_visible = is_visible & (positions[None, :] >= first_visible)
@@ -149,13 +169,60 @@ def _attend(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - new_maximum[:, None])
         correction = tl.exp2(maximum - new_maximum)
-        if IS_8BIT:
-            total = total * correction + tl.sum(weights * inverse_power(v_exponent)[None, :], 1)
-        else:
-            total = total * correction + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * correction[:, None], input_precision="ieee")
+        total = total * correction + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
         maximum = new_maximum
         page = next_page
+    return maximum, total, acc
+
+
+@triton.jit
+def _attend_8bit(
+    q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+    first_visible, end_visible, scales_log2,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, IN_ASM: tl.constexpr,
+):  # fmt: skip
+    """`_attend` to keys and values in 8 bits, with `q` [queries, D] and `scales_log2` [queries] `_narrowed`.
+
+    The maximum is that of score + exponent of the value: 2^(score + exponent - maximum) is at most 1 and
+    multiplies a value as it is stored. The next tile's exponents are on their way while a tile is in use.
+    """
+    TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
+    tokens = tl.arange(0, TILE)
+    dims = tl.arange(0, PADDED_DIM)
+    offsets = tokens[:, None] * HEAD_DIM + dims[None, :]
+    end = tl.minimum(end_visible, end_tile * TILE)
+    k_exponents = _exponents(k_head, k_stride, page, first_tile, end, HEAD_DIM, PAGE_SIZE, TILE)
+    v_exponents = _exponents(v_head, v_stride, page, first_tile, end, HEAD_DIM, PAGE_SIZE, TILE)
+    for tile in tl.range(first_tile, end_tile):
+        following = tile + 1
+        next_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
+        next_k_exponents = _exponents(k_head, k_stride, next_page, tile + 1, end, HEAD_DIM, PAGE_SIZE, TILE)
+        next_v_exponents = _exponents(v_head, v_stride, next_page, tile + 1, end, HEAD_DIM, PAGE_SIZE, TILE)
+        positions = tile * TILE + tokens
+        is_stored = positions < end_visible
+        mask = is_stored[:, None]
+        if HEAD_DIM != PADDED_DIM:
+            mask = mask & (dims < HEAD_DIM)[None, :]
+        within_page = (tile % TILES_PER_PAGE) * (TILE * HEAD_DIM)
+        k = tl.load(k_head + page.to(tl.int64) * k_stride + within_page + offsets, mask=mask, other=0.0)
+        v = tl.load(v_head + page.to(tl.int64) * v_stride + within_page + offsets, mask=mask, other=0.0)
+        k, v = _unpacked(k, q.dtype, IN_ASM), _unpacked(v, q.dtype, IN_ASM)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores *= scales_log2[:, None] * power(k_exponents)[None, :]
+        scores += (v_exponents - 127).to(tl.float32)[None, :]
+        is_visible = is_stored[None, :]
+        if WINDOW > 0:
+            is_visible = is_visible & (positions[None, :] >= first_visible)
+        scores = tl.where(is_visible, scores, -float("inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        correction = tl.exp2(maximum - new_maximum)
+        total = total * correction + tl.sum(weights * inverse_power(v_exponents)[None, :], 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        maximum, page = new_maximum, next_page
+        k_exponents, v_exponents = next_k_exponents, next_v_exponents
     return maximum, total, acc
 
 
@@ -174,7 +241,7 @@ def prefix_kernel(
     OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr, NUM_FIELDS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    IN_ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention over shared pages, for several rows at once: one work item and head after the other.
 
@@ -212,16 +279,23 @@ def prefix_kernel(
         page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
         cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM)
         q = _rotated(q_heads, dims[None, :], mask, cosine, sine, q_norm, eps, HEAD_DIM, OFFSET)
-        score_scale = scale_log2
+        maximum = tl.full([NUM_QUERIES], _LOWEST, tl.float32)
+        total = tl.zeros([NUM_QUERIES], tl.float32)
+        acc = tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32)
+        k_head, v_head = k_cache + kv_head * HEAD_BLOCK, v_cache + kv_head * HEAD_BLOCK
         if k_cache.dtype.element_ty == tl.float8e4nv:
-            q, score_scale = _narrowed(q, scale_log2)
-        maximum, total, acc = _attend(
-            q, tl.full([NUM_QUERIES], _LOWEST, tl.float32), tl.zeros([NUM_QUERIES], tl.float32),
-            tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32), k_cache + kv_head * HEAD_BLOCK,
-            v_cache + kv_head * HEAD_BLOCK, k_stride, v_stride, table, page, first_tile, end_tile,
-            first_visible[:, None], end_page * PAGE_SIZE, score_scale, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE,
-            WINDOW,
-        )  # fmt: skip
+            q, scales_log2 = _narrowed(q, scale_log2)
+            maximum, total, acc = _attend_8bit(
+                q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+                first_visible[:, None], end_page * PAGE_SIZE, scales_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE,
+                TILE, WINDOW, IN_ASM,
+            )  # fmt: skip
+        else:
+            maximum, total, acc = _attend(
+                q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+                first_visible[:, None], end_page * PAGE_SIZE, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE,
+                TILE, WINDOW,
+            )  # fmt: skip
         output, lse = _finish(maximum, total, acc)
         slots = tl.load(item + 2) + members * tl.load(item + 3)
         results = slots.to(tl.int64) * (NUM_KV_HEADS * RATIO) + heads
@@ -237,7 +311,7 @@ def suffix_kernel(
     OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_PREFIXES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    IN_ASM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row and key-value head over one part of the row's own keys, which follow its prefix.
 
@@ -297,9 +371,8 @@ def suffix_kernel(
     first_mask = new_mask & (queries == 0)[:, None]
     new_page = (slot // PAGE_SIZE).to(tl.int64)
     in_page = kv_head * HEAD_BLOCK + (slot % PAGE_SIZE + copies) * HEAD_DIM + dims
-    score_scale = scale_log2
     if k_cache.dtype.element_ty == tl.float8e4nv:
-        q, score_scale = _narrowed(q, scale_log2)
+        q, scales_log2 = _narrowed(q, scale_log2)
         k, k_exponents = _quantized(k)
         v, v_exponents = _quantized(v)
         behind = kv_head * HEAD_BLOCK + PAGE_SIZE * HEAD_DIM + slot % PAGE_SIZE + tl.zeros_like(queries)
@@ -311,18 +384,26 @@ def suffix_kernel(
     tl.store(v_cache + new_page * v_stride + in_page, v, mask=first_mask)
 
     # The running softmax begins with the new key, whose weight is 1 as long as no other key is there.
-    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * score_scale
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
     total = is_new.to(tl.float32)
     if k_cache.dtype.element_ty == tl.float8e4nv:
-        score = score * power(k_exponents) + (v_exponents - 127).to(tl.float32)
+        score = score * (scales_log2 * power(k_exponents)) + (v_exponents - 127).to(tl.float32)
         total *= inverse_power(v_exponents)
+    else:
+        score *= scale_log2
     maximum = tl.where(is_new, score, _LOWEST)
     acc = v.to(tl.float32)
-    maximum, total, acc = _attend(
-        q, maximum, total, acc, k_cache + kv_head * HEAD_BLOCK, v_cache + kv_head * HEAD_BLOCK, k_stride,
-        v_stride, table, page, first_tile, end_tile, context - WINDOW, context - 1, score_scale, HEAD_DIM,
-        PADDED_DIM, PAGE_SIZE, TILE, WINDOW,
-    )  # fmt: skip
+    k_head, v_head = k_cache + kv_head * HEAD_BLOCK, v_cache + kv_head * HEAD_BLOCK
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        maximum, total, acc = _attend_8bit(
+            q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+            context - WINDOW, context - 1, scales_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE, WINDOW, IN_ASM,
+        )  # fmt: skip
+    else:
+        maximum, total, acc = _attend(
+            q, maximum, total, acc, k_head, v_head, k_stride, v_stride, table, page, first_tile, end_tile,
+            context - WINDOW, context - 1, scale_log2, HEAD_DIM, PADDED_DIM, PAGE_SIZE, TILE, WINDOW,
+        )  # fmt: skip
     if HAS_PREFIXES:
         if OVERLAPS:
             gdc_wait()

@@ -29,6 +29,7 @@ from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.submissions import Submissions
 from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank, TensorParallel, joined_groups
 from colocate.engines.requests import unextendable
+from colocate.kernels import e4m3
 from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import Layout, layout_for
@@ -65,6 +66,7 @@ class NativeEngine(BaseEngine):
         kv_cache_tokens: size of the KV cache in tokens, which `wake_up` takes. None: `generate` takes a cache
             as large as its rollout can use. In both cases free memory is the limit.
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
+        rollout_precision: "bf16": the model's own type. "fp8_kv": keys and values are stored in 8 bits.
 
     Raises:
         ValueError: the model has no layout, a size is out of range, or `group` has not one rank for each part
@@ -82,6 +84,7 @@ class NativeEngine(BaseEngine):
         page_size: int | None = None,
         kv_cache_tokens: int | None = None,
         max_model_len: int | None = None,
+        rollout_precision: str = "bf16",
     ) -> None:
         layout = layout_for(model)
         self._backend = backend_for(layout.device)
@@ -91,6 +94,7 @@ class NativeEngine(BaseEngine):
         if max_num_seqs < 1 or page_size < 1:
             raise ValueError(f"max_num_seqs={max_num_seqs} and page_size={page_size} must be at least 1.")
         self._backend.check_page_size(page_size)
+        self._backend.check_precision(rollout_precision, layout.device)
         self._backend.tell_fallbacks(layout)
         if kv_cache_tokens is not None and kv_cache_tokens < page_size:
             raise ValueError(
@@ -103,6 +107,7 @@ class NativeEngine(BaseEngine):
                 f"{layout.max_position_reason}. Lower max_model_len, or use the 'transformers' engine."
             )
         self._model: nn.Module | None = model
+        self._rollout_precision = rollout_precision
         self._max_num_seqs = max_num_seqs
         self._page_size = page_size
         self._kv_cache_tokens = kv_cache_tokens
@@ -372,9 +377,9 @@ class NativeEngine(BaseEngine):
         self._check_open()
         if not self._is_awake and self._kv_cache_tokens is not None:
             wanted = self._kv_cache_tokens // self._page_size
-            take = partial(take_weights, self._weights, self._cache, self._layout)
+            take = partial(take_weights, self._weights, self._cache, self._layout, self._kv_dtype)
             self._parallel.attempt(partial(take, wanted_pages=wanted, needed_pages=1), None)
-            num_pages = take_pages(self._cache, wanted, self._layout.dtype, self._layout.device)
+            num_pages = take_pages(self._cache, wanted, self._kv_dtype, self._layout.device)
             if num_pages < wanted:
                 share = FREE_MEMORY_FRACTION[self._layout.device.type]
                 warnings.warn(
@@ -422,10 +427,15 @@ class NativeEngine(BaseEngine):
         return self._decoder
 
     @property
+    def _kv_dtype(self) -> torch.dtype:
+        """The type of keys and values in the cache."""
+        return self._layout.dtype if self._rollout_precision == "bf16" else e4m3.DTYPE
+
+    @property
     def _num_pages(self) -> int:
         """Pages of the KV cache for weights of the model's present type and device."""
-        layout = self._layout
-        return self._cache.num_pages if self._cache.is_on(layout.dtype, layout.device) else 0
+        is_in_place = self._cache.is_on(self._kv_dtype, self._layout.device)
+        return self._cache.num_pages if is_in_place else 0
 
     def _size_cache(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
         """Take memory for this rollout if no size was given."""
@@ -437,11 +447,13 @@ class NativeEngine(BaseEngine):
             wanted = self._kv_cache_tokens // page_size
         self._wanted_pages = wanted
         wanted = min(wanted, self._max_pages or wanted)
-        take_weights(self._weights, self._cache, layout, wanted_pages=wanted, needed_pages=needed)
-        is_in_place = self._cache.is_on(layout.dtype, layout.device)
+        take_weights(
+            self._weights, self._cache, layout, self._kv_dtype, wanted_pages=wanted, needed_pages=needed
+        )
+        is_in_place = self._cache.is_on(self._kv_dtype, layout.device)
         # A given size was taken by `wake_up`, unless the model was converted or moved since then.
         if self._num_pages < wanted and (self._kv_cache_tokens is None or not is_in_place):
-            take_pages(self._cache, wanted, layout.dtype, layout.device)
+            take_pages(self._cache, wanted, self._kv_dtype, layout.device)
 
     def _check_pages(self, available: int, prompts: Sequence[Prompt], max_tokens: int) -> None:
         """Raises ValueError unless one sequence alone fits into the `available` pages."""

@@ -52,6 +52,9 @@ class TorchBackend:
     def check_page_size(self, page_size: int) -> None:
         """Raises ValueError if these operations cannot work with pages of `page_size` tokens."""
 
+    def check_precision(self, rollout_precision: str, device: torch.device) -> None:
+        """Raises ValueError if these operations cannot compute in this precision on this device."""
+
     def tell_fallbacks(self, layout: Layout) -> None:
         """Log which operations have no kernel for this model and take a slower way."""
 
@@ -116,7 +119,8 @@ class TorchBackend:
             rotation: tables of cosines and sines, and the weights of the norms of queries and keys.
             positions: [T].
             slots: [T], page * page_size + offset in the page; a negative slot is not stored.
-            k_cache, v_cache: [num_pages, K, page_size, D].
+            k_cache, v_cache: [num_pages, K, page_size, D] in the type of `qkv`, or e4m3 with exponents behind
+                each head's values (`kernels.e4m3`).
         """
         num_kv_heads = k_cache.shape[1]
         q, k, v = qkv.split([qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)

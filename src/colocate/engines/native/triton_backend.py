@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from colocate.engines.native.attention import tokens_at
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.sampler import Sampler
@@ -52,6 +53,17 @@ class TritonBackend(TorchBackend):
             raise ValueError(
                 f"page_size={page_size}: on a GPU a page is a power of two from 16 on. Leave it at "
                 "None for 64."
+            )
+
+    def check_precision(self, rollout_precision: str, device: torch.device) -> None:
+        if rollout_precision == "bf16" or device.type != "cuda":
+            return
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"rollout_precision={rollout_precision!r} computes with e4m3 numbers, which GPUs have from "
+                f"compute capability 8.9 on; {device} is a {torch.cuda.get_device_name(device)} with "
+                f"{capability[0]}.{capability[1]}. Set rollout_precision='bf16'."
             )
 
     def tell_fallbacks(self, layout: Layout) -> None:
@@ -165,7 +177,7 @@ class TritonBackend(TorchBackend):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        head_dim, num_kv_heads, page_size = qkv.shape[2], k_cache.shape[1], k_cache.shape[2]
+        head_dim, num_kv_heads = qkv.shape[2], k_cache.shape[1]
         if fallbacks.why_not_flash(qkv.dtype, head_dim) is not None:
             return super().prefill_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
         _, positions, slots = context.tokens
@@ -174,8 +186,7 @@ class TritonBackend(TorchBackend):
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         context_slots = context.context_slots
         if context_slots is not None:
-            pages, offsets = context_slots // page_size, context_slots % page_size
-            k, v = k_cache[pages, :, offsets], v_cache[pages, :, offsets]
+            k, v = (tokens_at(cache, context_slots, qkv.dtype) for cache in (k_cache, v_cache))
         cu_queries, cu_contexts = context.cu_seqlens
         output = varlen_attn(
             q,
