@@ -51,3 +51,40 @@ def with_8bit_kv(model: Any) -> Any:
     AttentionMaskInterface.register("kv_in_8_bits", sdpa_mask)
     model.set_attn_implementation("kv_in_8_bits")
     return model
+
+
+def with_8bit_products(model: Any) -> Any:
+    """The model, whose products with q, k, v, gate, up and down multiply numbers in e4m3.
+
+    Layers that read the same input share one power of two for their weights, and one for their inputs, for
+    which a norm's weights are a bound; down divides each row by one of its own.
+    """
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for norm, linears in (
+            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            (None, (mlp.down_proj,)),
+        ):
+            for linear in linears:
+                linear.forward = _Product(linear, linears, norm)
+    return model
+
+
+class _Product:
+    def __init__(self, linear: nn.Linear, linears: tuple[nn.Linear, ...], norm: nn.Module | None) -> None:
+        self._linear, self._linears, self._norm = linear, linears, norm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        largest = max(float(linear.weight.detach().abs().max()) for linear in self._linears)
+        power = power_for(torch.tensor(largest))
+        weight = rounded(self._linear.weight / power) * power
+        if self._norm is None:
+            rows = vectors_in_8bit(x.detach().double())
+        else:
+            bound = power_for(x.shape[-1] ** 0.5 * self._norm.weight.detach().abs().max())
+            rows = rounded(x / bound) * bound
+        output = rows @ weight.t()
+        output = (output if self._linear.bias is None else output + self._linear.bias).to(x.dtype)
+        straight = nn.functional.linear(x, self._linear.weight, self._linear.bias)
+        return straight + (output - straight).detach()  # the gradient is that of the product that is trained

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from eight_bit_models import with_8bit_kv
+from eight_bit_models import with_8bit_kv, with_8bit_products
 from engine_models import (
     MAX_POSITION,
     greedy_completions,
@@ -69,6 +69,10 @@ class EngineCase:
     """Sequences can be submitted and extended; else processes that generate together can do that alone."""
     is_kept: bool = False
     """It takes long to start: one serves all tests, and gets the first weights back before each."""
+
+
+ONE_ROUNDING = 5e-3
+"""How far a log-prob moves when one number in 8 bits is rounded the other way, as float32's last bit does."""
 
 
 def min_p_first(logits: torch.Tensor, sampling: SamplingParams, seen: torch.Tensor) -> torch.Tensor:
@@ -137,6 +141,12 @@ ENGINES = {
     "native-fp8-kv": EngineCase(
         lambda: with_8bit_kv(make_model("qwen3")),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8_kv"),
+        logprob_atol=ONE_ROUNDING,
+    ),
+    "native-fp8": EngineCase(
+        lambda: with_8bit_products(with_8bit_kv(make_model("qwen3"))),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8"),
+        logprob_atol=ONE_ROUNDING,
     ),
     "transformers": EngineCase(
         lambda: make_model("qwen3"),

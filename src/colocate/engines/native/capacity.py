@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.pages import pages_for
 from colocate.engines.native.rollout_weights import RolloutWeights
@@ -119,6 +120,19 @@ def take_weights(
             f"leave {num_pages} pages of KV cache, and {wanted_pages} are of use"
         )
         logger.info(f"The 4-bit model decodes from {how}.")
+
+
+def take_8bit(weights: EightBitWeights, cache: KVCache, layout: Layout) -> None:
+    """Take memory for the weights in 8 bits, if need be that of pages that the cache kept during sleep.
+
+    Raises:
+        ArenaExhausted: the device has too little memory for them.
+    """
+    try:
+        weights.allocate(layout)
+    except ArenaExhausted:
+        cache.free()
+        weights.allocate(layout)
 
 
 def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch.device) -> int:
