@@ -19,9 +19,9 @@ E4M3_NUMBERS = E4M3_NUMBERS[E4M3_NUMBERS.isfinite()].unique()  # in ascending or
 
 def rounded(x: Tensor) -> Tensor:
     """`x`, at most 448 in size, rounded to the nearest number in e4m3, ties to even; float64."""
-    x = x.double()
-    above = torch.searchsorted(E4M3_NUMBERS, x).clamp(1, len(E4M3_NUMBERS) - 1)
-    low, high = E4M3_NUMBERS[above - 1], E4M3_NUMBERS[above]
+    x, numbers = x.double().contiguous(), E4M3_NUMBERS.to(x.device)
+    above = torch.searchsorted(numbers, x).clamp(1, len(numbers) - 1)
+    low, high = numbers[above - 1], numbers[above]
     is_high = (high - x < x - low) | ((high - x == x - low) & _is_even(high, high - low))
     return torch.where(is_high, high, low)
 
@@ -77,7 +77,7 @@ class _Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = max(float(linear.weight.detach().abs().max()) for linear in self._linears)
-        power = power_for(torch.tensor(largest))
+        power = power_for(torch.tensor(largest)).to(x.device)
         weight = rounded(self._linear.weight / power) * power
         if self._norm is None:
             rows = vectors_in_8bit(x.detach().double())

@@ -166,6 +166,17 @@ ENGINES = {
     ),
 }
 ENGINES_ON_GPU = {
+    # Sides of matrices that the product in 8 bits takes; it sums in fewer bits than float32 has.
+    "native-fp8-cuda": EngineCase(
+        lambda: with_8bit_products(with_8bit_kv(make_model("qwen3", head_dim=16, hidden_size=64).cuda())),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16, rollout_precision="fp8"),
+        logprob_atol=3e-2,
+    ),
+    "native-fp8-kv-cuda": EngineCase(
+        lambda: with_8bit_kv(make_model("qwen3", head_dim=16).cuda()),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16, rollout_precision="fp8_kv"),
+        logprob_atol=ONE_ROUNDING,
+    ),
     "native-cuda": EngineCase(
         lambda: make_model("qwen3").cuda(),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),
