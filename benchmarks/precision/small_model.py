@@ -41,7 +41,8 @@ def documents(count: int, length: int, device: torch.device, generator: torch.Ge
     own = words.gather(1, own.flatten(1)).view(own.shape)
     rows, token = torch.arange(count, device=device), words[:, 0]
     # The first of the successors comes half of the time, the second a quarter of it, …
-    which = torch.rand(length, count, **options).log2().neg().floor().long().clamp(max=NUM_SUCCESSORS - 1)
+    halvings = torch.rand(length, count, **options).clamp(min=2.0**-20).log2().neg()
+    which = halvings.long().clamp(max=NUM_SUCCESSORS - 1)
     from_own = torch.rand(length, count, **options) < 0.5
     tokens = []
     for choice, is_own in zip(which, from_own, strict=True):

@@ -33,9 +33,13 @@ def model_of(size: str) -> Qwen2ForCausalLM:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = Qwen2Config(**SHAPES[size], max_position_embeddings=32768, rope_theta=1e6, dtype="bfloat16")
     torch.manual_seed(0)
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        return Qwen2ForCausalLM(config).eval()
+    try:
+        with torch.device(device):
+            return Qwen2ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def begin(engine: NativeEngine, case: Case, seed: int) -> list[int]:
