@@ -68,7 +68,11 @@ class PrecisionCurvesSuite(Suite):
         return compute_claims(records, self.options.seeds)
 
     def setup(self, records: list[Record]) -> dict[str, Any]:
-        return {"num_final_steps": NUM_FINAL, "num_seeds": self.options.seeds, "num_steps": self.options.steps}
+        return {
+            "num_final_steps": NUM_FINAL,
+            "num_seeds": self.options.seeds,
+            "num_steps": self.options.steps,
+        }
 
 
 def compute_claims(records: list[Record], num_seeds: int) -> Claims:

@@ -57,7 +57,9 @@ def statistics_of(ratios: Tensor, lengths: list[int]) -> dict[str, Any]:
     return record
 
 
-def measured(model: Any, prompts: Tensor, precision: str, num_tokens: int, lengths: list[int]) -> dict[str, Any]:
+def measured(
+    model: Any, prompts: Tensor, precision: str, num_tokens: int, lengths: list[int]
+) -> dict[str, Any]:
     engine = NativeEngine(model, max_num_seqs=len(prompts), rollout_precision=precision)
     engine.wake_up()
     requests = [Prompt(tuple(row), key, range(1)) for key, row in enumerate(prompts.tolist())]

@@ -41,7 +41,9 @@ def largest_in(x: Tensor, *sizes: int) -> Tensor:
 
 def from_first(x: Tensor, headroom: float) -> Tensor:
     """Each page's scale is fixed by its first token, [heads, tokens, D]."""
-    pages = [page[..., :1, :].abs().amax((-2, -1), keepdim=True).expand_as(page) for page in x.split(PAGE_SIZE, -2)]
+    pages = [
+        page[..., :1, :].abs().amax((-2, -1), keepdim=True).expand_as(page) for page in x.split(PAGE_SIZE, -2)
+    ]
     return headroom * torch.cat(pages, -2)
 
 
@@ -50,7 +52,9 @@ HEADS: dict[str, Rounding] = {
     "token_float32": lambda x: with_scale(x, largest_in(x, x.shape[-1])),
     "page_known_before": lambda x: with_scale(x, largest_in(x, PAGE_SIZE, x.shape[-1])),
     **{
-        f"page_first_token_times_{headroom}": lambda x, headroom=headroom: with_scale(x, from_first(x, headroom))
+        f"page_first_token_times_{headroom}": lambda x, headroom=headroom: with_scale(
+            x, from_first(x, headroom)
+        )
         for headroom in (1, 2, 4)
     },
 }

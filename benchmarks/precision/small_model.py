@@ -51,9 +51,13 @@ def documents(count: int, length: int, device: torch.device, generator: torch.Ge
     return torch.stack(tokens, dim=1)
 
 
-def trained_model(device: torch.device, seconds: float, length: int, batch: int) -> tuple[Any, dict[str, Any]]:
+def trained_model(
+    device: torch.device, seconds: float, length: int, batch: int
+) -> tuple[Any, dict[str, Any]]:
     """A model in bf16, trained in float32 for so many seconds, and how its loss fell."""
-    config = Qwen2Config(**SHAPES[device.type], vocab_size=VOCAB_SIZE, rope_theta=1e6, tie_word_embeddings=True)
+    config = Qwen2Config(
+        **SHAPES[device.type], vocab_size=VOCAB_SIZE, rope_theta=1e6, tie_word_embeddings=True
+    )
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)

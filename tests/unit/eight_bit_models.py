@@ -42,7 +42,9 @@ def vectors_in_8bit(x: Tensor) -> Tensor:
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any):
-    return sdpa_attention_forward(module, query, vectors_in_8bit(key), vectors_in_8bit(value), *args, **options)
+    return sdpa_attention_forward(
+        module, query, vectors_in_8bit(key), vectors_in_8bit(value), *args, **options
+    )
 
 
 def with_8bit_kv(model: Any) -> Any:

@@ -27,7 +27,9 @@ def test_a_vector_is_rounded_to_the_nearest_numbers(values):
 @given(st.lists(SIZES, min_size=1, max_size=9))
 def test_what_is_read_back_is_exact_in_bfloat16(values):
     stored = e4m3.quantize(torch.tensor(values))
-    assert torch.equal(e4m3.dequantize(*stored, torch.bfloat16).double(), e4m3.dequantize(*stored, torch.float64))
+    assert torch.equal(
+        e4m3.dequantize(*stored, torch.bfloat16).double(), e4m3.dequantize(*stored, torch.float64)
+    )
 
 
 def test_relative_errors_are_at_most_a_sixteenth():

@@ -11,6 +11,7 @@ from benchmarks.precision.suite import compute_claims
 
 
 def test_speed_is_measured_at_every_precision(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOCATE_COMMIT", "a commit")
     out = tmp_path / "speed.json"
     monkeypatch.setattr("sys.argv", ["speed", "1p5b_512seq", "--tiny", "--out", str(out)])
     speed.main()
@@ -23,6 +24,7 @@ def test_speed_is_measured_at_every_precision(tmp_path, monkeypatch):
 
 
 def test_log_ratios_of_a_model_that_was_trained(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOCATE_COMMIT", "a commit")
     out = tmp_path / "ratios.json"
     monkeypatch.setattr("sys.argv", ["log_ratios", "--tiny", "--out", str(out)])
     log_ratios.main()

@@ -193,11 +193,13 @@ def _attend_8bit(
     dims = tl.arange(0, PADDED_DIM)
     offsets = tokens[:, None] * HEAD_DIM + dims[None, :]
     end = tl.minimum(end_visible, end_tile * TILE)
+    following = first_tile + 1
+    next_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
     k_exponents = _exponents(k_head, k_stride, page, first_tile, end, HEAD_DIM, PAGE_SIZE, TILE)
     v_exponents = _exponents(v_head, v_stride, page, first_tile, end, HEAD_DIM, PAGE_SIZE, TILE)
     for tile in tl.range(first_tile, end_tile):
-        following = tile + 1
-        next_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
+        following = tile + 2
+        later_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
         next_k_exponents = _exponents(k_head, k_stride, next_page, tile + 1, end, HEAD_DIM, PAGE_SIZE, TILE)
         next_v_exponents = _exponents(v_head, v_stride, next_page, tile + 1, end, HEAD_DIM, PAGE_SIZE, TILE)
         positions = tile * TILE + tokens
@@ -208,7 +210,7 @@ def _attend_8bit(
         within_page = (tile % TILES_PER_PAGE) * (TILE * HEAD_DIM)
         k = tl.load(k_head + page.to(tl.int64) * k_stride + within_page + offsets, mask=mask, other=0.0)
         v = tl.load(v_head + page.to(tl.int64) * v_stride + within_page + offsets, mask=mask, other=0.0)
-        k, v = _unpacked(k, q.dtype, IN_ASM), _unpacked(v, q.dtype, IN_ASM)
+        k, v = k.to(q.dtype), _unpacked(v, q.dtype, IN_ASM)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores *= scales_log2[:, None] * power(k_exponents)[None, :]
         scores += (v_exponents - 127).to(tl.float32)[None, :]
@@ -221,7 +223,7 @@ def _attend_8bit(
         correction = tl.exp2(maximum - new_maximum)
         total = total * correction + tl.sum(weights * inverse_power(v_exponents)[None, :], 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
-        maximum, page = new_maximum, next_page
+        maximum, page, next_page = new_maximum, next_page, later_page
         k_exponents, v_exponents = next_k_exponents, next_v_exponents
     return maximum, total, acc
 

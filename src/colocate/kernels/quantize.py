@@ -85,9 +85,7 @@ def rows(x: Tensor, *, is_gate_up: bool = False) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _rows_kernel(
-    x, values, factors, x_stride, width, IS_GATE_UP: tl.constexpr, BLOCK: tl.constexpr
-):
+def _rows_kernel(x, values, factors, x_stride, width, IS_GATE_UP: tl.constexpr, BLOCK: tl.constexpr):
     """`rows` of one row, which is read twice, the second time from the L2 cache."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK], tl.float32)

@@ -128,8 +128,9 @@ class PagedAttention:
         # [B * K, whole pages of tokens, D]: all query heads of one key-value head go into one matrix product.
         shape = (num_seqs * num_kv_heads, -1, head_dim)
         key, value = (
-            _values(self._gather(which, _pieces(cache, piece_size), pieces), page_size, head_dim, q.dtype)
-            .view(shape)
+            _values(
+                self._gather(which, _pieces(cache, piece_size), pieces), page_size, head_dim, q.dtype
+            ).view(shape)
             for which, cache in enumerate((k_cache, v_cache))
         )
         positions = torch.arange(key.shape[1], device=q.device)

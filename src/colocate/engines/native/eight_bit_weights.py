@@ -48,7 +48,9 @@ class EightBitWeights:
 
     def needed_bytes(self, layout: Layout) -> int:
         """Bytes of the weights and their factors."""
-        sizes = (aligned(math.prod(_shape(modules, layout))) + ALIGNMENT_BYTES for modules, _ in _groups(layout))
+        sizes = (
+            aligned(math.prod(_shape(modules, layout))) + ALIGNMENT_BYTES for modules, _ in _groups(layout)
+        )
         return sum(sizes)
 
     def allocate(self, layout: Layout) -> None:
