@@ -2,10 +2,10 @@
 
     python -m benchmarks.precision.curves --hardware cpu [--jobs 16] [--seeds 3] [--steps 300]
 
-The quickstart's task, from one warm start, at every precision with every seed, corrected token by token. A run
-is a process with one thread on a CPU, whose engine rounds to e4m3 as kernels do. Seeds are paired: a difference
-to bf16 is of two runs with the same prompts in the same order. A run that has left its record in --records is
-not repeated.
+The quickstart's task, from one warm start, at every precision with every seed, corrected token by token. A
+run is a process with one thread on a CPU, whose engine rounds to e4m3 as kernels do. Seeds are paired: a
+difference to bf16 is of two runs with the same prompts in the same order. A run that has left its record in
+--records is not repeated.
 """
 
 from __future__ import annotations

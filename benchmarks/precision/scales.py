@@ -1,4 +1,4 @@
-"""What each way of choosing scales does to the numbers of a model: relative errors of what is rounded to 8 bits.
+"""Relative errors of a model's numbers that are rounded to 8 bits, with each way of choosing scales.
 
 An error is the root of the mean square of what rounding changes, over that of the values, of all layers.
 """

@@ -1,8 +1,8 @@
 """A model that is trained in a minute, on a language whose long texts need what was said far before.
 
-A document has a table of its own: which of 4 tokens follow each of its 64 tokens, and how often. Half of the
-time the next token comes from it, otherwise from a table that all documents share. So the document's own table
-has to be read from the context.
+A document has a table of its own: which of 4 tokens follow each of its 64 tokens, and how often. Half of
+the time the next token comes from it, otherwise from a table that all documents share. So the document's own
+table has to be read from the context.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Rollouts in 8 bits: their speed, and how far they are from the policy: writes `results/precision-h200.json`.
+"""The speed of rollouts in 8 bits, and how far they are from the policy: writes
+`results/precision-h200.json`.
 
     python -m benchmarks.precision.suite [--parts 7b_256seq log_ratios] [--limit-s 300]
 
-A part is a case of `cases.py`, measured in 16 and in 8 bits in turn by one process, or "log_ratios", for which
-a model is trained first. Parts that are not measured anew keep their published records.
+A part is a case of `cases.py`, measured in 16 and in 8 bits in turn by one process, or "log_ratios", for
+which a model is trained first. Parts that are not measured anew keep their published records.
 """
 
 from __future__ import annotations

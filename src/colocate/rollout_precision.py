@@ -2,8 +2,8 @@
 
 A rollout in 8 bits draws from a policy that is near the trainer's. Let the log-ratio of a token's two
 probabilities have a standard deviation of s. The log-ratio of C tokens then has s √C, and of the samples'
-weights exp(log-ratio) a share of about exp(-s² C) is left to count: with s = 0.03, 63 % at 512 tokens, 16 % at
-2,048 and none at 8,192. A ratio of its own for each token stays near 1 whatever the length.
+weights exp(log-ratio) a share of about exp(-s² C) is left to count: with s = 0.03, 63 % at 512 tokens,
+16 % at 2,048 and none at 8,192. A ratio of its own for each token stays near 1 whatever the length.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def test_log_ratios_of_a_model_that_was_trained(tmp_path, monkeypatch):
     # Rounding to 4 bits of mantissa, whatever the scales; a page's scale fixed too early cuts.
     for kind in record["scales"].values():
         for way, error in kind.items():
-            assert 0.02 < error < 0.03 or way == "page_first_token_times_1" and error > 0.03
+            assert 0.02 < error < 0.03 or (way == "page_first_token_times_1" and error > 0.03)
 
 
 def test_speedups_are_of_medians():

@@ -87,7 +87,7 @@ def _native(parts: EngineParts) -> RolloutEngine:
     from colocate.parallel.mesh import Mesh
 
     mesh, decode_shard = parts.mesh or Mesh(None), parts.options.decode_shard
-    options = dict(
+    options: dict[str, Any] = dict(
         max_num_seqs=parts.options.max_num_seqs,
         page_size=parts.options.page_size,
         kv_cache_tokens=parts.options.kv_cache_tokens,

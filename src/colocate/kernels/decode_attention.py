@@ -50,8 +50,8 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-# Keyed by (D padded to a power of two, bytes of a value in the cache). Bandwidth times latency is about 35 KB in flight
-# per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; further
+# Keyed by (D padded to a power of two, bytes of a value in the cache). Bandwidth times latency is about 35 KB
+# in flight per multiprocessor, so two programs with one tile of keys and one of values ahead suffice; further
 # stages hide the products. float32 has no exact tensor-core product: its tiles are small, so that the
 # operands do not spill from registers.
 SUFFIX_LAUNCH: dict[tuple[int, int], Launch] = {

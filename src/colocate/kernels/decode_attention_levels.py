@@ -19,7 +19,7 @@ acc / total, and the log-sum-exp, in base 2, maximum + log2(total). Arguments of
                 NUM_QUERIES: query vectors of a program, padding included, TILE: keys that are read at a time,
                 WINDOW: keys that a query sees, or 0 for all, HEAD_BLOCK: elements from one head's part of a
                 page to the next
-    IN_ASM      whether keys and values in 8 bits are unpacked by PTX, to float16; Triton's interpreter has none
+    IN_ASM      whether keys and values in 8 bits are unpacked by PTX; Triton's interpreter has none
     OVERLAPS    the next kernel may start before this one ends, and waits (`gdc_wait`) for its results
 """
 
@@ -75,7 +75,8 @@ def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr,
 def _narrowed(q, scale_log2):
     """Queries [queries, D] in float16, with which keys in 8 bits are multiplied, and their scores' scales.
 
-    A power of two brings each into float16's range, so values of bfloat16 stay as they are. float32 does, too.
+    A power of two brings each into float16's range, so values of bfloat16 stay as they are. Queries in
+    float32 stay in it.
     """
     x = q.to(tl.float32)
     exponents = exponents_for(tl.max(tl.abs(x), 1))

@@ -99,7 +99,8 @@ def _norm(
     summed = x if residual is None else torch.empty_like(normed, dtype=x.dtype)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, residual, weight, factor, normed, summed, x.stride(0),
-        0 if residual is None else residual.stride(0), eps, num_rows, hidden_size, OFFSET=offset, ROWS=rows, BLOCK=block, num_warps=num_warps,
+        0 if residual is None else residual.stride(0), eps, num_rows, hidden_size, OFFSET=offset, ROWS=rows,
+        BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return normed, summed
 

@@ -170,7 +170,7 @@ def _read(cache: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _values(pieces: Tensor, page_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """The keys or values in heads' parts of pages, each a row of `pieces`; [rows, page_size, D] in `dtype`."""
+    """Keys or values in heads' parts of pages, a row of `pieces` each: [rows, page_size, D] in `dtype`."""
     if pieces.shape[1] == page_size * head_dim:
         return pieces.view(-1, page_size, head_dim)
     values, exponents = pieces.split([page_size * head_dim, page_size], dim=1)

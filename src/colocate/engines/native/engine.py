@@ -89,7 +89,7 @@ class NativeEngine(BaseEngine):
         max_model_len: int | None = None,
         rollout_precision: str = "bf16",
     ) -> None:
-        layout = layout_for(model)
+        self._layout = layout = layout_for(model)
         self._backend = backend_for(layout.device)
         defaults = default_sizes(layout.device.type)
         max_num_seqs = defaults[0] if max_num_seqs is None else max_num_seqs
@@ -119,7 +119,6 @@ class NativeEngine(BaseEngine):
             layout.max_position_reason if max_model_len is None else f"max_model_len = {max_model_len}"
         )
         self._vocab_size = layout.embed_tokens.num_embeddings
-        self._layout = layout
         capacity = capacity_for(max_num_seqs, self._backend)
         self._parallel = self._backend.parallel = _parallel_for(layout, group, capacity)
         self._cache = KVCache(

@@ -49,7 +49,8 @@ class KVCache:
         self.scratch_bytes = scratch_bytes
         self._arena: Arena | None = None
         self._num_pages = 0
-        # [layers, 2, pages, K, block], in bytes if e4m3; on a GPU a view of all pages that the whole device could hold.
+        # [layers, 2, pages, K, block], in bytes if e4m3; on a GPU a view of all pages that the whole device
+        # could hold.
         self._data: Tensor | None = None
         self._dtype: torch.dtype | None = None
         self._scratch: Tensor | None = None
@@ -127,8 +128,9 @@ class KVCache:
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [pages, K, page_size, D].
 
-        A page is contiguous, but for the exponents behind each head's values in 8 bits; the next page begins `stride(0)` elements after it. On a GPU the first dimension
-        may exceed `num_pages`: pages from `num_pages` on have no memory and must not be read or written.
+        A page is contiguous, but for the exponents behind each head's values in 8 bits; the next page begins
+        `stride(0)` elements after it. On a GPU the first dimension may exceed `num_pages`: pages from `num_pages`
+        on have no memory and must not be read or written.
         """
         assert self._data is not None and self._dtype is not None, "the KV cache has no storage"
         values = self._data[index, ..., : self.page_size * self.head_dim].view(self._dtype)

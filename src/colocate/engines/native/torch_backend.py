@@ -186,7 +186,7 @@ class TorchBackend:
         *,
         in_8bit: bool = False,
     ) -> Tensor | EightBitRows:
-        """`gate` of `linear` of x [T, in] with weights [2 I, in]; [T, I], with `in_8bit` perhaps in 8 bits."""
+        """`gate` of `linear` of x [T, in] with weights [2 I, in]; [T, I], with `in_8bit` it may be in 8."""
         return self.gate(activation, *self.linear_in_two_terms(x, adapted))
 
     def prefill_attention(
