@@ -13,6 +13,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from colocate.weights.adapters import base_linear
+from colocate.weights.layouts import causal_lm
+from colocate.weights.quantized import dequantize, is_4bit
+
 E4M3_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 E4M3_NUMBERS = E4M3_NUMBERS[E4M3_NUMBERS.isfinite()].unique()  # in ascending order
 
@@ -61,26 +65,32 @@ def with_8bit_products(model: Any) -> Any:
     Layers that read the same input share one power of two for their weights, and one for their inputs, for
     which a norm's weights are a bound; down divides each row by one of its own.
     """
-    for layer in model.model.layers:
+    for layer in causal_lm(model).model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for norm, linears in (
             (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
             (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
             (None, (mlp.down_proj,)),
         ):
-            for linear in linears:
-                linear.forward = _Product(linear, linears, norm)
+            bases = tuple(base_linear(linear) for linear in linears)  # without the adapters around them
+            for linear in bases:
+                linear.forward = _Product(linear, bases, norm)
     return model
 
 
 class _Product:
-    def __init__(self, linear: nn.Linear, linears: tuple[nn.Linear, ...], norm: nn.Module | None) -> None:
+    def __init__(self, linear: nn.Module, linears: tuple[nn.Module, ...], norm: nn.Module | None) -> None:
         self._linear, self._linears, self._norm = linear, linears, norm
 
+    @staticmethod
+    def _weight(linear: nn.Module) -> Tensor:
+        return dequantize(linear) if is_4bit(linear) else linear.weight
+
     def __call__(self, x: Tensor) -> Tensor:
-        largest = max(float(linear.weight.detach().abs().max()) for linear in self._linears)
+        largest = max(float(self._weight(linear).detach().abs().max()) for linear in self._linears)
         power = power_for(torch.tensor(largest)).to(x.device)
-        weight = rounded(self._linear.weight / power) * power
+        own = self._weight(self._linear)
+        weight = rounded(own / power) * power
         if self._norm is None:
             rows = vectors_in_8bit(x.detach().double())
         else:
@@ -88,5 +98,5 @@ class _Product:
             rows = rounded(x / bound) * bound
         output = rows @ weight.t()
         output = (output if self._linear.bias is None else output + self._linear.bias).to(x.dtype)
-        straight = nn.functional.linear(x, self._linear.weight, self._linear.bias)
+        straight = nn.functional.linear(x, own.to(x.dtype), self._linear.bias)
         return straight + (output - straight).detach()  # the gradient is that of the product that is trained

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_models import make_model, make_prompts
+from eight_bit_models import with_8bit_kv, with_8bit_products
+from engine_models import assert_logprobs_are_the_models, make_lora, make_model, make_prompts
+from quantized_models import make_4bit_model
 
 from colocate import GRPOConfig
 from colocate.engines.native.engine import NativeEngine
@@ -16,6 +18,10 @@ from colocate.engines.native.kv_cache import KVCache
 from colocate.kernels import e4m3
 from colocate.types import SamplingParams
 from colocate.weights.shapes import ModelShapes
+
+
+ONE_ROUNDING = 1e-2
+"""How far a log-prob moves when numbers in 8 bits are rounded the other way, as float32's last bit does."""
 
 
 def make(tmp_path, **options) -> GRPOConfig:
@@ -117,3 +123,38 @@ def test_a_preempted_sequence_draws_what_it_would_have(precision):
         engine.wake_up()
         drawn.append([completion.token_ids for completion in engine.generate(prompts, sampling)])
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("make_base", [lambda: make_lora("qwen2"), lambda: make_4bit_model("qwen3")])
+def test_adapters_are_added_and_4_bits_are_dequantised_before(make_base):
+    reference = make_base()
+    engine = NativeEngine(reference, max_num_seqs=4, page_size=4, rollout_precision="fp8")
+    prompts = make_prompts([5, 9, 3], 2)
+    engine.wake_up()
+    completions = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=1.0, seed=5))
+    engine.close()
+    with_8bit_products(with_8bit_kv(reference))
+    assert_logprobs_are_the_models(reference, prompts, completions, atol=ONE_ROUNDING)
+
+
+def test_weights_in_8_bits_are_the_trainers_of_now():
+    """They are made anew for every rollout, and asleep the engine has no memory for them."""
+    model = make_model("qwen3")
+    engine = NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8")
+    prompts, sampling = make_prompts([5, 9], 2), SamplingParams(max_tokens=10, temperature=1.0, seed=5)
+    engine.wake_up()
+    before = engine.generate(prompts, sampling)
+    assert engine.rollout_weight_bytes > 0
+    engine.sleep()
+    assert engine.rollout_weight_bytes == 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.update_weights([], version=1)
+    engine.wake_up()
+    after = engine.generate(prompts, sampling)
+    engine.close()
+    assert [c.logprobs for c in after] != [c.logprobs for c in before]
+    assert_logprobs_are_the_models(
+        with_8bit_products(with_8bit_kv(model)), prompts, after, atol=ONE_ROUNDING
+    )

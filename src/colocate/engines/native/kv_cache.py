@@ -129,8 +129,8 @@ class KVCache:
         """Keys and values of one layer, each [pages, K, page_size, D].
 
         A page is contiguous, but for the exponents behind each head's values in 8 bits; the next page begins
-        `stride(0)` elements after it. On a GPU the first dimension may exceed `num_pages`: pages from `num_pages`
-        on have no memory and must not be read or written.
+        `stride(0)` elements after it. On a GPU the first dimension may exceed `num_pages`: pages from
+        `num_pages` on have no memory and must not be read or written.
         """
         assert self._data is not None and self._dtype is not None, "the KV cache has no storage"
         values = self._data[index, ..., : self.page_size * self.head_dim].view(self._dtype)
