@@ -129,19 +129,21 @@ class TritonBackend(TorchBackend):
         rows = self.rounded(x, weight)
         if not rows.values.is_cuda:  # in Triton's interpreter
             return super().product_8bit(rows, weight, bias, out)
+        # The product adds a bias before it rounds once, but not to rows whose factors are still to come.
+        adds_bias = not weight.by_row and weight.dtype != torch.float32
         output = torch._scaled_mm(
             rows.values,
             weight.values.t(),
             weight.input_factor,
             weight.factor,
-            bias=None if weight.by_row else bias,
+            bias=bias if adds_bias else None,
             out_dtype=weight.dtype,
             use_fast_accum=False,  # which sums in fewer bits for 1 to 10 % of the time
         )
         if weight.by_row:
             output *= rows.factors[:, None]
-            if bias is not None:
-                output += bias
+        if bias is not None and not adds_bias:
+            output += bias
         return output if out is None else out.copy_(output)
 
     def rounded(self, x: Tensor | EightBitRows, weight: EightBitWeight) -> EightBitRows:
