@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from precision_worker import PRECISIONS, SAMPLING, model, prompts
 
@@ -11,6 +12,7 @@ from colocate.engines.native.engine import NativeEngine
 from processes import TORCHRUN, run_python
 
 
+@pytest.mark.slow
 def test_ranks_draw_in_8_bits_what_one_draws(tmp_path):
     out = tmp_path / "drawn.pt"
     run_python(*TORCHRUN, Path(__file__).with_name("precision_worker.py"), out, timeout_s=120)

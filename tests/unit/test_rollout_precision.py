@@ -19,7 +19,6 @@ from colocate.kernels import e4m3
 from colocate.types import SamplingParams
 from colocate.weights.shapes import ModelShapes
 
-
 ONE_ROUNDING = 1e-2
 """How far a log-prob moves when numbers in 8 bits are rounded the other way, as float32's last bit does."""
 
@@ -155,6 +154,4 @@ def test_weights_in_8_bits_are_the_trainers_of_now():
     after = engine.generate(prompts, sampling)
     engine.close()
     assert [c.logprobs for c in after] != [c.logprobs for c in before]
-    assert_logprobs_are_the_models(
-        with_8bit_products(with_8bit_kv(model)), prompts, after, atol=ONE_ROUNDING
-    )
+    assert_logprobs_are_the_models(with_8bit_products(with_8bit_kv(model)), prompts, after, atol=ONE_ROUNDING)
