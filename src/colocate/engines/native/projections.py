@@ -40,7 +40,12 @@ class Projection:
         return backend.linear(x, self._adapted())
 
     def gated(
-        self, backend: TorchBackend, activation: Callable[[Tensor], Tensor], x: Tensor, *, in_8bit: bool
+        self,
+        backend: TorchBackend,
+        activation: Callable[[Tensor], Tensor],
+        x: Tensor,
+        *,
+        in_8bit: bool = False,
     ) -> Tensor | EightBitRows:
         """activation(gate) * up from x [T, in], if the layers are gate and up; [T, out / 2].
 
