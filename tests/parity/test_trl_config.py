@@ -13,7 +13,7 @@ from colocate.config import GRPOConfig
 
 OWN = {
     **dict.fromkeys(
-        ("engine", "max_num_seqs", "page_size", "kv_cache_tokens", "rollout_precision"),
+        ("engine", "max_num_seqs", "page_size", "kv_cache_tokens"),
         "options of engines that TRL does not have",
     ),
     **dict.fromkeys(

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colocate.kernels import e4m3
-from colocate.kernels.e4m3 import head_block_size
 from colocate.memory.arena import Arena
 
 SCRATCH_ALIGNMENT_BYTES = 512
@@ -19,11 +17,10 @@ PAGES_PER_COPY = 64
 class KVCache:
     """Keys and values of all layers, in pages of `page_size` tokens.
 
-    On a CPU it is one tensor [layers, 2, num_pages, K, block], K key-value heads; the second dimension is
-    keys, values. A block is [page_size, D], D the head size; in 8 bits (e4m3) it ends with the exponents of
-    its tokens, one byte each (`kernels.e4m3`).
+    On a CPU it is one tensor [layers, 2, num_pages, K, page_size, D], K key-value heads of size D; the second
+    dimension is keys, values.
 
-    On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, block] behind
+    On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, page_size, D] behind
     `scratch_bytes`. A smaller cache maps a shorter part of the same addresses. So a CUDA graph that has
     captured them stays valid when the cache shrinks, grows, or is freed and taken again.
 
@@ -49,10 +46,8 @@ class KVCache:
         self.scratch_bytes = scratch_bytes
         self._arena: Arena | None = None
         self._num_pages = 0
-        # [layers, 2, pages, K, block], in bytes if e4m3; on a GPU a view of all pages that the whole device
-        # could hold.
+        # [layers, 2, pages, K, page_size, D]; on a GPU a view of all pages that the whole device could hold.
         self._data: Tensor | None = None
-        self._dtype: torch.dtype | None = None
         self._scratch: Tensor | None = None
 
     @property
@@ -77,16 +72,16 @@ class KVCache:
         """Whether the cache has memory now, for this type and on this device."""
         if self._data is None or not self._num_pages:
             return False
-        return self._dtype == dtype and self._data.device == device
+        return self._data.dtype == dtype and self._data.device == device
 
     def page_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of one page: keys and values of `page_size` tokens in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self._block_size(dtype) * dtype.itemsize
+        return self.num_layers * 2 * self.page_size * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def bytes_of(self, num_pages: int) -> int:
         """Bytes of pages in the type that the cache has."""
-        assert self._dtype is not None, "the KV cache has no storage"
-        return num_pages * self.page_bytes(self._dtype)
+        assert self._data is not None, "the KV cache has no storage"
+        return num_pages * self.page_bytes(self._data.dtype)
 
     def allocate(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """Take memory for `num_pages` pages. The contents of all pages, old ones too, are undefined then.
@@ -101,41 +96,37 @@ class KVCache:
             self._map(arena, num_pages, dtype)
         else:
             self.close()
-            shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self._block_size(dtype))
+            shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self.page_size, self.head_dim)
             # Zeros, because attention on a CPU multiplies masked positions by 0, and 0 * NaN would be NaN.
-            self._data = torch.zeros(shape, dtype=_stored_as(dtype), device=device)
-            self._dtype = dtype
+            self._data = torch.zeros(shape, dtype=dtype, device=device)
             self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
         self._num_pages = num_pages
 
     def free(self, keep_bytes: int = 0) -> None:
         """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
-        if self._arena is None or self._dtype is None:
+        if self._arena is None or self._data is None:
             self.close()
             return
         handle_bytes = self._arena.handle_bytes
         self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
         kept_bytes = max(0, self._arena.mapped_bytes - self.scratch_bytes)
-        self._num_pages = min(self._num_pages, kept_bytes // self.page_bytes(self._dtype))
+        self._num_pages = min(self._num_pages, kept_bytes // self.page_bytes(self._data.dtype))
 
     def close(self) -> None:
         """Give the memory back, and on a GPU the reserved addresses, too."""
         if self._arena is not None:
             self._arena.close()
-        self._arena = self._data = self._dtype = self._scratch = None
+        self._arena = self._data = self._scratch = None
         self._num_pages = 0
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [pages, K, page_size, D].
 
-        A page is contiguous, but for the exponents behind each head's values in 8 bits; the next page begins
-        `stride(0)` elements after it. On a GPU the first dimension may exceed `num_pages`: pages from
-        `num_pages` on have no memory and must not be read or written.
+        A page is contiguous; the next page begins `stride(0)` elements after it. On a GPU the first dimension
+        may exceed `num_pages`: pages from `num_pages` on have no memory and must not be read or written.
         """
-        assert self._data is not None and self._dtype is not None, "the KV cache has no storage"
-        values = self._data[index, ..., : self.page_size * self.head_dim].view(self._dtype)
-        keys, values = values.unflatten(-1, (self.page_size, self.head_dim))
-        return keys, values
+        assert self._data is not None, "the KV cache has no storage"
+        return self._data[index, 0], self._data[index, 1]
 
     def copy_pages(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole pages, in all layers at once. No page is both a source and a destination."""
@@ -149,7 +140,7 @@ class KVCache:
             data.index_copy_(dim, to, data.index_select(dim, from_))
 
     def read_pages(self, pages: Sequence[int]) -> Tensor:
-        """Copies of pages in host memory, [pages, layers, 2, K, block]; pinned, if a GPU's."""
+        """Copies of pages in host memory, [pages, layers, 2, K, page_size, D]; pinned, if a GPU's."""
         assert self._data is not None, "the KV cache has no storage"
         by_page, is_gpu = self._data.movedim(2, 0), self._data.is_cuda
         shape = (len(pages), *by_page.shape[1:])
@@ -180,17 +171,10 @@ class KVCache:
 
     def _map(self, arena: Arena, num_pages: int, dtype: torch.dtype) -> None:
         arena.resize(self.scratch_bytes + num_pages * self.page_bytes(dtype))
-        if arena.mapped_bytes and self._dtype != dtype:
+        has_tensors = self._data is not None and self._data.dtype == dtype
+        if arena.mapped_bytes and not has_tensors:
             max_pages = (arena.capacity_bytes - self.scratch_bytes) // self.page_bytes(dtype)
-            shape = (max_pages, self.num_layers, 2, self.num_kv_heads, self._block_size(dtype))
-            pages = arena.tensor(shape, _stored_as(dtype), offset_bytes=self.scratch_bytes)
-            self._data, self._dtype = pages.permute(1, 2, 0, 3, 4), dtype
+            shape = (max_pages, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim)
+            pages = arena.tensor(shape, dtype, offset_bytes=self.scratch_bytes)
+            self._data = pages.permute(1, 2, 0, 3, 4, 5)
             self._scratch = arena.tensor((self.scratch_bytes,), torch.uint8)
-
-    def _block_size(self, dtype: torch.dtype) -> int:
-        return head_block_size(self.page_size, self.head_dim, dtype)
-
-
-def _stored_as(dtype: torch.dtype) -> torch.dtype:
-    """The type in which the cache's memory is indexed: bytes for e4m3, which few operations take."""
-    return torch.uint8 if dtype == e4m3.DTYPE else dtype
