@@ -2,8 +2,8 @@
 
     python -m benchmarks.rollout.cold_start MODEL_DIR
 
-`suite.py` runs it with empty caches of Triton, Inductor and the driver, and subtracts the time at
-which it started the process.
+`benchmarks.start.suite` runs it with empty caches of Triton, Inductor and the driver, and subtracts the time
+at which it started the process.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import argparse
 import time
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
+from colocate.import_ahead import importing_ahead
 
-from colocate.engines.native.engine import NativeEngine
-from colocate.types import Prompt, SamplingParams
+with importing_ahead():  # as `colocate train` does it, and `from colocate import GRPOTrainer`
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from colocate.engines.native.engine import NativeEngine
+    from colocate.types import Prompt, SamplingParams
 
 
 def main() -> None:
