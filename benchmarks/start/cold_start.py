@@ -1,6 +1,6 @@
 """Load a model, start the native engine and complete one prompt; prints the time of day when that is done.
 
-    python -m benchmarks.rollout.cold_start MODEL_DIR
+    python -m benchmarks.start.cold_start MODEL_DIR
 
 `benchmarks.start.suite` runs it with empty caches of Triton, Inductor and the driver, and subtracts the time
 at which it started the process.
