@@ -1,0 +1,48 @@
+"""Kernels are compiled ahead by Triton's own compiler, for GPUs that need not be here; none is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from colocate.kernels.compile_ahead import can_compile_ahead
+
+WORKER = Path(__file__).with_name("compile_ahead_worker.py")
+KERNELS = [
+    "_combine_splits_kernel", "_reduce_split_kernel", "_rms_norm_backward_kernel", "_rms_norm_kernel",
+    "_rotate_kernel", "_silu_mul_kernel",
+]  # fmt: skip
+
+
+OTHERS = [pytest.param(capability, marks=pytest.mark.slow) for capability in ("80", "89", "100", "120")]
+
+
+@pytest.mark.parametrize("capability", ["90", *OTHERS])
+def test_what_is_launched_in_the_block_is_compiled_beside_it_once_and_loaded(capability, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    words = [sys.executable, str(WORKER), str(tmp_path), capability]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    # Another thread compiles and launches as ever.
+    assert result["compiled"] == {"ahead": KERNELS, "as needed": ["_silu_mul_kernel"]}
+    assert result["launched_elsewhere"] == [1] and result["launched_within"] == 1
+    assert result["loaded"] == sorted([*KERNELS, "_silu_mul_kernel"])
+    # The block has left nothing to compile; seven launches, as the norm has two.
+    assert result["compiled_after"] == 0 and result["launched_after"] == 7
+
+
+def test_nothing_is_compiled_for_a_cpu_nor_in_the_interpreter(monkeypatch):
+    import triton
+
+    assert not can_compile_ahead(torch.device("cpu"))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert not can_compile_ahead(torch.device("cuda", 0))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert can_compile_ahead(torch.device("cuda", 0))
