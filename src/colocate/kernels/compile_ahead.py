@@ -9,6 +9,7 @@ kernels to keep: what is compiled is what the same code will launch.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
 """Kernels compiled at a time; 0: none ahead, each where it is first launched."""
@@ -32,11 +35,15 @@ def can_compile_ahead(device: torch.device) -> bool:
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling(device: torch.device) -> Iterator[None]:
     """Within the block this thread's kernels are compiled and not launched; it ends when all are ready.
 
     What the kernels would have written is undefined, so nothing may depend on it: no result, and no index.
-    A kernel that fails to compile raises where it is launched, after the block.
+    A kernel that fails to compile raises where it is launched, after the block. An exception in the block
+    ends the rehearsal with a warning and not the run, which then compiles each kernel when it needs it.
+
+    Args:
+        device: the kernels are loaded on it.
     """
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
@@ -51,12 +58,23 @@ def compiling() -> Iterator[None]:
     try:
         num_threads = min(os.cpu_count() or 1, MAX_THREADS)
         with (
-            _Loading(num_threads, thread_name_prefix="compile_ahead") as executor,
+            _Loading(num_threads, "compile_ahead", _use, (device,)) as executor,
             AsyncCompileMode(executor, ignore_errors=True),
         ):
             yield
+    except Exception as error:
+        logger.warning(
+            f"Kernels are compiled one after the other, when each is needed: compiling them ahead has failed "
+            f"({type(error).__name__}: {error})."
+        )
     finally:
         JITFunction.run = run
+
+
+def _use(device: torch.device) -> None:
+    """Load kernels on this device in this thread, whose device is else the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class _Loading(ThreadPoolExecutor):

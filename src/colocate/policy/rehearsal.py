@@ -28,11 +28,12 @@ def compile_ahead(model: nn.Module) -> None:
     layout = layout_for(model)
     if layout.part.count > 1 or not can_compile_ahead(layout.device):
         return
+    devices = [layout.device] if layout.device.type == "cuda" else []
     with (
-        torch.random.fork_rng([layout.device]),
+        torch.random.fork_rng(devices),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(False),
-        compiling(),
+        compiling(layout.device),
     ):
         _rehearse(DecoderStack(model, HostActivations()), model)
 
@@ -51,13 +52,11 @@ def _rehearse(stack: DecoderStack, model: nn.Module) -> None:
     states = x
     for index in {layer.sliding_window: index for index, layer in enumerate(layout.layers)}.values():
         states = stack.after_layer(index, states, context)
+    hidden, head = stack.last_states(states, pack), output_head(model)
     targets = torch.cat([sample.completion_ids for sample in samples])
-    logprobs, _ = token_logprobs(
-        stack.last_states(states, pack),
-        targets,
-        output_head(model),
-        entropy_gradient=False,
-        keep_softmax=True,
-    )
+    logprobs = [
+        token_logprobs(hidden, targets, head, entropy_gradient=False, keep_softmax=keeps)[0]
+        for keeps in (True, False)  # the plan chooses, and may change
+    ]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    torch.autograd.grad(logprobs.sum(), [x, *trained], allow_unused=True)
+    torch.autograd.grad(torch.cat(logprobs).sum(), [x, *trained], allow_unused=True)

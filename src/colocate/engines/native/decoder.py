@@ -133,7 +133,7 @@ class Decoder:
         runner, shares_prefixes = self.runner, self.backend.shares_prefixes
         self.runner = runner.with_few_layers()
         try:
-            with compiling():
+            with compiling(self.batch.device):
                 self.runner.prefill(prefills)
                 self._compile_steps(num_rows, has_prefixes=len(prefills) < num_rows)
         finally:
