@@ -2,7 +2,7 @@
 
     python rehearsal_worker.py CACHE
 
-Triton's driver is the stand-in of `compile_ahead_worker.py`, so tensors are a CPU's and no kernel writes any.
+Triton's driver is the stand-in of `absent_gpu.py`, so tensors are a CPU's and no kernel writes any.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-import compile_ahead_worker as stand_in
+import absent_gpu as stand_in
 import torch
 import triton
 from engine_models import make_model

@@ -37,7 +37,7 @@ def run(worker: str, *words: str) -> Any:
 
 @pytest.mark.parametrize("capability", ["90", *OTHERS])
 def test_what_is_launched_in_the_block_is_compiled_beside_it_once_and_loaded(capability, tmp_path):
-    result = run("compile_ahead_worker.py", str(tmp_path), capability)
+    result = run("absent_gpu.py", str(tmp_path), capability)
     # Another thread compiles and launches as ever.
     assert result["compiled"] == {"ahead": KERNELS, "as needed": ["_silu_mul_kernel"]}
     assert result["launched_elsewhere"] == [1] and result["launched_within"] == 1

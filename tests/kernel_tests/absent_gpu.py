@@ -1,6 +1,6 @@
 """Kernels compiled ahead for a GPU that is not here: prints in JSON what was compiled, loaded and launched.
 
-    python compile_ahead_worker.py CACHE CAPABILITY
+    python absent_gpu.py CACHE CAPABILITY
 
 Run without Triton's interpreter. Triton's driver is a stand-in, which has a GPU of the compute capability
 (such as 90) and notes what it is asked to load and to launch; compiler, assembler and cache are Triton's own.
