@@ -1,8 +1,8 @@
 """Packages that PyTorch and transformers import in any case, imported beside them and not after them.
 
-Importing is mostly waiting for files: where these lie on a network, `import torch, transformers` takes 10 s,
-of which Python computes for 4. Threads wait side by side. The packages here are large and import neither
-PyTorch nor transformers, so no thread waits for one that waits for it.
+Importing is mostly waiting for files, the more so where these lie on a network, and threads wait side by
+side. The packages here are large and import neither PyTorch nor transformers, so no thread waits for one that
+waits for it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def _import(name: str) -> None:
 
 
 def _fingerprint(name: str) -> None:
-    """Have Triton hash its own files, which takes 0.7 s when it first looks for a compiled kernel."""
+    """Have Triton hash its own files, which it does when it first looks for a compiled kernel."""
     with suppress(Exception):
         importlib.import_module(f"{name}.runtime.cache").triton_key()

@@ -1,7 +1,7 @@
 """Kernels compiled before they are needed, side by side.
 
 Triton compiles a kernel where it is first launched, and the program waits for one after the other: a decode
-step and a training step have some ten each, of 0.1 to 3 s. Nearly all of that is LLVM, the assembler and a C
+step and a training step have some ten each, of 0.1 to 2 s. Nearly all of that is LLVM, the assembler and a C
 compiler, which run without Python's lock. So the code that launches kernels is run once as a rehearsal, in
 which no kernel is launched, and all that it asks for are compiled at the same time. There is no list of
 kernels to keep: what is compiled is what the same code will launch.
