@@ -58,7 +58,4 @@ def __getattr__(name: str) -> Any:
     # Loading torch and transformers takes seconds; `colocate --help` and `import colocate` should not.
     if name not in _MODULES:
         raise AttributeError(f"module 'colocate' has no attribute {name!r}")
-    from colocate.import_ahead import importing_ahead
-
-    with importing_ahead():
-        return getattr(importlib.import_module(f"colocate.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"colocate.{_MODULES[name]}"), name)

@@ -129,14 +129,11 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
 
 
 def _train(values: Mapping[str, Any], is_main: bool) -> None:
-    from colocate.import_ahead import importing_ahead
-
-    with importing_ahead():
-        from colocate.config import GRPOConfig
-        from colocate.reporting.messages import model_saved, say_row
-        from colocate.run_config import RunFileWriter, parse_run
-        from colocate.run_data import RunData
-        from colocate.trainer import GRPOTrainer
+    from colocate.config import GRPOConfig
+    from colocate.reporting.messages import model_saved, say_row
+    from colocate.run_config import RunFileWriter, parse_run
+    from colocate.run_data import RunData
+    from colocate.trainer import GRPOTrainer
 
     run, options = parse_run(values)
     _require_complete(vars(run))
