@@ -14,19 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate.commands import chat, export, merge
+from colocate.commands import chat, export, merge, report, serve
 from colocate.commands import eval as measure
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
-from colocate.report_command import add_parser as add_report_parser
-from colocate.report_command import report
-from colocate.serve_command import add_parser as add_serve_parser
-from colocate.serve_command import serve
 from colocate.train_command import train
 from colocate.version import __version__
 
-_ON_A_MODEL = {"chat": chat, "eval": measure, "merge": merge, "export": export}
-"""What can be done with a trained model; each has a file in `commands/`."""
+_COMMANDS = {
+    "report": report, "chat": chat, "eval": measure, "merge": merge, "export": export, "serve": serve,
+}  # fmt: skip
+"""Commands with options of their own; each has a file in `commands/`. Those of a run follow below."""
 
 _RUN_USAGE = """[RUN.yaml] [--option value ...]
 
@@ -66,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        if known.command in _ON_A_MODEL:
-            return _ON_A_MODEL[known.command].run(known)
-        return _COMMANDS[known.command](known, rest)
+        if known.command in _COMMANDS:
+            return _COMMANDS[known.command].run(known)
+        return {"train": train, "plan": _plan, "vllm-serve": _vllm_serve}[known.command](known, rest)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
@@ -148,10 +146,8 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--num_nodes", type=_count, help="the machines that they are in (default: one for every 8)"
             )
-    add_report_parser(commands)
-    for command_on_a_model in _ON_A_MODEL.values():
-        command_on_a_model.add_parser(commands)
-    add_serve_parser(commands)
+    for own in _COMMANDS.values():
+        own.add_parser(commands)
     _add_vllm_serve(commands)
     return parser
 
@@ -266,11 +262,7 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     )
 
 
-# ── serve, vllm-serve ────────────────────────────────────────────────────────────────────────────────────
-
-
-def _serve(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    return serve(known)
+# ── vllm-serve ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _vllm_serve(known: argparse.Namespace, vllm_options: Sequence[str]) -> int:
@@ -283,9 +275,6 @@ def _vllm_serve(known: argparse.Namespace, vllm_options: Sequence[str]) -> int:
         tensor_parallel_size=known.tensor_parallel_size,
         vllm_options=vllm_options,
     )
-
-
-_COMMANDS = {"train": train, "plan": _plan, "report": report, "serve": _serve, "vllm-serve": _vllm_serve}
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_the_command_for_other_machines(monkeypatch, capsys):
     assert "--host 0.0.0.0 is reached from other machines" in capsys.readouterr().err
     monkeypatch.setenv("COLOCATE_SERVER_KEY", os.urandom(32).hex())
     read: list[Any] = []
-    monkeypatch.setattr("colocate.serve_command._serve", lambda *arguments: read.append(arguments))
+    monkeypatch.setattr("colocate.commands.serve._serve", lambda *arguments: read.append(arguments))
     assert main([*words, "--port", "0"]) == 0
     ((known, key, _, listening),) = read
     assert (known.max_requests, known.max_wait, known.served_model_name) == (64, 30, "qwen")
@@ -188,6 +188,6 @@ def test_each_engine_serves_up_to_its_context(architecture, options, most, tmp_p
             with pytest.raises(openai.BadRequestError, match=f"the context has {most}"):
                 client.completions.create(**asked, max_tokens=most - 8)
 
-    monkeypatch.setattr("colocate.serve_command._await_signal", visit)
+    monkeypatch.setattr("colocate.commands.serve._await_signal", visit)
     words = [str(tmp_path), "--port", "0", "--use_cpu", "--served_model_name", "it", *options]
     assert main(["serve", *words]) == 0

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+import openai
 import pytest
 import torch
 import transformers.modeling_gguf_pytorch_utils as gguf_reader
@@ -353,3 +354,29 @@ def test_what_a_run_has_held_out_is_measured_where_it_has_a_name(home, capsys, t
     kept = [line for line in run_file.read_text().splitlines() if not line.startswith(f"{name}:")]
     run_file.write_text("\n".join([*kept, option]) + "\n")
     assert message in run(f"colocate eval {tmp_path}/copy", capsys, code=int("held" in message))
+
+
+def test_a_run_is_served_with_its_adapter(home, monkeypatch, capsys):
+    model = AutoModelForCausalLM.from_pretrained("model")
+    reference = PeftModel.from_pretrained(model, "runs/sums").eval()
+    prompt = [20, 21, 22]
+    monkeypatch.delenv("COLOCATE_SERVER_KEY", raising=False)
+    found: list[list[int]] = []
+
+    def visit() -> None:
+        (base_url,) = re.findall(r"is ready at (\S+)\n", capsys.readouterr().out)
+        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            answer = client.completions.create(
+                model="sums",
+                prompt=prompt,
+                max_tokens=8,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+            )
+            found.append(answer.choices[0].token_ids)
+
+    monkeypatch.setattr("colocate.commands.serve._await_signal", visit)
+    program, *words = shlex.split("colocate serve runs/sums --port 8000".replace("8000", "0"))
+    assert program == "colocate" and main([*words, "--use_cpu", "--served_model_name", "sums"]) == 0
+    drawn = reference.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
+    assert found == [drawn[: len(found[0])]] and (len(found[0]) == 8 or len(found[0]) == len(drawn))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import ByteLevelBPETokenizer
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.episodes.renderer import Renderer
 from colocate.inference.conversation import Conversation
-from colocate.inference.text_stream import TextStream
 from colocate.types import SamplingParams
 from tiny import EOS, PAD, make_model, make_tokenizer
 
@@ -140,20 +134,3 @@ def test_drawn_answers_differ_from_turn_to_turn_and_not_from_run_to_run():
     first, again = (make_conversation(model, temperature=1.0) for _ in range(2))
     texts = [["".join(c.ask("1 + 2 =")) for _ in range(3)] for c in (first, again)]
     assert texts[0] == texts[1] and len(set(texts[0])) == 3
-
-
-@pytest.fixture(scope="module")
-def byte_tokenizer():
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(["蘋果和 apples, 二三得六 👍🏽 naïve"] * 4, vocab_size=300)
-    return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<eos>")
-
-
-@given(text=st.text("蘋果 👍🏽aé\n", max_size=20), cuts=st.lists(st.integers(0, 60)))
-def test_pieces_put_together_are_the_text_and_no_character_is_shown_in_halves(byte_tokenizer, text, cuts):
-    ids = byte_tokenizer(text, add_special_tokens=False)["input_ids"]
-    bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
-    stream = TextStream(byte_tokenizer)
-    pieces = [stream.add(ids[a:b]) for a, b in pairwise(bounds)]
-    assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(pieces) + stream.add([], is_last=True) == byte_tokenizer.decode(ids)

@@ -13,7 +13,7 @@ from typing import Any
 
 from colocate.engines.base import RolloutEngine
 from colocate.episodes.renderer import Message, Renderer
-from colocate.inference.text_stream import TextStream
+from colocate.serving.text_stream import TextStream
 from colocate.types import Prompt, SamplingParams
 
 
@@ -87,7 +87,8 @@ class Conversation:
         try:
             for token_ids, is_last in self._drawn(limit):
                 drawn += token_ids
-                if piece := stream.add(token_ids, is_last=is_last):
+                piece = "".join(map(stream.feed, token_ids)) + (stream.end() if is_last else "")
+                if piece:
                     yield piece
         finally:
             self._end_turn(drawn)

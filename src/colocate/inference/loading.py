@@ -73,8 +73,8 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
 
     Args:
         is_any_base: see `SavedAdapter.check_fits`.
-        options: of `GRPOConfig`, and those of `RunConfig` that say how 4-bit weights are made. They replace
-            the options of the run that trained the model.
+        options: of `GRPOConfig`, and those of `RunConfig` that say in which type or how in 4 bits weights
+            are loaded. They replace the options of the run that trained the model.
 
     Raises:
         ValueError: the model cannot be loaded, or the adapter is for another one.
@@ -85,6 +85,8 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
     values = {**known, **options}
     four_bits = {name: values.pop(name) for name in _OF_4_BITS if name in values}
     model_init_kwargs = at(saved.revision or saved.options.get("model_revision"))
+    if "dtype" in values:
+        model_init_kwargs["dtype"], values["bf16"] = values.pop("dtype"), False
     config = GRPOConfig(
         output_dir="unused", report_to="none", gradient_checkpointing=False,
         model_init_kwargs=model_init_kwargs, **values,

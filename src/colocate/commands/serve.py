@@ -9,15 +9,15 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from colocate.commands.model_arguments import MODEL_HELP, add_base
 from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, key_from_environment
 from colocate.requirements import AT_LEAST_ONE, check_range
 from colocate.serving.installed import check_installed
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from colocate.config import GRPOConfig
     from colocate.engines.base import RolloutEngine
+    from colocate.inference.loading import LoadedModel
 
 ENGINES = ("auto", "native", "transformers", "vllm", "vllm_server")
 
@@ -35,12 +35,13 @@ def add_parser(commands: Any) -> None:
         help=SUMMARY,
         description=f"{SUMMARY}: /v1/chat/completions, /v1/completions, /v1/models. For a server that a "
         "trainer sends its weights to see `colocate vllm-serve`.",
-        usage="colocate serve MODEL [--engine ENGINE] [--host HOST] [--port PORT] ...",
+        usage="colocate serve MODEL_OR_RUN [--engine ENGINE] [--host HOST] [--port PORT] ...",
         allow_abbrev=False,
     )
     add = command.add_argument
     add("--debug", action="store_true", help="show the traceback of an error")
-    add("model", help="the model: its name on the Hub, or its directory")
+    add("model", help=MODEL_HELP)
+    add_base(command)
     add("--engine", choices=ENGINES, default="auto", help="what generates (default: native where that can)")
     add(
         "--host",
@@ -63,7 +64,7 @@ def add_parser(commands: Any) -> None:
     add("--use_cpu", action="store_true", help="use no GPU")
 
 
-def serve(known: argparse.Namespace) -> int:
+def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code.
 
     Raises:
@@ -88,8 +89,8 @@ def serve(known: argparse.Namespace) -> int:
 def _serve(
     known: argparse.Namespace, key: ServerKey | None, kwargs: Mapping[str, Any], listening: Any
 ) -> None:
-    from colocate.policy.loading import load_tokenizer, prepare_model, stop_token_ids
-    from colocate.process_setup import set_up_process
+    from colocate.checkpoints.saved_model import find_model
+    from colocate.inference.loading import load
     from colocate.serving.app import Service
     from colocate.serving.desk import Visitors
     from colocate.serving.driver import Driver
@@ -99,12 +100,11 @@ def _serve(
     from colocate.serving.server import HttpServer
     from colocate.serving.texts import Texts
 
-    config = _config(known)
-    accelerator = set_up_process(config)
-    model, _ = prepare_model(known.model, config, accelerator.device, None, None)
-    tokenizer = load_tokenizer(model, None, trust_remote_code=known.trust_remote_code)
-    texts = Texts(tokenizer, stop_token_ids(tokenizer, model), kwargs)
-    engine = _engine(model, config, accelerator, texts.stop_token_ids)
+    options = _options(known)
+    loaded = load(find_model(known.model, known.base), options, is_any_base=known.any_base)
+    config = loaded.config
+    texts = Texts(loaded.tokenizer, loaded.stop_token_ids, kwargs)
+    engine = _engine(loaded)
     try:
         limits = Limits(max_requests=known.max_requests, max_wait_s=known.max_wait)
         visitors = Visitors(texts, max_len=_max_len(engine, config), vocab_size=engine.vocab_size)
@@ -151,9 +151,8 @@ def _template_kwargs(text: str | None) -> dict[str, Any]:
     return kwargs
 
 
-def _config(known: argparse.Namespace) -> GRPOConfig:
-    from colocate.config import GRPOConfig
-
+def _options(known: argparse.Namespace) -> dict[str, Any]:
+    """What `inference.loading.load` takes of the command line."""
     tokens = known.kv_cache_tokens
     if known.engine not in ("auto", "native") and tokens is not None:
         raise ValueError(
@@ -163,40 +162,32 @@ def _config(known: argparse.Namespace) -> GRPOConfig:
         raise ValueError(
             "--vllm_server_base_url and --engine vllm_server belong together: give both, or none."
         )
-    return GRPOConfig(
-        output_dir="colocate-serve",  # nothing is written
+    return dict(
         engine=known.engine,
-        bf16=False,
-        model_init_kwargs={"dtype": known.dtype},
+        dtype=known.dtype,
         trust_remote_code=known.trust_remote_code,
         use_cpu=known.use_cpu,
         max_num_seqs=known.max_num_seqs,
         kv_cache_tokens=tokens,
         vllm_max_model_length=known.max_model_len,
         vllm_server_base_url=known.vllm_server_base_url,
-        report_to="none",
     )
 
 
-def _engine(
-    model: Any, config: GRPOConfig, accelerator: Accelerator, stops: tuple[int, ...]
-) -> RolloutEngine:
+def _engine(loaded: LoadedModel) -> RolloutEngine:
     """The engine that the configuration names; awake, and with the model's weights."""
-    from colocate.build import build_engine, context_length
     from colocate.engines.build import engine_of_auto
     from colocate.types import SamplingParams
 
+    model, config = loaded.model, loaded.config
     if config.engine == "auto":
-        name, reason = engine_of_auto(model, use_vllm=False)
-        config.engine = name
+        config.engine, reason = engine_of_auto(model, use_vllm=False)
         if reason is not None:
             print(f"colocate serve: {reason}", flush=True)
-    length = context_length(model, config)
+    length = loaded.context_length
     if config.engine == "native" and config.kv_cache_tokens is None:
-        config.kv_cache_tokens = max(KV_CACHE_TOKENS.get(accelerator.device.type, 2**15), length)
-    sampling = SamplingParams(max_tokens=length, stop_token_ids=stops)
-    engine = build_engine(model, config, accelerator, sampling)
-    engine.wake_up()
+        config.kv_cache_tokens = max(KV_CACHE_TOKENS.get(loaded.accelerator.device.type, 2**15), length)
+    engine = loaded.make_engine(SamplingParams(max_tokens=length, stop_token_ids=loaded.stop_token_ids))
     if not engine.shares_weights:
         engine.update_weights(model.named_parameters(), 0)
     return engine

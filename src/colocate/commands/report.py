@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def add_parser(commands: Any) -> None:
     command.add_argument("--port", type=int, default=DEFAULT_PORT, help=port)
 
 
-def report(known: argparse.Namespace, rest: Sequence[str]) -> int:
+def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code.
 
     Raises:
