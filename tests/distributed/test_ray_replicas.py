@@ -35,7 +35,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-print("is asked to serve", sys.argv[2], flush=True)
+sys.stdout.write(f"is asked to serve {sys.argv[2]}\\n")  # in one piece, as what follows goes to the same file
+sys.stdout.flush()
 if "--fail" in sys.argv:
     sys.exit("out of memory, say")
 host, port = (sys.argv[sys.argv.index(name) + 1] for name in ("--host", "--port"))

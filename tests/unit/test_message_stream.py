@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from chat_templates import TOOL as MULTIPLY
@@ -76,6 +76,7 @@ def test_it_does_not_matter_how_the_text_is_cut(renderer, text, cuts, has_tools,
 
 
 @settings(max_examples=100)
+@example("\na", 1, "", [2])
 @given(st.text("ab \n", max_size=12), st.integers(0, 2), st.text("ab ", max_size=5), CUTS)
 def test_content_and_calls_are_those_that_the_renderer_reads(before, num_calls, after, cuts):
     text = before + call("add", a=1, b=2) * num_calls + after

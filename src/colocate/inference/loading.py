@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from colocate.build import build_engine, context_length
 from colocate.checkpoints.saved_model import SavedModel
@@ -20,6 +19,7 @@ from colocate.config import GRPOConfig
 from colocate.engines.base import RolloutEngine
 from colocate.policy.loading import disable_dropout, load_tokenizer, prepare_model, stop_token_ids
 from colocate.process_setup import set_up_process
+from colocate.reporting.panel import without_bars
 from colocate.types import SamplingParams
 from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
 from colocate.weights.adapter_files import read_adapter
@@ -92,11 +92,11 @@ def load(saved: SavedModel, options: Mapping[str, Any], *, is_any_base: bool = F
         model_init_kwargs=model_init_kwargs, **values,
     )  # fmt: skip
     accelerator = set_up_process(config)
-    transformers_logging.disable_progress_bar()
     quantization = _quantization(four_bits, config) if four_bits.get("load_in_4bit") else None
-    model, _ = prepare_model(saved.base, config, accelerator.device, quantization, None)
-    if saved.adapter is not None:
-        model = _with_adapter(model, saved, is_any_base)
+    with without_bars():
+        model, _ = prepare_model(saved.base, config, accelerator.device, quantization, None)
+        if saved.adapter is not None:
+            model = _with_adapter(model, saved, is_any_base)
     disable_dropout(model)
     model.eval().requires_grad_(False)
     own = saved.place if found_file(saved.place, "tokenizer_config.json") is not None else saved.base

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from rich.cells import cell_len
@@ -88,7 +88,7 @@ class _ReflownRender(LiveRender):
 
 
 @contextmanager
-def without_bars():
+def without_bars() -> Iterator[None]:
     """A context in which datasets, transformers and the Hub draw no progress bars."""
     import datasets
     import huggingface_hub.utils as hub

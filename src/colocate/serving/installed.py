@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-HOW_TO_INSTALL = 'pip install "colocate[serve]"'
+HOW_TO_INSTALL = "pip install 'starlette>=0.46' 'uvicorn>=0.34'"
 
 
 def check_installed(asked: str) -> None:

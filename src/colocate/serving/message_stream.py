@@ -65,7 +65,9 @@ class MessageStream:
             told = self._told({"reasoning_content": reasoning}) + self._told({"content": content})
             return told + self._told_calls(turn)
         if self._part == "calls" and turn.get("tool_calls"):
-            behind = turn["content"].removeprefix(self.message["content"] or "")
+            # Line ends that a turn begins with may have been told, and `parse` leaves them out.
+            content = (self.message["content"] or "").lstrip("\n")
+            behind = turn["content"].lstrip("\n").removeprefix(content)
             return self._told({"content": behind}) + self._told_calls(turn)
         if self._part == "reasoning":
             return self._told({"reasoning_content": self._held.rstrip()})
