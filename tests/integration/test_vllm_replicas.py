@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
 
 REWARDS = '''
 import json, os, signal, time
+from contextlib import suppress
 from pathlib import Path
 import psutil
 
@@ -46,7 +47,8 @@ def digits(completions, trainer_state, **_):
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if "colocate.clusters.child" in words and port in words:
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM, too
+                with suppress(ProcessLookupError):  # the guard of the server's group is no group of its own
+                    os.killpg(process.pid, signal.SIGKILL)  # vLLM, too
     if is_second and Path(f"back/{step}").exists():
         until_s = time.monotonic() + 200
         while Path("out/replica-1.log").read_text().count("is ready at") < 2 and time.monotonic() < until_s:
