@@ -93,15 +93,13 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
 def _row(run: Run, name: str, color: str) -> str:
     first, last, count = ends(run.metric("reward"))
     _, held_out = run.eval_metric("eval_reward")
-    speeds = [(s, w) for s, w in zip(run.tokens_per_second, run.wall_s, strict=True) if math.isfinite(s)]
-    speed = sum(s * w for s, w in speeds) / sum(w for _, w in speeds) if speeds else math.nan
     peaks = [number(span["peak_bytes"]) for spans in run.spans for span in spans]
     cells = (
         f"{run.x[-1]:,.0f}",
         f"{compact(first)} → {compact(last)}" if count else "–",
         compact(held_out[-1]) if held_out else "–",
         f"{sum(run.wall_s):,.0f} s",
-        compact(speed),
+        compact(run.throughput),
         compact(max(peaks) / 2**30) if peaks else "–",
     )
     key = f'<td class="key"><i class="b-{color}"></i>{escape(name)}</td>'

@@ -91,10 +91,9 @@ def _tiles(run: Run) -> str:
         at = f"steps {eval_x[0]:.0f} and {eval_x[-1]:.0f}" if len(eval_y) > 1 else f"step {eval_x[0]:.0f}"
         tiles.append(("Held-out reward", value, f"evaluated at {at}"))
     totals, wall = run.phase_totals, sum(run.wall_s)
-    speeds = [(s, w) for s, w in zip(run.tokens_per_second, run.wall_s, strict=True) if math.isfinite(s)]
-    if speeds:
-        speed = sum(s * w for s, w in speeds) / sum(w for _, w in speeds)
-        tiles.append(("Throughput", f"{compact(speed)} tokens/s", "prompt and completion tokens"))
+    if math.isfinite(run.throughput):
+        speed = f"{compact(run.throughput)} tokens/s"
+        tiles.append(("Throughput", speed, "prompt and completion tokens"))
     if wall > 0:
         longest = max((n for n in totals if "/" not in n), key=totals.__getitem__, default="")
         share = f"{100 * totals[longest] / wall:.0f}% in {longest}" if longest else ""

@@ -126,6 +126,14 @@ class Run:
             before = now
         return speeds
 
+    @property
+    def throughput(self) -> float:
+        """Tokens per second over all steps whose speed is known, weighed by their seconds; NaN if there is
+        none."""
+        known = [(s, w) for s, w in zip(self.tokens_per_second, self.wall_s, strict=True) if math.isfinite(s)]
+        seconds = sum(w for _, w in known)
+        return sum(s * w for s, w in known) / seconds if seconds else math.nan
+
     @cached_property
     def spans(self) -> list[list[dict[str, Any]]]:
         """The memory spans of each step that have a phase, two times and a peak; `points` is always a
