@@ -468,7 +468,7 @@ def test_arguments_that_cannot_go_together_are_refused(tmp_path, options, words)
 
 def test_without_starlette_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"agent needs starlette and uvicorn.*colocate\[serve\]"):
+    with pytest.raises(ImportError, match=r"agent needs starlette and uvicorn.*pip install 'starlette"):
         trainer_of(tmp_path, Chatting())
 
 

@@ -15,7 +15,7 @@ from colocate.types import SamplingParams
 from tiny import changed_weights, make_trainer, sums, weights_of
 
 BEAMS = {"num_beams": 2, "length_penalty": -0.1, "early_stopping": True}
-STOPS = (5, 6, 7, 8, 9, 10, 11, 12)
+STOPS = tuple(range(5, 18))
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,10 @@ def test_tokens_are_those_of_model_generate(arguments, temperature):
     if temperature == 0.0:
         arguments = {name: value for name, value in arguments.items() if name != "typical_p"}
     model = make_model("qwen3")
-    engine = TransformersEngine(model, pad_token_id=0, max_num_seqs=16, generation_kwargs=arguments)
+    engine = TransformersEngine(model, pad_token_id=0, max_num_seqs=32, generation_kwargs=arguments)
     engine.wake_up()
-    prompts = make_prompts([3, 9], num_generations=3)
+    # Rounding differs from CPU to CPU, and so do draws: of 16, some end and some do not on any of them.
+    prompts = make_prompts([3, 9], num_generations=8)
     sampling = SamplingParams(
         max_tokens=8, temperature=temperature, top_k=30, top_p=0.95, repetition_penalty=1.1, seed=4,
         stop_token_ids=STOPS,
@@ -55,7 +56,7 @@ def test_tokens_are_those_of_model_generate(arguments, temperature):
         assert completion.logprobs is None
     if temperature:
         assert {completion.finish_reason for completion in completions} == {"stop", "length"}
-        assert len({completion.token_ids for completion in completions[:3]}) > 1, "members differ"
+        assert len({completion.token_ids for completion in completions[:8]}) > 1, "members differ"
 
 
 def test_beams_are_decoded_within_the_number_of_sequences():
