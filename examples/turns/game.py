@@ -1,4 +1,4 @@
-"""A model learns to use what a game tells it: GRPO in an environment of three turns, in two minutes on a CPU.
+"""A model learns to use what a game tells it: GRPO in an environment of three turns, in three minutes on a CPU.
 
     python examples/turns/game.py [--output_dir runs/game] [--seed 0]
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="runs/game")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--imitation_steps", type=int, default=250)
-    parser.add_argument("--max_steps", type=int, default=120)
+    parser.add_argument("--max_steps", type=int, default=180)
     arguments = parser.parse_args()
 
     rng = random.Random(arguments.seed)
