@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from colocate.config import GRPOConfig
     from colocate.run_config import RunConfig
 
+_OF_LAUNCHER = (
+    *("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"),
+    *("num_replicas", "replica_gpus", "replica_placement"),
+)
+"""Options of the launcher, which none but Ray reads."""
+
 
 def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
@@ -34,7 +41,7 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
         from colocate.clusters.launch import launch
 
         debug = ["--debug"] if known.debug else []
-        own = _options_with_replicas(values) if options.replicas else []
+        own = _options_with_replicas(values) if options.replicas.count else []
         return launch(["train", *debug, *rest, *own], values, options)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
@@ -51,13 +58,10 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
     Raises:
         ValueError: an option of the launcher is given without it, or the number of ranks is not.
     """
+    given = {name: getattr(known, name) for name in _OF_LAUNCHER if getattr(known, name) is not None}
     if known.launcher is None:
-        for name in (
-            *("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"),
-            *("num_replicas", "replica_gpus", "replica_placement"),
-        ):
-            if getattr(known, name) is not None:
-                raise ValueError(f"--{name} is read with --launcher ray; other launchers have their own.")
+        for name in given:
+            raise ValueError(f"--{name} is read with --launcher ray; other launchers have their own.")
         return None
     if "RANK" in os.environ:
         raise ValueError(
@@ -82,12 +86,16 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
         ),
         max_restarts=3 if known.max_restarts is None else known.max_restarts,
         timeout_s=600.0 if known.cluster_timeout is None else float(known.cluster_timeout),
+        words=" ".join(
+            ["--launcher ray", *(f"--{name} {value}" for name, value in given.items())]
+            + [f"-- {shlex.join(known.vllm_options)}"] * bool(known.vllm_options)
+        ),
         replicas=_replica_ask(known, on_gpus),
     )
 
 
-def _replica_ask(known: argparse.Namespace, on_gpus: bool) -> ReplicaAsk | None:
-    """The vLLM servers that the command line asks for; None: none.
+def _replica_ask(known: argparse.Namespace, on_gpus: bool) -> ReplicaAsk:
+    """The vLLM servers that the command line asks for.
 
     Raises:
         ValueError: an option of replicas is given without their number.
@@ -98,7 +106,7 @@ def _replica_ask(known: argparse.Namespace, on_gpus: bool) -> ReplicaAsk | None:
         for name in ("replica_gpus", "replica_placement"):
             if getattr(known, name) is not None:
                 raise ValueError(f"--{name} is read with --num_replicas, which says how many there are.")
-        return None
+        return ReplicaAsk()
     return ReplicaAsk(
         count=known.num_replicas,
         size=known.replica_gpus or 1,

@@ -17,8 +17,8 @@ import yaml
 from colocate import cli
 from colocate.clusters.cluster import Ask
 from colocate.clusters.replicas import MEMORY_SHARE, ReplicaAsk
-from colocate.clusters.slices import cut
 from colocate.engines.vllm_server.serve import _check_options
+from colocate.parallel.slices import cut
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
 from colocate.train_command import _launch_options
@@ -109,7 +109,7 @@ def test_the_table_has_the_launchers_options_and_what_they_are_without():
     assert f"; {launch.ask.num_nodes} if not given" in rows["num_nodes"]
     assert f"; {launch.max_restarts} if not given" in rows["max_restarts"]
     assert f"; {launch.timeout_s:.0f} if not given" in rows["cluster_timeout"]
-    assert launch.replicas is None and "; none if not given" in rows["num_replicas"]
+    assert launch.replicas.count == 0 and "; none if not given" in rows["num_replicas"]
     launch, _ = options_of("colocate train run.yaml --launcher ray --ranks_per_node 3 --num_replicas 2")
     assert f"; {launch.replicas.size} if not given" in rows["replica_gpus"]
     assert launch.replicas.is_colocated and "; colocated if not given" in rows["replica_placement"]
@@ -194,4 +194,4 @@ def test_the_replicas_of_the_page_are_asked_of_vllm():
         assert ("--enable-sleep-mode" in words) == each.on_gpus
     # A launch goes on with the same words.
     again, _ = options_of(f"colocate train run.yaml {launch.words}")
-    assert again == launch
+    assert again == launch and launch.words in command

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, Qwen2Config
 
 from colocate.cli import main
-from colocate.clusters.cluster import Ask
 from colocate.config import GRPOConfig
 from colocate.data import mixture
 from colocate.option_values import coerce
@@ -578,7 +577,7 @@ def test_a_run_that_was_started_here_is_resumed_by_its_own_file(tmp_path, monkey
     assert writer.resume_command == "colocate train 'runs/a b/config.yaml' --resume_from_checkpoint auto"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert writer.resume_command.startswith("torchrun --nproc_per_node 2 -m colocate train 'runs/a b/")
-    monkeypatch.setenv(LAUNCH, Ask(2, 8, on_gpus=True).options)
+    monkeypatch.setenv(LAUNCH, "--launcher ray --num_nodes 2 --gpus_per_node 8")
     assert writer.resume_command.endswith("auto --launcher ray --num_nodes 2 --gpus_per_node 8")
 
 

@@ -42,15 +42,12 @@ class Ask:
         return "GPU" if self.on_gpus else "CPU"
 
     @property
-    def bundle(self) -> dict[str, float]:
-        return {"CPU": float(self.shares), "GPU": 1.0} if self.on_gpus else {"CPU": 1.0}
-
-    @property
     def bundles(self) -> list[dict[str, float]]:
         """Ray's resources on one node, a bundle for each actor."""
+        of_rank = {"CPU": float(self.shares), "GPU": 1.0} if self.on_gpus else {"CPU": 1.0}
         if not self.is_one_actor:
-            return [self.bundle] * self.ranks_per_node
-        return [{name: number * self.ranks_per_node for name, number in self.bundle.items()}]
+            return [of_rank] * self.ranks_per_node
+        return [{name: number * self.ranks_per_node for name, number in of_rank.items()}]
 
     @property
     def of_cpus(self) -> Ask:
@@ -60,12 +57,6 @@ class Ask:
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.ranks_per_node
-
-    @property
-    def options(self) -> str:
-        """What the command line says to ask for this."""
-        name = "gpus_per_node" if self.on_gpus else "ranks_per_node"
-        return f"--launcher ray --num_nodes {self.num_nodes} --{name} {self.ranks_per_node}"
 
     def fits(self, per_node: Sequence[int]) -> bool:
         """Whether nodes with so many GPUs or CPUs, if all were free, have room for the run."""
@@ -102,8 +93,8 @@ def connected(run_id: str) -> Iterator[bool]:
     options: dict[str, Any] = dict(
         namespace=f"colocate-{run_id}", log_to_driver=False, logging_level="ERROR", include_dashboard=False
     )
-    is_embedded = given == "local"
-    with _sigterm_as_before():
+    is_embedded, on_sigterm = given == "local", signal.getsignal(signal.SIGTERM)
+    try:
         try:
             try:
                 ray.init(address=given or "auto", **options)
@@ -113,24 +104,13 @@ def connected(run_id: str) -> Iterator[bool]:
                 is_embedded = True
                 ray.init(address="local", object_store_memory=_STORE_BYTES, **options)
         except (RuntimeError, ValueError, OSError) as error:
-            ray.shutdown()  # it may have come half-way
             where = f"at RAY_ADDRESS={given}" if given else "on this machine"
             raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
-        try:
-            yield is_embedded
-        finally:
-            ray.shutdown()
-
-
-@contextmanager
-def _sigterm_as_before() -> Iterator[None]:
-    """Take back the handler of SIGTERM that `ray.init` installs in the main thread and leaves there."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
+        yield is_embedded
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        ray.shutdown()  # it may have come half-way
+        if threading.current_thread() is threading.main_thread():  # where Ray installs a handler of its own
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
 
 
 def _check_address(given: str) -> None:
@@ -166,6 +146,7 @@ def places(
     Raises:
         TimeoutError: the resources did not come; the message has the arithmetic.
     """
+    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     groups: list[Any] = []
@@ -180,26 +161,25 @@ def places(
         # They are asked for before the nodes are there: that is how Ray's autoscaler learns of the need.
         for number in range(ask.num_nodes):
             groups.append(placement_group(ask.bundles, strategy="STRICT_PACK", name=f"{name}-node{number}"))
-        _wait(groups, ask, timeout_s, num_taken)
-        yield sorted(groups, key=_address)
+        begin_s, pending, is_said = time.monotonic(), list(groups), False
+        while pending := [group for group in pending if not group.wait(_SLICE_S)]:
+            waited_s = time.monotonic() - begin_s
+            if waited_s > timeout_s:
+                raise TimeoutError(_absence(ask, len(groups) - len(pending), timeout_s, num_taken))
+            if waited_s > _PATIENCE_S and not is_said:
+                is_said = True
+                shortage = ask.shortage(_per_node(ask.kind))
+                print(
+                    f"Waiting up to {timeout_s:,.0f} s for the cluster: {shortage}.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        yield sorted(groups, key=lambda group: (addresses[nodes_of(group)[0]], nodes_of(group)))
     finally:
         for group in groups:
             with suppress(Exception):  # the cluster may be gone
                 remove_placement_group(group)
-
-
-def _wait(groups: Sequence[Any], ask: Ask, timeout_s: float, num_taken: int) -> None:
-    begin_s, is_said = time.monotonic(), False
-    pending = list(groups)
-    while pending:
-        pending = [group for group in pending if not group.wait(_SLICE_S)]
-        waited_s = time.monotonic() - begin_s
-        if pending and waited_s > timeout_s:
-            raise TimeoutError(_absence(ask, len(groups) - len(pending), timeout_s, num_taken))
-        if pending and waited_s > _PATIENCE_S and not is_said:
-            is_said = True
-            said = f"Waiting up to {timeout_s:,.0f} s for the cluster: {ask.shortage(_per_node(ask.kind))}."
-            print(said, file=sys.stderr, flush=True)
 
 
 def _absence(ask: Ask, num_ready: int, timeout_s: float, num_taken: int) -> str:
@@ -228,13 +208,3 @@ def nodes_of(group: Any) -> list[str]:
 
     table = placement_group_table(group)["bundles_to_node_id"]
     return [table[number] for number in sorted(table)]
-
-
-def _address(group: Any) -> tuple[bool, list[str], str]:
-    """Sorts this machine first, and other nodes by their addresses."""
-    import ray
-
-    (node_id, *_) = nodes_of(group)
-    (address,) = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
-    is_elsewhere = node_id != ray.get_runtime_context().get_node_id()
-    return is_elsewhere, [part.zfill(3) for part in address.split(".")], node_id

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from colocate.clusters.cluster import Ask, connected, nodes_of, places
-from colocate.clusters.ranks import Ranks, run_directory
-from colocate.clusters.replicas import Orders, ReplicaAsk, Replicas, seats
+from colocate.clusters.cluster import Ask, connected, places
+from colocate.clusters.process import present
+from colocate.clusters.ranks import Ranks
+from colocate.clusters.replicas import ReplicaAsk, Replicas
 from colocate.run_file import LAUNCH
+
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a run that was saved when it was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +32,10 @@ class LaunchOptions:
     """How often the ranks are started again after one was lost."""
     timeout_s: float
     """Seconds to wait for the cluster's resources at each start."""
-    replicas: ReplicaAsk | None = None
+    words: str
+    """What the command line says of ranks and replicas, for the command to go on."""
+    replicas: ReplicaAsk = field(default_factory=ReplicaAsk)
     """The vLLM servers that are started with the ranks."""
-
-    @property
-    def words(self) -> str:
-        """What the command line says to ask for ranks and replicas."""
-        return self.ask.options if self.replicas is None else f"{self.ask.options} {self.replicas.words}"
 
 
 def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchOptions) -> int:
@@ -52,33 +57,20 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
             lines. Or Ray cannot be used.
         TimeoutError: the cluster does not have what is asked.
     """
-    run_id, output_dir = uuid.uuid4().hex[:8], str(values.get("output_dir") or "trainer_output")
+    run_id, output_dir = uuid.uuid4().hex[:8], Path(str(values.get("output_dir") or "trainer_output"))
     with connected(run_id) as is_embedded:
-        before: frozenset[tuple[str, int]] | None = None
+        directory, before = run_directory(output_dir), _checkpoints(output_dir)
         for attempt in range(options.max_restarts + 1):
+            # The newest is this run's if there is a new one. Else it would be one of an earlier run.
+            found = _checkpoints(output_dir)
+            own = ["--resume_from_checkpoint", "auto"] if found - before else []
             name = f"{run_id}-{attempt}"
-            with ExitStack() as stack:
-                groups = stack.enter_context(
-                    places(options.ask, name, options.timeout_s, is_embedded=is_embedded)
-                )
-                ranks = Ranks(groups, options.ask, name)
-                stack.callback(ranks.end)
-                ranks.enter(directory := run_directory(output_dir))
-                found = ranks.checkpoints(output_dir)
-                before = found if before is None else before
-                # The newest is then this run's. Else it would be one of an earlier run.
-                own = ["--resume_from_checkpoint", "auto"] if found - before else []
-                replicas = None
-                if options.replicas is not None:
-                    replicas = stack.enter_context(
-                        _replicas(options, values, name, directory, groups, ranks, is_embedded=is_embedded)
-                    )
-                variables = {LAUNCH: options.words, **(replicas.variables if replicas else {})}
-                ranks.start([*arguments, *own], variables)
-                ending = ranks.wait(replicas.look) if replicas else ranks.wait()
-                is_new = ending.code != 0 and bool(ranks.checkpoints(output_dir) - found)
-            if ending.is_orderly:
+            with processes(options, values, name, directory, is_embedded=is_embedded) as (ranks, replicas):
+                ranks.start([*arguments, *own], {LAUNCH: options.words, **replicas.variables})
+                ending = ranks.wait(replicas.look)
+            if ending.code == 0 or (ending.was_stopped and ending.code in _STOPPED):
                 return ending.code
+            is_new = bool(_checkpoints(output_dir) - found)
             is_worth_it = (ending.was_lost or is_new) and not ending.was_stopped
             if not is_worth_it or attempt == options.max_restarts:
                 again = f" They had been started again {attempt} times (--max_restarts)." if attempt else ""
@@ -89,45 +81,53 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
 
 
 @contextmanager
-def _replicas(
-    options: LaunchOptions,
-    values: Mapping[str, Any],
-    name: str,
-    directory: str | None,
-    groups: Sequence[Any],
-    ranks: Ranks,
-    *,
-    is_embedded: bool,
-) -> Iterator[Replicas]:
-    """The run's replicas, started; they end with the block.
+def processes(
+    options: LaunchOptions, values: Mapping[str, Any], name: str, directory: str | None, *, is_embedded: bool
+) -> Iterator[tuple[Ranks, Replicas]]:
+    """A run's ranks at their places, and its replicas, started; all end with the block.
 
     Args:
-        groups: the placement groups of the ranks.
-        directory: see `RankActor.place`.
+        name: what the names of the placement groups begin with.
+        directory: see `ProcessActor.place`.
 
     Raises:
         ValueError, RuntimeError, TimeoutError: see `launch`.
     """
-    assert options.replicas is not None
-    ask, own_groups = options.replicas, []
+    ask, wanted = options.ask, options.replicas
     with ExitStack() as stack:
-        if not ask.is_colocated:
-            taken = options.ask.num_ranks
-            own_groups = stack.enter_context(
-                places(
-                    ask.own, f"{name}-replica", options.timeout_s, is_embedded=is_embedded, num_taken=taken
-                )
-            )
-        nodes = {node for group in (*groups, *own_groups) for node in nodes_of(group)}
-        orders = Orders(
-            ask,
-            values,
-            ranks.places,
-            directory,
-            "127.0.0.1" if len(nodes) == 1 else None,
-            options.max_restarts,
+        find = partial(places, timeout_s=options.timeout_s, is_embedded=is_embedded)
+        groups = stack.enter_context(find(ask, name))
+        ranks = Ranks(groups, ask, directory)
+        stack.enter_context(present(ranks.all))
+        own = []
+        if not wanted.is_colocated:
+            beside = find(wanted.own, f"{name}-replica", num_taken=ask.num_ranks)
+            own = stack.enter_context(beside)
+        replicas = Replicas(wanted, values, groups, ranks.places, own, directory, options.max_restarts)
+        stack.enter_context(present(replicas.all))
+        replicas.start()
+        yield ranks, replicas
+
+
+def run_directory(output_dir: Path) -> str | None:
+    """The directory that the run's processes enter; see `ProcessActor.place`.
+
+    Raises:
+        ValueError: Ray has copied the working directory, and `output_dir` would be in the copy.
+    """
+    import ray
+
+    if "working_dir" not in ray.get_runtime_context().runtime_env:
+        return os.getcwd()
+    if not output_dir.is_absolute():
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} would be in the copy of the working directory that Ray makes on "
+            "each node and deletes after the job: set the absolute path of one that all nodes share."
         )
-        replicas = Replicas(orders, seats(ask, groups, ranks.places, own_groups))
-        stack.callback(replicas.end)
-        replicas.start(are_awaited=ask.is_colocated and ask.on_gpus)
-        yield replicas
+    return None
+
+
+def _checkpoints(output_dir: Path) -> set[tuple[str, int]]:
+    """Name and time of each checkpoint in a run's `output_dir`. Only whole ones have such names."""
+    paths = output_dir.glob("checkpoint-*")
+    return {(path.name, path.stat().st_mtime_ns) for path in paths if path.name[11:].isdigit()}
