@@ -22,7 +22,6 @@ from colocate.version import __version__
 
 if TYPE_CHECKING:
     from colocate.clusters.launch import LaunchOptions
-    from colocate.clusters.replicas import ReplicaAsk
     from colocate.config import GRPOConfig
     from colocate.run_config import RunConfig
 
@@ -41,7 +40,7 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
         from colocate.clusters.launch import launch
 
         debug = ["--debug"] if known.debug else []
-        own = _options_with_replicas(values) if options.replicas.count else []
+        own = _options_with_replicas(values) if options.ask.num_replicas else []
         return launch(["train", *debug, *rest, *own], values, options)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
@@ -76,43 +75,26 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
     from colocate.clusters.launch import LaunchOptions
 
     on_gpus = known.gpus_per_node is not None
-    num_nodes = known.num_nodes or 1
+    num_replicas = known.num_replicas or 0
+    for name in () if num_replicas else ("replica_gpus", "replica_placement"):
+        if name in given:
+            raise ValueError(f"--{name} is read with --num_replicas, which says how many there are.")
+    vllm_options = known.vllm_options if num_replicas else []
+    words = ["--launcher ray", *(f"--{name} {value}" for name, value in given.items())]
     return LaunchOptions(
         ask=Ask(
-            num_nodes,
+            known.num_nodes or 1,
             known.gpus_per_node if on_gpus else known.ranks_per_node,
             on_gpus,
             shares=2 if engine == "trtllm" else 1,
+            num_replicas=num_replicas,
+            replica_size=known.replica_gpus or 1,
+            is_colocated=known.replica_placement != "own",
         ),
         max_restarts=3 if known.max_restarts is None else known.max_restarts,
         timeout_s=600.0 if known.cluster_timeout is None else float(known.cluster_timeout),
-        words=" ".join(
-            ["--launcher ray", *(f"--{name} {value}" for name, value in given.items())]
-            + [f"-- {shlex.join(known.vllm_options)}"] * bool(known.vllm_options)
-        ),
-        replicas=_replica_ask(known, on_gpus),
-    )
-
-
-def _replica_ask(known: argparse.Namespace, on_gpus: bool) -> ReplicaAsk:
-    """The vLLM servers that the command line asks for.
-
-    Raises:
-        ValueError: an option of replicas is given without their number.
-    """
-    from colocate.clusters.replicas import ReplicaAsk
-
-    if known.num_replicas is None:
-        for name in ("replica_gpus", "replica_placement"):
-            if getattr(known, name) is not None:
-                raise ValueError(f"--{name} is read with --num_replicas, which says how many there are.")
-        return ReplicaAsk()
-    return ReplicaAsk(
-        count=known.num_replicas,
-        size=known.replica_gpus or 1,
-        is_colocated=known.replica_placement != "own",
-        on_gpus=on_gpus,
-        vllm_options=tuple(known.vllm_options),
+        words=" ".join([*words, *(["--", shlex.join(vllm_options)] if vllm_options else [])]),
+        vllm_options=tuple(vllm_options),
     )
 
 

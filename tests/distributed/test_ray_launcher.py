@@ -21,10 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from colocate.cli import main
-from colocate.clusters import ranks as ranks_module
 from colocate.clusters.actor import ProcessActor
 from colocate.clusters.cluster import Ask, connected
-from colocate.clusters.ranks import noted_signals
 from colocate.parallel.launcher_variables import without_launchers
 from processes import TORCHRUN
 from ray_homes import FOREIGN, home_of_ray, marked, wait_for_end
@@ -309,27 +307,22 @@ def test_a_node_without_the_runs_directory_says_so(tmp_path):
 
 def test_arithmetic_of_nodes():
     ask = Ask(2, 8, on_gpus=True)
-    assert ask.shortage([4, 0, 8]) == "asked 16 GPUs in 2 × 8, Ray sees 8 + 4"
-    assert [ask.fits(nodes) for nodes in ([8, 4], [4, 4, 4, 4], [8, 8], [16], [])] == [0, 0, 1, 1, 0]
-    assert ask.bundles == [{"CPU": 1, "GPU": 1}] * ask.ranks_per_node
-    assert Ask(1, 2, on_gpus=False).bundles == [{"CPU": 1}] * 2
-    assert Ask(3, 4, on_gpus=True, is_one_actor=True).bundles == [{"CPU": 4, "GPU": 4}]
+    assert ask.shortage([4, 0, 8], "GPU") == "asked 16 GPUs in 2 × 8, Ray sees 8 + 4"
+    nodes = ([8, 4], [4, 4, 4, 4], [8, 8], [16], [])
+    assert [ask.fits(each, "GPU") for each in nodes] == [0, 0, 1, 1, 0]
+    assert ask.bundles == [[{"CPU": 1, "GPU": 1}] * 8] * 2
+    assert Ask(1, 2, on_gpus=False).bundles == [[{"CPU": 1}] * 2]
+    own = Ask(1, 8, on_gpus=True, num_replicas=3, replica_size=4, is_colocated=False)
+    assert own.bundles == [[{"CPU": 1, "GPU": 1}] * 8, *[[{"CPU": 4, "GPU": 4}]] * 3]
+    assert own.shortage([8, 8], "GPU") == "asked 20 GPUs in 1 × 8 + 3 × 4, Ray sees 8 + 8"
+    nodes = ([12, 8], [8, 8, 4], [20], [8, 8], [16, 3, 3])
+    assert [own.fits(each, "GPU") for each in nodes] == [1, 1, 1, 0, 0]
+    assert Ask(1, 8, on_gpus=True, num_replicas=3, replica_size=4).sizes("GPU") == [8], (
+        "they are beside ranks"
+    )
 
 
 def test_variables_of_other_launchers_are_taken_out():
     kept = {"PATH": "/bin", "MPLBACKEND": "agg", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x"}
     foreign = FOREIGN | {"I_MPI_RANK": "1", "TORCHELASTIC_RUN_ID": "1", "SLURM_JOB_ID": "1"}
     assert without_launchers(kept | foreign) == kept
-
-
-def test_ctrl_c_is_passed_on_once_and_the_second_stops_at_once(monkeypatch):
-    """A Ctrl-C that arrives twice, from the terminal and from a launcher above, is one."""
-    clock = iter([10.0, 10.2, 11.0])
-    monkeypatch.setattr(ranks_module.time, "monotonic", lambda: next(clock))
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), noted_signals() as received:
-        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
-            signal.raise_signal(number)
-        assert received == [signal.SIGINT, signal.SIGTERM]
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) == before

@@ -21,7 +21,7 @@ import pytest
 from colocate.clusters import replicas as replicas_module
 from colocate.clusters.cluster import Ask, connected
 from colocate.clusters.launch import LaunchOptions, processes
-from colocate.clusters.replicas import Replica, ReplicaAsk, Replicas
+from colocate.clusters.replicas import Replica, Replicas
 from processes import SOURCE
 from ray_runs import launch_here
 
@@ -56,25 +56,25 @@ def vllm(tmp_path, monkeypatch) -> None:
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     start, paths = Replica.start, f"{tmp_path / 'packages'}{os.pathsep}{SOURCE}"
-    with_path = lambda self, words, variables, **options: start(  # noqa: E731
-        self, words, {**variables, "PYTHONPATH": paths}, **options
+    with_path = lambda self, variables, **options: start(  # noqa: E731
+        self, variables={**variables, "PYTHONPATH": paths}, **options
     )
     monkeypatch.setattr(Replica, "start", with_path)
 
 
 @contextmanager
 def replicas_of(
-    ask: ReplicaAsk, directory: Path, cluster: dict[str, str], monkeypatch: Any
+    ask: Ask, directory: Path, cluster: dict[str, str], monkeypatch: Any, *vllm_options: str
 ) -> Iterator[Replicas]:
     """Started replicas of a run with a rank on each of two nodes."""
     monkeypatch.chdir(directory)
     for name in ("HOME", "RAY_TMPDIR", "RAY_ADDRESS"):
         monkeypatch.setenv(name, cluster[name])
-    options = LaunchOptions(Ask(2, 1, on_gpus=False), 2, 30.0, "", ask)
+    options = LaunchOptions(ask, 2, 30.0, "", vllm_options)
     values = dict(model_name_or_path="./model", output_dir="out")
     with (
         connected("test"),
-        processes(options, values, "test", str(directory), is_embedded=False) as (_, replicas),
+        processes(options, values, "test", is_embedded=False) as (_, replicas),
     ):
         yield replicas
 
@@ -90,7 +90,7 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
     """One with its server, one with its actor; both listen where they did."""
     import ray
 
-    ask = ReplicaAsk(2, 1, is_colocated=True, on_gpus=False)
+    ask = Ask(2, 1, on_gpus=False, num_replicas=2)
     with replicas_of(ask, make_run("replaced"), cluster, monkeypatch) as replicas:
         watch(replicas, lambda: all(each.is_ready for each in replicas.all))
         urls, (first, second) = replicas.variables["COLOCATE_REPLICAS"].split(","), replicas.all
@@ -119,7 +119,7 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
     """Its whole process group is stopped: its port takes connections, and nobody answers."""
     monkeypatch.setattr(replicas_module, "ANSWER_S", 1.0)
     monkeypatch.setattr(replicas_module, "PATIENCE", 2)
-    ask = ReplicaAsk(1, 1, is_colocated=True, on_gpus=False)
+    ask = Ask(2, 1, on_gpus=False, num_replicas=1)
     with replicas_of(ask, make_run("hanging"), cluster, monkeypatch) as replicas:
         (replica,) = replicas.all
         watch(replicas, lambda: replica.is_ready)
@@ -141,8 +141,8 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
 
 
 def test_a_replica_that_never_starts_ends_the_run_with_its_last_words(make_run, cluster, vllm, monkeypatch):
-    ask = ReplicaAsk(1, 1, is_colocated=False, on_gpus=False, vllm_options=("--fail",))
-    with replicas_of(ask, make_run("failing"), cluster, monkeypatch) as replicas:
+    ask = Ask(2, 1, on_gpus=False, num_replicas=1, is_colocated=False)
+    with replicas_of(ask, make_run("failing"), cluster, monkeypatch, "--fail") as replicas:
         ending, end_s = None, time.monotonic() + 60
         while ending is None and time.monotonic() < end_s:
             ending = replicas.look()
@@ -162,11 +162,8 @@ def test_replicas_that_do_not_fit_beside_the_ranks_are_refused(make_run, cluster
     assert re.search(r"the nodes have (2: 1 = 1|1 \+ 1: 0 \+ 0 = 0) fit, as none crosses a node\. Ask", said)
 
 
-def test_replicas_with_nodes_of_their_own_wait_for_room_and_are_told_who_has_it(
-    make_run, cluster, monkeypatch, capsys
-):
+def test_replicas_with_gpus_of_their_own_wait_for_room_with_the_ranks(make_run, cluster, monkeypatch, capsys):
     words = ["--ranks_per_node", "2", "--num_replicas", "2", "--replica_placement", "own"]
     assert launch_here([*words, "--cluster_timeout", "3"], make_run("own"), cluster, monkeypatch) == 1
     said = capsys.readouterr().err
-    assert "The cluster had no room within 3 s: asked 2 CPUs in 2 × 1, Ray sees 2 + 1, of which " in said
-    assert "are free: the ranks have 2, other jobs the rest. Ask for less, or set" in said
+    assert "The cluster had no room within 3 s: asked 4 CPUs in 1 × 2 + 2 × 1, Ray sees 2 + 1. Ask" in said

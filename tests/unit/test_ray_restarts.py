@@ -56,8 +56,7 @@ def play(monkeypatch, tmp_path):
             variables, look = {"SERVERS": "here"}, "look"
 
         @contextmanager
-        def processes(options: LaunchOptions, values: Any, name: str, directory: str, **_: Any):
-            assert directory == "here"
+        def processes(options: LaunchOptions, values: Any, name: str, **_: Any):
             yield Ranks(), Replicas()
             ended.append(name)
 
@@ -65,7 +64,7 @@ def play(monkeypatch, tmp_path):
         def connected(run_id: str):
             yield True
 
-        stand_ins = dict(processes=processes, connected=connected, run_directory=lambda output_dir: "here")
+        stand_ins = dict(processes=processes, connected=connected, run_directory=lambda: "here")
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(launch_module, name, stand_in)
         options = LaunchOptions(Ask(1, 2, on_gpus=False), max_restarts, 1.0, "--launcher ray")

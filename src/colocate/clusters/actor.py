@@ -32,8 +32,6 @@ class Place(NamedTuple):
     address: str
     gpu_ids: tuple[str, ...]
     free_port: int
-    version: str
-    """The version of this package there."""
 
 
 class Health(NamedTuple):
@@ -71,18 +69,24 @@ class ProcessActor:
         """The end of the pipe that ends the process when it is closed."""
         self._is_ready = self._was_hung = False
 
-    def place(self, directory: str | None) -> Place:
+    def place(self, directory: str | None, version: str) -> Place:
         """Say where this is.
 
         Args:
             directory: the driver's, which the process will be in. None: Ray has unpacked a copy of it
                 (`ray job submit --working-dir`), and the actor is in it.
+            version: the driver's, of this package.
 
         Raises:
-            ValueError: this node does not have the directory.
+            ValueError: this node does not have the directory, or has another version.
         """
         import ray
 
+        if version != __version__:
+            raise ValueError(
+                f"{socket.gethostname()} has colocate {__version__}, and the run was started with {version}: "
+                "install one version on all nodes."
+            )
         try:
             os.chdir(directory or ".")
         except OSError as error:
@@ -95,7 +99,7 @@ class ProcessActor:
             free.bind(("", 0))
             port = free.getsockname()[1]
         gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Place(socket.gethostname(), ray.util.get_node_ip_address(), tuple(gpu_ids), port, __version__)
+        return Place(socket.gethostname(), ray.util.get_node_ip_address(), tuple(gpu_ids), port)
 
     def start(
         self,

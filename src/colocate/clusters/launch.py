@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from colocate.clusters.cluster import Ask, connected, places
-from colocate.clusters.process import present
+from colocate.clusters.process import present, run_directory
 from colocate.clusters.ranks import Ranks
-from colocate.clusters.replicas import ReplicaAsk, Replicas
+from colocate.clusters.replicas import Replicas
 from colocate.run_file import LAUNCH
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -33,9 +31,9 @@ class LaunchOptions:
     timeout_s: float
     """Seconds to wait for the cluster's resources at each start."""
     words: str
-    """What the command line says of ranks and replicas, for the command to go on."""
-    replicas: ReplicaAsk = field(default_factory=ReplicaAsk)
-    """The vLLM servers that are started with the ranks."""
+    """What the command line says of all this, for the command to go on."""
+    vllm_options: Sequence[str] = ()
+    """Options of the replicas, which override those that are set here."""
 
 
 def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchOptions) -> int:
@@ -59,13 +57,21 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
     """
     run_id, output_dir = uuid.uuid4().hex[:8], Path(str(values.get("output_dir") or "trainer_output"))
     with connected(run_id) as is_embedded:
-        directory, before = run_directory(output_dir), _checkpoints(output_dir)
+        if run_directory() is None and not output_dir.is_absolute():
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} would be in the copy of the working directory that Ray "
+                "makes on each node and deletes after the job: set the absolute path of one that all nodes "
+                "share."
+            )
+        before = _checkpoints(output_dir)
         for attempt in range(options.max_restarts + 1):
             # The newest is this run's if there is a new one. Else it would be one of an earlier run.
             found = _checkpoints(output_dir)
             own = ["--resume_from_checkpoint", "auto"] if found - before else []
-            name = f"{run_id}-{attempt}"
-            with processes(options, values, name, directory, is_embedded=is_embedded) as (ranks, replicas):
+            with processes(options, values, f"{run_id}-{attempt}", is_embedded=is_embedded) as (
+                ranks,
+                replicas,
+            ):
                 ranks.start([*arguments, *own], {LAUNCH: options.words, **replicas.variables})
                 ending = ranks.wait(replicas.look)
             if ending.code == 0 or (ending.was_stopped and ending.code in _STOPPED):
@@ -82,49 +88,27 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
 
 @contextmanager
 def processes(
-    options: LaunchOptions, values: Mapping[str, Any], name: str, directory: str | None, *, is_embedded: bool
+    options: LaunchOptions, values: Mapping[str, Any], name: str, *, is_embedded: bool
 ) -> Iterator[tuple[Ranks, Replicas]]:
     """A run's ranks at their places, and its replicas, started; all end with the block.
 
     Args:
         name: what the names of the placement groups begin with.
-        directory: see `ProcessActor.place`.
 
     Raises:
         ValueError, RuntimeError, TimeoutError: see `launch`.
     """
-    ask, wanted = options.ask, options.replicas
-    with ExitStack() as stack:
-        find = partial(places, timeout_s=options.timeout_s, is_embedded=is_embedded)
-        groups = stack.enter_context(find(ask, name))
-        ranks = Ranks(groups, ask, directory)
-        stack.enter_context(present(ranks.all))
-        own = []
-        if not wanted.is_colocated:
-            beside = find(wanted.own, f"{name}-replica", num_taken=ask.num_ranks)
-            own = stack.enter_context(beside)
-        replicas = Replicas(wanted, values, groups, ranks.places, own, directory, options.max_restarts)
-        stack.enter_context(present(replicas.all))
-        replicas.start()
-        yield ranks, replicas
-
-
-def run_directory(output_dir: Path) -> str | None:
-    """The directory that the run's processes enter; see `ProcessActor.place`.
-
-    Raises:
-        ValueError: Ray has copied the working directory, and `output_dir` would be in the copy.
-    """
-    import ray
-
-    if "working_dir" not in ray.get_runtime_context().runtime_env:
-        return os.getcwd()
-    if not output_dir.is_absolute():
-        raise ValueError(
-            f"output_dir={str(output_dir)!r} would be in the copy of the working directory that Ray makes on "
-            "each node and deletes after the job: set the absolute path of one that all nodes share."
-        )
-    return None
+    ask = options.ask
+    with places(ask, name, options.timeout_s, is_embedded=is_embedded) as groups:
+        of_ranks, own = groups[: ask.num_nodes], groups[ask.num_nodes :]
+        ranks = Ranks(of_ranks, ask)
+        with present(ranks.all):
+            replicas = Replicas(
+                ask, values, options.vllm_options, of_ranks, ranks.places, own, options.max_restarts
+            )
+            with present(replicas.all):
+                replicas.start()
+                yield ranks, replicas
 
 
 def _checkpoints(output_dir: Path) -> set[tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +44,6 @@ class Process:
     Args:
         name: what messages call it, as in "rank 3".
         options: Ray's, of its actor: where it is, and what it takes.
-        directory: see `ProcessActor.place`.
         output: what messages say of where its output is: nothing, or as in ", of out/replica-0.log".
     """
 
@@ -56,10 +56,8 @@ class Process:
     """It is a server and answers, or has answered before it was lost."""
     ending: Ending | None = None
 
-    def __init__(
-        self, name: str, options: Mapping[str, Any], directory: str | None, output: str = ""
-    ) -> None:
-        self.name, self.directory = name, directory
+    def __init__(self, name: str, options: Mapping[str, Any], output: str = "") -> None:
+        self.name = name
         self.tail = Tail(None)
         self.heard_s = time.monotonic()
         self.asked: Any = None
@@ -87,7 +85,7 @@ class Process:
         if not self._is_seated:
             self._sit()
         self.ending, self.is_ready = None, False
-        self.asked = self.actor.start.remote(self.directory, arguments, variables, **options)
+        self.asked = self.actor.start.remote(run_directory(), arguments, variables, **options)
 
     def say(self, number: int, text: str) -> None:
         """Do with its output on a file descriptor, 1 or 2, what is to be done with it."""
@@ -146,7 +144,7 @@ def present(processes: Sequence[Process]) -> Iterator[None]:
 
     try:
         try:
-            asked = [process.actor.place.remote(process.directory) for process in processes]
+            asked = [process.actor.place.remote(run_directory(), __version__) for process in processes]
             places = ray.get(asked, timeout=_START_S)
         except ray.exceptions.RayError as error:
             raise RuntimeError(
@@ -155,11 +153,6 @@ def present(processes: Sequence[Process]) -> Iterator[None]:
             ) from error
         for process, place in zip(processes, places, strict=True):
             process.place = place
-            if place.version != __version__:
-                raise RuntimeError(
-                    f"{place.host} has colocate {place.version}, and the run was started with {__version__}: "
-                    "install one version on all nodes."
-                )
         yield
     finally:
         if ends := [process.actor.end.remote() for process in processes]:
@@ -176,6 +169,13 @@ def hear(processes: Sequence[Process], timeout_s: float) -> None:
         ray.wait([*asked], timeout=timeout_s)
         for answer in ray.wait([*asked], num_returns=len(asked), timeout=0)[0]:
             asked[answer].take()
+
+
+def run_directory() -> str | None:
+    """The directory that the run's processes are in; see `ProcessActor.place`."""
+    import ray
+
+    return None if "working_dir" in ray.get_runtime_context().runtime_env else os.getcwd()
 
 
 def brief(error: Exception) -> str:

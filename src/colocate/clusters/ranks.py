@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from colocate.checkpoints.stop_signals import StopSignals
 from colocate.clusters.actor import Place
 from colocate.clusters.cluster import Ask
 from colocate.clusters.process import ANSWER_S, Ending, Process, hear
@@ -20,8 +19,6 @@ from colocate.parallel.ray_place import RayPlace
 GRACE_S = 12.0
 """Seconds for the other ranks after one has ended with an error: they may come to the same error, or tell of
 it (`watch.GRACE_S` is shorter)."""
-_SAME_INTERRUPT_S = 0.5
-"""Seconds after a Ctrl-C within which a second one is the same one, passed on by `ray job` or a shell."""
 
 
 class Rank(Process):
@@ -30,8 +27,8 @@ class Rank(Process):
     is_heard = True
     """Else the lines are only kept, since the first rank draws on the terminal."""
 
-    def __init__(self, number: int, options: Mapping[str, Any], directory: str | None) -> None:
-        super().__init__(f"rank {number}", options, directory)
+    def __init__(self, number: int, options: Mapping[str, Any]) -> None:
+        super().__init__(f"rank {number}", options)
         self._open = {1: "", 2: ""}
         self._prefix = f"[rank {number}] " if number else ""
 
@@ -54,10 +51,9 @@ class Ranks:
 
     Args:
         groups: a placement group for each node.
-        directory: see `ProcessActor.place`.
     """
 
-    def __init__(self, groups: Sequence[Any], ask: Ask, directory: str | None) -> None:
+    def __init__(self, groups: Sequence[Any], ask: Ask) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._groups, self._ask = groups, ask
@@ -69,7 +65,6 @@ class Ranks:
                     num_gpus=1 / ask.shares if ask.on_gpus else 0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(*bundle),
                 ),
-                directory,
             )
             for number, bundle in enumerate(product(groups, range(ask.ranks_per_node)))
         ]
@@ -105,13 +100,13 @@ class Ranks:
         """
         failures: list[Ending] = []
         until_s, num_passed_on = float("inf"), 0
-        with noted_signals() as received:
+        with StopSignals() as stop:
             while any(rank.ending is None for rank in self.all) and time.monotonic() < until_s:
                 hear(self.all, 0.2)
-                for number in received[num_passed_on:]:
-                    num_passed_on += 1
+                while num_passed_on < len(stop.noted):
                     for rank in self.all:
-                        rank.actor.signal.remote(number)
+                        rank.actor.signal.remote(stop.noted[num_passed_on])
+                    num_passed_on += 1
                 if self._size is not None and (size := _terminal_size()) not in (None, self._size):
                     self._size = size
                     self.all[0].actor.resize.remote(size)
@@ -120,7 +115,7 @@ class Ranks:
                 failures = [rank.ending for rank in self.all if rank.ending and rank.ending.code]
                 if any(failure.was_lost for failure in failures):
                     break
-                if failures and not received:
+                if failures and not stop.noted:
                     until_s = min(until_s, time.monotonic() + GRACE_S)
         for rank in self.all:
             silence_s = time.monotonic() - rank.heard_s
@@ -128,7 +123,7 @@ class Ranks:
                 failures.append(rank.lost(f"is lost: nothing was heard of it for {silence_s:.0f} s"))
         # What all ranks find wrong, one alone says, and need not be the first to end.
         failures.sort(key=lambda failure: (not failure.was_lost, not failure.has_words))
-        return replace([*failures, Ending(0)][0], was_stopped=bool(received))
+        return replace([*failures, Ending(0)][0], was_stopped=bool(stop.noted))
 
     def _variables(self, number: int) -> dict[str, str]:
         """What torchrun would set, and the GPUs of the node's ranks, which all of them see: LOCAL_RANK is the
@@ -146,6 +141,7 @@ class Ranks:
             "CUDA_VISIBLE_DEVICES": ",".join(sorted(gpu_ids, key=lambda gpu: (len(gpu), gpu))),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONUNBUFFERED": "1",
+            **self._ray_place().as_variable(),
             **{name: os.environ[name] for name in ("TERM", "COLORTERM") if name in os.environ},
         }
 
@@ -161,38 +157,6 @@ class Ranks:
             sizes=(self._ask.ranks_per_node,) * len(self._groups),
             shares=self._ask.shares,
         )
-
-
-@contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Notes SIGINT and SIGTERM during the block, in the list, instead of acting on them.
-
-    A second Ctrl-C raises KeyboardInterrupt.
-    """
-    received: list[int] = []
-    interrupted_s: float | None = None
-
-    def note(number: int, frame: object) -> None:
-        nonlocal interrupted_s
-        if number == signal.SIGINT:
-            now_s = time.monotonic()
-            if interrupted_s is not None:
-                if now_s - interrupted_s > _SAME_INTERRUPT_S:
-                    raise KeyboardInterrupt
-                return
-            interrupted_s = now_s
-        received.append(number)
-
-    before = {
-        number: signal.signal(number, note)
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _terminal_size() -> tuple[int, int] | None:

@@ -11,7 +11,6 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,42 +32,24 @@ ANSWER_S, PATIENCE = 10.0, 6
 """See `Health`: a minute. What holds an engine's loop, such as a piece of the weights, takes seconds."""
 
 
-@dataclass(frozen=True)
-class ReplicaAsk:
-    """What a run asks for: `count` vLLM servers on `size` GPUs each, which compute each pass together."""
+def serve_command(ask: Ask, values: Mapping[str, Any], host: str, port: int) -> list[str]:
+    """What follows `colocate` to start a server of the model of a run with the options `values`.
 
-    count: int = 0
-    size: int = 1
-    is_colocated: bool = True
-    """On the ranks' GPUs, in turns with them; else on GPUs of their own."""
-    on_gpus: bool = False
-    vllm_options: tuple[str, ...] = ()
-    """Options of vLLM, which override those that are set here."""
-
-    @property
-    def own(self) -> Ask:
-        """What is asked of the cluster for replicas with GPUs of their own."""
-        return Ask(self.count, self.size, self.on_gpus, is_one_actor=True)
-
-    def command(self, values: Mapping[str, Any], host: str, port: int) -> list[str]:
-        """What follows `colocate` to start one that serves the model of a run with the options `values`.
-
-        It loads no weights: those of the trainer come before the first request.
-        """
-        bf16 = coerce("bf16", values.get("bf16"), bool | None)
-        dtype = "bfloat16" if (self.on_gpus if bf16 is None else bf16) else values.get("dtype") or "float32"
-        options = ["--load-format", "dummy", "--dtype", str(dtype)]
-        for name, option in (("model_revision", "--revision"), ("vllm_max_model_length", "--max-model-len")):
-            options += [option, str(values[name])] if values.get(name) is not None else []
-        if coerce("trust_remote_code", values.get("trust_remote_code"), bool | None):
-            options.append("--trust-remote-code")
-        if self.is_colocated and self.on_gpus:
-            options += ["--enable-sleep-mode", "--gpu-memory-utilization", str(MEMORY_SHARE)]
-        return [
-            *("vllm-serve", str(values["model_name_or_path"]), "--host", host, "--port", str(port)),
-            *("--tensor-parallel-size", str(self.size if self.on_gpus else 1)),
-            *("--", *options, *self.vllm_options),
-        ]
+    It loads no weights: those of the trainer come before the first request.
+    """
+    bf16 = coerce("bf16", values.get("bf16"), bool | None)
+    dtype = "bfloat16" if (ask.on_gpus if bf16 is None else bf16) else values.get("dtype") or "float32"
+    options = ["--load-format", "dummy", "--dtype", str(dtype)]
+    for name, option in (("model_revision", "--revision"), ("vllm_max_model_length", "--max-model-len")):
+        options += [option, str(values[name])] if values.get(name) is not None else []
+    if coerce("trust_remote_code", values.get("trust_remote_code"), bool | None):
+        options.append("--trust-remote-code")
+    if ask.is_colocated and ask.on_gpus:
+        options += ["--enable-sleep-mode", "--gpu-memory-utilization", str(MEMORY_SHARE)]
+    return [
+        *("vllm-serve", str(values["model_name_or_path"]), "--host", host, "--port", str(port)),
+        *("--tensor-parallel-size", str(ask.replica_size if ask.on_gpus else 1), "--", *options),
+    ]
 
 
 class Replica(Process):
@@ -80,25 +61,13 @@ class Replica(Process):
 
     num_restarts = 0
     """Since it was last ready."""
-    orders: tuple[list[str], dict[str, str], Health]
-    """Its command line, its variables, and how it is asked whether it works."""
+    orders: dict[str, Any]
+    """What it is started with."""
 
-    def __init__(
-        self,
-        number: int,
-        options: Mapping[str, Any],
-        gpu_ids: Sequence[str],
-        log: Path,
-        directory: str | None,
-    ) -> None:
-        super().__init__(f"replica {number}", options, directory, f", of {log}")
+    def __init__(self, number: int, options: Mapping[str, Any], gpu_ids: Sequence[str], log: Path) -> None:
+        super().__init__(f"replica {number}", options, f", of {log}")
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log, self.gpu_ids = log, gpu_ids
-
-    def begin(self) -> None:
-        """Start the server, again if it has ended."""
-        command, variables, health = self.orders
-        self.start(command, variables, health=health)
 
     def say(self, number: int, text: str) -> None:
         with self._log.open("a", encoding="utf-8") as log:
@@ -111,6 +80,7 @@ class Replicas:
 
     Args:
         values: the run's options.
+        vllm_options: options of vLLM, which override those that are set here.
         groups: the ranks' placement groups, and `ranks` their places, group by group.
         own_groups: the servers' placement groups, where they have GPUs of their own. Else they are in slices
             of the ranks' bundles, and take nothing of Ray's resources there.
@@ -122,20 +92,21 @@ class Replicas:
 
     def __init__(
         self,
-        ask: ReplicaAsk,
+        ask: Ask,
         values: Mapping[str, Any],
+        vllm_options: Sequence[str],
         groups: Sequence[Any],
         ranks: Sequence[Place],
         own_groups: Sequence[Any],
-        directory: str | None,
         max_restarts: int,
     ) -> None:
-        self._ask, self._values, self._ranks, self._max_restarts = ask, values, ranks, max_restarts
+        self._ask, self._values, self._vllm_options = ask, values, vllm_options
+        self._ranks, self._max_restarts = ranks, max_restarts
         # Only the run knows the servers' key, unless its user has set one.
         self._key = os.environ.get(VARIABLE) or secrets.token_urlsafe(32)
         output_dir = Path(str(values.get("output_dir") or "trainer_output"))
         self.all = [
-            Replica(number, *seat, output_dir / f"replica-{number}.log", directory)
+            Replica(number, *seat, output_dir / f"replica-{number}.log")
             for number, seat in enumerate(_seats(ask, groups, ranks, own_groups))
         ]
 
@@ -154,12 +125,10 @@ class Replicas:
         Raises:
             RuntimeError: a server has ended.
         """
-        is_one_node = (
-            len({place.address for place in (*self._ranks, *(each.place for each in self.all))}) == 1
-        )
+        addresses = {place.address for place in (*self._ranks, *(replica.place for replica in self.all))}
         for replica in self.all:
-            _, address, own, port, _ = replica.place
-            host = "127.0.0.1" if is_one_node else address
+            _, address, own, port = replica.place
+            host = "127.0.0.1" if len(addresses) == 1 else address
             replica.url = f"http://{host}:{port}"
             # Its own GPUs come first. Those of the node's ranks follow, as weights are read from a rank's.
             beside = [gpu for place in self._ranks if place.address == address for gpu in place.gpu_ids]
@@ -169,9 +138,12 @@ class Replicas:
                 VARIABLE: self._key,
                 LAUNCH: "a replica",
             }
-            command = self._ask.command(self._values, host, port)
-            replica.orders = command, variables, Health(replica.url + _STEP, self._key, ANSWER_S, PATIENCE)
-            replica.begin()
+            replica.orders = dict(
+                arguments=[*serve_command(self._ask, self._values, host, port), *self._vllm_options],
+                variables=variables,
+                health=Health(replica.url + _STEP, self._key, ANSWER_S, PATIENCE),
+            )
+            replica.start(**replica.orders)
         is_awaited = self._ask.is_colocated and self._ask.on_gpus
         while is_awaited and not all(replica.is_ready for replica in self.all):
             if (ending := self.look()) is not None:
@@ -199,26 +171,26 @@ class Replicas:
             else:
                 times = f"{replica.num_restarts} of {self._max_restarts} times"
                 follows = f"It is started again in its place ({times})."
-                replica.begin()
+                replica.start(**replica.orders)
             print(f"\n{ending.text}\n{follows}", file=sys.stderr, flush=True)
         return None
 
 
 def _seats(
-    ask: ReplicaAsk, groups: Sequence[Any], ranks: Sequence[Place], own_groups: Sequence[Any]
+    ask: Ask, groups: Sequence[Any], ranks: Sequence[Place], own_groups: Sequence[Any]
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """For each replica Ray's options of its actor, and its GPUs if they are ranks'. See `Replicas`."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    (whole,) = ask.own.bundles
-    for group in own_groups:
-        strategy = PlacementGroupSchedulingStrategy(group, 0)
-        yield dict(num_cpus=whole["CPU"], num_gpus=whole.get("GPU", 0), scheduling_strategy=strategy), []
     if not ask.is_colocated:
+        for group in own_groups:
+            (taken,) = group.bundle_specs
+            strategy = PlacementGroupSchedulingStrategy(group, 0)
+            yield dict(num_cpus=taken["CPU"], num_gpus=taken.get("GPU", 0), scheduling_strategy=strategy), []
         return
     tables = [nodes_of(group) for group in groups]
     try:
-        slices = cut(tables, ask.size, ask.count, "GPU" if ask.on_gpus else "CPU")
+        slices = cut(tables, ask.replica_size, ask.num_replicas, ask.kind)
     except ValueError as error:
         raise ValueError(
             f"The ranks' nodes have no room for the replicas beside them: {error}. Ask for fewer or smaller "
