@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from colocate import cli
+from colocate.clusters import replicas
 from colocate.clusters.cluster import Ask
 from colocate.clusters.replicas import MEMORY_SHARE, serve_command
 from colocate.engines.vllm_server.serve import _check_options
@@ -152,7 +153,7 @@ def test_the_script_of_slurm_starts_what_it_asks_for():
 
 def test_messages_are_those_of_the_code_or_rays():
     messages = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Messages")[2], flags=re.MULTILINE)
-    assert len(messages) == 13
+    assert len(messages) == 14
     for message in set(messages) - {"Version mismatch"}:
         assert message in SOURCES, message
 
@@ -160,6 +161,9 @@ def test_messages_are_those_of_the_code_or_rays():
 def test_the_page_says_what_the_arithmetic_says():
     said = Ask(2, 8, on_gpus=True).shortage([8, 4], "GPU")
     assert f"`{said}`" in PAGE
+    own = Ask(2, 8, on_gpus=True, num_replicas=2, replica_size=2, is_colocated=False)
+    assert f"`{own.shortage([8, 8], 'GPU')}`" in PAGE
+    assert (replicas.ANSWER_S, replicas.PATIENCE) == (10.0, 6), "as the page says"
     with pytest.raises(ValueError) as raised:
         cut([["a"] * 8, ["b"] * 4], size=4, count=4)
     assert f"`{raised.value}`" in " ".join(PAGE.split())

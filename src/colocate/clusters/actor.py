@@ -34,16 +34,6 @@ class Place(NamedTuple):
     free_port: int
 
 
-class Health(NamedTuple):
-    """How a server is asked whether it works. It has `answer_s` for an answer, and hangs if it was ready and
-    leaves `patience` questions on end without one."""
-
-    url: str
-    key: str
-    answer_s: float
-    patience: int
-
-
 class News(NamedTuple):
     """What there is to tell of a process since the last question."""
 
@@ -107,7 +97,7 @@ class ProcessActor:
         arguments: Sequence[str],
         variables: Mapping[str, str],
         size: tuple[int, int] | None = None,
-        health: Health | None = None,
+        health: tuple[str, str, float, int] | None = None,
     ) -> News:
         """Start the process, after ending what an earlier one has left behind.
 
@@ -116,7 +106,8 @@ class ProcessActor:
             arguments: what follows `colocate`.
             variables: what the process's environment has beside the node's.
             size: rows and columns of the terminal to give it, on which it draws its panel; None: pipes.
-            health: how it is asked whether it works, if it is a server.
+            health: for a server, how it is asked whether it works: a URL, its key, the seconds for an answer,
+                and how many questions on end may have none, once one had. Then it is killed.
         """
         self.end()
         self._is_ready = self._was_hung = False
@@ -138,7 +129,7 @@ class ProcessActor:
         for number, descriptor in streams.items():
             self._output.register(descriptor, selectors.EVENT_READ, number)
         if health is not None:
-            threading.Thread(target=self._watch, args=(self._process, health), daemon=True).start()
+            threading.Thread(target=self._watch, args=(self._process, *health), daemon=True).start()
         return News(self._process.pid, [], False, False, None)
 
     def follow(self) -> News:
@@ -179,17 +170,19 @@ class ProcessActor:
             os.close(self._held)
             self._held = None
 
-    def _watch(self, process: subprocess.Popen[bytes], health: Health) -> None:
-        """Find out when a server is ready, and end it when it hangs."""
-        headers, num_missed = {"Authorization": f"Bearer {health.key}"}, 0
-        question = urllib.request.Request(health.url, headers=headers)
-        while num_missed < health.patience:
+    def _watch(
+        self, process: subprocess.Popen[bytes], url: str, key: str, answer_s: float, patience: int
+    ) -> None:
+        """Find out when a server is ready, and kill it when it hangs."""
+        question = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        num_unanswered = 0
+        while num_unanswered < patience:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(health.answer_s / 10)
+                process.wait(answer_s / 10)
                 return
-            num_missed += self._is_ready
-            with suppress(OSError), urllib.request.urlopen(question, timeout=health.answer_s):
-                self._is_ready, num_missed = True, 0
+            num_unanswered += self._is_ready
+            with suppress(OSError), urllib.request.urlopen(question, timeout=answer_s):
+                self._is_ready, num_unanswered = True, 0
         self._was_hung = True
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -22,13 +22,15 @@ it (`watch.GRACE_S` is shorter)."""
 
 
 class Rank(Process):
-    """A rank, whose output is shown: the first rank's as it comes, whole lines of the others by name."""
+    """A rank, whose output is shown: the first rank's as it comes, whole lines of the others by name.
 
-    is_heard = True
-    """Else the lines are only kept, since the first rank draws on the terminal."""
+    Args:
+        is_heard: else lines are only kept, since the first rank draws on the terminal.
+    """
 
-    def __init__(self, number: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, options: Mapping[str, Any], *, is_heard: bool) -> None:
         super().__init__(f"rank {number}", options)
+        self._is_heard = is_heard
         self._open = {1: "", 2: ""}
         self._prefix = f"[rank {number}] " if number else ""
 
@@ -38,7 +40,7 @@ class Rank(Process):
     def say(self, number: int, text: str) -> None:
         if number == 2:
             self.tail.write(text)
-        if not self.is_heard:
+        if not self._is_heard:
             return
         if self._prefix:
             *whole, self._open[number] = (self._open[number] + text).split("\n")
@@ -56,7 +58,7 @@ class Ranks:
     def __init__(self, groups: Sequence[Any], ask: Ask) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._groups, self._ask = groups, ask
+        self._groups, self._ask, self._size = groups, ask, _terminal_size()
         self.all = [
             Rank(
                 number,
@@ -65,10 +67,10 @@ class Ranks:
                     num_gpus=1 / ask.shares if ask.on_gpus else 0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(*bundle),
                 ),
+                is_heard=number == 0 or self._size is None,
             )
             for number, bundle in enumerate(product(groups, range(ask.ranks_per_node)))
         ]
-        self._size: tuple[int, int] | None = None
 
     @property
     def places(self) -> list[Place]:
@@ -81,9 +83,7 @@ class Ranks:
             arguments: what follows `colocate`.
             variables: what all ranks' environments have beside what tells them their ranks.
         """
-        self._size = _terminal_size()
         for number, rank in enumerate(self.all):
-            rank.is_heard = number == 0 or self._size is None
             size = self._size if number == 0 else None
             rank.start(arguments, self._variables(number) | dict(variables), size=size)
 

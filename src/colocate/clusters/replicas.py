@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate.clusters.actor import Health, Place
+from colocate.clusters.actor import Place
 from colocate.clusters.cluster import Ask, nodes_of
 from colocate.clusters.process import Ending, Process, hear
 from colocate.engines.vllm_server.key import VARIABLE
@@ -29,7 +29,8 @@ _STEP = "/is_paused"
 """A question that the engine's loop answers between two steps, and not the HTTP server in front of it: each
 answer tells that the loop has come round again, also where there is nothing to draw."""
 ANSWER_S, PATIENCE = 10.0, 6
-"""See `Health`: a minute. What holds an engine's loop, such as a piece of the weights, takes seconds."""
+"""Seconds for an answer, and how many on end may be missing: a minute. What holds an engine's loop for a
+while, such as a piece of the weights, takes seconds."""
 
 
 def serve_command(ask: Ask, values: Mapping[str, Any], host: str, port: int) -> list[str]:
@@ -141,7 +142,7 @@ class Replicas:
             replica.orders = dict(
                 arguments=[*serve_command(self._ask, self._values, host, port), *self._vllm_options],
                 variables=variables,
-                health=Health(replica.url + _STEP, self._key, ANSWER_S, PATIENCE),
+                health=(replica.url + _STEP, self._key, ANSWER_S, PATIENCE),
             )
             replica.start(**replica.orders)
         is_awaited = self._ask.is_colocated and self._ask.on_gpus
