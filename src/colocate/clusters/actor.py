@@ -175,13 +175,14 @@ class ProcessActor:
     ) -> None:
         """Find out when a server is ready, and kill it when it hangs."""
         question = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know it
         num_unanswered = 0
         while num_unanswered < patience:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(answer_s / 10)
                 return
             num_unanswered += self._is_ready
-            with suppress(OSError), urllib.request.urlopen(question, timeout=answer_s):
+            with suppress(OSError), opener.open(question, timeout=answer_s):
                 self._is_ready, num_unanswered = True, 0
         self._was_hung = True
         with suppress(ProcessLookupError):

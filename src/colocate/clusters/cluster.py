@@ -139,7 +139,7 @@ def _check_address(given: str) -> None:
 def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Iterator[list[Any]]:
     """The placement groups of a run, ready; they are removed after the block.
 
-    There is one for each node with ranks, in the order of the nodes' addresses, and then one for each server.
+    There is one for each node with ranks, this machine's first, and then one for each server.
 
     Args:
         name: what the groups' names begin with.
@@ -149,7 +149,6 @@ def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Itera
     Raises:
         TimeoutError: the resources did not come; the message has the arithmetic.
     """
-    import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     if is_embedded and not ask.fits(seen := _per_node(ask.kind), ask.kind):
@@ -178,9 +177,7 @@ def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Itera
                 print(
                     f"Waiting up to {timeout_s:,.0f} s for the cluster: {told}.", file=sys.stderr, flush=True
                 )
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        of_ranks = sorted(groups[: ask.num_nodes], key=lambda group: addresses[nodes_of(group)[0]])
-        yield of_ranks + groups[ask.num_nodes :]
+        yield sorted(groups[: ask.num_nodes], key=_order) + groups[ask.num_nodes :]
     finally:
         for group in groups:
             with suppress(Exception):  # the cluster may be gone
@@ -212,3 +209,12 @@ def nodes_of(group: Any) -> list[str]:
 
     table = placement_group_table(group)["bundles_to_node_id"]
     return [table[number] for number in sorted(table)]
+
+
+def _order(group: Any) -> tuple[bool, str, str]:
+    """Sorts this machine first, and other nodes by their addresses."""
+    import ray
+
+    node_id = nodes_of(group)[0]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return node_id != ray.get_runtime_context().get_node_id(), addresses[node_id], node_id
