@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,10 +155,11 @@ def present(processes: Sequence[Process]) -> Iterator[None]:
             process.place = place
         yield
     finally:
-        if ends := [process.actor.end.remote() for process in processes]:
-            ray.wait(ends, num_returns=len(ends), timeout=ANSWER_S)
-        for process in processes:
-            ray.kill(process.actor)
+        with suppress(ray.exceptions.RayError):  # the cluster may be gone
+            if ends := [process.actor.end.remote() for process in processes]:
+                ray.wait(ends, num_returns=len(ends), timeout=ANSWER_S)
+            for process in processes:
+                ray.kill(process.actor)
 
 
 def hear(processes: Sequence[Process], timeout_s: float) -> None:
