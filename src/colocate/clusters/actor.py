@@ -16,6 +16,7 @@ import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from http.client import HTTPException
 from typing import NamedTuple
 
 from colocate.parallel.launcher_variables import without_launchers
@@ -182,7 +183,7 @@ class ProcessActor:
                 process.wait(answer_s / 10)
                 return
             num_unanswered += self._is_ready
-            with suppress(OSError), opener.open(question, timeout=answer_s):
+            with suppress(OSError, HTTPException), opener.open(question, timeout=answer_s):
                 self._is_ready, num_unanswered = True, 0
         self._was_hung = True
         with suppress(ProcessLookupError):
