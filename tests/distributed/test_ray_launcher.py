@@ -24,6 +24,7 @@ from colocate.cli import main
 from colocate.clusters.actor import ProcessActor
 from colocate.clusters.cluster import Ask, connected
 from colocate.parallel.launcher_variables import without_launchers
+from colocate.version import __version__
 from processes import TORCHRUN
 from ray_homes import FOREIGN, home_of_ray, marked, wait_for_end
 from ray_runs import launch_here
@@ -302,7 +303,16 @@ def test_a_rank_of_another_launcher_does_not_start_ranks(monkeypatch, capsys, ma
 def test_a_node_without_the_runs_directory_says_so(tmp_path):
     pytest.importorskip("ray")
     with pytest.raises(ValueError, match=rf"{socket.gethostname()} cannot enter .*none.*: No such file"):
-        ProcessActor().place(str(tmp_path / "none"))
+        ProcessActor().place(str(tmp_path / "none"), __version__)
+
+
+def test_a_node_with_another_version_says_so(tmp_path):
+    pytest.importorskip("ray")
+    told = (
+        f"{socket.gethostname()} has colocate {__version__}, and the run was started with 0.0.1: install one"
+    )
+    with pytest.raises(ValueError, match=re.escape(told)):
+        ProcessActor().place(str(tmp_path), "0.0.1")
 
 
 def test_arithmetic_of_nodes():
