@@ -149,7 +149,15 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     trainer.save_model(str(config.run_dir))
     if is_main:
-        print(model_saved(config.run_dir, str(run.model_name_or_path), is_adapter=run.use_peft))
+        several = run.datasets or run.eval_datasets or run.test_split_size
+        print(
+            model_saved(
+                config.run_dir,
+                str(run.model_name_or_path),
+                is_adapter=run.use_peft,
+                held_out=eval_dataset is not None and not several,
+            )
+        )
 
 
 def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextManager[None]:

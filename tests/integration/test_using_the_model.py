@@ -119,6 +119,17 @@ def test_the_run_ends_with_what_to_type_next(home, capsys):
     ]
 
 
+def test_a_run_that_held_rows_out_is_measured_on_them_without_being_told(home, capsys):
+    (home / "split").mkdir()
+    for name in ("train", "test"):
+        shutil.copy(home / f"{name}.jsonl", home / "split")
+    options = "--dataset_name split --max_steps 1 --eval_strategy steps --num_generations_eval 1 --output_dir runs/split"
+    printed = run(f"colocate train run.yaml {options}", capsys).splitlines()
+    (measure,) = [line for line in printed if line.startswith("Measure it: ")]
+    assert measure == "Measure it: colocate eval model runs/split --num_samples 4"
+    assert "split: 2 prompts x 4" in run(measure.removeprefix("Measure it: "), capsys)
+
+
 def test_greedy_answers_through_a_pipe_are_those_of_generate(home, capsys, monkeypatch):
     command = 'echo "3 and 4 more: how many?" | colocate chat runs/sums --temperature 0'
     said, _, command = command.partition(" | ")
@@ -145,6 +156,7 @@ def test_a_trained_model_is_better_than_its_base_on_prompts_it_has_not_seen(home
     printed = run(command, capsys)
     (title,) = re.findall(r"```\n(test.jsonl: .*), up to 256 tokens\n```", PAGE)
     assert title in printed
+    assert "In brackets: 95% confidence" in printed
     for name in ("accuracy", "pass@2", "pass@4", "pass@8", "final_answer", "tokens", "truncated"):
         assert re.search(rf"^{name} ", printed, flags=re.MULTILINE)
     result = json.loads(Path("results.json").read_text())

@@ -517,6 +517,36 @@ def test_help_and_version_load_no_torch(arguments):
 
 
 @pytest.mark.parametrize(
+    "command", ["", "train", "plan", "report", "chat", "eval", "merge", "export", "serve"]
+)
+@pytest.mark.parametrize("columns", [60, 120])
+def test_help_fits_the_terminal(command, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    wide = [line for line in lines if len(line) > columns]
+    # A name with its default stays in one piece, and so does a heading.
+    assert not [line for line in wide if line.startswith("    ") or not line.endswith((")", ":"))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "runs/a", "--prot", "80"], "unrecognized arguments: --prot 80; did you mean '--port'?"),
+        (["eval", "runs/a", "--num_sample=4"], "did you mean '--num_samples'?"),
+        (["serve", "runs/a", "--tensor-parallel-size", "2"], "is started by `colocate vllm-serve`"),
+    ],
+)
+def test_an_unknown_option_of_a_command_is_refused_with_the_nearest_one(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and said in shown
+    assert f"usage: colocate {arguments[0]} MODEL" in shown
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--lerning_rate", "1"], "did you mean 'learning_rate'?"),
