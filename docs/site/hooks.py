@@ -1,9 +1,9 @@
 """What the site has beyond the pages' own text: the table of options, links out of `docs`, and marks for the
 style sheet.
 
-MkDocs calls `on_page_markdown` and `on_page_content` for each page. In the repository a page links to sources and
-results by their relative paths, which a site of the pages alone does not have: there the link's text stays, as
-code.
+MkDocs calls `on_page_markdown` and `on_page_content` for each page. In the repository a page links to
+sources and results by their relative paths, which a site of the pages alone does not have: there the link's
+text stays, as code.
 """
 
 from __future__ import annotations

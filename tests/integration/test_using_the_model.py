@@ -123,8 +123,9 @@ def test_a_run_that_held_rows_out_is_measured_on_them_without_being_told(home, c
     (home / "split").mkdir()
     for name in ("train", "test"):
         shutil.copy(home / f"{name}.jsonl", home / "split")
-    options = "--dataset_name split --max_steps 1 --eval_strategy steps --num_generations_eval 1 --output_dir runs/split"
-    printed = run(f"colocate train run.yaml {options}", capsys).splitlines()
+    options = "--dataset_name split --output_dir runs/split --max_steps 1"
+    evaluating = "--eval_strategy steps --num_generations_eval 1"
+    printed = run(f"colocate train run.yaml {options} {evaluating}", capsys).splitlines()
     (measure,) = [line for line in printed if line.startswith("Measure it: ")]
     assert measure == "Measure it: colocate eval model runs/split --num_samples 4"
     assert "split: 2 prompts x 4" in run(measure.removeprefix("Measure it: "), capsys)
