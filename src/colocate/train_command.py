@@ -121,6 +121,7 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
 def _train(values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
     from colocate.reporting.messages import model_saved, say_row
+    from colocate.reporting.panel import without_bars
     from colocate.run_config import RunFileWriter, parse_run
     from colocate.run_data import RunData
     from colocate.trainer import GRPOTrainer
@@ -147,7 +148,8 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     if is_main:
         say_unnecessary(options)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
-    trainer.save_model(str(config.run_dir))
+    with without_bars():  # one would stand between the lines that say where everything is
+        trainer.save_model(str(config.run_dir))
     if is_main:
         several = run.datasets or run.eval_datasets or run.test_split_size
         print(

@@ -125,8 +125,10 @@ def test_a_run_that_held_rows_out_is_measured_on_them_without_being_told(home, c
         shutil.copy(home / f"{name}.jsonl", home / "split")
     options = "--dataset_name split --output_dir runs/split --max_steps 1"
     evaluating = "--eval_strategy steps --num_generations_eval 1"
-    printed = run(f"colocate train run.yaml {options} {evaluating}", capsys).splitlines()
-    (measure,) = [line for line in printed if line.startswith("Measure it: ")]
+    assert main(["train", "run.yaml", *options.split(), *evaluating.split()]) == 0
+    printed = capsys.readouterr()
+    assert "Writing model shards" not in printed.err, "no bar between the last lines"
+    (measure,) = [line for line in printed.out.splitlines() if line.startswith("Measure it: ")]
     assert measure == "Measure it: colocate eval model runs/split --num_samples 4"
     assert "split: 2 prompts x 4" in run(measure.removeprefix("Measure it: "), capsys)
 
