@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from colocate.engines.vllm import arguments
 from colocate.engines.vllm_server import key as key_module
 from colocate.engines.vllm_server import lease as lease_module
-from colocate.engines.vllm_server import weight_receiver
+from colocate.engines.vllm_server import receiver
 from colocate.engines.vllm_server.client import HttpClient, WorkerError
 from colocate.engines.vllm_server.engine import VLLMServerEngine
 from colocate.engines.vllm_server.gate import Refused, check_token_ids
@@ -365,7 +365,7 @@ def test_a_server_that_came_back_with_another_key(make_engine, fake, model, cach
         monkeypatch.setenv("COLOCATE_SERVER_KEY", text)
         fake.restart()
         monkeypatch.delenv("COLOCATE_SERVER_KEY")
-        monkeypatch.setattr(weight_receiver, "key_from_environment", lambda: fake.gate._key)
+        monkeypatch.setattr(receiver, "key_from_environment", lambda: fake.gate._key)
 
     restart_with("the-first-key-of-a-server")
     engine = make_engine(on_server_loss="wait")

@@ -373,7 +373,7 @@ def test_plain_vllm_serve_is_told_what_it_lacks(make_engine, fake, monkeypatch):
 
 
 def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
-    receiver = "colocate.engines.vllm_server.weight_receiver._Receiver"
+    receiver = "colocate.engines.vllm_server.receiver.Receiver"
     monkeypatch.setattr(f"{receiver}.share", lambda self, **_: {"is_shared": False})
     engine = make_engine()
     with pytest.raises(ValueError, match="it does not see"):

@@ -353,7 +353,7 @@ class WorkerError(RuntimeError):
 
 
 class Workers:
-    """All workers of a server; each message goes to every worker (see `weight_receiver`)."""
+    """All workers of a server; each message goes to every worker (see `receiver`)."""
 
     def __init__(self, client: HttpClient, run: Run) -> None:
         self._client = client
@@ -369,7 +369,7 @@ class Workers:
         """Send a message and return the workers' answers by rank.
 
         Args:
-            do: the method of `weight_receiver` that the workers call, with `arguments`.
+            do: the method of `receiver.Receiver` that the workers call, with `arguments`.
 
         Raises:
             ServerHeld: another run holds the server.
@@ -389,7 +389,7 @@ class Workers:
         }
 
     def describe(self, *, deadline_s: float) -> list[dict[str, Any]]:
-        """The workers' `weight_receiver.describe`, by rank.
+        """The workers' `Receiver.describe`, by rank.
 
         Raises:
             RuntimeError: the server runs without our worker extension or without `/collective_rpc`.

@@ -2,7 +2,7 @@
 
 A completion depends only on the weights, the prompt and the seeds, so any part of a rollout may be requested
 again. But a rollout must not use weights that are not the policy's. The server's workers know the name of
-their weights (see `weight_receiver`), and the engine compares it before and after each rollout, and with
+their weights (see `receiver`), and the engine compares it before and after each rollout, and with
 turns that end one by one whenever some have ended.
 """
 

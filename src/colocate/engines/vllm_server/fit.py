@@ -109,7 +109,7 @@ def check_fit(model: nn.Module, worker: dict[str, Any], served_name: str, url: s
 
     Args:
         model: the policy.
-        worker: the first worker's `weight_receiver.describe`.
+        worker: the first worker's `Receiver.describe`.
         served_name: the name under which the server offers its model.
 
     Raises:

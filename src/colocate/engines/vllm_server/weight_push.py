@@ -318,7 +318,7 @@ class WeightPusher:
         Args:
             token: the name of the weights to be sent.
             replaces: id of this process's earlier push, which has failed.
-            tied_head, layout: see `weight_receiver`.
+            tied_head, layout: see `receiver`.
 
         Returns:
             Identities of the workers' starts; None if the server has these weights already.
