@@ -131,8 +131,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """
     try:
         found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        # asyncio sends answers at once (TCP_NODELAY) only where a socket says that its protocol is TCP. Else
+        # a body waits for the acknowledgement of its headers, which takes 40 ms.
+        listening = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ValueError(f"{host!r} is no address to listen on ({error.strerror}).") from error
     try:
