@@ -21,9 +21,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common.results import Record, origin
 from colocate.engines.pool import EnginePool
-from colocate.engines.vllm_server.engine import VLLMServerEngine
-from colocate.engines.vllm_server.patience import patience_among
-from colocate.engines.vllm_server.weight_wire import SHAPE
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.patience import patience_among
+from colocate.engines.rollout_server.weight_wire import SHAPE
 from colocate.types import Prompt, SamplingParams
 
 NUM_SERVERS = 3
@@ -73,7 +73,7 @@ def stand_ins(model: Any, directory: Path) -> Iterator[list[tuple[subprocess.Pop
 @contextmanager
 def pool_of(model: Any, addresses: list[str]) -> Iterator[EnginePool]:
     patience = patience_among(len(addresses))
-    engines = [VLLMServerEngine(model, base_url=url, run_id="run", patience=patience) for url in addresses]
+    engines = [RolloutServerEngine(model, base_url=url, run_id="run", patience=patience) for url in addresses]
     pool = EnginePool(engines)
     pool.wake_up()
     pool.update_weights(model.named_parameters(), 1)

@@ -16,7 +16,7 @@ from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset, check_datasets
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
-from colocate.engines.vllm_server.key import key_from_environment
+from colocate.engines.rollout_server.key import key_from_environment
 from colocate.episodes.environments import EMPTY_PROMPT, EnvironmentPool
 from colocate.episodes.renderer import Renderer
 from colocate.episodes.tool_runner import ToolRunner

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from engine_models import make_prompts, plain_logits
 from vllm_server_case import ServerProcess, make_server_model
 
-from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -35,7 +35,7 @@ ATOL = 0.5
 """How far, in logits, the server's arg max in bf16 may lie below the trainer's in float32."""
 
 
-def shortfall(model: Any, engine: VLLMServerEngine) -> float:
+def shortfall(model: Any, engine: RolloutServerEngine) -> float:
     """The most by which a token that the server took greedily misses the trainer's largest logit."""
     prompts = make_prompts([1, 7, 30, 12], 2)
     completions = engine.generate(prompts, SamplingParams(max_tokens=20, temperature=0))
@@ -70,7 +70,7 @@ def case(request, tmp_path_factory):
 def test_every_push_arrives(case, bucket_bytes, caplog):
     server, transport, expected = case
     model = make_server_model().cuda(0).bfloat16()
-    engine = VLLMServerEngine(
+    engine = RolloutServerEngine(
         model, base_url=server.base_url, transport=transport, bucket_bytes=bucket_bytes, push_timeout_s=120
     )
     engine.wake_up()
@@ -92,13 +92,13 @@ def test_every_push_arrives(case, bucket_bytes, caplog):
 def test_a_server_killed_within_a_push_leaves_the_trainer_alive(case, monkeypatch):
     server, transport, _ = case
     model = make_server_model().cuda(0).bfloat16()
-    engine = VLLMServerEngine(
+    engine = RolloutServerEngine(
         model, base_url=server.base_url, transport=transport, bucket_bytes=30_000, push_timeout_s=30
     )
     engine.wake_up()
     try:
         engine.generate(make_prompts([3]), SamplingParams(max_tokens=2))
-        from colocate.engines.vllm_server.client import Workers
+        from colocate.engines.rollout_server.client import Workers
 
         real = Workers.start
 

@@ -34,11 +34,11 @@ from engine_models import (
 from hostile_client import ask, attack_as_nobody, attacks
 from vllm_server_case import ServerProcess, as_vllm, make_server_engine, make_server_model, shared_server
 
-from colocate.engines.vllm_server import lease
-from colocate.engines.vllm_server.client import ServerUnreachable, Workers
-from colocate.engines.vllm_server.engine import VLLMServerEngine
-from colocate.engines.vllm_server.key import key_file
-from colocate.engines.vllm_server.lease import ServerHeld
+from colocate.engines.rollout_server import lease
+from colocate.engines.rollout_server.client import ServerUnreachable, Workers
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.key import key_file
+from colocate.engines.rollout_server.lease import ServerHeld
 from colocate.types import SamplingParams
 from serving_case import MODEL, serving
 
@@ -54,7 +54,7 @@ def model():
 
 
 @pytest.fixture
-def engine(model) -> Iterator[VLLMServerEngine]:
+def engine(model) -> Iterator[RolloutServerEngine]:
     engine = make_server_engine(model)
     engine.wake_up()
     yield engine
@@ -95,7 +95,7 @@ def perturb(model: Any, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
 
 
-def assert_greedy_is_the_trainers(engine: VLLMServerEngine, model: Any) -> None:
+def assert_greedy_is_the_trainers(engine: RolloutServerEngine, model: Any) -> None:
     prompts = make_prompts([1, 7, 3, 12], 2)
     assert greedy_completions(engine, prompts, 9) == greedy_references(model, prompts, 9)
 
@@ -197,7 +197,7 @@ def test_another_model_is_refused():
 
 def test_strangers_and_second_runs_are_refused_while_a_run_goes_on(model, monkeypatch, caplog):
     server = shared_server()
-    engine = VLLMServerEngine(model, base_url=server.base_url, output_dir="/runs/A")
+    engine = RolloutServerEngine(model, base_url=server.base_url, output_dir="/runs/A")
     engine.wake_up()
     num_before = len(server.log.read_text())
     answers: dict[str, Any] = {}
@@ -223,7 +223,7 @@ def test_strangers_and_second_runs_are_refused_while_a_run_goes_on(model, monkey
         with monkeypatch.context() as context:
             context.setattr(lease, "process_identity", lambda pid: "another/process/1/2")
             with pytest.raises(ServerHeld, match="belongs to the run in /runs/A"):
-                VLLMServerEngine(model, base_url=server.base_url, output_dir="/runs/B")
+                RolloutServerEngine(model, base_url=server.base_url, output_dir="/runs/B")
 
         assert engine._ask("/is_paused") == {"is_paused": False}
         assert_greedy_is_the_trainers(engine, model)
@@ -248,7 +248,9 @@ def ready_lines(server: ServerProcess) -> list[str]:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         lines = server.log.read_text().splitlines()
-        found = [line for line in lines if line.startswith("colocate vllm-serve:") and "is ready at" in line]
+        found = [
+            line for line in lines if line.startswith("colocate rollout-serve:") and "is ready at" in line
+        ]
         if found:
             return found
         time.sleep(0.1)
@@ -264,8 +266,8 @@ def assert_ctrl_c_ends_everything(mortal: ServerProcess) -> None:
     assert not running
 
 
-def make_engine(model: Any, server: ServerProcess, **options: Any) -> VLLMServerEngine:
-    engine = VLLMServerEngine(model, base_url=server.base_url, **{"server_timeout_s": 300, **options})
+def make_engine(model: Any, server: ServerProcess, **options: Any) -> RolloutServerEngine:
+    engine = RolloutServerEngine(model, base_url=server.base_url, **{"server_timeout_s": 300, **options})
     engine.wake_up()
     return engine
 
@@ -332,12 +334,12 @@ def test_ready_is_said_once_and_killed_without_waiting_is_an_error_with_a_remedy
         assert_greedy_is_the_trainers(engine, model)
         threading.Timer(0.3, mortal.kill).start()
         with pytest.raises(
-            RuntimeError, match=r"(?s)was lost.*colocate vllm-serve.*vllm_on_server_loss='wait'"
+            RuntimeError, match=r"(?s)was lost.*colocate rollout-serve.*vllm_on_server_loss='wait'"
         ):
             engine.generate(make_prompts([5] * 64, 4), SamplingParams(max_tokens=120))
         with pytest.raises(RuntimeError, match="was lost when it should take weights"):
             engine.update_weights(model.named_parameters(), version=1)
     finally:
         engine.close()
-    with pytest.raises(ServerUnreachable, match="colocate vllm-serve"):
+    with pytest.raises(ServerUnreachable, match="colocate rollout-serve"):
         make_engine(model, mortal, server_timeout_s=0.5)

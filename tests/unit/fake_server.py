@@ -22,10 +22,10 @@ import pytest
 import torch
 from engine_models import make_model
 
-from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.key import ServerKey
+from colocate.engines.rollout_server.messages import Message
 from colocate.engines.vllm_server.gate import Gate
-from colocate.engines.vllm_server.key import ServerKey
-from colocate.engines.vllm_server.messages import Message
 from colocate.engines.vllm_server.weight_receiver import WeightReceiver
 
 # ── One answer after another, byte by byte ───────────────────────────────────────────────────────────────
@@ -318,8 +318,10 @@ class FakeVLLM:
         }
         status, parts = 0, []
 
+        given = iter([{"type": "http.request", "body": content}])
+
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": content}
+            return next(given, None) or await asyncio.Event().wait()  # no more than the body ever comes
 
         async def send(message: dict[str, Any]) -> None:
             nonlocal status
@@ -406,16 +408,16 @@ def fake_vllm(model, monkeypatch) -> Iterator[FakeVLLM]:
 
 
 @pytest.fixture(name="make_engine")
-def engines_of_fake(model, fake, tmp_path) -> Iterator[Callable[..., VLLMServerEngine]]:
+def engines_of_fake(model, fake, tmp_path) -> Iterator[Callable[..., RolloutServerEngine]]:
     """Makes engines of `fake`, awake, whose pushes are of several chunks and whose patience is short."""
     engines = []
     directory = tmp_path / "pushed"
     directory.mkdir()
 
-    def make(**options: Any) -> VLLMServerEngine:
+    def make(**options: Any) -> RolloutServerEngine:
         timeouts = {"server_timeout_s": 2, "push_timeout_s": 10, "request_timeout_s": 10}
         pushes = {"bucket_bytes": BUCKET_BYTES, "directory": str(directory)}
-        engine = VLLMServerEngine(model, base_url=fake.base_url, **{**timeouts, **pushes, **options})
+        engine = RolloutServerEngine(model, base_url=fake.base_url, **{**timeouts, **pushes, **options})
         engine._client._first_delay_s = 0.001
         engine.wake_up()
         engines.append(engine)

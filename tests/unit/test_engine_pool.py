@@ -35,10 +35,10 @@ from colocate.config import GRPOConfig
 from colocate.engines import pool as pool_module
 from colocate.engines.build import EngineParts, build_engine, server_urls
 from colocate.engines.pool import EnginePool
-from colocate.engines.vllm_server.client import CompletionRefused
-from colocate.engines.vllm_server.engine import VLLMServerEngine
-from colocate.engines.vllm_server.lease import Run, ServerHeld
-from colocate.engines.vllm_server.patience import ALONE, Patience
+from colocate.engines.rollout_server.client import CompletionRefused
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.lease import Run, ServerHeld
+from colocate.engines.rollout_server.patience import ALONE, Patience
 from colocate.serving.driver import Drawn, Driver, Job, Update
 from colocate.types import Completion, SamplingParams
 
@@ -70,8 +70,8 @@ class Fleet:
         self.engines: list[Any] = []
         self.alone = self.engine(self.sound, patience=ALONE)
 
-    def engine(self, fake: FakeVLLM, **options: Any) -> VLLMServerEngine:
-        engine = VLLMServerEngine(
+    def engine(self, fake: FakeVLLM, **options: Any) -> RolloutServerEngine:
+        engine = RolloutServerEngine(
             self.model,
             base_url=fake.base_url,
             **{
@@ -301,7 +301,7 @@ def test_a_server_that_comes_back_shorter_stays_lost(make_fleet):
         assert pool.generate(prompts, SAMPLING) == fleet.alone.generate(prompts, SAMPLING)
         time.sleep(0.05)
     short.faults[COMPLETIONS], fleet.fakes[1].faults[COMPLETIONS] = [], [die(60)]
-    with pytest.raises(RuntimeError, match="came back with --max-model-len"):
+    with pytest.raises(RuntimeError, match="came back with a context of"):
         pool.generate(prompts, SAMPLING)
 
 
@@ -337,7 +337,7 @@ def engine_of_options(fleet: Fleet, **options: Any) -> Any:
     urls = ", ".join(fake.base_url for fake in fleet.fakes)
     config = GRPOConfig(engine="vllm_server", vllm_server_base_url=urls, use_cpu=True, bf16=False, **options)
     parts = EngineParts(fleet.model, config, Accelerator(cpu=True), SAMPLING, {})
-    return build_engine("vllm_server", parts)
+    return build_engine("rollout_server", parts)
 
 
 def test_the_option_makes_a_pool_of_its_servers(make_fleet, tmp_path_factory):

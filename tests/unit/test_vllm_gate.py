@@ -33,17 +33,17 @@ from fake_server import (  # noqa: F401
 from hostile_client import POISON, ask, attack_as_nobody, attacks
 from safetensors.torch import save_file
 
+from colocate.engines.rollout_server import key as key_module
+from colocate.engines.rollout_server import lease as lease_module
+from colocate.engines.rollout_server import receiver
+from colocate.engines.rollout_server.client import HttpClient, WorkerError
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.gate import Refused, check_token_ids
+from colocate.engines.rollout_server.key import ServerKey, key_file, key_of_new_server, key_of_server_at
+from colocate.engines.rollout_server.lease import LeaseKeeper, ServerHeld, has_ended, process_identity
+from colocate.engines.rollout_server.messages import Message, authorization
+from colocate.engines.rollout_server.watch import ServerPaused
 from colocate.engines.vllm import arguments
-from colocate.engines.vllm_server import key as key_module
-from colocate.engines.vllm_server import lease as lease_module
-from colocate.engines.vllm_server import receiver
-from colocate.engines.vllm_server.client import HttpClient, WorkerError
-from colocate.engines.vllm_server.engine import VLLMServerEngine
-from colocate.engines.vllm_server.gate import Refused, check_token_ids
-from colocate.engines.vllm_server.key import ServerKey, key_file, key_of_new_server, key_of_server_at
-from colocate.engines.vllm_server.lease import LeaseKeeper, ServerHeld, has_ended, process_identity
-from colocate.engines.vllm_server.messages import Message, authorization
-from colocate.engines.vllm_server.watch import ServerPaused
 from colocate.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
@@ -230,7 +230,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_a_key_is_made_once_and_is_its_users_alone(cache):
-    message = r"no key for the vLLM server at localhost:8123.*COLOCATE_SERVER_KEY"
+    message = r"no key for the server at localhost:8123.*COLOCATE_SERVER_KEY"
     with pytest.raises(ValueError, match=message):
         key_of_server_at("localhost", 8123)
     made = key_of_new_server(8123)
@@ -274,7 +274,7 @@ def test_a_key_that_others_may_have_written_is_refused(cache, case, monkeypatch)
 def test_a_trainer_with_another_key_is_told_where_it_has_it_from(fake, model, monkeypatch):
     monkeypatch.setenv("COLOCATE_SERVER_KEY", "not-the-key-of-the-fake")
     with pytest.raises(ValueError, match=r"does not know this run's key.*COLOCATE_SERVER_KEY"):
-        VLLMServerEngine(model, base_url=fake.base_url, server_timeout_s=2)
+        RolloutServerEngine(model, base_url=fake.base_url, server_timeout_s=2)
 
 
 def test_a_password_in_the_address_is_refused_without_being_repeated():
@@ -306,7 +306,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(make_engine, fake, monkey
     first = make_engine(run_id="first", output_dir="/runs/A")
     expected = first.generate(make_prompts([3]), SAMPLING)
     # As from another process of this machine.
-    monkeypatch.setattr("colocate.engines.vllm_server.lease.process_identity", lambda pid: "a/b/1/2")
+    monkeypatch.setattr("colocate.engines.rollout_server.lease.process_identity", lambda pid: "a/b/1/2")
     message = rf"belongs to the run in /runs/A \(process {os.getpid()} on .*\), since .*--port"
     with pytest.raises(ServerHeld, match=message):
         make_engine(run_id="second", output_dir="/runs/B")
@@ -323,7 +323,7 @@ def test_what_frees_a_server(make_engine, fake, model, ended_process, monkeypatc
     engine.close()  # a clean end lets go
     assert claim_as(fake, "other") == {}
     fake.message("release", "other")
-    forgotten = VLLMServerEngine(model, base_url=fake.base_url, run_id="forgotten")
+    forgotten = RolloutServerEngine(model, base_url=fake.base_url, run_id="forgotten")
     assert claim_as(fake, "other")["holder"]["id"] == "forgotten"
     del forgotten  # the end of a process that nobody closed it in
     assert claim_as(fake, "other") == {}
@@ -333,7 +333,7 @@ def test_what_frees_a_server(make_engine, fake, model, ended_process, monkeypatc
 
 
 def test_a_run_that_crashed_on_another_machine_takes_its_server_back(make_engine, fake, monkeypatch):
-    monkeypatch.setattr("colocate.engines.vllm_server.fit.LEASE_S", 0.4)
+    monkeypatch.setattr("colocate.engines.rollout_server.fit.LEASE_S", 0.4)
     monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
     claim_as(fake, "crashed")
     with pytest.raises(ServerHeld, match="/runs/A"):
@@ -390,7 +390,9 @@ def test_a_pause_ends_when_its_run_is_silent_and_not_before(fake, monkeypatch):
     while fake.is_paused and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not fake.is_paused
-    assert not fake.worker._colocate_receiver._is_reloading, "a model in the middle of a push cannot run"
+    assert not fake.worker._colocate_receiver._weights._is_reloading, (
+        "a model in the middle of a push cannot run"
+    )
 
 
 def test_a_server_that_somebody_paused_is_noticed(make_engine, fake, caplog, hang):

@@ -1,4 +1,4 @@
-"""`colocate vllm-serve` without vLLM: what it refuses, what it starts, and what it passes on."""
+"""`colocate rollout-serve --engine vllm` without vLLM: what it refuses, starts, and passes on."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import pytest
 from packaging.version import Version
 
 from colocate.cli import main
+from colocate.engines.rollout_server.key import key_of_new_server, say_who_may_use_it
 from colocate.engines.vllm.environment import free_port
 from colocate.engines.vllm_server import serve as serve_module
-from colocate.engines.vllm_server.key import key_of_new_server
 
 
 @pytest.fixture
@@ -59,10 +59,15 @@ def stand_in(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_guides_commands_are_ones_that_are_taken(stand_in, monkeypatch):
-    """Every `colocate vllm-serve` of docs/vllm.md, up to the start of vLLM."""
+    """Every server of vLLM that docs/vllm.md starts, up to the start of vLLM."""
     text = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    commands = [line for block in blocks for line in block.splitlines() if "colocate vllm-serve" in line]
+    commands = [
+        line
+        for block in blocks
+        for line in block.splitlines()
+        if "--engine vllm" in line and "colocate rollout-serve" in line
+    ]
     assert len(commands) >= 5
     for command in commands:
         words = shlex.split(command.partition("colocate ")[2].partition(" #")[0].rstrip("& "))
@@ -98,12 +103,12 @@ def test_ready_line_and_signal(stand_in, capfd):
     assert signal.getsignal(signal.SIGTERM) is before
     ready, about_the_key, about_the_tokenizer = capfd.readouterr().out.splitlines()
     assert ready == (
-        f"colocate vllm-serve: some/model is ready at http://127.0.0.1:{port} "
+        f"colocate rollout-serve: some/model is ready at http://127.0.0.1:{port} "
         "(vLLM 0.30.1, tensor parallel over 2)"
     )
     assert "it has no tokenizer" in about_the_tokenizer
     (key_file,) = (stand_in / "cache").rglob(f"*-{port}.key")
-    assert about_the_key == f"colocate vllm-serve: every request needs the key in {key_file}"
+    assert about_the_key == f"colocate rollout-serve: every request needs the key in {key_file}"
     arguments, environment = json.loads((stand_in / "called.json").read_text())
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert environment["COLOCATE_SERVER_KEY"] == key_file.read_text()
@@ -143,7 +148,7 @@ def test_an_address_that_others_reach_is_said_to_be_one(stand_in, capfd, monkeyp
     monkeypatch.setenv("COLOCATE_SERVER_KEY", "a-key-from-the-environment")
     monkeypatch.setenv("VLLM_API_KEY", "which would lock the trainer out")
     assert serve("--host", "0.0.0.0", "--", "--fail", port=free_port()) == 3
-    serve_module._say_who_may_use_it(key_of_new_server(1), "0.0.0.0")
+    say_who_may_use_it(key_of_new_server(1), "0.0.0.0")
     said = capfd.readouterr().out
     assert "every request needs the key in the environment variable COLOCATE_SERVER_KEY" in said
     assert "0.0.0.0 is reached from other machines" in said and "Nothing is encrypted" in said
@@ -185,7 +190,7 @@ def test_without_a_suitable_vllm(monkeypatch, capsys, version, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["vllm-serve", "model", "--dtype", "auto"], "go after --"),
+        (["vllm-serve", "model", "--block-size", "32"], "go after --"),
         (["vllm-serve"], "model"),
         (["report", "somewhere", "--", "--dtype"], "unrecognized arguments: --dtype"),
     ],

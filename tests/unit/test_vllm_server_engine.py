@@ -26,10 +26,10 @@ from fake_server import (  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.vllm_server.client import ServerUnreachable
-from colocate.engines.vllm_server.engine import VLLMServerEngine
-from colocate.engines.vllm_server.patience import Patience
-from colocate.engines.vllm_server.weight_push import FileTransport
+from colocate.engines.rollout_server.client import ServerUnreachable
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.patience import Patience
+from colocate.engines.rollout_server.weight_push import FileTransport
 from colocate.types import SamplingParams
 from colocate.weights.buckets import buckets
 
@@ -298,8 +298,8 @@ def test_a_server_that_always_falls_is_given_up(make_engine, fake):
 
 
 def test_no_server(model, caplog):
-    with pytest.raises(ServerUnreachable, match=r"vllm_server_timeout=1\.2 s.*colocate vllm-serve"):
-        VLLMServerEngine(model, base_url="http://127.0.0.1:9", server_timeout_s=1.2)
+    with pytest.raises(ServerUnreachable, match=r"vllm_server_timeout=1\.2 s.*colocate rollout-serve"):
+        RolloutServerEngine(model, base_url="http://127.0.0.1:9", server_timeout_s=1.2)
     assert caplog.text.count("waiting for it for up to 1.2 s") == 1
 
 
@@ -373,11 +373,15 @@ def test_plain_vllm_serve_is_told_what_it_lacks(make_engine, fake, monkeypatch):
 
 
 def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
-    receiver = "colocate.engines.vllm_server.receiver.Receiver"
+    receiver = "colocate.engines.rollout_server.receiver.Receiver"
     monkeypatch.setattr(f"{receiver}.share", lambda self, **_: {"is_shared": False})
-    engine = make_engine()
+    engine = make_engine(transport="file")
     with pytest.raises(ValueError, match="it does not see"):
         engine.generate(make_prompts([3]), SAMPLING)
+    # Where nobody asked for files, weights go in the messages.
+    engine = make_engine()
+    engine.generate(make_prompts([3]), SAMPLING)
+    assert "/collective_rpc keep_piece" in fake.requests
 
 
 def test_a_server_lost_while_files_are_tried_leaves_none(make_engine, fake):
@@ -406,5 +410,5 @@ def test_a_worker_says_what_went_wrong(make_engine, fake, monkeypatch):
 def test_a_push_that_leaves_weights_out_is_an_error(make_engine, fake):
     fake.names.append("model.extra.weight")
     fake.restart()
-    with pytest.raises(RuntimeError, match=r"1 of the server's \d+ weights were not sent.*extra"):
+    with pytest.raises(RuntimeError, match=r"1 of the server's weights were not sent.*extra"):
         make_engine().generate(make_prompts([3]), SAMPLING)

@@ -9,7 +9,7 @@ import torch
 from engine_models import make_prompts
 from fake_server import FakeVLLM, error_500, fake_vllm, restart, served_model  # noqa: F401  # fixtures
 
-from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.types import SamplingParams
 
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
@@ -27,7 +27,7 @@ def engine(fake, model, tmp_path):
     fake.settings["enable_sleep_mode"] = True
     fake.restart()
     options = dict(server_timeout_s=2, push_timeout_s=10, request_timeout_s=10, on_server_loss="wait")
-    engine = VLLMServerEngine(model, base_url=fake.base_url, directory=str(tmp_path), **options)
+    engine = RolloutServerEngine(model, base_url=fake.base_url, directory=str(tmp_path), **options)
     engine._client._first_delay_s = 0.001
     yield engine
     engine.close()
@@ -110,7 +110,7 @@ def test_all_ranks_have_stopped_before_it_sleeps_and_have_given_memory_back_befo
         return take_turns(path, query)
 
     fake._take_turns = note
-    engine = VLLMServerEngine(model, base_url=fake.base_url, barrier=lambda: seen.append("all"))
+    engine = RolloutServerEngine(model, base_url=fake.base_url, barrier=lambda: seen.append("all"))
     try:
         engine.wake_up()
         engine.sleep()
@@ -123,7 +123,7 @@ def test_all_ranks_have_stopped_before_it_sleeps_and_have_given_memory_back_befo
 
 
 def test_a_server_with_gpus_of_its_own_never_sleeps(fake, model):
-    engine = VLLMServerEngine(model, base_url=fake.base_url)
+    engine = RolloutServerEngine(model, base_url=fake.base_url)
     try:
         engine.wake_up()
         engine.sleep()

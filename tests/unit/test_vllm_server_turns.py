@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from open_episodes import MAX_TOKENS, assert_each_is_as_alone, scripts
 from test_episode_player import Table
 
-from colocate.engines.vllm_server.client import RequestRefused
-from colocate.engines.vllm_server.patience import Patience
+from colocate.engines.rollout_server.client import RequestRefused
+from colocate.engines.rollout_server.patience import Patience
 from colocate.types import Completion, Prompt, SamplingParams
 from tool_chat import call
 

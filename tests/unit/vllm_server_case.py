@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 from engine_models import MAX_POSITION, make_model
 
+from colocate.engines.rollout_server.key import key_file
 from colocate.engines.vllm.environment import free_port, installed_version
-from colocate.engines.vllm_server.key import key_file
 
 START_S = 300.0
 """Within which a server of a tiny model is up, even where two cores are shared."""
@@ -150,20 +150,20 @@ def _started(number: int) -> ServerProcess:
 
 def make_server_engine(model: Any) -> Any:
     """For the contract suite: an engine of the shared server, to which it sends `model`'s weights."""
-    from colocate.engines.vllm_server.engine import VLLMServerEngine
+    from colocate.engines.rollout_server.engine import RolloutServerEngine
 
-    return VLLMServerEngine(model, base_url=shared_server().base_url)
+    return RolloutServerEngine(model, base_url=shared_server().base_url)
 
 
 def make_server_pool(model: Any) -> Any:
     """For the contract suite: a pool of two servers' engines."""
     from colocate.engines.pool import EnginePool
-    from colocate.engines.vllm_server.engine import VLLMServerEngine
-    from colocate.engines.vllm_server.patience import patience_among
+    from colocate.engines.rollout_server.engine import RolloutServerEngine
+    from colocate.engines.rollout_server.patience import patience_among
 
     patience = patience_among(2)
     engines = [
-        VLLMServerEngine(model, base_url=shared_server(number).base_url, run_id="run", patience=patience)
+        RolloutServerEngine(model, base_url=shared_server(number).base_url, run_id="run", patience=patience)
         for number in range(2)
     ]
     return EnginePool(engines)

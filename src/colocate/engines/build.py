@@ -115,12 +115,12 @@ def _vllm(parts: EngineParts) -> RolloutEngine:
     )
 
 
-def _vllm_server(parts: EngineParts) -> RolloutEngine:
+def _rollout_server(parts: EngineParts) -> RolloutEngine:
     from accelerate.utils import broadcast_object_list
 
     from colocate.engines.pool import EnginePool
-    from colocate.engines.vllm_server.engine import MAX_IN_FLIGHT, VLLMServerEngine
-    from colocate.engines.vllm_server.patience import ALONE, patience_among
+    from colocate.engines.rollout_server.engine import MAX_IN_FLIGHT, RolloutServerEngine
+    from colocate.engines.rollout_server.patience import ALONE, patience_among
 
     options, accelerator = parts.options, parts.accelerator
     # The launcher that has started servers for this run knows best.
@@ -130,10 +130,10 @@ def _vllm_server(parts: EngineParts) -> RolloutEngine:
     is_alone = len(urls) == 1
     # All processes push to one server, under one name.
     (run_id,) = broadcast_object_list([uuid.uuid4().hex])
-    engines: list[VLLMServerEngine] = []
+    engines: list[RolloutServerEngine] = []
     try:
         for number, url in enumerate(urls):
-            engine = VLLMServerEngine(
+            engine = RolloutServerEngine(
                 parts.model,
                 base_url=url,
                 is_main=accelerator.is_main_process,
@@ -246,11 +246,14 @@ def server_urls(text: str | None) -> list[str]:
 ENGINES: dict[str, Callable[[EngineParts], RolloutEngine]] = {
     "native": _native,
     "vllm": _vllm,
-    "vllm_server": _vllm_server,
+    "rollout_server": _rollout_server,
     "trtllm": _trtllm,
     "transformers": _transformers,
 }
 """The function that makes each engine, by its name in the option `engine`; it raises the engine's errors."""
+
+OLDER_NAMES = {"vllm_server": "rollout_server"}
+"""Names that the option takes, too, and the engines that they mean."""
 
 
 def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
@@ -273,7 +276,7 @@ def build_engine(name: str, parts: EngineParts) -> RolloutEngine:
             "with a layout; weights that FSDP2 splits are gathered, and every process generates alone. Set "
             "decode_shard=1 or None."
         )
-    if num_parts > 1 and is_fully_sharded(parts.model) and name == "vllm_server":
+    if num_parts > 1 and is_fully_sharded(parts.model) and name == "rollout_server":
         raise ValueError(
             f"engine={name!r} cannot be sent weights that {num_parts} processes share by FSDP2 "
             f"(shard={num_parts}). Set engine='vllm' or 'transformers', or shard=1, with which every process "

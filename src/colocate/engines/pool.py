@@ -299,7 +299,7 @@ class EnginePool(TurnEngine):
         return (
             f"All {len(losses)} engines of the pool are lost{waited}:\n  "
             + "\n  ".join(losses)
-            + "\nLook into their logs, start them again (`colocate vllm-serve`) and resume from the last "
+            + "\nLook into their logs, start them again (`colocate rollout-serve`) and resume from the last "
             f"checkpoint{advice}."
         )
 

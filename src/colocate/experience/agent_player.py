@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from colocate.engines.base import RolloutEngine
-from colocate.engines.vllm_server.key import ServerKey
+from colocate.engines.rollout_server.key import ServerKey
 from colocate.episodes.episode import Episode
 from colocate.experience.agent_session import Drawing, Session
 from colocate.experience.requests import RolloutRequest

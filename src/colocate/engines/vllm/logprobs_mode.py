@@ -24,10 +24,14 @@ logger = logging.getLogger(__name__)
 PROCESSED = "processed_logprobs"
 RAW = "raw_logprobs"
 MODES = (PROCESSED, RAW)
+POLICY = "policy"
+"""No mode of vLLM's: the native engine's log-probs, which are the policy's own with any sampling."""
 
 
 def tells_policys(mode: str, sampling: SamplingParams) -> bool:
-    """Whether a vLLM in `mode` gives log-probs of the policy's own distribution."""
+    """Whether an engine in `mode` gives log-probs of the policy's own distribution."""
+    if mode == POLICY:
+        return True
     if mode == RAW:
         return sampling.temperature in (0, 1.0)
     return sampling.is_plain or (sampling.temperature == 0 and sampling.repetition_penalty == 1.0)

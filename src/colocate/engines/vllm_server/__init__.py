@@ -1,1 +1,1 @@
-"""Rollouts by a vLLM server: the trainer's side, and the parts that run in the server around vLLM."""
+"""vLLM as a rollout server: how it is started, and the parts that run within it."""

@@ -1,4 +1,4 @@
-"""`colocate vllm-serve`: starts vLLM's own server with the options and extensions that a trainer needs."""
+"""`colocate rollout-serve --engine vllm`: starts vLLM's own server with what a trainer needs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from types import FrameType
 
 from packaging.version import Version
 
+from colocate.engines.rollout_server.key import VARIABLE, ServerKey, key_of_new_server, say_who_may_use_it
 from colocate.engines.vllm.arguments import MAX_NUM_SEQS
 from colocate.engines.vllm.environment import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
-from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, key_of_new_server
 from colocate.run_file import LAUNCH
 
 _POLL_S = 0.25
@@ -80,14 +80,14 @@ def serve(
         if process.poll() is None and not signalled_s:
             gpus = f", tensor parallel over {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
             print(
-                f"colocate vllm-serve: {model} is ready at http://{host}:{port} (vLLM {version}{gpus})",
+                f"colocate rollout-serve: {model} is ready at http://{host}:{port} (vLLM {version}{gpus})",
                 flush=True,
             )
-            _say_who_may_use_it(key, host)
+            say_who_may_use_it(key, host)
             if "--no-skip-tokenizer-init" not in vllm_options:
                 print(
-                    "colocate vllm-serve: only token ids travel, so it has no tokenizer, and vLLM's warning "
-                    "that its chat template warmup failed means nothing",
+                    "colocate rollout-serve: only token ids travel, so it has no tokenizer, and vLLM's "
+                    "warning that its chat template warmup failed means nothing",
                     flush=True,
                 )
         while _is_running(process, signalled_s):
@@ -106,10 +106,11 @@ def _version_here() -> Version:
     if version is None:
         raise ImportError(
             f"vLLM is not installed in this environment. Install it here (`{HOW_TO_INSTALL}`; "
-            f"{OLDEST} to {NEWEST} are supported), or run `colocate vllm-serve` where it is."
+            f"{OLDEST} to {NEWEST} are supported), or run this where "
+            "it is. The native engine needs no vLLM (--engine native)."
         )
     if (warning := check_version(version)) is not None:
-        print(f"colocate vllm-serve: {warning}", file=sys.stderr)
+        print(f"colocate rollout-serve: {warning}", file=sys.stderr)
     return version
 
 
@@ -167,18 +168,6 @@ def _environment(key: ServerKey) -> dict[str, str]:
     }
     environment.pop("VLLM_API_KEY", None)  # vLLM would demand it on /v1, and a trainer does not have it
     return environment
-
-
-def _say_who_may_use_it(key: ServerKey, host: str) -> None:
-    print(f"colocate vllm-serve: every request needs the key in {key.source}", flush=True)
-    if not is_loopback(host):
-        print(
-            f"colocate vllm-serve: {host} is reached from other machines. A trainer there needs the key in "
-            f"its environment variable {VARIABLE}. Nothing is encrypted: who reads the network reads prompts "
-            "and completions, and can repeat what was asked; where that matters leave --host out and forward "
-            "the port (ssh -L)",
-            flush=True,
-        )
 
 
 def _check_port(host: str, port: int) -> None:

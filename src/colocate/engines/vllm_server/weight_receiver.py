@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colocate.engines.rollout_server.receiver import Receiver, answer_message
+from colocate.engines.rollout_server.weight_wire import SHAPE
 from colocate.engines.vllm.internals import end_reload, has_packed_head, load_weights, start_reload
-from colocate.engines.vllm_server.receiver import Receiver, answer_message
-from colocate.engines.vllm_server.weight_wire import SHAPE
 
 
 class WeightReceiver:

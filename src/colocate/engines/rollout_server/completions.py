@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from colocate.engines.requests import derived_seed
+from colocate.engines.rollout_server.client import MalformedResponse
 from colocate.engines.vllm.requests import sampling_fields
-from colocate.engines.vllm_server.client import MalformedResponse
 from colocate.types import Completion, Prompt, SamplingParams
 
 
@@ -21,11 +21,16 @@ class Request:
     max_tokens: int
 
 
-def requests_of(prompts: Sequence[Prompt], sampling: SamplingParams, model: str) -> Iterator[Request]:
+def requests_of(
+    prompts: Sequence[Prompt], sampling: SamplingParams, model: str, *, weights: str, is_native: bool
+) -> Iterator[Request]:
     """The requests for `prompts`. Their completions, in this order, are those of the rollout.
 
     Args:
         model: the name under which the server offers the model.
+        weights: the name of the weights that are to answer. A server that has others refuses.
+        is_native: whether the native engine answers, whose draws depend on the prompt's key and the member's
+            number, as in the trainer's process, and not on a seed for each request.
     """
     for prompt in prompts:
         for first, count, max_tokens in _runs(prompt, sampling):
@@ -43,6 +48,9 @@ def requests_of(prompts: Sequence[Prompt], sampling: SamplingParams, model: str)
                     "frequency_penalty": 0.0,
                     "return_token_ids": True,
                     "return_tokens_as_token_ids": True,  # nothing to turn into text
+                    # What vLLM salts its prefix cache with, so that no page outlives its weights.
+                    "cache_salt": weights,
+                    **({"draws": [sampling.seed, prompt.key, first]} if is_native else {}),
                 },
                 count,
                 max_tokens,

@@ -13,7 +13,7 @@ import json
 import uuid
 from typing import Any
 
-from colocate.engines.vllm_server.key import ServerKey
+from colocate.engines.rollout_server.key import ServerKey
 
 RUN_HEADER = "X-Colocate-Run"
 """The header with the id of the run that asks, for routes that only the server's holder may use."""

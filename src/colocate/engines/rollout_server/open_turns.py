@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
+from colocate.engines.rollout_server.client import HttpClient
+from colocate.engines.rollout_server.watch import Watch
 from colocate.engines.turns import Turn
-from colocate.engines.vllm_server.client import HttpClient
-from colocate.engines.vllm_server.watch import Watch
 from colocate.types import Completion, Prompt
 
 _LINGER_S = 0.005

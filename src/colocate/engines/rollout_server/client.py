@@ -19,10 +19,10 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from colocate.engines.vllm_server.connection import Connection
-from colocate.engines.vllm_server.key import VARIABLE, ServerKey, key_of_server_at
-from colocate.engines.vllm_server.lease import LEASE_S, Run, ServerHeld
-from colocate.engines.vllm_server.messages import RUN_HEADER, Message, authorization
+from colocate.engines.rollout_server.connection import Connection
+from colocate.engines.rollout_server.key import VARIABLE, ServerKey, key_of_server_at
+from colocate.engines.rollout_server.lease import LEASE_S, Run, ServerHeld
+from colocate.engines.rollout_server.messages import RUN_HEADER, Message, authorization
 from colocate.redaction import redacted
 
 T = TypeVar("T")
@@ -340,8 +340,8 @@ def _message(content: bytes) -> str:
 # ── The workers ──────────────────────────────────────────────────────────────────────────────────────────
 
 HOW_TO_START = (
-    "Start it with `colocate vllm-serve MODEL`, or, where colocate is installed beside vLLM and with a key "
-    f"of your own in {VARIABLE}, with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
+    "Start it with `colocate rollout-serve MODEL`, or, where colocate is installed beside vLLM and with a "
+    f"key of your own in {VARIABLE}, with `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
     "--middleware colocate.engines.vllm_server.gate.Gate "
     "--worker-extension-cls colocate.engines.vllm_server.weight_receiver.WeightReceiver "
     "--logprobs-mode processed_logprobs --generation-config vllm`"
@@ -400,7 +400,7 @@ class Workers:
             raise
         except (RequestRefused, ServerUnreachable) as error:
             raise type(error)(
-                f"The vLLM server at {self._client.base_url} takes no weights from a trainer: {error} "
+                f"The server at {self._client.base_url} takes no weights from a trainer: {error} "
                 f"{HOW_TO_START}."
             ) from error
 
@@ -428,7 +428,7 @@ def _who_holds(base_url: str, holder: dict[str, Any]) -> str:
     who = f"the run in {holder['output_dir']}" if holder["output_dir"] else f"the run {holder['id']}"
     where = f" (process {holder['pid']} on {holder['host']})" if holder["pid"] else ""
     return (
-        f"The vLLM server at {base_url} belongs to {who}{where}, since {since:%Y-%m-%d %H:%M:%S}; it was "
+        f"The server at {base_url} belongs to {who}{where}, since {since:%Y-%m-%d %H:%M:%S}; it was "
         f"heard from {holder['silent_s']:.0f} s ago. A server is one run's at a time: wait until that run "
         f"ends or end it, which lets go of the server (at the latest {LEASE_S:g} s after it was last heard "
         "from), or start another server with another --port."

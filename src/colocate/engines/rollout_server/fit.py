@@ -1,4 +1,4 @@
-"""Whether a vLLM server is one that a run can train with, and whether the run may have it."""
+"""Whether a server is one that a run can train with, and whether the run may have it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any, NamedTuple
 from packaging.version import Version
 from torch import nn
 
-from colocate.engines.vllm.environment import check_version
-from colocate.engines.vllm.logprobs_mode import MODES
-from colocate.engines.vllm_server.client import (
+from colocate.engines.rollout_server.client import (
     HOW_TO_START,
     HttpClient,
     KeyRefused,
     MalformedResponse,
     Workers,
 )
-from colocate.engines.vllm_server.key import VARIABLE
-from colocate.engines.vllm_server.lease import LEASE_S, ServerHeld, has_ended
-from colocate.engines.vllm_server.weight_wire import SHAPE
+from colocate.engines.rollout_server.key import VARIABLE
+from colocate.engines.rollout_server.lease import LEASE_S, ServerHeld, has_ended
+from colocate.engines.rollout_server.weight_wire import SHAPE
+from colocate.engines.vllm.environment import check_version
+from colocate.engines.vllm.logprobs_mode import MODES
+from colocate.version import __version__
 from colocate.weights.layouts import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class Facts(NamedTuple):
     start_id: str
     logprobs_mode: str
     can_sleep: bool
+    is_native: bool
+    """The native engine is behind it, else vLLM."""
 
 
 def examine(
@@ -57,21 +60,17 @@ def examine(
 
     Raises:
         ValueError: it does not know this run's key, or see `check_fit`.
-        RuntimeError: its vLLM is too old, or it cannot take weights.
+        RuntimeError: its vLLM is not supported, or it cannot take weights.
     """
     url, key = client.base_url, client.key
     try:
-        version = ask("/version", lambda answer: Version(_field(answer, "version")))
+        version, engine = ask("/version", lambda answer: (_field(answer, "version"), answer.get("engine")))
     except KeyRefused as error:
         raise ValueError(
-            f"The vLLM server at {url} does not know this run's key, which is the one in {key.source}: "
+            f"The server at {url} does not know this run's key, which is the one in {key.source}: "
             f"{error} For a server of another machine or user set {VARIABLE} to its key."
         ) from error
-    try:
-        warning = check_version(version)
-    except ImportError as error:
-        raise RuntimeError(f"The server at {url} is of no use: {error}") from error
-    if warning is not None and is_main:
+    if (warning := _check_version(version, engine, url)) is not None and is_main:
         logger.warning(f"The server at {url}: {warning}")
     offered = ask("/v1/models", lambda answer: _field(answer, "data")[0])
     described = workers.describe(deadline_s=deadline_s)
@@ -81,8 +80,8 @@ def examine(
     if is_main and first["dtype"] != dtype:
         logger.warning(
             f"The server at {url} computes in {first['dtype']} and the policy is {dtype}: it draws "
-            f"from a policy that is rounded. Start it with `colocate vllm-serve MODEL -- --dtype {dtype}` to "
-            "have one policy."
+            f"from a policy that is rounded. Start it with {how_to_start(first, '--dtype', dtype)} to have "
+            "one policy."
         )
     return Facts(
         name,
@@ -90,7 +89,33 @@ def examine(
         start_id_of(described),
         first["logprobs_mode"],
         first["can_sleep"],
+        first["engine"] == "native",
     )
+
+
+def how_to_start(worker: Mapping[str, Any], *options: str) -> str:
+    """The command that starts a server of a worker's engine with certain options of the engine."""
+    is_native = worker["engine"] == "native"
+    dashes = "" if is_native else "-- "
+    return f"`colocate rollout-serve MODEL --engine {worker['engine']} {dashes}{' '.join(options)}`"
+
+
+def _check_version(version: str, engine: str | None, url: str) -> str | None:
+    """A warning about a server's version, if there is one.
+
+    Args:
+        engine: "native" if the version is this library's own; None: vLLM's, which does not tell.
+
+    Raises:
+        RuntimeError: a vLLM that is not supported.
+    """
+    if engine == "native":
+        is_ours = version == __version__
+        return None if is_ours else f"it is colocate {version}, and this run is {__version__}. Use one."
+    try:
+        return check_version(Version(version))
+    except ImportError as error:
+        raise RuntimeError(f"The server at {url} is of no use: {error}") from error
 
 
 def start_id_of(answers: Sequence[Mapping[str, Any]]) -> str:
@@ -125,9 +150,11 @@ def check_fit(model: nn.Module, worker: dict[str, Any], served_name: str, url: s
     if differences:
         raise ValueError(
             f"The server at {url} serves another model, {served_name!r}: it has {', '.join(differences)}. "
-            f"Start it with the model that is trained: `colocate vllm-serve {config.name_or_path or 'MODEL'}"
-            "`."
+            "Start it with the model that is trained: `colocate rollout-serve "
+            f"{config.name_or_path or 'MODEL'} --engine {worker['engine']}`."
         )
+    if worker["engine"] == "native":
+        return
     if worker["num_replicas"] > 1:
         raise ValueError(
             f"The server at {url} runs {worker['num_replicas']} replicas, of which weights would reach one "

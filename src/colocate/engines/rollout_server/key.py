@@ -1,4 +1,4 @@
-"""The key of a vLLM server, without which nobody can use the server.
+"""The key of a rollout server, without which nobody can use the server.
 
 A trainer does not send the key. It signs its requests with HMAC-SHA256 (RFC 2104), and the server's workers
 sign their answers. So another program that listens on the port while the server is down neither learns the
@@ -117,7 +117,7 @@ def key_of_server_at(host: str, port: int) -> ServerKey:
     path = key_file(own if is_here else host, port)
     if (key := _read(path)) is None:
         raise ValueError(
-            f"There is no key for the vLLM server at {host}:{port}. `colocate vllm-serve` keeps its key in a "
+            f"There is no key for the server at {host}:{port}. `colocate rollout-serve` keeps its key in a "
             f"file of the user's who starts it, on this machine {path}, which is not there. For a server of "
             f"another machine or user set {VARIABLE} to its key, here and where the server starts."
         )
@@ -138,6 +138,19 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return False
+
+
+def say_who_may_use_it(key: ServerKey, host: str) -> None:
+    """Print how a trainer comes to have the server's key."""
+    print(f"colocate rollout-serve: every request needs the key in {key.source}", flush=True)
+    if not is_loopback(host):
+        print(
+            f"colocate rollout-serve: {host} is reached from other machines. A trainer there needs the key "
+            f"in its environment variable {VARIABLE}. Nothing is encrypted: who reads the network reads "
+            "prompts and completions, and can repeat what was asked; where that matters leave --host out and "
+            "forward the port (ssh -L)",
+            flush=True,
+        )
 
 
 def _read(path: Path) -> ServerKey | None:

@@ -31,6 +31,8 @@ SHAPE = (
 )
 """Options of a text model's configuration that must be equal in trainer and server."""
 
+PIECE_BYTES = 2**24
+"""Bytes of weights in one message: a third more as text, and far less than a server takes as a body."""
 PROBE = "probe"
 """Name of the file by which the server finds out whether it sees the trainer's directory."""
 GROUP_TIMEOUT_S = 120.0

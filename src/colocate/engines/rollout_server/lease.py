@@ -1,4 +1,4 @@
-"""The lease by which a vLLM server belongs to one run, until the run releases it or falls silent."""
+"""The lease by which a rollout server belongs to one run, until the run releases it or falls silent."""
 
 from __future__ import annotations
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
-from colocate.engines.vllm_server.client import HOW_TO_START, RequestRefused, ServerUnreachable
+from colocate.engines.rollout_server.client import HOW_TO_START, RequestRefused, ServerUnreachable
 
 logger = logging.getLogger(__name__)
 
 
 class ServerPaused(RuntimeError):
     """The server answers, but generates nothing, because somebody has paused it."""
+
+
+class ServerStuck(RuntimeError):
+    """The server answers, and has requests, but its engine does not go on."""
 
 
 class Watch:
@@ -24,14 +29,19 @@ class Watch:
         base_url: the server's address, for messages.
         silence_s: seconds without an answer after which the server is asked.
         patience_s: seconds for which it may be paused.
+        stall_s: seconds for which its engine may not go on by a step, where the server counts them.
     """
 
-    def __init__(self, base_url: str, *, silence_s: float, patience_s: float) -> None:
+    def __init__(
+        self, base_url: str, *, silence_s: float, patience_s: float, stall_s: float = math.inf
+    ) -> None:
         self._base_url = base_url
-        self._patience_s = patience_s
+        self._patience_s, self._stall_s = patience_s, stall_s
         self.silence_s = silence_s
         self._heard_s = time.monotonic()
         self._paused_since_s: float | None = None
+        self._num_steps: int | None = None
+        self._stepped_s = self._heard_s
 
     @property
     def is_silent(self) -> bool:
@@ -50,24 +60,36 @@ class Watch:
 
         Raises:
             ServerPaused: it has been paused for longer than `patience_s`.
+            ServerStuck: it has not gone on by a step for longer than `stall_s`.
         """
         ask("/health")
         self.heard()
         answer = ask("/is_paused")
+        self._look_at_steps(answer)
         if not isinstance(answer, dict) or not answer.get("is_paused"):
             self._paused_since_s = None
         elif self._paused_since_s is None:
             self._paused_since_s = time.monotonic()
             logger.warning(
-                f"The vLLM server at {self._base_url} is paused in the middle of a rollout, and not by this "
+                f"The server at {self._base_url} is paused in the middle of a rollout, and not by this "
                 f"run; waiting for up to {self._patience_s:g} s (vllm_server_timeout)."
             )
         elif time.monotonic() - self._paused_since_s > self._patience_s:
             raise ServerPaused(
-                f"The vLLM server at {self._base_url} has been paused for {self._patience_s:g} s "
+                f"The server at {self._base_url} has been paused for {self._patience_s:g} s "
                 "(vllm_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
                 "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
                 "checkpoint."
+            )
+
+    def _look_at_steps(self, answer: Any) -> None:
+        num_steps = answer.get("num_steps") if isinstance(answer, dict) else None
+        if num_steps is None or num_steps != self._num_steps or not answer.get("is_busy"):
+            self._num_steps, self._stepped_s = num_steps, time.monotonic()
+        elif time.monotonic() - self._stepped_s > self._stall_s:
+            raise ServerStuck(
+                f"The engine of the server at {self._base_url} has requests and has not gone on for "
+                f"{self._stall_s:g} s (at step {num_steps}): it hangs. End the server and start it again."
             )
 
 
@@ -93,13 +115,13 @@ def await_ready(
         except (ServerUnreachable, RequestRefused) as error:
             if time.monotonic() + 0.5 > deadline:
                 raise ServerUnreachable(
-                    f"No vLLM server answered at {base_url} within vllm_server_timeout={timeout_s:g} s. "
+                    f"No rollout server answered at {base_url} within vllm_server_timeout={timeout_s:g} s. "
                     f"{error} {HOW_TO_START}; if it is only slow to load, raise vllm_server_timeout."
                 ) from error
             if is_silent and is_main:
                 is_silent = False
                 logger.warning(
-                    f"No vLLM server answers at {base_url} yet; waiting for it for up to {timeout_s:g} s "
+                    f"No rollout server answers at {base_url} yet; waiting for it for up to {timeout_s:g} s "
                     "(vllm_server_timeout)."
                 )
         time.sleep(0.5)

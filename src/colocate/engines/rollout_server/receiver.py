@@ -10,6 +10,7 @@ A server has one receiver for each of its workers, that is, for each process tha
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import re
@@ -24,10 +25,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from colocate.engines.vllm_server.key import VARIABLE, key_from_environment
-from colocate.engines.vllm_server.lease import Lease, Run, ServerHeld
-from colocate.engines.vllm_server.messages import opened_message, sealed_answer
-from colocate.engines.vllm_server.weight_wire import (
+from colocate.engines.rollout_server.key import VARIABLE, ServerKey, key_from_environment
+from colocate.engines.rollout_server.lease import Lease, Run, ServerHeld
+from colocate.engines.rollout_server.messages import opened_message, sealed_answer
+from colocate.engines.rollout_server.weight_wire import (
     GROUP_TIMEOUT_S,
     PROBE,
     NcclGroup,
@@ -85,19 +86,22 @@ class ServedWeights(Protocol):
         ...
 
 
-def answer_message(receiver: Receiver, message: str, signature: str) -> dict[str, Any]:
+def answer_message(
+    receiver: Receiver, message: str, signature: str, key: ServerKey | None = None
+) -> dict[str, Any]:
     """Do what a signed message asks of a worker. It never raises: the caller is told of errors by its answer.
 
     Args:
         message: {"do": method, "run": run, ...arguments} as JSON; see `Receiver.answer`.
         signature: the message's signature; see `messages`.
+        key: the server's key; None: the one in the environment.
 
     Returns:
         A signed answer: the method's result, {"error": text}, or {"holder": run} if another run holds the
         server. If the message is not signed with the key, {"error": text} without a signature.
     """
     try:
-        key = key_from_environment()
+        key = key or key_from_environment()
         if key is None:
             raise PermissionError(f"the server was started without {VARIABLE}")
         arguments = opened_message(key, message, signature)
@@ -120,10 +124,10 @@ class Receiver:
         weights: the worker's weights.
     """
 
-    OF_ANYBODY = ("describe", "abandon")
+    OF_ANYBODY = ("describe", "weights", "abandon")
     OF_THE_HOLDER = (
         *("claim", "release", "state", "share", "join_group"),
-        *("begin", "receive_chunk", "finish", "note_sleep"),
+        *("begin", "keep_piece", "receive_chunk", "finish", "note_sleep"),
     )
 
     def __init__(self, weights: ServedWeights) -> None:
@@ -142,6 +146,8 @@ class Receiver:
         self._is_asleep = False
         self._group: NcclGroup | None = None
         self._mapped: tuple[dict[str, Any], Tensor] | None = None
+        self._pieces: list[bytes] = []
+        """The beginning of the next chunk, where chunks come in messages."""
         self._lease = Lease()
         self._directory: str | None = None
 
@@ -169,6 +175,12 @@ class Receiver:
             raise ValueError(f"unknown message {do!r}: trainer and server have other versions of colocate")
         return getattr(self, do)(**arguments)
 
+    @property
+    def token(self) -> str | None:
+        """The name of the weights, by which requests ask for them; None: they are no trainer's, or a mixture,
+        or asleep."""
+        return None if self._is_asleep else self._token
+
     # ── Messages of the trainer ──────────────────────────────────────────────────────────────────────────
 
     def describe(self) -> dict[str, Any]:
@@ -188,8 +200,11 @@ class Receiver:
 
         `start_id` is different after every start of the server.
         """
-        token = None if self._is_asleep else self._token
-        return {"start_id": self._start_id, "token": token, "is_asleep": self._is_asleep}
+        return {"start_id": self._start_id, "token": self.token, "is_asleep": self._is_asleep}
+
+    def weights(self) -> dict[str, Any]:
+        """The token of `state`."""
+        return {"token": self.token}
 
     def claim(self) -> dict[str, Any]:
         """Nothing more than `answer` has done: the run that gets this answer holds the server."""
@@ -285,6 +300,25 @@ class Receiver:
         self._weights.begin(tied_head)
         return ready
 
+    def keep_piece(self, push_id: str, number: int, base64_text: str) -> dict[str, Any]:
+        """Keep a piece of the next chunk, at most `PIECE_BYTES`, until all of it has come.
+
+        Returns:
+            {"is": "kept"}; `_unknown` if this push is not under way.
+
+        Raises:
+            ValueError: the piece before has not come.
+        """
+        if push_id != self._push_id:
+            return self._unknown()
+        self._last_message_s = time.monotonic()
+        if number == 0:
+            self._pieces = []
+        if number > len(self._pieces):
+            raise ValueError(f"piece {number} came where piece {len(self._pieces)} was due")
+        self._pieces[number:] = [base64.b64decode(base64_text)]
+        return {"is": "kept"}
+
     def receive_chunk(
         self,
         push_id: str,
@@ -300,8 +334,8 @@ class Receiver:
             places: see `weight_wire.layout_of`.
             size_bytes: size of the chunk.
             checksum: see `weight_wire.checksum_of`.
-            offer: where its bytes are: {"file": name} in the shared directory, {"ipc": handle}, or
-                {"nccl": True} for a broadcast.
+            offer: where its bytes are: {"file": name} in the shared directory, {"pieces": number} that have
+                come before, {"ipc": handle}, or {"nccl": True} for a broadcast.
 
         Returns:
             {"is": "loaded"}; `_unknown` if this push is not under way; {"is": "damaged"} if other bytes came
@@ -377,6 +411,9 @@ class Receiver:
         """A copy of the chunk, [size_bytes] uint8: vLLM keeps loaded tensors until a layer is complete."""
         if "file" in offer:
             return self._read_chunk(offer["file"])
+        if "pieces" in offer:
+            pieces, self._pieces = self._pieces[: offer["pieces"]], []
+            return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8).to(self._device)
         if "ipc" in offer:
             return self._map(offer["ipc"])[:size_bytes].to(self._device, copy=True)
         if self._group is None:
@@ -403,6 +440,12 @@ class Receiver:
             self._mapped = None
             self._mapped = (handle, open_ipc_handle(handle, visible_gpus().index(handle["gpu"])))
         return self._mapped[1]
+
+
+def other_weights(wanted: str, present: str | None) -> str:
+    """The refusal of a request for completions of weights that the server does not have."""
+    has = "no weights of a trainer" if present is None else f"the weights {present!r:.100}"
+    return f"The request is for the weights {wanted!r:.100}, and the server has {has}."
 
 
 def _open_plainly(directory: str, name: str) -> int:

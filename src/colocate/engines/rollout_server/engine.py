@@ -1,4 +1,4 @@
-"""Rollouts by a vLLM server on other GPUs or another machine: prompts and completions are sent as token ids.
+"""Rollouts by a server on other GPUs or another machine: prompts and completions are sent as token ids.
 
 A completion depends only on the weights, the prompt and the seeds, so any part of a rollout may be requested
 again. But a rollout must not use weights that are not the policy's. The server's workers know the name of
@@ -22,9 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from colocate.engines.base import EngineLost
-from colocate.engines.turns import Turn, TurnEngine
-from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
-from colocate.engines.vllm_server.client import (
+from colocate.engines.rollout_server.client import (
     CompletionRefused,
     HttpClient,
     KeyRefused,
@@ -32,13 +30,15 @@ from colocate.engines.vllm_server.client import (
     ServerUnreachable,
     Workers,
 )
-from colocate.engines.vllm_server.completions import Request, completions_in, requests_of
-from colocate.engines.vllm_server.fit import examine, start_id_of, take
-from colocate.engines.vllm_server.lease import LEASE_S, LeaseKeeper, this_run
-from colocate.engines.vllm_server.open_turns import OpenTurns
-from colocate.engines.vllm_server.patience import ALONE, Patience
-from colocate.engines.vllm_server.watch import Watch, await_all, await_ready
-from colocate.engines.vllm_server.weight_push import PushInterrupted, TransportName, WeightPusher
+from colocate.engines.rollout_server.completions import Request, completions_in, requests_of
+from colocate.engines.rollout_server.fit import examine, start_id_of, take
+from colocate.engines.rollout_server.lease import LEASE_S, LeaseKeeper, this_run
+from colocate.engines.rollout_server.open_turns import OpenTurns
+from colocate.engines.rollout_server.patience import ALONE, Patience
+from colocate.engines.rollout_server.watch import ServerStuck, Watch, await_all, await_ready
+from colocate.engines.rollout_server.weight_push import PushInterrupted, TransportName, WeightPusher
+from colocate.engines.turns import Turn, TurnEngine
+from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.buckets import BUCKET_BYTES
 from colocate.weights.layouts import causal_lm
@@ -50,7 +50,7 @@ T = TypeVar("T")
 _RELEASE_S = 5.0
 """Deadline for releasing the server. If it fails, the lease ends by itself."""
 MAX_IN_FLIGHT = 512
-"""Requests under way at once, as many as `colocate vllm-serve` lets the server decode."""
+"""Requests under way at once, as many as `colocate rollout-serve` lets the server decode."""
 _MAX_LOSSES = 5
 """How often the server may be lost in one rollout or one push before the run gives up."""
 
@@ -60,11 +60,11 @@ class ServerRestarted(RuntimeError):
 
 
 # KeyRefused is among them because a restarted server may have a new key.
-_LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted, KeyRefused)
+_LOSSES = (ServerUnreachable, ServerRestarted, ServerStuck, PushInterrupted, KeyRefused)
 
 
-class VLLMServerEngine(TurnEngine):
-    """Generates on a vLLM server, whose weights it keeps equal to the model's.
+class RolloutServerEngine(TurnEngine):
+    """Generates on a rollout server, whose weights it keeps equal to the model's.
 
     A server usually has GPUs of its own, so `sleep` gives nothing back and `wake_up` takes nothing. One that
     can sleep (`--enable-sleep-mode`) is taken for one on the trainers' GPUs and takes turns with them:
@@ -95,7 +95,7 @@ class VLLMServerEngine(TurnEngine):
         ServerUnreachable: no server answered within `server_timeout_s`.
         ServerHeld: the server belongs to another run.
         ValueError: the server has another model, settings that training cannot work with, or another key.
-        RuntimeError: the server's vLLM is too old, or the server cannot take weights.
+        RuntimeError: the server's vLLM is not supported, or the server cannot take weights.
     """
 
     shares_weights = False
@@ -274,7 +274,7 @@ class VLLMServerEngine(TurnEngine):
             self._check_server(waits=False)
             if self._max_len < max_len:
                 raise ValueError(
-                    f"It came back with --max-model-len = {self._max_len}, and had {max_len} before."
+                    f"It came back with a context of {self._max_len} tokens, and had {max_len} before."
                 )
             self._bring_up_to_date()
             self._is_awake = True
@@ -298,9 +298,7 @@ class VLLMServerEngine(TurnEngine):
 
     def _generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Completion]:
         start_id = self._bring_up_to_date()
-        futures = [
-            self._send(request, sampling) for request in requests_of(prompts, sampling, self._served_name)
-        ]
+        futures = [self._send(request, sampling) for request in self._requests(prompts, sampling)]
         try:
             with self._refusals_told(start_id):
                 await_all(futures, self._watch(), self._ask)
@@ -319,7 +317,7 @@ class VLLMServerEngine(TurnEngine):
         """Send turns that are not under way, and return those that have ended; after an error none is."""
 
         def start(prompt: Prompt) -> Future[list[Completion]]:
-            (request,) = requests_of([prompt], sampling, self._served_name)
+            (request,) = self._requests([prompt], sampling)
             return self._send(request, sampling)
 
         turns = self._open_turns
@@ -338,6 +336,11 @@ class VLLMServerEngine(TurnEngine):
             turns.abort()
             raise
         return dict(zip(ended, self._reported.of(ended.values(), sampling), strict=True))
+
+    def _requests(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[Request]:
+        return requests_of(
+            prompts, sampling, self._served_name, weights=self._token, is_native=self._is_native
+        )
 
     def _send(self, request: Request, sampling: SamplingParams) -> Future[list[Completion]]:
         return self._client.submit(
@@ -365,13 +368,18 @@ class VLLMServerEngine(TurnEngine):
         """Raises ServerRestarted unless the server is that of the start `start_id`, with these weights."""
         state = self._state()
         if state[0] != start_id:
-            raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted during a rollout.")
+            raise ServerRestarted(f"The server at {self._client.base_url} restarted during a rollout.")
         if state[1] != self._token:
             raise ServerRestarted(f"The weights of {self._client.base_url} changed during a rollout.")
 
     def _watch(self) -> Watch:
         silence_s = min(self._patience.silence_s, self._server_timeout_s / 4)
-        return Watch(self._client.base_url, silence_s=silence_s, patience_s=self._server_timeout_s)
+        return Watch(
+            self._client.base_url,
+            silence_s=silence_s,
+            patience_s=self._server_timeout_s,
+            stall_s=self._patience.stall_s,
+        )
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -391,7 +399,7 @@ class VLLMServerEngine(TurnEngine):
         sent_bytes = self._push(start_id)
         start_id, token = self._state()
         if token != self._token:
-            raise ServerRestarted(f"The vLLM server at {self._client.base_url} restarted after a push.")
+            raise ServerRestarted(f"The server at {self._client.base_url} restarted after a push.")
         logger.info(f"Sent {sent_bytes / 2**20:.1f} MiB of weights in {time.monotonic() - started_s:.2f} s.")
         return start_id
 
@@ -438,13 +446,13 @@ class VLLMServerEngine(TurnEngine):
                 url = self._client.base_url
                 if self._on_server_loss == "error":
                     raise RuntimeError(
-                        f"The vLLM server at {url} was lost when it should {what}: {error} Look into its "
-                        "log, start it again (`colocate vllm-serve`) and resume from the last checkpoint; or "
-                        "set vllm_on_server_loss='wait', with which a run goes on as soon as the server is "
-                        "back."
+                        f"The server at {url} was lost when it should {what}: {error} Look into its "
+                        "log, start it again (`colocate rollout-serve`) and resume from the last "
+                        "checkpoint; or set vllm_on_server_loss='wait', with which a run goes on as soon as "
+                        "the server is back."
                     ) from error
                 logger.warning(
-                    f"The vLLM server at {url} was lost when it should {what}: {error} Waiting for it for up "
+                    f"The server at {url} was lost when it should {what}: {error} Waiting for it for up "
                     f"to {self._server_timeout_s:g} s."
                 )
                 last = error
@@ -453,7 +461,7 @@ class VLLMServerEngine(TurnEngine):
                 self._client.read_key()
                 self._check_server()
         raise RuntimeError(
-            f"The vLLM server at {self._client.base_url} was lost {_MAX_LOSSES} times in a row; the last "
+            f"The server at {self._client.base_url} was lost {_MAX_LOSSES} times in a row; the last "
             f"time: {last} Look into its log."
         ) from last
 
@@ -494,11 +502,12 @@ class VLLMServerEngine(TurnEngine):
         take(self._workers, deadline_s=answer_s, waits=waits)
         self.takes_turns = facts.can_sleep
         self._checked_start_id = facts.start_id
-        self._served_name, self._max_len = facts.served_name, facts.max_len
-        self._max_len_reason = f"the server's --max-model-len = {self._max_len}"
+        self._served_name, self._is_native = facts.served_name, facts.is_native
+        self._max_len = facts.max_len
+        self._max_len_reason = f"the server's context = {self._max_len}"
 
     def _report_in(self, mode: str) -> ReportedLogprobs:
-        how_to_start = "Start the server with `colocate vllm-serve MODEL -- --logprobs-mode {}`"
+        how_to_start = "Start the server with `colocate rollout-serve MODEL -- --logprobs-mode {}`"
         return ReportedLogprobs(mode, how_to_start=how_to_start, is_main=self._is_main)
 
     def _ask(

@@ -1,38 +1,41 @@
-"""The trainer's side of a weight push: it sends the policy in chunks to a vLLM server on other GPUs.
+"""The trainer's side of a weight push: it sends the policy in chunks to a server on other GPUs.
 
-There are three transports, of which "auto" chooses the fastest that works:
+There are four transports, of which "auto" chooses the fastest that works:
 
     ipc     the server's workers read a buffer on the trainer's GPU, which must be visible to them
     nccl    a broadcast from the trainer to all workers, on one host or between hosts
-    file    a file in a directory that both see, usually in shared memory; the only one without GPUs
+    file    a file in a directory that both see, usually in shared memory; needs no GPUs
+    http    the messages themselves, in pieces; needs no GPUs and nothing in common, and is the slowest
 """
 
 from __future__ import annotations
 
+import base64
 import logging
 import socket
 import tempfile
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from colocate.engines.vllm.environment import free_port
-from colocate.engines.vllm.internals import plain_segments
-from colocate.engines.vllm_server.client import (
+from colocate.engines.rollout_server.client import (
     HttpClient,
     MalformedResponse,
     ServerUnreachable,
     WorkerError,
     Workers,
 )
-from colocate.engines.vllm_server.weight_wire import (
+from colocate.engines.rollout_server.weight_wire import (
     GROUP_TIMEOUT_S,
+    PIECE_BYTES,
     PROBE,
     NcclGroup,
     checksum_of,
@@ -42,11 +45,13 @@ from colocate.engines.vllm_server.weight_wire import (
     pack,
     visible_gpus,
 )
+from colocate.engines.vllm.environment import free_port
+from colocate.engines.vllm.internals import plain_segments
 from colocate.weights.buckets import buckets, sizes, tied_head
 
 logger = logging.getLogger(__name__)
 
-TransportName = Literal["auto", "ipc", "nccl", "file"]
+TransportName = Literal["auto", "ipc", "nccl", "file", "http"]
 
 _POLL_S = 0.2
 _SHARED_MEMORY = Path("/dev/shm")
@@ -113,6 +118,30 @@ class FileTransport(Transport):
 
     def close(self) -> None:
         self._owner.cleanup()
+
+
+class HttpTransport(Transport):
+    """Chunks in pieces, each in a message of its own, as text in base 64.
+
+    Args:
+        tell: sends a message with these arguments to the workers, and waits for their answers.
+    """
+
+    def __init__(self, tell: Callable[..., list[dict[str, Any]]]) -> None:
+        self._tell = tell
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def offer(self, flat: Tensor) -> dict[str, Any]:
+        pieces = flat.split(PIECE_BYTES)
+        for number, piece in enumerate(pieces):
+            text = base64.b64encode(piece.numpy()).decode()
+            _check(self._tell(number=number, base64_text=text), "kept")
+        return {"pieces": len(pieces)}
+
+    def close(self) -> None:
+        pass
 
 
 class IpcTransport(Transport):
@@ -371,9 +400,20 @@ class WeightPusher:
                 name = "ipc" if all(gpu in worker["visible_gpus"] for worker in workers) else "nccl"
             else:
                 name = "file"
-        logger.info(f"Weights go to the vLLM server at {self.client.base_url} by {name}.")
-        if name == "file":
-            return self._file_transport(deadline)
+        files = self._file_transport(deadline) if name == "file" else None
+        if name == "file" and files is None:
+            if self.transport == "file":
+                raise ValueError(
+                    f"Weights cannot go to the server by file: it does not see {self._parent_directory} of "
+                    "this machine. Set a directory that both share, use GPUs on both sides (nccl), or leave "
+                    "the transport at 'auto'."
+                )
+            name = "http"
+        logger.info(f"Weights go to the server at {self.client.base_url} by {name}.")
+        if files is not None:
+            return files
+        if name == "http":
+            return HttpTransport(partial(self._send_piece, deadline))
         if not are_on_gpus:
             raise ValueError(
                 f"Weights cannot go to the server by {name}: the trainer is on {device.type}, the server "
@@ -397,11 +437,13 @@ class WeightPusher:
         timeout_s = min(self._remaining_s(deadline), GROUP_TIMEOUT_S)
         return NcclTransport(self.workers, len(workers), device, host, port, timeout_s)
 
-    def _file_transport(self, deadline: float) -> FileTransport:
-        parent = self.directory
-        if parent is None and _SHARED_MEMORY.is_dir():
-            parent = str(_SHARED_MEMORY)
-        transport = FileTransport(parent)
+    @property
+    def _parent_directory(self) -> str:
+        return self.directory or (str(_SHARED_MEMORY) if _SHARED_MEMORY.is_dir() else tempfile.gettempdir())
+
+    def _file_transport(self, deadline: float) -> FileTransport | None:
+        """The transport by files; None if the server does not see this machine's directory."""
+        transport = FileTransport(self._parent_directory)
         mark = uuid.uuid4().hex
         probe = transport.directory / PROBE
         probe.write_text(mark)
@@ -413,13 +455,15 @@ class WeightPusher:
             transport.close()
             raise
         probe.unlink()
-        if not all(answer["is_shared"] for answer in answers):
-            transport.close()
-            raise ValueError(
-                f"Weights cannot go to the server by file: it does not see {transport.directory.parent} "
-                "of this machine. Set a directory that both share, or use GPUs on both sides (nccl)."
-            )
-        return transport
+        if all(answer["is_shared"] for answer in answers):
+            return transport
+        transport.close()
+        return None
+
+    def _send_piece(self, deadline: float, **piece: Any) -> list[dict[str, Any]]:
+        return self.workers.call(
+            "keep_piece", push_id=self._push_id, deadline_s=self._remaining_s(deadline), **piece
+        )
 
     def _remaining_s(self, deadline: float) -> float:
         """Seconds for a message until `deadline`: at least 0.01, so that one too late fails with words."""
