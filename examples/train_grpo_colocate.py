@@ -5,7 +5,7 @@ Where completions come from is one more option of `GRPOConfig`:
 
     engine="native"         from the trainer's own parameters; also what the script does as it stands
     engine="vllm"           from vLLM in the trainer's process, asleep while it trains
-    engine="vllm_server"    from vLLM on other GPUs: `colocate vllm-serve Qwen/Qwen2-0.5B-Instruct --port 8000`
+    engine="rollout_server" from other GPUs: `colocate rollout-serve Qwen/Qwen2-0.5B-Instruct --engine vllm`
 """
 
 from datasets import load_dataset

@@ -22,7 +22,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from colocate.algorithms.advantages import AdvantageOptions
 from colocate.algorithms.objective_params import ObjectiveParams
 from colocate.batch_sizes import derive_batch_sizes
-from colocate.engines.build import ENGINES
+from colocate.engines.build import ENGINES, OLDER_NAMES
 from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
@@ -183,14 +183,15 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     engine: Annotated[str, OneOf(("auto", *ENGINES))] = "auto"
     """What generates the completions. "native": decodes with the trainer's own parameters (supported
-    natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "vllm_server": a
-    vLLM server on other GPUs (`colocate vllm-serve`). "trtllm": TensorRT-LLM on the ranks' GPUs, with
+    natively: Llama, Mistral, Qwen2, Qwen3, Phi-3). "vllm": vLLM in the trainer's process. "rollout_server": a
+    server on other GPUs or machines, of the native engine or of vLLM (`colocate rollout-serve`); also written
+    "vllm_server". "trtllm": TensorRT-LLM on the ranks' GPUs, with
     --launcher ray. "transformers": `model.generate`, which is slow and runs any architecture. "auto": the
     server with use_vllm=True and vllm_mode="server"; else "native" if the model is supported natively, "vllm"
     if not and use_vllm=True, and "transformers" in all other cases."""
     max_num_seqs: Annotated[int | None, FEW] = None
     """The most sequences that are decoded at the same time. None: 512 on a GPU; on a CPU 64, or with
-    engine="vllm" that engine's own default. With engine="vllm_server" it is the number of requests, for a
+    engine="vllm" that engine's own default. With engine="rollout_server" it is the number of requests, for a
     prompt or a turn, that are with the server at a time (None: 512); the server's own `--max-num-seqs` says
     how many sequences that decodes."""
     page_size: Annotated[int | None, AT_LEAST_ONE] = None
@@ -239,7 +240,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     vllm_engine_kwargs: dict[str, Any] | None = None
     """Further arguments of `vllm.LLM`."""
 
-    # ── Rollout by a vLLM server (engine="vllm_server") ──────────────────────────────────────────────────
+    # ── Rollout by servers (engine="rollout_server") ───────────────────────────────────────────────────────
 
     vllm_server_base_url: str | None = None
     """The server's address, such as "http://node7:8000", or those of several, separated by commas. None:
@@ -387,9 +388,10 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     def __post_init__(self) -> None:
         check_complete(vars(self))
         self._read_values()
+        self.engine = OLDER_NAMES.get(self.engine, self.engine)
         notices = translate(self, os.environ) + self._resolve_renamed()
         if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
-            self.engine = "vllm_server"
+            self.engine = "rollout_server"
         notices += check_support(self)
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"

@@ -70,7 +70,7 @@ RENAMED: dict[str, str] = {
 
 _SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
 _ONLY_VLLM = "only vLLM reads it; set engine='vllm' to generate with vLLM"
-_ONLY_SERVER = "only a vLLM server needs it; set engine='vllm_server' to generate with one"
+_ONLY_SERVER = "only a rollout server needs it; set engine='rollout_server' to generate with one"
 _ONLY_TRTLLM = "only TensorRT-LLM reads it; set engine='trtllm' to generate with it"
 _NO_WORKERS = "prompts are tokenised once and there are no data-loading processes"
 _OWN_PRECISION = "evaluation uses the policy's own weights in their own precision"
@@ -160,8 +160,8 @@ UNNECESSARY_WITH_LAYOUT: dict[str, str] = dict.fromkeys(
 whether the user has set them: only the run file or the command line does."""
 
 REFUSED: dict[str, str] = {
-    "vllm_mode": "with this engine, or without use_vllm=True, no server is asked. Set engine='vllm_server', "
-    "or vllm_mode='colocate'",
+    "vllm_mode": "with this engine, or without use_vllm=True, no server is asked. Set "
+    "engine='rollout_server', or vllm_mode='colocate'",
     "vllm_tensor_parallel_size": "the engine reads the trainer's parameters, which are whole on each device; "
     "use 1: each device generates its own share of the completions, or set engine='vllm'",
     "vllm_structured_outputs_regex": "sampling outside the policy's own distribution is not supported; score "
@@ -190,7 +190,7 @@ HONOURED_BY: dict[str, frozenset[str]] = {
         vllm_engine_kwargs vllm_weights
         """
     ),
-    "vllm_server": _names(
+    "rollout_server": _names(
         """
         use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
         vllm_on_server_loss vllm_group_host vllm_group_port
@@ -200,7 +200,7 @@ HONOURED_BY: dict[str, frozenset[str]] = {
 }
 """The options in UNNECESSARY and REFUSED that an engine does honour, by the engine's name."""
 
-_BEHIND_SERVE = "{0} on the server's own command line (`colocate vllm-serve MODEL -- {0} ...`)"
+_BEHIND_SERVE = "{0} on the server's own command line (`colocate rollout-serve`; {0})"
 
 REPLACED_BY: dict[str, dict[str, str]] = {
     "vllm": {
@@ -208,9 +208,11 @@ REPLACED_BY: dict[str, dict[str, str]] = {
         "kv_cache_tokens": "vllm_gpu_memory_utilization, or "
         "vllm_engine_kwargs={'kv_cache_memory_bytes': ...}",
     },
-    "vllm_server": {
-        "page_size": _BEHIND_SERVE.format("--block-size"),
-        "kv_cache_tokens": _BEHIND_SERVE.format("--kv-cache-memory-bytes"),
+    "rollout_server": {
+        "page_size": _BEHIND_SERVE.format("vLLM: -- --block-size"),
+        "kv_cache_tokens": _BEHIND_SERVE.format(
+            "native: --kv_cache_tokens, vLLM: -- --kv-cache-memory-bytes"
+        ),
     },
     "trtllm": {
         "vllm_tensor_parallel_size": "trtllm_tensor_parallel_size",

@@ -21,7 +21,7 @@ _ENGINES = {
     "TransformersEngine": "transformers' model.generate, which is slow",
     "GatheredEngine": "native, which gathers the trainer's weights for each rollout",
     "VLLMEngine": "vLLM in this process",
-    "VLLMServerEngine": "a vLLM server",
+    "RolloutServerEngine": "a rollout server",
     "TRTLLMEngine": "TensorRT-LLM beside the ranks",
 }
 

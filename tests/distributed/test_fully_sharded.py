@@ -99,7 +99,7 @@ def test_what_cannot_be_split_is_refused_by_name(directory):
     for rank in of_ranks(directory):
         told = rank["refusals"]
         assert "attn.c_attn uses fan_in_fan_out" in told["adapter"] and "Set shard=1" in told["adapter"]
-        assert "engine='vllm_server' cannot be sent weights" in told["server"]
+        assert "engine='rollout_server' cannot be sent weights" in told["server"]
         assert "decode_shard=2 lets 2 processes decode together" in told["together"]
         assert "cannot run this model: GPT2LMHeadModel has no layout" in told["native"]
 

@@ -99,7 +99,7 @@ def run_script(engine: str | None = None, **options: Any) -> Any:
 def test_the_example_is_the_script_of_the_announcement():
     _, docstring, code = EXAMPLE.read_text().split('"""', 2)
     assert code.strip() == SCRIPT.strip()
-    assert all(f'engine="{engine}"' in docstring for engine in ("native", "vllm", "vllm_server"))
+    assert all(f'engine="{engine}"' in docstring for engine in ("native", "vllm", "rollout_server"))
 
 
 def test_script_of_the_announcement(tmp_path, no_hub):

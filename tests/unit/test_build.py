@@ -129,7 +129,7 @@ def test_vllm_starts_in_the_mode_that_tells_log_probs_of_the_policy(build, sampl
     assert build(make_model("qwen3"), engine="vllm", **sampling)["logprobs_mode"] == mode
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm_server", "trtllm", "transformers"])
+@pytest.mark.parametrize("name", ["vllm", "rollout_server", "trtllm", "transformers"])
 def test_other_engines_do_not_read_parts_of_weights(name):
     mesh = SimpleNamespace(num_weight_parts=4)
     parts = EngineParts(make_model("qwen3"), SimpleNamespace(decode_shard=None), None, None, {}, mesh)
@@ -140,4 +140,4 @@ def test_other_engines_do_not_read_parts_of_weights(name):
 def test_the_engines_are_known_by_name_before_anything_heavy_is_loaded():
     code = "import sys, colocate.engines.build as b; print(*b.ENGINES, 'torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["native", "vllm", "vllm_server", "trtllm", "transformers", "False"]
+    assert printed.split() == ["native", "vllm", "rollout_server", "trtllm", "transformers", "False"]

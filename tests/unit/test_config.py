@@ -172,18 +172,18 @@ SERVER_OPTIONS = {
 
 @pytest.mark.parametrize("engine", ["vllm_server", "auto"])
 def test_a_server_is_asked_for_by_engine_or_as_trl_does(make, caplog, engine):
-    assert set(SERVER_OPTIONS) == HONOURED_BY["vllm_server"]
+    assert set(SERVER_OPTIONS) == HONOURED_BY["rollout_server"]
     with caplog.at_level(logging.WARNING, "colocate"):
         config = make(engine=engine, **SERVER_OPTIONS)
     assert caplog.messages == []
-    assert config.engine == "vllm_server"
+    assert config.engine == "rollout_server"
 
 
 def test_a_server_that_nobody_would_ask_is_refused(make):
     for options in ({}, {"use_vllm": True, "engine": "native"}, {"use_vllm": True, "engine": "vllm"}):
-        with pytest.raises(ValueError, match=r"vllm_mode='server' is not supported.*engine='vllm_server'"):
+        with pytest.raises(ValueError, match=r"vllm_mode='server' is not supported.*engine='rollout_server'"):
             make(vllm_mode="server", **options)
-    with pytest.raises(ValueError, match=r"page_size=16 is not read.*serve MODEL -- --block-size"):
+    with pytest.raises(ValueError, match=r"page_size=16 is not read.*rollout-serve`; vLLM: -- --block-size"):
         make(engine="vllm_server", page_size=16)
 
 

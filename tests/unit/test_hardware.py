@@ -101,6 +101,6 @@ def test_seconds_of_a_step_are_tokens_over_speeds():
     step = step_time(LARGE_SHAPES, replace(load, has_reference=True), speeds, num_iterations=4)
     assert step.rollout_s == pytest.approx(256 * 512 / 4000)
     assert step.train_s == pytest.approx((32 * 256 + 256 * 512) / 2000 * 4 / 3)
-    elsewhere = speed(load=replace(load, engine="vllm_server"))
+    elsewhere = speed(load=replace(load, engine="rollout_server"))
     assert elsewhere.rollout_tokens_per_s is None
     assert step_time(LARGE_SHAPES, load, elsewhere, num_iterations=1).rollout_s == 0

@@ -108,7 +108,7 @@ def test_what_is_not_determined_reaches_tensorrt_llm():
         ({"vllm_tensor_parallel_size": 2}, "Set trtllm_tensor_parallel_size"),
         ({"vllm_gpu_memory_utilization": 0.4}, "free_gpu_memory_fraction"),
         ({"vllm_engine_kwargs": {"seed": 1}}, "Set trtllm_engine_kwargs"),
-        ({"vllm_mode": "server"}, "Set engine='vllm_server'"),
+        ({"vllm_mode": "server"}, "Set engine='rollout_server'"),
     ],
 )
 def test_options_of_other_engines_are_refused_by_name(tmp_path, options, remedy):

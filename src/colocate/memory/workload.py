@@ -69,8 +69,8 @@ class Workload:
     """Whether the loss has an entropy bonus, so that the entropy needs a gradient."""
     has_cudnn: bool = False
     """Whether attention runs through cuDNN (`policy.cudnn_attention`)."""
-    engine: Literal["native", "vllm", "vllm_server"] = "native"
-    """The engine that generates completions; "vllm_server" does so on other devices."""
+    engine: Literal["native", "vllm", "rollout_server"] = "native"
+    """The engine that generates completions; "rollout_server" does so on other devices."""
     vllm: VLLMDemand = VLLMDemand()
     sharding: Sharding = field(default_factory=Sharding)
 

@@ -249,7 +249,7 @@ def engine_turn(
     The rows of a vLLM that never sleeps belong to the phase "resident". A server adds none, since it runs on
     other devices.
     """
-    if workload.engine == "vllm_server":
+    if workload.engine == "rollout_server":
         return [], 0
     room = None if device_memory_bytes is None else device_memory_bytes - total_bytes(resident)
     if workload.engine == "vllm" and workload.is_gpu:

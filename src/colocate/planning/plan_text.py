@@ -300,8 +300,8 @@ def _place_of_optimizer(answer: Answer) -> str:
 
 def _rollout_line(answer: Answer) -> str:
     plan, load, parts = answer.plan, answer.case.workload, answer.choice.sharding.num_decode_parts
-    if load.engine == "vllm_server":
-        return "Rollout: on the devices of the vLLM server; it takes nothing of this one."
+    if load.engine == "rollout_server":
+        return "Rollout: on the devices of the rollout server; it takes nothing of this one."
     engine = ""
     if load.engine == "vllm":
         has = "the trainer's weights" if load.vllm.shares_weights else "a copy of the weights"

@@ -408,7 +408,7 @@ def _with_larger_chunks(
 
 def _offload_helps(shapes: ModelShapes, workload: Workload, device_memory_bytes: int) -> bool:
     """Whether a rollout has too little memory while the optimizer's state is on the device."""
-    if workload.optim not in MOMENTS_BYTES or workload.engine == "vllm_server":
+    if workload.optim not in MOMENTS_BYTES or workload.engine == "rollout_server":
         return False
     resident = resident_rows(shapes, workload, TrainPlan())
     rollout, kv_tokens = engine_turn(shapes, workload, resident, device_memory_bytes)

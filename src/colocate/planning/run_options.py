@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ASSUMED_PROMPT_TOKENS = 512
 """Tokens that the longest prompt is assumed to have if `max_prompt_length` is not set."""
 
-_PLANNED_AS: dict[str, Any] = {"vllm": "vllm", "vllm_server": "vllm_server", "trtllm": "vllm"}
+_PLANNED_AS: dict[str, Any] = {"vllm": "vllm", "rollout_server": "rollout_server", "trtllm": "vllm"}
 """What the planner takes an engine for, by its name; all others are planned as the native engine."""
 
 

@@ -58,7 +58,7 @@ class StepTime:
 def expected_speed(shapes: ModelShapes, workload: Workload, plan: MemoryPlan, gpu: Gpu) -> Speed:
     """Tokens per second of rollout and training, from operations and memory traffic at the efficiencies
     above."""
-    on_server = workload.engine == "vllm_server"
+    on_server = workload.engine == "rollout_server"
     rollout = None if on_server else _rollout_speed(shapes, workload, plan, gpu)
     return Speed(rollout, _train_speed(shapes, workload, plan, gpu))
 
