@@ -1,4 +1,4 @@
-"""The command line: `colocate train | plan | report | serve | vllm-serve | chat | eval | merge | export`.
+"""The command line: `colocate train | plan | report | serve | rollout-serve | chat | eval | merge | ...`.
 
 torch and transformers take seconds to load, so each command imports what it needs and `--help` nothing.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate.commands import chat, export, merge, report, serve
+from colocate.commands import chat, export, merge, report, rollout_serve, serve
 from colocate.commands import eval as measure
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
@@ -24,6 +24,7 @@ from colocate.version import __version__
 
 _COMMANDS = {
     "report": report, "chat": chat, "eval": measure, "merge": merge, "export": export, "serve": serve,
+    "rollout-serve": rollout_serve, "vllm-serve": rollout_serve,
 }  # fmt: skip
 """Commands with options of their own; each has a file in `commands/`. Those of a run follow below."""
 
@@ -52,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.command is None:
         parser.print_help()
         return 2
-    if known.command == "vllm-serve":
+    if _COMMANDS.get(known.command) is rollout_serve:
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)} (options for vLLM go after --)")
-        rest = vllm_options
+        known.vllm_options = vllm_options
     elif known.command == "train" and known.num_replicas:
         known.vllm_options = vllm_options
     elif vllm_options or (rest and known.command not in ("train", "plan")):
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if known.command in _COMMANDS:
             return _COMMANDS[known.command].run(known)
-        return {"train": train, "plan": _plan, "vllm-serve": _vllm_serve}[known.command](known, rest)
+        return {"train": train, "plan": _plan}[known.command](known, rest)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
@@ -157,9 +158,8 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--num_nodes", type=_count, help="machines that hold these GPUs (default: one for every 8)"
             )
-    for own in _COMMANDS.values():
+    for own in dict.fromkeys(_COMMANDS.values()):
         own.add_parser(commands)
-    _add_vllm_serve(commands)
     for command in commands.choices.values():
         command.set_defaults(command_parser=command)
     return parser
@@ -204,7 +204,10 @@ def _add_launcher(command: argparse.ArgumentParser) -> None:
         "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
     )
     group.add_argument(
-        "--num_replicas", type=_count, help="vLLM servers to start for the run; vLLM's options go after --"
+        "--num_replicas", type=_count, help="rollout servers to start for the run; vLLM's options go after --"
+    )
+    group.add_argument(
+        "--replica_engine", choices=["native", "vllm"], help="what generates in each server (default: vllm)"
     )
     group.add_argument(
         "--replica_gpus", type=_count, help="GPUs of each server, tensor parallel over them (default: 1)"
@@ -220,26 +223,6 @@ def _whole(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text} is not a whole number")
     return int(text)
-
-
-def _add_vllm_serve(commands: Any) -> None:
-    summary = "run a vLLM server for trainers elsewhere (engine=vllm_server)"
-    command = commands.add_parser(
-        "vllm-serve",
-        help=summary,
-        description=summary,
-        usage="colocate vllm-serve MODEL [options] [-- VLLM_OPTIONS]",
-        allow_abbrev=False,
-    )
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    command.add_argument("model", help="the model that is trained: its name on the Hub, or its directory")
-    command.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: %(default)s, for this machine alone; 0.0.0.0: any)",
-    )
-    command.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    command.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model")
 
 
 # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -273,21 +256,6 @@ def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
         num_nodes=known.num_nodes,
         as_json=known.json,
         is_verbose=known.verbose,
-    )
-
-
-# ── vllm-serve ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _vllm_serve(known: argparse.Namespace, vllm_options: Sequence[str]) -> int:
-    from colocate.engines.vllm_server.serve import serve as serve_vllm
-
-    return serve_vllm(
-        known.model,
-        host=known.host,
-        port=known.port,
-        tensor_parallel_size=known.tensor_parallel_size,
-        vllm_options=vllm_options,
     )
 
 

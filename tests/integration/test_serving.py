@@ -20,8 +20,8 @@ from openai import AsyncOpenAI
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.pool import EnginePool
 from colocate.engines.requests import derived_seed
-from colocate.engines.vllm_server.client import RequestRefused
-from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.rollout_server.client import RequestRefused
+from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.serving.limits import Limits
 from colocate.serving.server import bound_socket
 from colocate.types import Prompt
@@ -326,8 +326,8 @@ def test_a_path_that_is_not_there_is_an_error_of_the_same_shape(plain):
 
 def test_a_trainer_that_takes_it_for_its_server_is_told(plain, monkeypatch):
     monkeypatch.setenv("COLOCATE_SERVER_KEY", KEY)
-    with pytest.raises(RequestRefused, match=r"/version was refused.*started by `colocate vllm-serve`"):
-        VLLMServerEngine(random_model(), base_url=f"http://127.0.0.1:{plain.port}")
+    with pytest.raises(RequestRefused, match=r"/version was refused.*started by `colocate rollout-serve`"):
+        RolloutServerEngine(random_model(), base_url=f"http://127.0.0.1:{plain.port}")
 
 
 def raw(served: Served, request: bytes, *, wait_s: float = 5.0, goes_on: bytes = b"") -> bytes:

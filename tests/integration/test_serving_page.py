@@ -158,7 +158,7 @@ def test_options_that_cannot_be_used_are_told_before_the_model_is_loaded(options
 def test_the_options_of_the_trainers_server_are_pointed_to_its_command(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "some/model", "--tensor-parallel-size", "2", "--", "--max-model-len", "4096"])
-    assert "a server for trainers is started by `colocate vllm-serve`" in capsys.readouterr().err
+    assert "a server for trainers is started by `colocate rollout-serve`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
-"""A worker's side of a push, message by message: in whatever order they come, weights are of one version."""
+"""A worker's side of a push, message by message: in whatever order they come, weights are of one version.
+
+It is asked of vLLM's worker and of the native server's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +13,15 @@ from engine_models import make_model
 from fake_server import BUCKET_BYTES, KEY, FakeVLLM, install_fake_vllm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3ForCausalLM
 
-from colocate.engines.vllm_server.key import ServerKey
-from colocate.engines.vllm_server.messages import Message
-from colocate.engines.vllm_server.weight_push import FileTransport
-from colocate.engines.vllm_server.weight_wire import checksum_of, layout_hash, layout_of, pack
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.rollout_server.key import ServerKey
+from colocate.engines.rollout_server.messages import Message
+from colocate.engines.rollout_server.receiver import Receiver, answer_message
+from colocate.engines.rollout_server.weight_push import FileTransport
+from colocate.engines.rollout_server.weight_wire import checksum_of, layout_hash, layout_of, pack
+from colocate.serving.rollout.weights import NativeWeights
 from colocate.weights.buckets import all_bytes, buckets, sizes
 
 
@@ -23,10 +30,47 @@ def one_model() -> Any:
     return make_model("qwen3")
 
 
+class CountedWeights(NativeWeights):
+    """Notes how often each weight was loaded."""
+
+    num_loads: dict[str, int]
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self._parameters
+
+    def load(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        super().load(tensors)
+        for name, _ in tensors:
+            self.num_loads[name] = self.num_loads.get(name, 0) + 1
+
+
+class NativeWorker:
+    """The worker of a native server, without the server. `FakeVLLM` is one of vLLM."""
+
+    def __init__(self, model: Any) -> None:
+        self._config = model.config
+        self.worker = self
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything, as a new process would."""
+        model = Qwen3ForCausalLM(self._config).eval()
+        self.loaded = CountedWeights(model, NativeEngine(model, max_num_seqs=1))
+        self.loaded.num_loads = {}
+        self._receiver = Receiver(self.loaded)
+
+    def colocate_receive(self, message: str, signature: str) -> dict[str, Any]:
+        return answer_message(self._receiver, message, signature)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Sender:
     """The chunks of two versions of a model, ready to be sent again, doubled, left out or out of order."""
 
-    def __init__(self, model: Any, fake: FakeVLLM, transport: FileTransport) -> None:
+    def __init__(self, model: Any, fake: FakeVLLM | NativeWorker, transport: FileTransport) -> None:
         self.fake, self.layout, self.directory = fake, layout_hash(sizes(model)), str(transport.directory)
         self.run = {"id": "run"}
         self.versions: list[dict[str, torch.Tensor]] = []
@@ -77,10 +121,10 @@ class Sender:
         return None
 
 
-@pytest.fixture
-def sender(model, monkeypatch, tmp_path):
+@pytest.fixture(params=[FakeVLLM, NativeWorker], ids=["vllm", "native"])
+def sender(request, model, monkeypatch, tmp_path):
     install_fake_vllm(monkeypatch)
-    fake, transport = FakeVLLM(model), FileTransport(str(tmp_path))
+    fake, transport = request.param(model), FileTransport(str(tmp_path))
     made = Sender(model, fake, transport)
     yield made
     transport.close()
@@ -95,7 +139,7 @@ MESSAGES = st.one_of(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(messages=st.lists(MESSAGES, max_size=30))
 def test_messages_doubled_left_out_and_out_of_order_name_no_mixture(sender, messages):
     """After each message: if the worker names its weights, all of them are of that version."""

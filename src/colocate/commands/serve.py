@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from colocate.commands.model_arguments import MODEL_HELP, add_base
-from colocate.engines.vllm_server.key import VARIABLE, ServerKey, is_loopback, key_from_environment
+from colocate.engines.build import OLDER_NAMES
+from colocate.engines.rollout_server.key import VARIABLE, ServerKey, is_loopback, key_from_environment
 from colocate.requirements import AT_LEAST_ONE, check_range
 from colocate.serving.installed import check_installed
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from colocate.engines.base import RolloutEngine
     from colocate.inference.loading import LoadedModel
 
-ENGINES = ("auto", "native", "transformers", "vllm", "vllm_server")
+ENGINES = ("auto", "native", "transformers", "vllm", "rollout_server")
 
 KV_CACHE_TOKENS = {"cpu": 2**15, "cuda": 2**18}
 """Tokens for which the native engine takes memory if it is not told, by device: at least the context's, and
@@ -34,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "serve",
         help=SUMMARY,
         description=f"{SUMMARY}: /v1/chat/completions, /v1/completions, /v1/models. For a server that a "
-        "trainer sends its weights to see `colocate vllm-serve`.",
+        "trainer sends its weights to see `colocate rollout-serve`.",
         usage="colocate serve MODEL [options]",
         allow_abbrev=False,
     )
@@ -42,7 +43,10 @@ def add_parser(commands: Any) -> None:
     add("--debug", action="store_true", help="show the traceback of an error")
     add("model", help=MODEL_HELP)
     add_base(command)
-    add("--engine", choices=ENGINES, default="auto", help="what generates (default: native where that can)")
+    add(
+        *("--engine",), type=_named, choices=ENGINES, default="auto",
+        help="what generates (default: native where that can)",
+    )  # fmt: skip
     add(
         "--host",
         default="127.0.0.1",
@@ -62,6 +66,10 @@ def add_parser(commands: Any) -> None:
     add("--vllm_server_base_url", help="with --engine vllm_server: the servers, with commas between them")
     add("--trust_remote_code", action="store_true", help="run code that comes with the model")
     add("--use_cpu", action="store_true", help="use no GPU")
+
+
+def _named(engine: str) -> str:
+    return OLDER_NAMES.get(engine, engine)
 
 
 def run(known: argparse.Namespace) -> int:
@@ -158,7 +166,7 @@ def _options(known: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"--kv_cache_tokens is for the native engine; --engine {known.engine} does not read it."
         )
-    if (known.engine == "vllm_server") != (known.vllm_server_base_url is not None):
+    if (known.engine == "rollout_server") != (known.vllm_server_base_url is not None):
         raise ValueError(
             "--vllm_server_base_url and --engine vllm_server belong together: give both, or none."
         )

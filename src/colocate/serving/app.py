@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -18,11 +18,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from colocate.engines.vllm_server.gate import Refused, read_body
+from colocate.engines.rollout_server.gate import Refused, read_body
 from colocate.serving.answers import Answer
 from colocate.serving.calls import Call, chat_call, completion_call, parsed
 from colocate.serving.choice import Choice, Piece
 from colocate.serving.desk import Desk, Place
+from colocate.serving.disconnect import unless_gone
 from colocate.serving.driver import Begun, Drawn, Driver, Job, Update
 from colocate.serving.fields import Fields
 from colocate.serving.gate import Gate, KeyCheck
@@ -37,7 +38,7 @@ Pieces = AsyncGenerator[tuple[Choice, Piece | None], None]
 
 RETRY_AFTER_S = 5
 _TRAINERS_ASK = ("/version", "/collective_rpc")
-"""Paths that a trainer with engine="vllm_server" asks for."""
+"""Paths that a trainer with engine="rollout_server" asks for."""
 
 
 class Service:
@@ -119,12 +120,12 @@ class Service:
         try:
             turns = await self._turns(request, read)
             if not turns.call.stream:
-                answer = JSONResponse(await _unless_gone(request.receive, self._whole(turns)))
+                answer = JSONResponse(await unless_gone(request.receive, self._whole(turns)))
                 self._end_request()
                 return answer
             # The status is sent before the first event: what is refused until then can still have its own.
             pieces = turns.pieces()
-            first = await _unless_gone(request.receive, _next(pieces))
+            first = await unless_gone(request.receive, _next(pieces))
             return _EventStream(self._streamed(turns, first, pieces), self._end_request)
         except BaseException:
             self._end_request()
@@ -302,29 +303,6 @@ class _EventStream(StreamingResponse):
             await self._events.aclose()  # type: ignore[attr-defined]  # it is a generator
 
 
-async def _unless_gone(receive: Receive, answering: Coroutine[Any, Any, T]) -> T:
-    """The result of `answering`, which is cancelled if the client leaves before.
-
-    Raises:
-        Refusal: the client has left, and nobody will read this.
-    """
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    work, leaving = asyncio.create_task(answering), asyncio.create_task(gone())
-    try:
-        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        raise Refusal(499, "The client has closed the connection.")
-    finally:
-        for task in (work, leaving):
-            task.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
-
-
 async def _next(pieces: Pieces) -> tuple[Choice, Piece | None]:
     """The first piece; where there is none, the source is at its end and has let go of the engine."""
     return await anext(pieces)
@@ -356,7 +334,7 @@ async def _tell_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path!r:.200} is not served here: {error.detail}."
     if request.url.path in _TRAINERS_ASK:
-        message += " A server for trainers is started by `colocate vllm-serve`."
+        message += " A server for trainers is started by `colocate rollout-serve`."
     return JSONResponse(Refusal(error.status_code, message).content, error.status_code, error.headers)
 
 

@@ -117,6 +117,11 @@ class Driver:
         self._since_s = 0.0
         """When the present batch has begun its turn."""
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is being drawn, or waits for its turn. Any thread may ask."""
+        return bool(self._batches) or not self._inbox.empty()
+
     def ask(self, job: Job) -> None:
         """Let a request wait for the engine."""
         self._inbox.put(partial(self._add, job))
@@ -153,13 +158,16 @@ class Driver:
                 self._tell(number, running)
 
     def fail(self, error: Exception) -> None:
-        """End all requests, those that wait too, and let go of what the engine has kept."""
+        """End all requests, those that wait too, and let go of what the engine has kept. What has been drawn
+        of them is handed out before the error."""
         self._read_inbox(0.0)
         self._engine.abort(self._kept)
         self._kept.clear()
         batches, self._batches, self._current = list(self._batches.values()), {}, None
         for batch in batches:
             if batch.aside is None:
+                for number, running in batch.running.items():
+                    self._tell(number, running)
                 self._engine.abort(batch.running)
             for job in dict.fromkeys([*(running.job for running in batch.running.values()), *batch.waiting]):
                 job.put(error)

@@ -1,0 +1,223 @@
+"""`EngineLoop`: the thread of a rollout server's engine. It draws, and it alone touches the weights.
+
+requests ──ask──▶ held while paused ▶ refused if they want other weights ▶ Driver ▶ engine
+messages, pauses, sleep ──call──▶ done between two steps
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.rollout_server.gate import Refused
+from colocate.engines.rollout_server.key import ServerKey
+from colocate.engines.rollout_server.receiver import Receiver, answer_message, other_weights
+from colocate.serving.driver import Driver, Job
+from colocate.serving.rollout.weights import NativeWeights
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_IDLE_S = 0.5
+"""Seconds for which the thread sleeps at a time when nothing is asked."""
+
+
+class Aborted(Exception):
+    """A request was given up before its end, with what had been drawn of it."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A request that waits for the end of a pause."""
+
+    job: Job
+    weights: str | None
+
+
+class EngineLoop:
+    """Draws for requests, and does between two steps what is asked of weights and memory.
+
+    While the engine is paused it draws nothing, and requests wait. Each is compared with the weights that are
+    there when it begins; pauses that abort end all that have begun. So a completion is of one version.
+
+    Args:
+        engine: awake.
+        key: the server's key, with which messages are signed.
+    """
+
+    def __init__(self, engine: NativeEngine, weights: NativeWeights, key: ServerKey) -> None:
+        self._engine, self._weights, self._key = engine, weights, key
+        self._receiver = Receiver(weights)
+        self._driver = Driver(engine)
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._held: dict[Job, _Held] = {}
+        self._draining: list[Future[None]] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
+        self.is_paused = False
+        self.num_steps = 0
+        """How often the engine has gone on with sequences. It stands still if the engine hangs."""
+
+    def start(self) -> None:
+        """Begin to draw."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; requests under way are ended."""
+        self._is_over.set()
+        self._driver.wake()
+        self._thread.join()
+
+    # ── What any thread may ask ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is being drawn, which makes `num_steps` grow."""
+        return self._driver.has_requests
+
+    def ask(self, job: Job, weights: str | None) -> None:
+        """Draw what a request wants with the weights of this name (None: any), now or after the pause.
+
+        `job.put` gets `Refused` if others are there then, and `Aborted` if the request was given up.
+        """
+        self._call(partial(self._begin, _Held(job, weights)))
+
+    def cancel(self, job: Job) -> None:
+        """Forget a request, whose client is gone."""
+        self._call(partial(self._forget, job))
+
+    def message(self, text: str, signature: str) -> Future[dict[str, Any]]:
+        """Answer a trainer's message to its worker. See `answer_message`."""
+        return self.do(lambda: answer_message(self._receiver, text, signature, self._key))
+
+    def pause(self, *, drains: bool = False) -> Future[None]:
+        """Stop drawing, until `resume`.
+
+        Args:
+            drains: let what has begun come to its end before, rather than end it with what was drawn.
+
+        Returns:
+            What is done when nothing is drawn any more.
+        """
+        done: Future[None] = Future()
+        self._call(partial(self._pause, drains, done))
+        return done
+
+    def resume(self) -> Future[None]:
+        """Go on, with requests that wait."""
+        return self.do(self._resume)
+
+    def sleep(self) -> Future[None]:
+        """Pause, and give the memory of weights and KV cache back."""
+        return self.do(self._sleep)
+
+    def wake_up(self, *, weights: bool, kv_cache: bool) -> Future[None]:
+        """Take memory again: for weights, whose contents are to be sent, and for the KV cache."""
+        return self.do(partial(self._wake_up, weights, kv_cache))
+
+    def do(self, action: Callable[[], T]) -> Future[T]:
+        """Call `action` in the engine's thread, between two steps."""
+        done: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(action())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._call(call)
+        return done
+
+    def _call(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread do something.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        if self._is_over.is_set() and not self._thread.is_alive():
+            raise RuntimeError("The server is being shut down.")
+        self._calls.put(action)
+        self._driver.wake()
+
+    # ── The engine's thread ──────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            self._do_calls(_IDLE_S if self.is_paused else 0.0)
+            if self.is_paused:
+                continue
+            self.num_steps += self._driver.has_requests
+            try:
+                self._driver.advance(_IDLE_S)
+            except Exception as error:
+                logger.exception("The engine has failed; its requests are answered with the error.")
+                self._driver.fail(RuntimeError(f"The engine has failed: {error}"))
+            if self._draining and not self._driver.has_requests:
+                self._end_pause_of_draining()
+        self._abort()
+        self._do_calls(0.0)
+
+    def _do_calls(self, wait_s: float) -> None:
+        try:
+            if wait_s > 0:
+                self._calls.get(timeout=wait_s)()
+            while True:
+                self._calls.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _begin(self, held: _Held) -> None:
+        if self.is_paused or self._draining:
+            self._held[held.job] = held
+        elif (present := self._receiver.token) is None or held.weights not in (None, present):
+            held.job.put(Refused(409, other_weights(held.weights or "any", present)))
+        else:
+            self._driver.ask(held.job)
+
+    def _forget(self, job: Job) -> None:
+        self._held.pop(job, None)
+        self._driver.cancel(job)
+
+    def _pause(self, drains: bool, done: Future[None]) -> None:
+        if drains and not self.is_paused and self._driver.has_requests:
+            self._draining.append(done)
+            return
+        self._abort()
+        self.is_paused = True
+        self._end_pause_of_draining()
+        done.set_result(None)
+
+    def _end_pause_of_draining(self) -> None:
+        self.is_paused = True
+        waiting, self._draining = self._draining, []
+        for done in waiting:
+            done.set_result(None)
+
+    def _abort(self) -> None:
+        """End all requests that have begun, with what has been drawn of each."""
+        self._driver.fail(Aborted())
+
+    def _resume(self) -> None:
+        self.is_paused = False
+        held, self._held = list(self._held.values()), {}
+        for each in held:
+            self._begin(each)
+
+    def _sleep(self) -> None:
+        self._abort()
+        self.is_paused = True
+        self._engine.sleep()
+        self._weights.drop()
+
+    def _wake_up(self, weights: bool, kv_cache: bool) -> None:
+        if weights:
+            self._weights.take()
+        if kv_cache:
+            self._engine.wake_up()

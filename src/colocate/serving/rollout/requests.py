@@ -1,0 +1,120 @@
+"""A trainer's request for completions, as `rollout_server.completions` sends it, and its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from colocate.engines.rollout_server.gate import Refused
+from colocate.types import Prompt, SamplingParams
+
+_NUMBERS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""The fields of `SamplingParams` that are numbers, and what they are if a request does not say."""
+_MOST_MEMBERS = 4096
+"""Completions of one request."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Completions of one prompt that a request asks for, and the name of the weights to draw them with."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    weights: str | None
+    """None: whatever weights are there."""
+
+
+def asked_in(body: bytes, model: str, max_len: int) -> Asked:
+    """What the body of a request asks for.
+
+    Every request has the same `sampling.max_tokens`, whatever its own limit is, which its prompt has: the
+    engine draws together what is to be sampled alike.
+
+    Args:
+        model: the name under which the server offers its model.
+        max_len: tokens that a prompt and its completion may have together.
+
+    Raises:
+        Refused: it asks for something that there is not, or says it wrongly.
+    """
+    content = json.loads(body)  # the gate has seen that it is an object
+    fields = _Fields(content)
+    if (name := content.get("model", model)) != model:
+        raise Refused(404, f"There is no model {name!r:.200} here. The server has {model!r}.")
+    if not (prompt := fields.integers("prompt")):
+        raise Refused(400, "A prompt must be a list of at least one token id; text is for `colocate serve`.")
+    count, limit = fields.integer("n", 1, most=_MOST_MEMBERS), fields.integer("max_tokens", 1)
+    if len(prompt) + limit > max_len:
+        raise Refused(
+            400,
+            f"A prompt of {len(prompt)} tokens and max_tokens={limit} make {len(prompt) + limit}, and the "
+            f"server's context is {max_len} (--max_model_len).",
+        )
+    draws = fields.integers("draws") or [fields.integer("seed", 0, least=0), 0, 0]
+    if len(draws) != 3 or draws[2] < 0:
+        raise Refused(400, "draws must be a seed, a prompt's key, and the number of a group's member.")
+    seed, key, first = draws
+    sampling = SamplingParams(
+        max_tokens=max_len,
+        top_k=fields.integer("top_k", 0, least=-1) if content.get("top_k") != -1 else 0,
+        stop_token_ids=tuple(fields.integers("stop_token_ids")),
+        seed=seed,
+        **{name: fields.number(name, default) for name, default in _NUMBERS.items()},
+    )
+    weights = content.get("cache_salt")
+    if not (weights is None or isinstance(weights, str)):
+        raise Refused(400, "cache_salt must be the name of weights.")
+    limits = (limit,) * count
+    return Asked(Prompt(tuple(prompt), key, range(first, first + count), limits), sampling, weights)
+
+
+@dataclass
+class Choice:
+    """One completion of a request, as it comes."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str = "abort"
+    """Why it has ended, in vLLM's words: "abort" if it did not come to its end."""
+
+    def content(self) -> dict[str, Any]:
+        """The completion in an answer, in the shape that vLLM gives it."""
+        return {
+            "index": self.index,
+            "text": "",
+            "finish_reason": self.finish_reason,
+            "token_ids": self.token_ids,
+            "logprobs": {"token_logprobs": self.logprobs},
+        }
+
+
+class _Fields:
+    """Reads a request's fields.
+
+    Raises:
+        Refused: a field is of another type than it should be, or out of its range.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+
+    def integer(self, name: str, default: int, *, least: int = 1, most: int = 2**63) -> int:
+        value = self._content.get(name, default)
+        if type(value) is not int or not least <= value <= most:
+            raise Refused(400, f"{name} must be a whole number from {least} to {most}, not {value!r:.50}.")
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        value = self._content.get(name) or []
+        if not isinstance(value, list) or any(type(number) is not int for number in value):
+            raise Refused(400, f"{name} must be a list of whole numbers.")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self._content.get(name, default)
+        if type(value) not in (int, float):
+            raise Refused(400, f"{name} must be a number, not {value!r:.50}.")
+        return float(value)

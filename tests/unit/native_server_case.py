@@ -1,0 +1,83 @@
+"""Native rollout servers for tests: of tiny models, in threads of this process, asked by real HTTP."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engine_models import make_model
+
+from colocate.engines.pool import EnginePool
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.key import key_file, key_of_new_server
+from colocate.engines.rollout_server.patience import Patience
+from colocate.serving.rollout.serve import NativeOptions, RolloutServer
+from colocate.serving.server import bound_socket
+
+PATIENCE = Patience(
+    answer_s=20.0, silence_s=1.0, stall_s=20.0, max_attempts=3, first_delay_s=0.02, message_s=20.0,
+    poll_s=0.005, has_substitute=True,
+)  # fmt: skip
+
+
+def config_only(model: Any, directory: Path) -> Path:
+    """A model's directory without its weights, which is all that a server needs."""
+    model.config.save_pretrained(directory)
+    assert [path.name for path in directory.iterdir()] == ["config.json"]
+    return directory
+
+
+class NativeServer:
+    """A server at a port of its own, which can be ended and started again there.
+
+    Args:
+        model: whose configuration it has.
+        options: see `NativeOptions`.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self._directory = config_only(model, Path(tempfile.mkdtemp(prefix="native-server-")))
+        self._options = NativeOptions(**{"max_num_seqs": 4, "dtype": "float32", "use_cpu": True, **options})
+        self.port = 0
+        self.start()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        listening = bound_socket("127.0.0.1", self.port)
+        self.port = listening.getsockname()[1]
+        self.key = key_of_new_server(self.port)
+        self._server = RolloutServer(str(self._directory), listening, self._options, self.key)
+        self.loop = self._server.loop
+
+    def close(self) -> None:
+        self._server.close()
+        key_file(socket.gethostname(), self.port).unlink(missing_ok=True)
+
+
+@functools.cache
+def _shared(number: int) -> NativeServer:
+    server = NativeServer(make_model("qwen3"))
+    atexit.register(server.close)
+    return server
+
+
+def make_native_server_pool(model: Any, num_servers: int) -> EnginePool:
+    """For the contract suite: a pool of the engines of so many servers, which all tests share."""
+    run_id = os.urandom(8).hex()
+    return EnginePool(
+        [
+            RolloutServerEngine(
+                model, base_url=_shared(number).base_url, run_id=run_id, bucket_bytes=20_000,
+                patience=PATIENCE,
+            )
+            for number in range(num_servers)
+        ]
+    )  # fmt: skip

@@ -1,0 +1,363 @@
+"""The native engine as a rollout server, asked by a plain HTTP client and by a trainer's engine."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_models import greedy_completions, greedy_references, make_gpt2, make_model, make_prompts
+from native_server_case import NativeServer, config_only
+
+from colocate.cli import main
+from colocate.engines.build import server_urls
+from colocate.engines.pool import EnginePool
+from colocate.engines.rollout_server import gate, weight_push
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.lease import ServerHeld
+from colocate.engines.rollout_server.messages import Message
+from colocate.engines.rollout_server.patience import Patience, patience_among
+from colocate.engines.rollout_server.receiver import other_weights
+from colocate.run_config import parse_run
+from colocate.run_file import read_overrides
+from colocate.serving.rollout import serve as serve_module
+from colocate.types import SamplingParams
+
+PROMPT = [3, 1, 4, 1, 5]
+LONG = 40
+
+
+@pytest.fixture(scope="module", name="model")
+def served_model() -> Any:
+    return make_model("qwen3")
+
+
+@pytest.fixture(scope="module", name="server")
+def one_server(model) -> Iterator[NativeServer]:
+    server = NativeServer(model, can_sleep=True)
+    yield server
+    server.close()
+
+
+@pytest.fixture(name="make_engine")
+def engines(model) -> Iterator[Callable[..., RolloutServerEngine]]:
+    made: list[RolloutServerEngine] = []
+
+    def make(server: NativeServer, policy: Any = model, **options: Any) -> RolloutServerEngine:
+        made.append(
+            RolloutServerEngine(policy, base_url=server.base_url, **{"bucket_bytes": 2**15, **options})
+        )
+        made[-1].wake_up()
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+class Client:
+    """An HTTP client with the server's key, of the run that holds the server."""
+
+    def __init__(self, server: NativeServer, run_id: str = "") -> None:
+        self._server = server
+        self._headers = {"Authorization": f"Bearer {server.key.reveal()}", "X-Colocate-Run": run_id}
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=60)
+        content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
+        kind = {"Content-Type": "application/json"} if content is not None else {}
+        connection.request(method, path, content, self._headers | kind | headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        return answer.status, json.loads(text) if text else None
+
+    def complete(self, **fields: Any) -> tuple[int, Any]:
+        return self.ask("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 4, **fields})
+
+    def tell(self, do: str, run: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+        message = Message(self._server.key, {"do": do, "run": run, **arguments})
+        _, answer = self.ask("POST", "/collective_rpc", message.call(20))
+        return message.opened(answer["results"][0])
+
+
+def published(engine: RolloutServerEngine, model: Any, version: int) -> str:
+    """Send the model's weights; returns their name."""
+    engine.update_weights(model.named_parameters(), version)
+    return engine._token
+
+
+@pytest.fixture
+def slow(server, monkeypatch) -> threading.Event:
+    """The engine goes on step by step, slowly, until the event is set."""
+    hurry, poll = threading.Event(), server.loop._engine.poll
+
+    def poll_slowly() -> Any:
+        hurry.wait(0.05)
+        return poll()
+
+    monkeypatch.setattr(server.loop._engine, "poll", poll_slowly)
+    return hurry
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as threads:
+        yield threads
+
+
+def begun(pool: ThreadPoolExecutor, client: Client, server: NativeServer, **fields: Any) -> Future[Any]:
+    """A request that the engine has gone on with for some steps."""
+    before, asked = server.loop.num_steps, pool.submit(client.complete, **fields)
+    wait_until(lambda: server.loop.num_steps > before + 1)
+    return asked
+
+
+def test_a_pause_ends_requests_with_the_tokens_that_they_have(server, model, make_engine, slow, pool):
+    engine = make_engine(server, run_id="run")
+    name, client = published(engine, model, 1), Client(server, "run")
+    asked = begun(pool, client, server, max_tokens=LONG, temperature=0, cache_salt=name)
+    assert client.ask("POST", "/pause?mode=abort") == (200, {"status": "paused"})
+    status, answer = asked.result()
+    (choice,) = answer["choices"]
+    assert status == 200 and choice["finish_reason"] == "abort"
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"])
+    slow.set()
+    assert client.ask("GET", "/is_paused")[1]["is_paused"]
+    client.ask("POST", "/resume")
+    _, whole = client.complete(max_tokens=LONG, temperature=0, cache_salt=name)
+    (expected,) = whole["choices"]
+    assert expected["finish_reason"] == "length" and len(expected["token_ids"]) == LONG
+    assert 0 < len(choice["token_ids"]) < LONG
+    assert expected["token_ids"][: len(choice["token_ids"])] == choice["token_ids"]
+
+
+def test_a_pause_that_drains_lets_what_has_begun_end_and_nothing_begin(
+    server, model, make_engine, slow, pool
+):
+    engine = make_engine(server, run_id="run")
+    name, client = published(engine, model, 2), Client(server, "run")
+    first = begun(pool, client, server, max_tokens=LONG, cache_salt=name)
+    draining = pool.submit(client.ask, "POST", "/pause?mode=wait")
+    time.sleep(0.1)
+    second = pool.submit(client.complete, cache_salt=name)
+    assert not draining.done() and not first.done()
+    slow.set()
+    assert draining.result() == (200, {"status": "paused"})
+    assert first.result()[1]["choices"][0]["finish_reason"] == "length"
+    time.sleep(0.1)
+    assert not second.done() and server.loop.is_paused
+    client.ask("POST", "/resume")
+    assert second.result()[1]["choices"][0]["finish_reason"] == "length"
+    assert client.ask("POST", "/pause?mode=hold")[0] == 400
+
+
+def test_requests_for_other_weights_are_refused_by_name_also_those_that_waited(
+    server, model, make_engine, pool
+):
+    engine = make_engine(server, run_id="run")
+    old, client = published(engine, model, 3), Client(server, "run")
+    assert client.complete(cache_salt=old)[0] == 200
+    client.ask("POST", "/pause")
+    waiting = [pool.submit(client.complete, cache_salt=name) for name in (old, "run:2")]
+    wait_until(lambda: len(server.loop._held) == 2)
+    new = published(engine, model, 4)  # which ends the pause
+    for asked, name in zip(waiting, (old, "run:2"), strict=True):
+        status, answer = asked.result()
+        if name != new:
+            said = f"The request is for the weights '{name}', and the server has the weights '{new}'."
+            assert (status, answer["error"]["message"]) == (409, said)
+    assert new != old and client.complete(cache_salt=new)[0] == 200
+    # While weights are coming they have no name, and a push cannot begin beside requests.
+    client.tell(
+        "begin", {"id": "run"}, push_id="x", unless=None, replaces=None, tied_head=None, layout="other"
+    )
+    assert client.complete(cache_salt=new)[0] == 200, "another layout is refused, and the old weights stay"
+
+
+def test_weights_are_those_of_the_trainer_by_messages_alone(server, model, make_engine, monkeypatch):
+    monkeypatch.setattr(weight_push, "PIECE_BYTES", 5000)
+    engine = make_engine(server, transport="http")
+    prompts = make_prompts([3, 7, 12], 2)
+    for seed in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.manual_seed(seed)))
+        published(engine, model, seed)
+        assert greedy_completions(engine, prompts, 9) == greedy_references(model, prompts, 9)
+
+
+def test_asleep_the_weights_have_no_memory_and_awake_they_are_the_trainers(server, model, make_engine):
+    engine = make_engine(server)
+    prompts = make_prompts([3, 7], 2)
+    published(engine, model, 5)
+    assert engine.takes_turns
+    expected = greedy_references(model, prompts, 9)
+    assert greedy_completions(engine, prompts, 9) == expected
+    served = server.loop._weights._parameters.values()
+    for version in (6, 7):
+        engine.sleep()
+        assert sum(parameter.untyped_storage().nbytes() for parameter in served) == 0
+        published(engine, model, version)  # nothing is sent yet
+        assert sum(parameter.untyped_storage().nbytes() for parameter in served) == 0
+        engine.wake_up()
+        assert greedy_completions(engine, prompts, 9) == expected
+
+
+def test_an_engine_that_hangs_while_the_server_answers_is_given_up(model, make_engine, monkeypatch):
+    """The step counter stands still, though `/health` is answered."""
+    servers = [NativeServer(model) for _ in range(2)]
+    quick = Patience(**{**vars(patience_among(2)), "silence_s": 0.05, "stall_s": 0.5, "answer_s": 30.0})
+    engines = [make_engine(server, run_id="run", patience=quick) for server in servers]
+    pool, prompts = EnginePool(engines), make_prompts([3, 5, 7, 4])
+    pool.wake_up()
+    expected = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]
+    release, hung = threading.Event(), servers[0].loop
+    # The thread that draws hangs; the HTTP server of the process does not.
+    monkeypatch.setattr(hung._engine, "poll", lambda: release.wait(60) and {})
+    monkeypatch.setattr(engines[0], "_state", lambda: (engines[0]._start_id, engines[0]._token))
+    drawn = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]
+    assert drawn == expected
+    assert "has not gone on for 0.5 s" in pool._members[0].loss.reason
+    release.set()
+    pool.close()
+    for server in servers:
+        server.close()
+
+
+# ── Bad input ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_another_model_is_refused_with_the_differences(server, make_engine):
+    with pytest.raises(ValueError, match=r"another model.*num_hidden_layers 2 instead of 3.*--engine native"):
+        make_engine(server, make_model("qwen3", num_hidden_layers=3))
+
+
+def test_a_second_trainer_is_refused_with_the_first_ones_name(server, make_engine):
+    first = {"id": "first", "output_dir": "/runs/first", "host": "node1", "pid": 4711}
+    Client(server).tell("claim", first)
+    with pytest.raises(ServerHeld, match=r"belongs to the run in /runs/first \(process 4711 on node1\)"):
+        make_engine(server, run_id="second", output_dir="/runs/second")
+    Client(server).tell("release", first)
+    make_engine(server, run_id="second")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status", "message"),
+    [
+        ("GET", "/v1/models", None, {"Authorization": ""}, 401, "The key is missing or wrong"),
+        ("POST", "/v1/completions", b" " * 5001, {}, 413, "more than 5000 bytes"),
+        ("POST", "/v1/completions", {"prompt": [97], "max_tokens": 2}, {}, 400, "vocabulary is 0 to 96"),
+        ("POST", "/v1/completions", {"prompt": "text", "max_tokens": 2}, {}, 400, "list of whole numbers"),
+        ("POST", "/v1/completions", {"prompt": [], "max_tokens": 2}, {}, 400, "at least one token id"),
+        ("POST", "/v1/completions", {"prompt": [1], "max_tokens": 0}, {}, 400, "max_tokens must be"),
+        ("POST", "/v1/completions", {"prompt": [1], "n": 1.5}, {}, 400, "n must be a whole number"),
+        ("POST", "/v1/completions", {"prompt": [1], "top_p": 7}, {}, 400, "top_p=7.0, but it must be"),
+        (
+            "POST",
+            "/v1/completions",
+            {"prompt": [1], "max_tokens": 999},
+            {},
+            400,
+            "the server's context is 128",
+        ),
+        ("POST", "/v1/completions", {"prompt": [1], "model": "x"}, {}, 404, "There is no model 'x'"),
+        ("POST", "/v1/completions", b"{", {}, 400, "no JSON object"),
+        ("POST", "/pause", None, {"X-Colocate-Run": ""}, 403, "Only a run that holds the server"),
+        ("GET", "/docs", None, {}, 403, "none of the routes"),
+    ],
+)
+def test_what_is_refused(
+    server, model, make_engine, monkeypatch, method, path, body, headers, status, message
+):
+    engine = make_engine(server, run_id="run")
+    published(engine, model, 8)
+    monkeypatch.setattr(gate, "MAX_BODY_BYTES", 5000)
+    answered, content = Client(server, "run").ask(method, path, body, **headers)
+    assert answered == status and message in content["error"]["message"]
+    assert Client(server, "run").complete()[0] == 200, "and the server goes on"
+
+
+def test_a_server_without_weights_draws_nothing(model):
+    server = NativeServer(model)
+    status, answer = Client(server).complete()
+    assert status == 409 and "the server has no weights of a trainer" in answer["error"]["message"]
+    server.close()
+
+
+def test_answers_are_sent_at_once(server):
+    """A body does not wait until the client has acknowledged its headers, which takes it 40 ms."""
+    connection, times_s = http.client.HTTPConnection("127.0.0.1", server.port), []
+    for _ in range(10):
+        begin_s = time.monotonic()
+        connection.request("GET", "/version", headers={"Authorization": f"Bearer {server.key.reveal()}"})
+        connection.getresponse().read()
+        times_s.append(time.monotonic() - begin_s)
+    connection.close()
+    assert min(times_s[1:]) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "needs --engine vllm"),
+        (["--", "--block-size", "32"], "`-- --block-size` is for vLLM"),
+        (["--engine", "vllm", "--dtype", "float32"], "give `-- --dtype` for vLLM"),
+        (["--max_num_seqs", "0"], "max_num_seqs"),
+        (["--dtype", "int8"], "--dtype='int8' must be auto, bfloat16"),
+        (["--host", "203.0.113.1"], "the address is not this machine's"),
+    ],
+)
+def test_wrong_options_are_told(model, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = config_only(model, tmp_path / "model")
+    assert main(["rollout-serve", str(directory), "--port", "0", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_taken_port_and_a_model_that_the_engine_does_not_know(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = config_only(make_gpt2(), tmp_path / "model")
+    assert main(["rollout-serve", str(directory), "--port", str(server.port)]) == 1
+    assert f"Port {server.port} of 127.0.0.1 cannot be had" in capsys.readouterr().err
+    assert main(["rollout-serve", str(directory), "--port", "0"]) == 1
+    assert "has no layout for the native engine" in capsys.readouterr().err
+
+
+def test_the_pages_commands_are_ones_that_are_taken(monkeypatch):
+    """Every server of docs/rollout-servers.md, up to the load of its model."""
+    text = (Path(__file__).parents[2] / "docs" / "rollout-servers.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [line.partition("colocate ")[2].rstrip("& ") for line in lines if "rollout-serve" in line]
+    asked: list[Any] = []
+    monkeypatch.setattr(serve_module, "serve", lambda model, **options: asked.append((model, options)) or 0)
+    assert [main(shlex.split(command)) for command in commands] == [0] * 6
+    assert {model for model, _ in asked} == {"Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"}
+    assert asked[1][1]["options"].kv_cache_tokens == 262144 and asked[2][1]["options"].can_sleep
+    for line in (line for line in lines if line.startswith("colocate train")):
+        _, _, file, *options = shlex.split(line)
+        _, values = parse_run(read_overrides(options))
+        assert file == "run.yaml" and values["engine"] == "rollout_server"
+        assert server_urls(values["vllm_server_base_url"])[0] == "http://localhost:8001"
+
+
+def test_the_pages_refusal_is_the_servers():
+    text = (Path(__file__).parents[2] / "docs" / "rollout-servers.md").read_text()
+    assert f"`{other_weights('run:3', 'run:4')}`" in text
