@@ -24,16 +24,16 @@ from unittest import mock
 
 import psutil
 import torch
-
-from benchmarks.common.results import Record, origin
-from benchmarks.rollout.cases import model_directory
-from colocate.engines.pool import EnginePool
-from colocate.engines.vllm.environment import free_port
 from colocate.engines.vllm_server.client import Workers
 from colocate.engines.vllm_server.engine import VLLMServerEngine
 from colocate.engines.vllm_server.key import VARIABLE
 from colocate.engines.vllm_server.patience import patience_among
 from colocate.engines.vllm_server.weight_push import FileTransport, WeightPusher
+
+from benchmarks.common.results import Record, origin
+from benchmarks.rollout.cases import model_directory
+from colocate.engines.pool import EnginePool
+from colocate.engines.vllm.environment import free_port
 from colocate.types import Completion, Prompt, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0)

@@ -90,7 +90,7 @@ def _refuse_unknown(command: argparse.ArgumentParser, words: Sequence[str]) -> N
     known = [option for action in command._actions for option in action.option_strings]
     hint = nearest(words[0].partition("=")[0], known)
     if command.prog.endswith(" serve") and not hint:
-        hint = " (a server for trainers is started by `colocate vllm-serve`)"
+        hint = " (a server for trainers is started by `colocate rollout-serve`)"
     command.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
@@ -205,9 +205,6 @@ def _add_launcher(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--num_replicas", type=_count, help="rollout servers to start for the run; vLLM's options go after --"
-    )
-    group.add_argument(
-        "--replica_engine", choices=["native", "vllm"], help="what generates in each server (default: vllm)"
     )
     group.add_argument(
         "--replica_gpus", type=_count, help="GPUs of each server, tensor parallel over them (default: 1)"

@@ -104,9 +104,9 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
     Raises:
         ValueError: the run has another engine, or names servers of its own.
     """
-    if (engine := values.get("engine") or "auto") not in ("auto", "vllm_server"):
+    if (engine := values.get("engine") or "auto") not in ("auto", "rollout_server", "vllm_server"):
         raise ValueError(
-            f"--num_replicas starts vLLM servers, and engine={engine!r} asks none. Set engine='vllm_server', "
+            f"--num_replicas starts vLLM servers, and engine={engine!r} asks none. Set engine='rollout_server', "
             "or leave --num_replicas out."
         )
     if values.get("vllm_server_base_url"):

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from colocate.engines.vllm_server.engine import VLLMServerEngine
+from colocate.engines.vllm_server.patience import Patience
 from engine_models import make_model, make_prompts
 from fake_server import BUCKET_BYTES, FakeVLLM, install_fake_vllm
 
@@ -15,8 +17,6 @@ from benchmarks.pool import publish
 from benchmarks.pool.publish_suite import PublishSuite, is_matched
 from colocate.engines import pool as pool_module
 from colocate.engines.pool import EnginePool
-from colocate.engines.vllm_server.engine import VLLMServerEngine
-from colocate.engines.vllm_server.patience import Patience
 from colocate.types import Completion
 
 PATIENCE = Patience(

@@ -17,7 +17,7 @@ from typing import Any
 from colocate.clusters.actor import Place
 from colocate.clusters.cluster import Ask, nodes_of
 from colocate.clusters.process import Ending, Process, hear
-from colocate.engines.vllm_server.key import VARIABLE
+from colocate.engines.rollout_server.key import VARIABLE
 from colocate.option_values import coerce
 from colocate.parallel.slices import cut
 from colocate.redaction import redacted
