@@ -29,10 +29,10 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def make_model(size: str, directory: Path) -> None:
-    shape = SHAPES[size]
-    config = Qwen2Config(
-        **shape,
+def config_of(size: str) -> Qwen2Config:
+    """The configuration of a Qwen2.5 of this size."""
+    return Qwen2Config(
+        **SHAPES[size],
         max_position_embeddings=32768,
         rope_theta=1e6,
         rms_norm_eps=1e-6,
@@ -41,6 +41,10 @@ def make_model(size: str, directory: Path) -> None:
         pad_token_id=2,
         dtype="bfloat16",
     )
+
+
+def make_model(size: str, directory: Path) -> None:
+    config = config_of(size)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -52,7 +56,7 @@ def make_model(size: str, directory: Path) -> None:
     # Under another name until it is whole: a model cut short by a time limit must not be taken for one.
     partial = directory.with_name(directory.name + ".partial")
     model.save_pretrained(partial)
-    make_tokenizer(shape["vocab_size"]).save_pretrained(partial)
+    make_tokenizer(config.vocab_size).save_pretrained(partial)
     partial.rename(directory)
 
 

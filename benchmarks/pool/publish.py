@@ -1,9 +1,11 @@
-"""New weights for several vLLM servers, again and again, each time followed by a greedy match; one is killed
-in the middle of a publication, and is started again.
+"""New weights for rollout servers, again and again, each time followed by a greedy match; one of several is
+killed in the middle of a publication, and is started again.
 
     python -m benchmarks.pool.publish --size 7b --model-dir DIRECTORY --out RECORD.json
+    python -m benchmarks.pool.publish --engine native --gpus 0 --num-publications 5 --out RECORD.json
 
-Each of two GPUs has a server; the trainer is on the first one, with whose servers it takes turns.
+By default each of two GPUs has a server of vLLM. The trainer is on the first one, with whose servers it takes
+turns; a native server alone stays awake, as the memory of one GPU has room for both.
 """
 
 from __future__ import annotations
@@ -24,17 +26,20 @@ from unittest import mock
 
 import psutil
 import torch
-from colocate.engines.vllm_server.client import Workers
-from colocate.engines.vllm_server.engine import VLLMServerEngine
-from colocate.engines.vllm_server.key import VARIABLE
-from colocate.engines.vllm_server.patience import patience_among
-from colocate.engines.vllm_server.weight_push import FileTransport, WeightPusher
 
+from benchmarks.common.random_model import config_of
 from benchmarks.common.results import Record, origin
 from benchmarks.rollout.cases import model_directory
 from colocate.engines.pool import EnginePool
+from colocate.engines.rollout_server.client import Workers
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.key import VARIABLE
+from colocate.engines.rollout_server.patience import patience_among
+from colocate.engines.rollout_server.weight_push import FileTransport, WeightPusher
 from colocate.engines.vllm.environment import free_port
 from colocate.types import Completion, Prompt, SamplingParams
+from colocate.weights.layouts import WHOLE
+from colocate.weights.weight_parts import random_parts
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0)
 MOST_SHORTFALL = 0.5
@@ -99,7 +104,8 @@ def measure(
     kill: Callable[[], None],
     start_again: Callable[[], None],
 ) -> Record:
-    """Publications and what the servers then answer; in the middle one the last server is killed.
+    """Publications and what the servers then answer. In the middle one the last server is killed, if there
+    are several.
 
     Args:
         kill, start_again: end the last server at once, and start it at its old address.
@@ -108,12 +114,13 @@ def measure(
     rows: list[Record] = []
     loss: Record = {}
     last = pool._members[-1]
+    fatal = num_publications // 2 if len(pool._members) > 1 else None
     with pushes.timed(), ExitStack() as fault:
         seen = {member.replica.name: _answers(member, prompts) for member in pool._members}
         for number in range(num_publications):
             change(number)
             stale = {name: shortfall(completions) for name, completions in seen.items()}
-            if number == num_publications // 2:
+            if number == fatal:
                 killed_at = fault.enter_context(killed_within_a_push(last.replica.name, kill))
             wall_s = _publish(pool, model, number + 1)
             present = pool._present
@@ -121,7 +128,7 @@ def measure(
             now = {name: shortfall(completions) for name, completions in seen.items()}
             rows.append({"wall_s": wall_s, "stale": stale, "shortfall": now, "num_servers": len(present)})
             print(rows[-1], flush=True)
-            if number == num_publications // 2:
+            if number == fatal:
                 assert killed_at, "the push had one chunk alone"
                 begin_s = time.perf_counter()
                 start_again()
@@ -163,14 +170,15 @@ def _await_all(pool: EnginePool, prompts: Sequence[Prompt]) -> None:
 
 
 class Server:
-    """`colocate vllm-serve` at one address, which can be killed with all its processes and started again."""
+    """`colocate rollout-serve` at one address, which can be killed with its processes and started again."""
 
-    def __init__(self, directory: Path, gpus: str, log: Path, *vllm_options: str) -> None:
+    def __init__(self, directory: Path, engine: str, gpus: str, log: Path, *options: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = log
-        words = ["-m", "colocate", "vllm-serve", str(directory), "--port", str(self.port), "--"]
-        self._command = [sys.executable, *words, "--load-format", "dummy", *vllm_options]
+        words = ["-m", "colocate", "rollout-serve", str(directory), "--engine", engine]
+        words += ["--port", str(self.port), *(["--", "--load-format", "dummy"] if engine == "vllm" else [])]
+        self._command = [sys.executable, *words, *options]
         sizes = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self._environment = os.environ | sizes | {"CUDA_VISIBLE_DEVICES": gpus}
         self.start()
@@ -196,6 +204,7 @@ def main() -> None:
     parser.add_argument(
         "--gpus", nargs="+", default=["0,1", "1,0"], help="CUDA_VISIBLE_DEVICES of each server"
     )
+    parser.add_argument("--engine", choices=["native", "vllm"], default="vllm", help="of each server")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try it on a CPU")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -203,17 +212,21 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     directory, model = load(options)
     prompts = [Prompt(tuple(range(4, 4 + length)), key) for key, length in enumerate((3, 17, 40))]
-    size = ("--dtype", "bfloat16" if on_gpu else "float32", "--max-model-len", "128", "--enforce-eager")
-    turns = ("--enable-sleep-mode", "--gpu-memory-utilization", "0.4") if on_gpu else ()
+    size = ["--dtype", "bfloat16" if on_gpu else "float32", "--max-model-len", "128"]
+    if options.engine == "vllm":
+        size.append("--enforce-eager")
+        size += ["--enable-sleep-mode", "--gpu-memory-utilization", "0.4"] if on_gpu else []
+    elif not on_gpu:
+        size.append("--use_cpu")
     with ExitStack() as stack:
         servers = []
         for number, gpus in enumerate(options.gpus):
             log = options.out.with_suffix(f".server-{number}.log")
-            servers.append(Server(directory, gpus, log, *size, *turns))
+            servers.append(Server(directory, options.engine, gpus, log, *size))
             stack.callback(servers[-1].kill)
         pool = EnginePool(
             [
-                VLLMServerEngine(
+                RolloutServerEngine(
                     model,
                     base_url=server.url,
                     run_id="run",
@@ -228,7 +241,12 @@ def main() -> None:
         )
         stack.callback(pool.close)
         pool.wake_up()
-        record: Record = {"kind": "publish", "size": options.size, **origin()} | measure(
+        record: Record = {
+            "kind": "publish",
+            "size": options.size,
+            "engine": options.engine,
+            **origin(),
+        } | measure(
             pool,
             model,
             prompts,
@@ -254,6 +272,11 @@ def load(options: argparse.Namespace) -> tuple[Path, Any]:
         model = Qwen3ForCausalLM(config)
         model.save_pretrained(directory)
         return directory, model
+    if options.engine == "native":  # which needs no weights on the disk, as the trainer draws its own
+        config, device = config_of(options.size), "cuda" if torch.cuda.is_available() else "cpu"
+        directory = options.model_dir / f"qwen2.5-{options.size}-config"
+        config.save_pretrained(directory)
+        return directory, random_parts(config, WHOLE, device=device, dtype=torch.bfloat16)
     directory = model_directory(options.model_dir, options.size)
     return directory, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).cuda()
 

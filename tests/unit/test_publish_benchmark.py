@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from colocate.engines.vllm_server.engine import VLLMServerEngine
-from colocate.engines.vllm_server.patience import Patience
 from engine_models import make_model, make_prompts
 from fake_server import BUCKET_BYTES, FakeVLLM, install_fake_vllm
 
@@ -17,6 +15,8 @@ from benchmarks.pool import publish
 from benchmarks.pool.publish_suite import PublishSuite, is_matched
 from colocate.engines import pool as pool_module
 from colocate.engines.pool import EnginePool
+from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.engines.rollout_server.patience import Patience
 from colocate.types import Completion
 
 PATIENCE = Patience(
@@ -36,7 +36,7 @@ def test_a_rehearsal_with_stand_ins(takes_turns, monkeypatch, tmp_path):
         fake.settings["enable_sleep_mode"] = takes_turns and len(fakes) < 3
         fake.restart()
     *servers, sound = [
-        VLLMServerEngine(
+        RolloutServerEngine(
             model, base_url=fake.base_url, run_id="run", bucket_bytes=BUCKET_BYTES, directory=str(tmp_path),
             patience=PATIENCE,
         )
