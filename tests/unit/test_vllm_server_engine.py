@@ -26,7 +26,8 @@ from fake_server import (  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colocate.engines.rollout_server.client import ServerUnreachable
+from colocate.engines.rollout_server.client import RequestRefused, ServerUnreachable
+from colocate.engines.rollout_server.completions import requests_of
 from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.engines.rollout_server.patience import Patience
 from colocate.engines.rollout_server.weight_push import FileTransport
@@ -378,9 +379,12 @@ def test_files_need_a_shared_directory(make_engine, fake, monkeypatch):
     engine = make_engine(transport="file")
     with pytest.raises(ValueError, match="it does not see"):
         engine.generate(make_prompts([3]), SAMPLING)
-    # Where nobody asked for files, weights go in the messages.
-    engine = make_engine()
-    engine.generate(make_prompts([3]), SAMPLING)
+
+
+def test_where_nothing_is_shared_weights_go_in_the_messages(make_engine, fake, monkeypatch):
+    receiver = "colocate.engines.rollout_server.receiver.Receiver"
+    monkeypatch.setattr(f"{receiver}.share", lambda self, **_: {"is_shared": False})
+    make_engine().generate(make_prompts([3]), SAMPLING)
     assert "/collective_rpc keep_piece" in fake.requests
 
 
@@ -412,3 +416,42 @@ def test_a_push_that_leaves_weights_out_is_an_error(make_engine, fake):
     fake.restart()
     with pytest.raises(RuntimeError, match=r"1 of the server's weights were not sent.*extra"):
         make_engine().generate(make_prompts([3]), SAMPLING)
+
+
+def test_requests_name_their_weights_which_salt_the_prefix_cache(make_engine, fake, model):
+    """vLLM keeps pages under the salt of their request, so that none is found by a request for others."""
+    engine, salts = make_engine(run_id="run"), []
+    fake.draw = lambda body: salts.append(body["cache_salt"]) or True
+    for version in range(3):
+        engine.update_weights(model.named_parameters(), version)
+        engine.generate(make_prompts([3, 5]), SAMPLING)
+    assert salts == ["run:1", "run:1", "run:2", "run:2", "run:3", "run:3"]
+
+
+def test_a_request_for_other_weights_is_refused_by_name(make_engine, fake, model):
+    engine = make_engine(run_id="run")
+    prompts = make_prompts([3, 5, 4, 7], 2)
+    engine.update_weights(model.named_parameters(), 1)
+    before = fake.reached.count("/collective_rpc")
+    engine.generate(prompts, SAMPLING)
+    asked = fake.reached.count("/collective_rpc") - before
+    assert asked <= 4, "before and after the rollout, and once for all of its requests"
+
+    def complete(weights: str) -> Any:
+        (request,) = requests_of(prompts[:1], SAMPLING, "served", weights=weights, is_native=False)
+        return engine._client.call(
+            "POST", "/v1/completions", request.body, deadline_s=10, parse=lambda answer: answer
+        )
+
+    assert complete("run:1")["choices"]
+    refusal = r"409: The request is for the weights 'run:7', and the server has the weights 'run:1'\."
+    with pytest.raises(RequestRefused, match=refusal):
+        complete("run:7")
+    engine.update_weights(model.named_parameters(), 2)
+    with pytest.raises(
+        RequestRefused, match="for the weights 'run:1', and the server has the weights 'run:2'"
+    ):
+        complete("run:1")
+    fake.restart()
+    with pytest.raises(RequestRefused, match="the server has no weights of a trainer"):
+        complete("run:2")
