@@ -50,12 +50,13 @@ def rewards(directory: Path) -> list[tuple[int, float]]:
 
 
 def assert_is_the_same_run(ours: Path, theirs: Path, start: Path) -> None:
-    """Rewards are equal. Weights are up to roundings: log-probs are, as which sequences share a step depends
-    on when their requests come."""
+    """Rewards are equal. Log-probs are but for roundings, as which sequences share a step depends on when
+    their requests come; and so are weights, of which Adam moves each by up to the learning rate of 1e-2 in a
+    step, however small its gradient is."""
     assert rewards(ours) == rewards(theirs) and [step for step, _ in rewards(ours)] == [1, 2, 3, 4]
     weights = [load_file(directory / "model.safetensors") for directory in (ours, theirs, start)]
     for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(tensor, weights[1][name], atol=2e-4, rtol=0)
     assert any(not torch.equal(tensor, weights[2][name]) for name, tensor in weights[0].items())
 
 
