@@ -106,8 +106,8 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
     """
     if (engine := values.get("engine") or "auto") not in ("auto", "rollout_server", "vllm_server"):
         raise ValueError(
-            f"--num_replicas starts vLLM servers, and engine={engine!r} asks none. Set engine='rollout_server', "
-            "or leave --num_replicas out."
+            f"--num_replicas starts vLLM servers, and engine={engine!r} asks none. Set "
+            "engine='rollout_server', or leave --num_replicas out."
         )
     if values.get("vllm_server_base_url"):
         raise ValueError(
