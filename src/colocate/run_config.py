@@ -119,6 +119,12 @@ class RunConfig:
     reward_model_name_or_path: str | None = None
     """A reward model, on the Hub or in a directory; it comes before `reward_funcs` in `reward_weights`."""
 
+    tools: list[str] = field(default_factory=list)
+    """Functions that the model may call: dotted paths or `file.py:function`."""
+    environment_factory: str | None = None
+    """A class whose objects each play one episode, with their methods as tools: a dotted path or
+    `file.py:Class`. Its `get_reward`, if it has one, is a reward function."""
+
     def __post_init__(self) -> None:
         for name, requirement in ranges_of(RunConfig).items():
             check_range(name, getattr(self, name), requirement)

@@ -131,6 +131,7 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
 def _train(values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
     from colocate.reporting.messages import model_saved, say_row
+    from colocate.rewards.registry import get_tool
     from colocate.run_config import RunFileWriter, parse_run
     from colocate.run_data import RunData
     from colocate.trainer import GRPOTrainer
@@ -153,6 +154,8 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
         peft_config=_peft_config(run),
         quantization_config=quantization_config(run, config),
         callbacks=[RunFileWriter(config.run_dir / "config.yaml", run, options)],
+        tools=[get_tool(name) for name in run.tools] or None,
+        environment_factory=run.environment_factory and get_tool(run.environment_factory),
     )
     if is_main:
         say_unnecessary(options)
@@ -170,6 +173,8 @@ def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextMana
     names = [rewards] if isinstance(rewards, str) else [str(name) for name in rewards]
     if values.get("reward_model_name_or_path"):
         names.insert(0, str(values["reward_model_name_or_path"]))
+    if values.get("environment_factory"):
+        names.append(str(values["environment_factory"]))
     rows = {
         "model": str(values["model_name_or_path"]),
         "data": _data_in_words(values),
@@ -204,7 +209,7 @@ def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> No
 
     data = () if values.get("datasets") else ("dataset_name",)
     require(values, "model_name_or_path", *data, hint=_head_of(file) if file else "")
-    if not values.get("reward_funcs") and not values.get("reward_model_name_or_path"):
+    if not any(map(values.get, ("reward_funcs", "reward_model_name_or_path", "environment_factory"))):
         raise ValueError("reward_funcs is not set: name at least one, e.g. --reward_funcs accuracy_reward")
     check_installed(values.get("report_to"))
 

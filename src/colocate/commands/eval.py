@@ -132,6 +132,11 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
 
     names = {field.name for field in fields(RunConfig)}
     task, _ = parse_run({name: value for name, value in options.items() if name in names})
+    if task.tools or task.environment_factory:
+        raise ValueError(
+            "The run has tools or an environment, and colocate eval completes prompts without either. How "
+            "good it was while it trained is in its metrics.jsonl, as eval_reward."
+        )
     if known.dataset is not None:
         if known.dataset != task.dataset_name:
             task.dataset_config, task.dataset_options = None, {}

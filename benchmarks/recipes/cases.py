@@ -1,0 +1,76 @@
+"""What is trained: run files of recipes/small/, algorithms, and contestants."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.results import ROOT
+
+DIRECTORY = ROOT / "recipes/small"
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    # Advantages over the group's standard deviation, a mean over each completion's tokens (arXiv:2402.03300).
+    "grpo": {"loss_type": "grpo"},
+    # Neither of these two divisions (arXiv:2503.20783).
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    # A mean over all tokens, a higher upper bound, dull groups replaced, what is cut off left out
+    # (arXiv:2503.14476).
+    "dapo": {
+        "loss_type": "dapo",
+        "epsilon_high": 0.28,
+        "mask_truncated_completions": True,
+        "max_refill_rounds": 2,
+    },
+    # One ratio per sequence, with the paper's bounds (arXiv:2507.18071).
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    # Ratios are weights with a cap, and no token loses its gradient (arXiv:2506.13585, 2510.13786).
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+}
+"""The options of each algorithm, beside those of the run file."""
+FRAMEWORKS = ("colocate", "trl")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run file, and who runs it."""
+
+    algorithms: tuple[str, ...] = ("grpo",)
+    has_peer: bool = False
+    """Whether TRL trains the first algorithm, too. Its way to tools and environments is another."""
+    predicted_s: float = 0.0
+    """Seconds of one run of ours on an H200, start included, by arithmetic; 0 for what is made for a CPU."""
+
+
+CASES = {
+    "addition": Case(tuple(ALGORITHMS), has_peer=True),
+    "chain_sum": Case(),
+    "calculator": Case(),
+    "game": Case(),
+    "addition_30m": Case(tuple(ALGORITHMS), has_peer=True, predicted_s=35.0),
+    "handover": Case(predicted_s=200.0),
+}
+"""By the name of the run file."""
+CPU_CASES = tuple(name for name, case in CASES.items() if not case.predicted_s)
+
+
+def run_file(recipe: str) -> Path:
+    return DIRECTORY / f"{recipe}.yaml"
+
+
+def warm_start_words(recipe: str) -> list[str]:
+    """The command at a run file's head that makes its model, without `python` and the output directory."""
+    (command,) = re.findall(r"^#   python (.+) --output_dir \S+$", run_file(recipe).read_text(), re.MULTILINE)
+    return command.split()
+
+
+def run_name(record: dict[str, Any]) -> str:
+    """The name of a run's file, but for its hardware."""
+    return "-".join(str(record[key]) for key in ("recipe", "framework", "algorithm", "seed"))
