@@ -35,7 +35,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
 }
 """The options of each algorithm, beside those of the run file."""
-FRAMEWORKS = ("colocate", "trl")
+FRAMEWORKS = ("colocate", "trl", "trl_vllm")
+"""This library, and TRL with completions by transformers or by vLLM in its process."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +44,22 @@ class Case:
     """A run file, and who runs it."""
 
     algorithms: tuple[str, ...] = ("grpo",)
-    has_peer: bool = False
-    """Whether TRL trains the first algorithm, too. Its way to tools and environments is another."""
+    peers: tuple[str, ...] = ()
+    """Who trains the first algorithm, too. TRL's way to tools and environments is another."""
     predicted_s: float = 0.0
     """Seconds of one run of ours on an H200, start included, by arithmetic; 0 for what is made for a CPU."""
 
 
 CASES = {
-    "addition": Case(tuple(ALGORITHMS), has_peer=True),
+    "addition": Case(tuple(ALGORITHMS), peers=("trl",)),
     "chain_sum": Case(),
     "calculator": Case(),
     "game": Case(),
-    "addition_30m": Case(tuple(ALGORITHMS), has_peer=True, predicted_s=35.0),
-    "handover": Case(predicted_s=200.0),
+    # 30 rollouts: 75 decode steps of 1 ms and twice 47k tokens x 0.18 GFLOP are 0.2 s, and as much is the
+    # host's; 25 s are the start's, and 8 s six evaluations.
+    "addition_30m": Case(tuple(ALGORITHMS), peers=("trl", "trl_vllm"), predicted_s=45.0),
+    # 30 rollouts: 120 decode steps of 18 ms, 2 million tokens x 0.62 GFLOP at 300 TFLOP/s, 2 s of the host.
+    "handover": Case(predicted_s=280.0),
 }
 """By the name of the run file."""
 CPU_CASES = tuple(name for name, case in CASES.items() if not case.predicted_s)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _as_word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def run_trl(recipe: str, options: dict[str, Any]) -> list[Event]:
+def run_trl(recipe: str, options: dict[str, Any], *, has_vllm: bool = False) -> list[Event]:
     """Train with TRL's trainer, and return what it has logged."""
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
@@ -96,7 +97,7 @@ def run_trl(recipe: str, options: dict[str, Any]) -> list[Event]:
     trainer = GRPOTrainer(
         model=str(run.model_name_or_path),
         reward_funcs=[get_reward_function(name) for name in run.reward_funcs],
-        args=trl_config(given),
+        args=trl_config(given, has_vllm=has_vllm),
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=AutoTokenizer.from_pretrained(run.model_name_or_path),
@@ -106,8 +107,8 @@ def run_trl(recipe: str, options: dict[str, Any]) -> list[Event]:
     return events
 
 
-def trl_config(given: dict[str, Any]) -> Any:
-    """TRL's configuration with the options of a run file; vLLM generates where there is a GPU.
+def trl_config(given: dict[str, Any], *, has_vllm: bool) -> Any:
+    """TRL's configuration with the options of a run file, as fast as it goes.
 
     Raises:
         ValueError: TRL does not have an option, and not because it is one of `OURS`.
@@ -127,19 +128,14 @@ def trl_config(given: dict[str, Any]) -> Any:
         vllm_gpu_memory_utilization=VLLM_MEMORY,
         vllm_max_model_length=256,
     )
-    return GRPOConfig(
-        **(vllm if on_gpu else {}),
-        **shared,
-        bf16=on_gpu,
-        use_cpu=not on_gpu,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-    )
+    fast = dict(bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False, disable_tqdm=True)
+    return GRPOConfig(**{**fast, **(vllm if has_vllm else {}), **shared, "report_to": "none"})
 
 
 CONTESTANTS: dict[str, Callable[[str, dict[str, Any]], list[Event]]] = {
     "colocate": run_colocate,
     "trl": run_trl,
+    "trl_vllm": partial(run_trl, has_vllm=True),
 }
 assert tuple(CONTESTANTS) == FRAMEWORKS
 

@@ -12,6 +12,7 @@ is not repeated, and published runs of the same hardware stay in the summary.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def runs_of(recipe: str, case: Case, num_seeds: int) -> Iterator[tuple[str, str,
     The first algorithm is measured with all seeds before the others are, so that a limit of time cuts what is
     less wanted.
     """
-    frameworks = ["colocate", *(["trl"] if case.has_peer else [])]
+    frameworks = ["colocate", *case.peers]
     first, *others = case.algorithms
     for seed in range(num_seeds):
         for framework in frameworks if seed % 2 == 0 else reversed(frameworks):
@@ -61,6 +63,7 @@ class RecipesSuite(Suite):
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seeds", type=int, default=2)
+        parser.add_argument("--runs", default="*", help="of those, the ones so named: addition-*-grpo-?")
         parser.add_argument("--option", nargs="+", default=[], metavar="NAME=VALUE", help="of every run")
         parser.set_defaults(parts=list(CPU_CASES))
 
@@ -73,15 +76,19 @@ class RecipesSuite(Suite):
         done = {run_name(record) for record in read_records(self.records)}
         keys = ("recipe", "framework", "algorithm", "seed")
         for run in runs_of(part, CASES[part], self.options.seeds):
-            if self.time_is_up() or run_name(dict(zip(keys, run, strict=True))) in done:
-                continue
             recipe, framework, algorithm, seed = run
+            name = run_name(dict(zip(keys, run, strict=True)))
+            if self.time_is_up() or name in done or not fnmatch(name, self.options.runs):
+                continue
+            if framework == "trl_vllm" and importlib.util.find_spec("vllm") is None:
+                print(f"{recipe}: without TRL on vLLM, which is not installed", flush=True)
+                continue
             self.run(
                 "recipes.run", "--recipe", recipe, "--framework", framework,
                 "--algorithm", algorithm, "--seed", seed, "--start", self._warm_start(recipe),
-                "--out", self.out(f"{recipe}-{framework}-{algorithm}-{seed}"),
+                "--out", self.out(name),
                 *(["--option", *self.options.option] if self.options.option else []),
-                is_peer=framework == "trl",
+                is_peer=framework != "colocate",
                 timeout_s=RUN_S,
                 **self._threads(),
             )  # fmt: skip
@@ -150,7 +157,7 @@ def compute_claims(records: list[Record]) -> Claims:
 
     - `accuracy_before_<recipe>_<framework>_<algorithm>`, `accuracy_after_...`: held-out accuracy of the first
       and the last evaluation, means over seeds; `train_s_...` and `core_s_...`: medians.
-    - `peer_core_s_<recipe>`, `peer_train_s_<recipe>`: TRL's median over ours, with the first algorithm.
+    - `core_s_ratio_<recipe>_<peer>`, `train_s_ratio_...`: the peer's median over ours, of one algorithm.
     """
     claims: Claims = {}
     found = groups(records)
@@ -162,11 +169,11 @@ def compute_claims(records: list[Record]) -> Claims:
         for seconds in ("train_s", "core_s"):
             claims[f"{seconds}_{name}"] = statistics.median(run[seconds] for run in runs)
     for recipe, framework, algorithm in found:
-        if framework == "trl" and (recipe, "colocate", algorithm) in found:
+        if framework != "colocate" and (ours := found.get((recipe, "colocate", algorithm))):
+            theirs = found[recipe, framework, algorithm]
             for seconds in ("train_s", "core_s"):
-                theirs = claims[f"{seconds}_{recipe}_trl_{algorithm}"]
-                ours = claims[f"{seconds}_{recipe}_colocate_{algorithm}"]
-                claims[f"peer_{seconds}_{recipe}"] = float(theirs or 0) / float(ours or 1)
+                medians = [statistics.median(run[seconds] for run in runs) for runs in (theirs, ours)]
+                claims[f"{seconds}_ratio_{recipe}_{framework}"] = medians[0] / medians[1]
     return claims
 
 

@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import addition
 import chain_sum
+import columns
 import torch
 
 # The chat format and the tasks of several turns are those of the examples next door.
@@ -52,6 +52,7 @@ SIZES: dict[str, dict[str, int]] = {
         num_attention_heads=14,
         num_key_value_heads=14,
         head_dim=64,
+        max_position_embeddings=512,
     ),
 }
 """What models of about so many parameters differ in from the smallest one."""
@@ -76,19 +77,19 @@ class Task:
 
 def addition_task(num_digits: int) -> Task:
     def row(rng: random.Random, *, held_out: bool) -> Row:
-        return addition.as_row(*addition.problem(rng, num_digits, held_out=held_out))
+        return columns.as_row(*columns.problem(rng, num_digits, held_out=held_out))
 
     # Longer sums need a more careful demonstrator, or too few come out right.
-    carelessness = min(addition.CARELESSNESS, 1 - 0.42 ** (1 / num_digits))
-    shown = partial(addition.demonstration, num_digits=num_digits, carelessness=carelessness)
-    return Task(addition.PHRASES, shown, row)
+    carelessness = min(columns.CARELESSNESS, 1 - 0.42 ** (1 / num_digits))
+    shown = partial(columns.demonstration, num_digits=num_digits, carelessness=carelessness)
+    return Task(columns.PHRASES, shown, row)
 
 
 def calculator_row(rng: random.Random, *, held_out: bool) -> Row:
     """A sum of one side of a split like that of the addition."""
     while True:
         a, b = calculator.number(rng), calculator.number(rng)
-        if addition.is_held_out(a, b) == held_out:
+        if columns.is_held_out(a, b) == held_out:
             return {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": a + b}
 
 
@@ -117,7 +118,7 @@ def write_data(directory: Path, row: Callable[..., Row], rng: random.Random) -> 
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--imitation_steps", type=int, help="default: as many as the task needs")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
 
     rng = random.Random(zlib.crc32(f"{options.task} {options.seed}".encode()))
     torch.manual_seed(options.seed)
