@@ -83,7 +83,8 @@ class RunConfig:
     """Another dataset whose split "train" is evaluated on. None: `dataset_test_split` of `dataset_name`."""
     eval_dataset_options: dict[str, Any] = field(default_factory=dict)
     """What `dataset_options` is to `dataset_name`, for `eval_dataset_name`: such as another seed of a
-    generated task."""
+    generated task. Its problem i is drawn by seed + i, so seeds must be further apart than there are
+    problems, or both have the same ones."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """Several datasets instead of dataset_name: in a file, mappings with name and, as far as they are needed,
     label, config, split, weight, options, and prompt_column, prompt_template, system_prompt, columns and
