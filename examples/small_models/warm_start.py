@@ -13,6 +13,7 @@ and reward takes it further. Nothing is downloaded. Writes
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -93,9 +94,12 @@ def calculator_row(rng: random.Random, *, held_out: bool) -> Row:
             return {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": a + b}
 
 
+SECRETS = itertools.cycle(game.NUMBERS)
+
+
 def game_row(rng: random.Random, *, held_out: bool) -> Row:
-    """A secret number; there are seven, and it is the draw of guesses that makes games differ."""
-    return {"prompt": game.PROMPT, "secret": rng.choice(game.NUMBERS)}
+    """The next secret number. There are seven, in turns, so that every seven rows have each of them."""
+    return {"prompt": game.PROMPT, "secret": next(SECRETS)}
 
 
 def tasks(num_digits: int) -> dict[str, Callable[[], Task]]:

@@ -14,6 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks.pages.pictures import picture
 from benchmarks.pages.recipes import recipes_panels, recipes_table
@@ -215,3 +216,23 @@ def test_the_page_says_what_the_algorithms_are() -> None:
         assert row.split(" | ")[0] == ", ".join(
             f"`{option}: {json.dumps(value).strip(chr(34))}`" for option, value in options.items()
         )
+
+
+def test_engine_and_trainer_each_want_most_of_the_memory(
+    warm_start: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the run file for one H200: together they would not fit, so memory is handed over."""
+    tokenizer = warm_start.build_tokenizer(sys.modules["columns"].PHRASES)
+    with torch.device("meta"):
+        model = warm_start.build_model(tokenizer, **warm_start.SIZES["100m"])
+    model.config.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    file = DIRECTORY / "handover.yaml"
+    asked = ["plan", str(file), "--model_name_or_path", str(tmp_path), "--gpu", "H200", "--json"]
+    assert main(asked) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"]
+    device, rollout, train = (plan[f"{name}_bytes"] for name in ("device_memory", "rollout", "train"))
+    assert min(rollout, train) > 0.7 * device and rollout + train > 1.5 * device
+    said = re.search(r"up to (\d+) GiB in the rollout and (\d+) GiB in\s*(?:# )?training", file.read_text())
+    assert [round(size / 2**30) for size in (rollout, train)] == [int(words) for words in said.groups()]
