@@ -22,8 +22,8 @@ PHRASES = [
 CARELESSNESS = 0.2
 """How often the demonstrator is off by one in a total."""
 SEED = 2_000_000
-"""The demonstrations' seed. reasoning_gym draws its problem i by seed + i, so seeds must be further apart than
-there are problems; the recipe trains on those of seed 0 and evaluates on those of seed 1,000,000."""
+"""The demonstrations' seed. reasoning_gym draws its problem i by seed + i, so seeds must be further apart
+than there are problems; the recipe trains on those of seed 0 and evaluates on those of seed 1,000,000."""
 
 Message = dict[str, Any]
 
