@@ -43,8 +43,8 @@ def recipes_table(records: list[Record]) -> list[str]:
     """A row for each run: held-out accuracy before and after with its 95 % interval, what the run took, its
     commit, and a link to its file."""
     lines = [
-        "| recipe | trained by | seed | accuracy before | after | seconds | tokens/s | commit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| recipe | trained by | seed | steps | accuracy before | after | seconds | tokens/s | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for record in records:
         accuracy = record["evaluations"]
@@ -56,6 +56,7 @@ def recipes_table(records: list[Record]) -> list[str]:
             f"[{record['recipe']}, {record['num_parameters'] / 1e6:.2g}M]({file})",
             line_name(record),
             record["seed"],
+            record["options"]["max_steps"],
             shares[0],
             shares[-1],
             f"{seconds:,.0f}",

@@ -55,7 +55,7 @@ CASES = {
     "chain_sum": Case(),
     "calculator": Case(),
     # By GRPO a token of a short game counts more than one of a long game, and luck more than method.
-    "game": Case(("grpo", "dr_grpo")),
+    "game": Case(("dr_grpo", "grpo")),
     # 30 rollouts: 75 decode steps of 1 ms and twice 47k tokens x 0.18 GFLOP are 0.2 s, and as much is the
     # host's; 25 s are the start's, and 8 s six evaluations.
     "addition_30m": Case(tuple(ALGORITHMS), peers=("trl", "trl_vllm"), predicted_s=45.0),
