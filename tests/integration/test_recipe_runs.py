@@ -94,7 +94,7 @@ def test_tools_and_environments_of_a_run_file_are_played(
 ) -> None:
     monkeypatch.chdir(ROOT)
     start = start_of(recipe, warm_start, tmp_path / "start")
-    record = recipe_run.measure("colocate", recipe, "gspo", 0, start, FEW)
+    record = recipe_run.measure("colocate", recipe, "gspo", 0, start, {**FEW, "max_completion_length": 60})
     assert record["evaluations"]["step"] == [0, 2]
     assert record["options"]["importance_sampling_level"] == "sequence"
     assert "tools" in record["options"] or record["options"]["environment_factory"].endswith("game.py:Game")
@@ -208,6 +208,21 @@ def test_every_case_has_a_run_file_and_a_warm_start() -> None:
 # ── The page ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def summary_of(hardware: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"recipes-{hardware}.json").read_text())
+
+
+def check_what_is_said_of_the_runs(claims: dict[str, float]) -> None:
+    said, text = "accuracy_after_addition_colocate_", " ".join(PAGE.split())
+    after = {name.removeprefix(said): value for name, value in claims.items() if name.startswith(said)}
+    assert max(after, key=after.get) == "dapo" and min(after, key=after.get) == "cispo"
+    ours, theirs = after["grpo"], claims["accuracy_after_addition_trl_grpo"]
+    assert f"{ours:.0%} with ours and {theirs:.0%} with TRL" in text
+    assert f"TRL takes {claims['core_s_ratio_addition_trl']:.2f} times our seconds" in text
+    game = [claims[f"accuracy_{when}_game_colocate_grpo"] for when in ("before", "after")]
+    assert "from {:.0%} to {:.0%} of the games".format(*game) in text
+
+
 @pytest.mark.parametrize("hardware", ["cpu"])
 def test_the_page_has_the_published_runs(hardware: str) -> None:
     records = published_runs(hardware)
@@ -215,11 +230,12 @@ def test_the_page_has_the_published_runs(hardware: str) -> None:
     for record in records:
         assert all(math.isfinite(reward) for reward in record["rollouts"]["reward"])
         assert record["evaluations"]["step"][-1] == record["options"]["max_steps"]
+    check_what_is_said_of_the_runs(summary_of(hardware)["claims"])
     drawn = picture(recipes_panels(records))
     assert drawn == (ROOT / f"docs/recipes-{hardware}.svg").read_text(), "the picture is of other runs"
     ElementTree.fromstring(drawn)
     assert f"](recipes-{hardware}.svg)" in PAGE
-    summary = json.loads((RESULTS / f"recipes-{hardware}.json").read_text())
+    summary = summary_of(hardware)
     assert summary["claims"] == compute_claims(records)
     assert [run_name(run) for run in summary["repetitions"]] == [run_name(run) for run in records]
     asked = {"-".join(map(str, run)) for name, case in CASES.items() for run in runs_of(name, case, 2)}
