@@ -13,7 +13,7 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # An environment of your making: ".[vllm,peft,bitsandbytes]", with the vLLM for your driver, pytest and hypothesis.
 VLLM_GPU_PYTHON ?= $(BIN)/python
 
-.PHONY: quickstart test browser-test vllm-test test-all lint gpu-test multi-gpu-test gpu-vllm-test gpu-trtllm-test multi-gpu-vllm-test gpu-memcheck bench docs clean
+.PHONY: quickstart test browser-test vllm-test test-all lint gpu-test multi-gpu-test gpu-vllm-test gpu-trtllm-test multi-gpu-vllm-test gpu-memcheck newest-triton-test bench docs clean
 
 # One thread: a matrix product of a model this small is shorter than waking a second one.
 quickstart: export OMP_NUM_THREADS = 1
@@ -77,6 +77,11 @@ gpu-memcheck: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 gpu-memcheck: $(VENV)/.installed-test
 	$(COMPUTE_SANITIZER) --tool memcheck --report-api-errors no --error-exitcode 1 $(BIN)/python -m pytest tests/kernel_tests \
 		-m "gpu and not multi_gpu" -k "not two_to_the_31 and not million and not billion and not model_shapes and not graph and not bytes_are and not bits"
+
+# The kernels' tests with the newest Triton, beside the environment's, whose PyTorch pins an older one.
+newest-triton-test: $(VENV)/.installed-test
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/newest-triton triton
+	PYTHONPATH=build/newest-triton $(BIN)/python -m pytest tests/kernel_tests -n 2 -m "not gpu and not multi_gpu"
 
 # Into build/site; a page that links to nothing fails it.
 docs: $(VENV)/.installed-test

@@ -23,6 +23,7 @@ from transformers import (
 from colocate import build
 from colocate.config import GRPOConfig
 from colocate.engines.turns import TurnEngine
+from colocate.rewards.logs import TRAINER_METRICS
 from colocate.trainer import GRPOTrainer
 from colocate.types import Completion, Prompt
 from colocate.weights.shapes import ModelShapes
@@ -185,6 +186,13 @@ def train(trainer: GRPOTrainer) -> set[str]:
 def logged(trainer: Any, name: str) -> list[float]:
     """The values of one name in the log history of a trainer, ours or TRL's."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def unexplained(trainer: Any) -> set[str]:
+    """Names in the log history of a trainer that are neither metrics of its own nor of reward functions: a
+    function could take such a name, and docs/metrics.md would not have it."""
+    names = {name for entry in trainer.state.log_history if "train_runtime" not in entry for name in entry}
+    return {name for name in names if not name.startswith("rewards/")} - TRAINER_METRICS
 
 
 class StubEngine(TurnEngine):

@@ -9,6 +9,7 @@ import argparse
 import logging
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +27,10 @@ _COMMANDS = {
 }  # fmt: skip
 """Commands with options of their own; each has a file in `commands/`. Those of a run follow below."""
 
-_RUN_USAGE = """[RUN.yaml] [--option value ...]
-
-RUN.yaml holds options as `name: value`; an option on the command line replaces the one in the file.
-`colocate train --help` lists all options (model_name_or_path, dataset_name, reward_funcs, learning_rate,
-num_generations, use_peft, ...). An option without a value is switched on; several values make a list."""
+_RUN_FILE_HELP = (
+    "RUN.yaml holds options as `name: value`; an option on the command line replaces the one in the file. "
+    "An option without a value is switched on; several values make a list."
+)
 
 _HOW_TO_GO_ON = (
     " at once: steps since the last checkpoint are lost. The same command with --resume_from_checkpoint auto "
@@ -59,8 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif known.command == "train" and known.num_replicas:
         known.vllm_options = vllm_options
     elif vllm_options or (rest and known.command not in ("train", "plan")):
-        hint = " (a server for trainers is started by `colocate vllm-serve`)" * (known.command == "serve")
-        parser.error(f"unrecognized arguments: {' '.join([*rest, *vllm_options])}{hint}")
+        _refuse_unknown(known.command_parser, [*rest, *vllm_options])
     # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
@@ -83,6 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _refuse_unknown(command: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """End with status 2, the usage of the command, and the option of it that is nearest to the first word."""
+    from colocate.option_values import nearest
+
+    known = [option for action in command._actions for option in action.option_strings]
+    hint = nearest(words[0].partition("=")[0], known)
+    if command.prog.endswith(" serve") and not hint:
+        hint = " (a server for trainers is started by `colocate vllm-serve`)"
+    command.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+
 def _is_ours(error: BaseException) -> bool:
     """Whether this package raised the error: its own messages say what to do, those of PyTorch do not."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -97,7 +107,9 @@ def _split_at_dashes(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="colocate", description="GRPO for language models, trainer and rollout engine on the same GPUs."
+        prog="colocate",
+        description="GRPO for language models, trainer and rollout engine on the same GPUs.",
+        epilog="`colocate COMMAND --help` explains a command and its options.",
     )
     parser.add_argument("--version", action="version", version=f"colocate {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -105,14 +117,12 @@ def _build_parser() -> argparse.ArgumentParser:
         ("train", "train a model"),
         ("plan", "show whether a run fits the GPU and how long its steps take, without loading the model"),
     ):
-        usage = f"colocate {name} {_RUN_USAGE}"
         # No abbreviations: `--p` must not be taken for --plan's own flags but refused as an unknown option.
         command = commands.add_parser(
             name,
             help=summary,
-            description=summary,
-            usage=usage,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            description=f"{summary}. {_RUN_FILE_HELP}",
+            usage=f"colocate {name} [RUN.yaml] [--option value ...]",
             add_help=name != "train",
             allow_abbrev=False,
         )
@@ -124,8 +134,9 @@ def _build_parser() -> argparse.ArgumentParser:
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         if name == "plan":
             command.epilog = (
-                "exit codes: 0 the run fits, or there is no GPU to fit; 3 it does not fit;\n"
-                "            1 an error, such as a model that is not found; 2 a wrong command line"
+                "`colocate train --help` lists the options of a run. Exit codes: 0 the run fits, or there is "
+                "no GPU to fit; 3 it does not fit; 1 an error, such as a model that is not found; 2 a wrong "
+                "command line."
             )
             command.add_argument("--json", action="store_true", help="print JSON instead of words")
             command.add_argument("--verbose", action="store_true", help="print every row of the arithmetic")
@@ -141,14 +152,16 @@ def _build_parser() -> argparse.ArgumentParser:
                 help="the GPU to plan for, such as H100 (default: the one here)",
             )
             command.add_argument(
-                "--num_gpus", type=_count, default=1, help="how many of them train together (default: 1)"
+                "--num_gpus", type=_count, default=1, help="GPUs that train together (default: 1)"
             )
             command.add_argument(
-                "--num_nodes", type=_count, help="the machines that they are in (default: one for every 8)"
+                "--num_nodes", type=_count, help="machines that hold these GPUs (default: one for every 8)"
             )
     for own in _COMMANDS.values():
         own.add_parser(commands)
     _add_vllm_serve(commands)
+    for command in commands.choices.values():
+        command.set_defaults(command_parser=command)
     return parser
 
 
@@ -169,21 +182,23 @@ class _OptionHelp(argparse.Action):
     """Prints the help with all options, which are read from the sources only when somebody asks for help."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from colocate.option_help import option_help
+        from colocate.option_help import help_width, option_help
 
-        parser.epilog = option_help()
+        about = textwrap.fill(str(parser.description), help_width())
+        parser.description = f"{about}\n\n{option_help()}"
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
         parser.print_help()
         parser.exit()
 
 
 def _add_launcher(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("many GPUs, started by Ray")
+    group = command.add_argument_group("ranks (one process per GPU) that Ray starts")
     group.add_argument("--launcher", choices=["ray"], help="start the ranks on a Ray cluster")
     group.add_argument("--num_nodes", type=_count, help="nodes to train on (default: 1)")
-    group.add_argument("--gpus_per_node", type=_count, help="GPUs of each, with a rank each")
-    group.add_argument("--ranks_per_node", type=_count, help="ranks of each on CPUs, where there is no GPU")
+    group.add_argument("--gpus_per_node", type=_count, help="GPUs of each node, one rank on each")
+    group.add_argument("--ranks_per_node", type=_count, help="ranks of each node without GPUs")
     group.add_argument(
-        "--max_restarts", type=_whole, help="go on from the last checkpoint so often (default: 3)"
+        "--max_restarts", type=_whole, help="starts again from the last checkpoint, at most (default: 3)"
     )
     group.add_argument(
         "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
@@ -213,8 +228,7 @@ def _add_vllm_serve(commands: Any) -> None:
         "vllm-serve",
         help=summary,
         description=summary,
-        usage="colocate vllm-serve MODEL [--host HOST] [--port PORT] [--tensor-parallel-size N] "
-        "[-- VLLM_OPTIONS]",
+        usage="colocate vllm-serve MODEL [options] [-- VLLM_OPTIONS]",
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")

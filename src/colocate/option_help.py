@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 
 from colocate.declared_options import CLASSES, Option, options_of
 
-_WIDTH, _INDENT = 110, " " * 8
+_WIDEST, _INDENT = 110, " " * 8
 _REFUSED = "Accepted so that existing scripts run"
 """Heading of the options that are not listed: `options.py` answers for these."""
 
@@ -95,11 +96,16 @@ def option_help() -> str:
         lines += ["", f"{heading}:"]
         for option in options:
             lines += _entry(option)
-    lines += [
-        "",
-        "Further options: all of transformers.TrainingArguments, but for a few that are refused by name.",
-    ]
+    further = (
+        "Further options: all of transformers.TrainingArguments, but for a few that are refused by name."
+    )
+    lines += ["", *textwrap.wrap(further, help_width())]
     return "\n".join(lines).lstrip("\n")
+
+
+def help_width() -> int:
+    """Columns that help has for its lines: those of the terminal, but no more than can be read with ease."""
+    return max(40, min(_WIDEST, shutil.get_terminal_size().columns - 2))
 
 
 def _entry(option: Option) -> list[str]:
@@ -107,5 +113,7 @@ def _entry(option: Option) -> list[str]:
     text = " ".join(option.text.split())
     return [
         f"  --{option.name}{shown}",
-        *textwrap.wrap(text, _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT),
+        *textwrap.wrap(
+            text, help_width(), initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False
+        ),
     ]

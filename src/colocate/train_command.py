@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,9 +22,14 @@ from colocate.version import __version__
 
 if TYPE_CHECKING:
     from colocate.clusters.launch import LaunchOptions
-    from colocate.clusters.replicas import ReplicaAsk
     from colocate.config import GRPOConfig
     from colocate.run_config import RunConfig
+
+_OF_LAUNCHER = (
+    *("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"),
+    *("num_replicas", "replica_gpus", "replica_placement"),
+)
+"""Options of the launcher, which none but Ray reads."""
 
 
 def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -34,7 +40,7 @@ def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
         from colocate.clusters.launch import launch
 
         debug = ["--debug"] if known.debug else []
-        own = _options_with_replicas(values) if options.replicas else []
+        own = _options_with_replicas(values) if options.ask.num_replicas else []
         return launch(["train", *debug, *rest, *own], values, options)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
@@ -51,13 +57,10 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
     Raises:
         ValueError: an option of the launcher is given without it, or the number of ranks is not.
     """
+    given = {name: getattr(known, name) for name in _OF_LAUNCHER if getattr(known, name) is not None}
     if known.launcher is None:
-        for name in (
-            *("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"),
-            *("num_replicas", "replica_gpus", "replica_placement"),
-        ):
-            if getattr(known, name) is not None:
-                raise ValueError(f"--{name} is read with --launcher ray; other launchers have their own.")
+        for name in given:
+            raise ValueError(f"--{name} is read with --launcher ray; other launchers have their own.")
         return None
     if "RANK" in os.environ:
         raise ValueError(
@@ -72,39 +75,26 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
     from colocate.clusters.launch import LaunchOptions
 
     on_gpus = known.gpus_per_node is not None
-    num_nodes = known.num_nodes or 1
+    num_replicas = known.num_replicas or 0
+    for name in () if num_replicas else ("replica_gpus", "replica_placement"):
+        if name in given:
+            raise ValueError(f"--{name} is read with --num_replicas, which says how many there are.")
+    vllm_options = known.vllm_options if num_replicas else []
+    words = ["--launcher ray", *(f"--{name} {value}" for name, value in given.items())]
     return LaunchOptions(
         ask=Ask(
-            num_nodes,
+            known.num_nodes or 1,
             known.gpus_per_node if on_gpus else known.ranks_per_node,
             on_gpus,
             shares=2 if engine == "trtllm" else 1,
+            num_replicas=num_replicas,
+            replica_size=known.replica_gpus or 1,
+            is_colocated=known.replica_placement != "own",
         ),
         max_restarts=3 if known.max_restarts is None else known.max_restarts,
         timeout_s=600.0 if known.cluster_timeout is None else float(known.cluster_timeout),
-        replicas=_replica_ask(known, on_gpus),
-    )
-
-
-def _replica_ask(known: argparse.Namespace, on_gpus: bool) -> ReplicaAsk | None:
-    """The vLLM servers that the command line asks for; None: none.
-
-    Raises:
-        ValueError: an option of replicas is given without their number.
-    """
-    from colocate.clusters.replicas import ReplicaAsk
-
-    if known.num_replicas is None:
-        for name in ("replica_gpus", "replica_placement"):
-            if getattr(known, name) is not None:
-                raise ValueError(f"--{name} is read with --num_replicas, which says how many there are.")
-        return None
-    return ReplicaAsk(
-        count=known.num_replicas,
-        size=known.replica_gpus or 1,
-        is_colocated=known.replica_placement != "own",
-        on_gpus=on_gpus,
-        vllm_options=tuple(known.vllm_options),
+        words=" ".join([*words, *(["--", shlex.join(vllm_options)] if vllm_options else [])]),
+        vllm_options=tuple(vllm_options),
     )
 
 
@@ -131,6 +121,7 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
 def _train(values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
     from colocate.reporting.messages import model_saved, say_row
+    from colocate.reporting.panel import without_bars
     from colocate.rewards.registry import get_tool
     from colocate.run_config import RunFileWriter, parse_run
     from colocate.run_data import RunData
@@ -160,9 +151,18 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     if is_main:
         say_unnecessary(options)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
-    trainer.save_model(str(config.run_dir))
+    with without_bars():  # one would stand between the lines that say where everything is
+        trainer.save_model(str(config.run_dir))
     if is_main:
-        print(model_saved(config.run_dir, str(run.model_name_or_path), is_adapter=run.use_peft))
+        several = run.datasets or run.eval_datasets or run.test_split_size
+        print(
+            model_saved(
+                config.run_dir,
+                str(run.model_name_or_path),
+                is_adapter=run.use_peft,
+                held_out=eval_dataset is not None and not several,
+            )
+        )
 
 
 def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import load_file
 
 from colocate.cli import main
-from colocate.clusters import ranks as ranks_module
-from colocate.clusters.actor import RankActor, without_launchers
+from colocate.clusters.actor import ProcessActor
 from colocate.clusters.cluster import Ask, connected
+from colocate.parallel.launcher_variables import without_launchers
+from colocate.version import __version__
 from processes import TORCHRUN
 from ray_homes import FOREIGN, home_of_ray, marked, wait_for_end
 from ray_runs import launch_here
@@ -171,7 +172,7 @@ def test_a_driver_that_is_stopped_leaves_nothing_behind(how, make_run, environme
     if how == "ctrl-c":
         text = rest.decode()
         assert "the step in hand is finished and saved" in text
-        assert "auto --launcher ray --num_nodes 1 --ranks_per_node 2" in text, "the command to go on"
+        assert "auto --launcher ray --ranks_per_node 2" in text, "the command to go on"
         assert len(list((directory / "out").glob("checkpoint-*"))) == 1
 
 
@@ -302,33 +303,36 @@ def test_a_rank_of_another_launcher_does_not_start_ranks(monkeypatch, capsys, ma
 def test_a_node_without_the_runs_directory_says_so(tmp_path):
     pytest.importorskip("ray")
     with pytest.raises(ValueError, match=rf"{socket.gethostname()} cannot enter .*none.*: No such file"):
-        RankActor().place(str(tmp_path / "none"))
+        ProcessActor().place(str(tmp_path / "none"), __version__)
+
+
+def test_a_node_with_another_version_says_so(tmp_path):
+    pytest.importorskip("ray")
+    told = (
+        f"{socket.gethostname()} has colocate {__version__}, and the run was started with 0.0.1: install one"
+    )
+    with pytest.raises(ValueError, match=re.escape(told)):
+        ProcessActor().place(str(tmp_path), "0.0.1")
 
 
 def test_arithmetic_of_nodes():
     ask = Ask(2, 8, on_gpus=True)
-    assert ask.shortage([4, 0, 8]) == "asked 16 GPUs in 2 × 8, Ray sees 8 + 4"
-    assert [ask.fits(nodes) for nodes in ([8, 4], [4, 4, 4, 4], [8, 8], [16], [])] == [0, 0, 1, 1, 0]
-    assert ask.bundles == [{"CPU": 1, "GPU": 1}] * ask.ranks_per_node
-    assert Ask(1, 2, on_gpus=False).bundles == [{"CPU": 1}] * 2
-    assert Ask(3, 4, on_gpus=True, is_one_actor=True).bundles == [{"CPU": 4, "GPU": 4}]
+    assert ask.shortage([4, 0, 8], "GPU") == "asked 16 GPUs in 2 × 8, Ray sees 8 + 4"
+    nodes = ([8, 4], [4, 4, 4, 4], [8, 8], [16], [])
+    assert [ask.fits(each, "GPU") for each in nodes] == [0, 0, 1, 1, 0]
+    assert ask.bundles == [[{"CPU": 1, "GPU": 1}] * 8] * 2
+    assert Ask(1, 2, on_gpus=False).bundles == [[{"CPU": 1}] * 2]
+    own = Ask(1, 8, on_gpus=True, num_replicas=3, replica_size=4, is_colocated=False)
+    assert own.bundles == [[{"CPU": 1, "GPU": 1}] * 8, *[[{"CPU": 4, "GPU": 4}]] * 3]
+    assert own.shortage([8, 8], "GPU") == "asked 20 GPUs in 1 × 8 + 3 × 4, Ray sees 8 + 8"
+    nodes = ([12, 8], [8, 8, 4], [20], [8, 8], [16, 3, 3])
+    assert [own.fits(each, "GPU") for each in nodes] == [1, 1, 1, 0, 0]
+    assert Ask(1, 8, on_gpus=True, num_replicas=3, replica_size=4).sizes("GPU") == [8], (
+        "they are beside ranks"
+    )
 
 
 def test_variables_of_other_launchers_are_taken_out():
     kept = {"PATH": "/bin", "MPLBACKEND": "agg", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x"}
     foreign = FOREIGN | {"I_MPI_RANK": "1", "TORCHELASTIC_RUN_ID": "1", "SLURM_JOB_ID": "1"}
     assert without_launchers(kept | foreign) == kept
-
-
-def test_ctrl_c_is_passed_on_once_and_the_second_stops_at_once(monkeypatch):
-    """A Ctrl-C that arrives twice, from the terminal and from a launcher above, is one."""
-    clock = iter([10.0, 10.2, 11.0, 12.0])
-    monkeypatch.setattr(ranks_module.time, "monotonic", lambda: next(clock))
-    received = ranks_module._Received()
-    received.note(signal.SIGINT, None)
-    received.note(signal.SIGINT, None)
-    received.note(signal.SIGTERM, None)
-    assert received.take() == [signal.SIGINT, signal.SIGTERM] and received.take() == []
-    assert received.first == signal.SIGINT
-    with pytest.raises(KeyboardInterrupt):
-        received.note(signal.SIGINT, None)

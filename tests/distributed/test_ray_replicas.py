@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,10 +19,9 @@ from typing import Any
 import pytest
 
 from colocate.clusters import replicas as replicas_module
-from colocate.clusters.cluster import Ask, connected, places
-from colocate.clusters.launch import LaunchOptions, _replicas
-from colocate.clusters.ranks import Ranks
-from colocate.clusters.replicas import ReplicaAsk, Replicas
+from colocate.clusters.cluster import Ask, connected
+from colocate.clusters.launch import LaunchOptions, processes
+from colocate.clusters.replicas import Replica, Replicas
 from processes import SOURCE
 from ray_runs import launch_here
 
@@ -55,31 +55,28 @@ def vllm(tmp_path, monkeypatch) -> None:
     information = tmp_path / "packages" / "vllm-0.32.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
-    variables, paths = replicas_module._Replica._variables, f"{tmp_path / 'packages'}{os.pathsep}{SOURCE}"
-    with_path = lambda replica: {**variables(replica), "PYTHONPATH": paths}  # noqa: E731
-    monkeypatch.setattr(replicas_module._Replica, "_variables", with_path)
+    start, paths = Replica.start, f"{tmp_path / 'packages'}{os.pathsep}{SOURCE}"
+    with_path = lambda self, variables, **options: start(  # noqa: E731
+        self, variables={**variables, "PYTHONPATH": paths}, **options
+    )
+    monkeypatch.setattr(Replica, "start", with_path)
 
 
 @contextmanager
 def replicas_of(
-    ask: ReplicaAsk, directory: Path, cluster: dict[str, str], monkeypatch: Any
+    ask: Ask, directory: Path, cluster: dict[str, str], monkeypatch: Any, *vllm_options: str
 ) -> Iterator[Replicas]:
     """Started replicas of a run with a rank on each of two nodes."""
     monkeypatch.chdir(directory)
     for name in ("HOME", "RAY_TMPDIR", "RAY_ADDRESS"):
         monkeypatch.setenv(name, cluster[name])
-    options = LaunchOptions(Ask(2, 1, on_gpus=False), 2, 30.0, ask)
-    with connected("test"), places(options.ask, "test", 30.0, is_embedded=False) as groups:
-        ranks = Ranks(groups, options.ask, "test")
-        ranks.enter(str(directory))
-        values = dict(model_name_or_path="./model", output_dir="out")
-        try:
-            with _replicas(
-                options, values, "test", str(directory), groups, ranks, is_embedded=False
-            ) as started:
-                yield started
-        finally:
-            ranks.end()
+    options = LaunchOptions(ask, 2, 30.0, "", vllm_options)
+    values = dict(model_name_or_path="./model", output_dir="out")
+    with (
+        connected("test"),
+        processes(options, values, "test", is_embedded=False) as (_, replicas),
+    ):
+        yield replicas
 
 
 def watch(replicas: Replicas, is_over: Callable[[], bool]) -> None:
@@ -93,17 +90,17 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
     """One with its server, one with its actor; both listen where they did."""
     import ray
 
-    ask = ReplicaAsk(2, 1, is_colocated=True, on_gpus=False)
+    ask = Ask(2, 1, on_gpus=False, num_replicas=2)
     with replicas_of(ask, make_run("replaced"), cluster, monkeypatch) as replicas:
-        watch(replicas, lambda: all(each.is_ready for each in replicas._all))
-        urls, (first, second) = replicas.variables["COLOCATE_REPLICAS"].split(","), replicas._all
-        before = first._pid, second._pid
-        os.killpg(first._pid, signal.SIGKILL)
+        watch(replicas, lambda: all(each.is_ready for each in replicas.all))
+        urls, (first, second) = replicas.variables["COLOCATE_REPLICAS"].split(","), replicas.all
+        before = first.pid, second.pid
+        os.killpg(first.pid, signal.SIGKILL)
         ray.kill(second.actor)
         watch(
-            replicas, lambda: not {first._pid, second._pid} & {*before} and first.is_ready and second.is_ready
+            replicas, lambda: not {first.pid, second.pid} & {*before} and first.is_ready and second.is_ready
         )
-        assert [each.url for each in replicas._all] == urls and len(set(urls)) == 2
+        assert [each.url for each in replicas.all] == urls and len(set(urls)) == 2
         for url in urls:
             assert urllib.request.urlopen(f"{url}/health").status == 200
     said = capsys.readouterr().err
@@ -113,12 +110,39 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
     assert re.search(r"replica 1 \(.*\) is lost with its node or its actor: ", said)
     assert said.count("It is started again in its place (1 of 2 times).") == 2
     assert "is asked to serve ./model" in Path("out/replica-1.log").read_text()
-    assert [pid for pid in (first._pid, second._pid) if Path(f"/proc/{pid}/cmdline").exists()] == []
+    assert [pid for pid in (first.pid, second.pid) if Path(f"/proc/{pid}/cmdline").exists()] == []
+
+
+def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
+    make_run, cluster, vllm, monkeypatch, capsys
+):
+    """Its whole process group is stopped: its port takes connections, and nobody answers."""
+    monkeypatch.setattr(replicas_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(replicas_module, "PATIENCE", 2)
+    ask = Ask(2, 1, on_gpus=False, num_replicas=1)
+    with replicas_of(ask, make_run("hanging"), cluster, monkeypatch) as replicas:
+        (replica,) = replicas.all
+        watch(replicas, lambda: replica.is_ready)
+        before, url = replica.pid, replica.url
+        os.killpg(before, signal.SIGSTOP)
+        with socket.create_connection(("127.0.0.1", replica.place.free_port), timeout=5):
+            pass
+        watch(replicas, lambda: replica.pid != before and replica.is_ready)
+        assert replica.url == url and urllib.request.urlopen(f"{url}/health").status == 200
+        assert (
+            not Path(f"/proc/{before}/cmdline").exists() or not Path(f"/proc/{before}/cmdline").read_bytes()
+        )
+    said = capsys.readouterr().err
+    assert re.search(
+        r"replica 0 \(.*\) did not answer any more, though it ran, and was killed\. Its last lines, of "
+        r"out/replica-0\.log:\n    .*\n(    .*\n)*It is started again in its place \(1 of 2 times\)\.",
+        said,
+    )
 
 
 def test_a_replica_that_never_starts_ends_the_run_with_its_last_words(make_run, cluster, vllm, monkeypatch):
-    ask = ReplicaAsk(1, 1, is_colocated=False, on_gpus=False, vllm_options=("--fail",))
-    with replicas_of(ask, make_run("failing"), cluster, monkeypatch) as replicas:
+    ask = Ask(2, 1, on_gpus=False, num_replicas=1, is_colocated=False)
+    with replicas_of(ask, make_run("failing"), cluster, monkeypatch, "--fail") as replicas:
         ending, end_s = None, time.monotonic() + 60
         while ending is None and time.monotonic() < end_s:
             ending = replicas.look()
@@ -138,11 +162,8 @@ def test_replicas_that_do_not_fit_beside_the_ranks_are_refused(make_run, cluster
     assert re.search(r"the nodes have (2: 1 = 1|1 \+ 1: 0 \+ 0 = 0) fit, as none crosses a node\. Ask", said)
 
 
-def test_replicas_with_nodes_of_their_own_wait_for_room_and_are_told_who_has_it(
-    make_run, cluster, monkeypatch, capsys
-):
+def test_replicas_with_gpus_of_their_own_wait_for_room_with_the_ranks(make_run, cluster, monkeypatch, capsys):
     words = ["--ranks_per_node", "2", "--num_replicas", "2", "--replica_placement", "own"]
     assert launch_here([*words, "--cluster_timeout", "3"], make_run("own"), cluster, monkeypatch) == 1
     said = capsys.readouterr().err
-    assert "The cluster had no room within 3 s: asked 2 CPUs in 2 × 1, Ray sees 2 + 1, of which " in said
-    assert "are free: the ranks have 2, other jobs the rest. Ask for less, or set" in said
+    assert "The cluster had no room within 3 s: asked 4 CPUs in 1 × 2 + 2 × 1, Ray sees 2 + 1. Ask" in said

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from colocate import GRPOTrainer
 from colocate.episodes.episode import Episode, Row
 from colocate.types import Sample
-from tiny import logged, make_model, make_trainer, sums, train
+from tiny import logged, make_model, make_trainer, sums, train, unexplained
 from tool_chat import add
 
 RAGGED: dict[str, Any] = dict(
@@ -128,6 +128,7 @@ def test_tokens_are_as_old_as_they_say_and_at_most_the_lag(tmp_path, monkeypatch
     assert watch.keys == [[0, 1], [2, 3], [4, 5], [6, 7]]  # the batches of a run without carry-over
     assert max(watch.lags()) == lag and min(watch.lags()) == 0
     assert (len(logged(trainer, "policy_lag/mean")) > 0) == (lag > 0)
+    assert unexplained(trainer) == set()
     if lag:
         means = [
             sum(version - drawn for e in episodes for drawn in e.nodes[0].policy_versions)

@@ -15,10 +15,11 @@ import pytest
 import yaml
 
 from colocate import cli
+from colocate.clusters import replicas
 from colocate.clusters.cluster import Ask
-from colocate.clusters.replicas import MEMORY_SHARE, ReplicaAsk
-from colocate.clusters.slices import cut
+from colocate.clusters.replicas import MEMORY_SHARE, serve_command
 from colocate.engines.vllm_server.serve import _check_options
+from colocate.parallel.slices import cut
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
 from colocate.train_command import _launch_options
@@ -109,10 +110,10 @@ def test_the_table_has_the_launchers_options_and_what_they_are_without():
     assert f"; {launch.ask.num_nodes} if not given" in rows["num_nodes"]
     assert f"; {launch.max_restarts} if not given" in rows["max_restarts"]
     assert f"; {launch.timeout_s:.0f} if not given" in rows["cluster_timeout"]
-    assert launch.replicas is None and "; none if not given" in rows["num_replicas"]
+    assert launch.ask.num_replicas == 0 and "; none if not given" in rows["num_replicas"]
     launch, _ = options_of("colocate train run.yaml --launcher ray --ranks_per_node 3 --num_replicas 2")
-    assert f"; {launch.replicas.size} if not given" in rows["replica_gpus"]
-    assert launch.replicas.is_colocated and "; colocated if not given" in rows["replica_placement"]
+    assert f"; {launch.ask.replica_size} if not given" in rows["replica_gpus"]
+    assert launch.ask.is_colocated and "; colocated if not given" in rows["replica_placement"]
 
 
 def test_the_job_of_kubernetes_asks_for_what_its_cluster_has():
@@ -152,14 +153,17 @@ def test_the_script_of_slurm_starts_what_it_asks_for():
 
 def test_messages_are_those_of_the_code_or_rays():
     messages = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Messages")[2], flags=re.MULTILINE)
-    assert len(messages) == 13
+    assert len(messages) == 14
     for message in set(messages) - {"Version mismatch"}:
         assert message in SOURCES, message
 
 
 def test_the_page_says_what_the_arithmetic_says():
-    said = Ask(2, 8, on_gpus=True).shortage([8, 4])
+    said = Ask(2, 8, on_gpus=True).shortage([8, 4], "GPU")
     assert f"`{said}`" in PAGE
+    own = Ask(2, 8, on_gpus=True, num_replicas=2, replica_size=2, is_colocated=False)
+    assert f"`{own.shortage([8, 8], 'GPU')}`" in PAGE
+    assert (replicas.ANSWER_S, replicas.PATIENCE) == (10.0, 6), "as the page says"
     with pytest.raises(ValueError) as raised:
         cut([["a"] * 8, ["b"] * 4], size=4, count=4)
     assert f"`{raised.value}`" in " ".join(PAGE.split())
@@ -170,11 +174,13 @@ def test_the_replicas_of_the_page_are_asked_of_vllm():
     """The command line of a server as `colocate vllm-serve` and, where it is installed, vLLM read it."""
     (command,) = (command for command in COMMANDS if "--num_replicas" in command)
     launch, _ = options_of(command)
-    ask = launch.replicas
-    assert (ask.count, ask.size, ask.is_colocated, ask.on_gpus) == (4, 2, True, True)
-    assert ask.count * ask.size == launch.ask.num_ranks
+    ask = launch.ask
+    assert (ask.num_replicas, ask.replica_size, ask.is_colocated, ask.on_gpus) == (4, 2, True, True)
+    assert ask.num_replicas * ask.replica_size == ask.ranks_per_node
     values = {"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "vllm_max_model_length": "1024"}
-    words, vllm_options = cli._split_at_dashes(ask.command(values, "127.0.0.1", 8000))
+    words, vllm_options = cli._split_at_dashes(
+        [*serve_command(ask, values, "127.0.0.1", 8000), *launch.vllm_options]
+    )
     known, rest = cli._build_parser().parse_known_args(words)
     assert (known.model, known.tensor_parallel_size, rest) == ("Qwen/Qwen2.5-7B-Instruct", 2, [])
     _check_options(vllm_options)
@@ -182,16 +188,16 @@ def test_the_replicas_of_the_page_are_asked_of_vllm():
     assert read["--dtype"] == "bfloat16" and read["--gpu-memory-utilization"] == str(MEMORY_SHARE)
     assert "--enable-sleep-mode" in vllm_options and vllm_options[-2:] == ["--max-model-len", "4096"]
     assert vllm_options.index("1024") < vllm_options.index("4096"), "the user's come last"
-    on_cpus = ReplicaAsk(2, 2, is_colocated=True, on_gpus=False)
+    on_cpus = Ask(1, 4, on_gpus=False, num_replicas=2, replica_size=2)
     for each, precision, expected in (
         (on_cpus, {}, "float32"),
         (on_cpus, {"bf16": "true"}, "bfloat16"),
         (ask, {"bf16": False}, "float32"),
         (ask, {"bf16": "false", "dtype": "float16"}, "float16"),
     ):
-        words = each.command(values | precision, "127.0.0.1", 8000)
+        words = serve_command(each, values | precision, "127.0.0.1", 8000)
         assert words[words.index("--dtype") + 1] == expected, "as the policy is loaded"
         assert ("--enable-sleep-mode" in words) == each.on_gpus
     # A launch goes on with the same words.
     again, _ = options_of(f"colocate train run.yaml {launch.words}")
-    assert again == launch
+    assert again == launch and launch.words in command

@@ -31,6 +31,7 @@ from tiny import make_model, make_tokenizer, shapes_of
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 RUN_ELSEWHERE = {
+    "python3 -m venv .venv && source .venv/bin/activate": "as make does",
     'pip install ".[cuda,peft,math]"': "what make does to install",
 }
 
@@ -82,6 +83,8 @@ def test_no_command_is_forgotten():
         "colocate train recipes/quickstart.yaml --learning_rate 3e-4",
         "colocate plan recipes/quickstart.yaml",
         "colocate report runs/quickstart",
+        "colocate chat runs/quickstart",
+        "colocate eval runs/quickstart/model runs/quickstart --num_samples 4",
         "colocate train --help",
         "torchrun --nproc_per_node 2 -m colocate train recipes/quickstart.yaml",
     }
@@ -110,6 +113,12 @@ def test_commands_on_the_quickstart(quickstart, checkout):
     assert "KV cache" in run("colocate plan recipes/quickstart.yaml", checkout)
     assert "report.html" in run("colocate report runs/quickstart", checkout)
     assert "--num_generations (default: 8)" in run("colocate train --help", checkout)
+    assert run("echo 12+34= | colocate chat runs/quickstart", checkout).strip()
+    measured = run(
+        "colocate eval runs/quickstart/model runs/quickstart --num_samples 4 --max_rows 32", checkout
+    )
+    gained = re.search(r"Accuracy of runs/quickstart minus that of runs/quickstart/model: ([\d.]+)", measured)
+    assert gained and float(gained[1]) > 0.3, measured
 
 
 def _load_local(load: Callable, directory: Path, name: str, **options: object) -> object:

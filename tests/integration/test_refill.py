@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tiny import logged, make_trainer, train
+from tiny import logged, make_trainer, train, unexplained
 
 OPTIONS: dict[str, Any] = dict(
     num_generations=4, per_device_train_batch_size=16, max_refill_rounds=6, shuffle_dataset=False
@@ -55,6 +55,7 @@ def test_dull_groups_are_replaced_until_the_batch_is_full(tmp_path, monkeypatch)
     assert logged(trainer, "refill/rounds") == [3, 0]
     assert logged(trainer, "reward") == [0.75, 0.75]  # of all that was generated
     assert logged(trainer, "num_tokens")[-1] > 0
+    assert unexplained(trainer) == set()
 
 
 def test_after_the_last_round_the_batch_is_filled_with_dull_groups(tmp_path, monkeypatch):

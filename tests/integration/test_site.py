@@ -35,7 +35,7 @@ PAGES = {
         "troubleshooting", "moving-from-unsloth", "moving-from-verl", "comparison", "api",
     )
 }  # fmt: skip
-NOT_RUN = re.compile(r"pip install |python -c ")
+NOT_RUN = re.compile(r"pip install |python -c |python3 -m venv ")
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -62,7 +62,7 @@ def test_every_page_of_the_documentation_is_in_the_site(site):
 
 
 def test_the_site_has_every_option_with_its_default(site):
-    text = (site / "configuration.html").read_text()
+    text = (site / "configuration.html").read_text().replace("<wbr>", "")
     for options in option_sections().values():
         for option in options:
             assert f"<code>{option.name}</code>" in text
@@ -75,6 +75,25 @@ def test_the_site_loads_nothing_from_elsewhere(site):
             r'<(?:script|img|iframe)[^>]* src="([^"]+)"|<link[^>]* href="([^"]+)"', page.read_text()
         )
         assert not [one for one in map("".join, loaded) if one.startswith(("http", "//"))], page.name
+
+
+def test_the_home_page_has_the_figures_of_the_readme():
+    """Which tests/integration/test_readme.py compares with the results."""
+    told = re.search(r"On one H200 a whole GRPO step is .*? tool of 50 ms", " ".join(PAGES["index"].split()))
+    assert told and told[0] in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_long_names_may_break_and_chinese_pages_say_their_language(site):
+    metrics = (site / "metrics.html").read_text()
+    assert "<td><code>skipped_<wbr>updates</code></td>" in metrics and '<td class="sentence">' in metrics
+    assert '<div lang="zh-Hant">' in (site / "zh-Hant" / "quickstart.html").read_text()
+    assert 'lang="zh-Hant"' not in metrics
+
+
+def test_no_row_of_a_table_stands_alone(site):
+    """A blank line within a table makes text of the rows below it."""
+    for page in site.rglob("*.html"):
+        assert not re.search(r"<p>\s*\|", page.read_text()), page.name
 
 
 def test_links_out_of_the_pages_lead_somewhere():
@@ -201,4 +220,4 @@ def test_options_that_the_pages_name_exist(page):
                 assert code in known or code in TRAINER_METRICS or code in WORDS, (page, code)
 
 
-WORDS = {"output_dir", "vllm_server", "merge_and_unload"}
+WORDS = {"output_dir", "vllm_server"}

@@ -31,7 +31,9 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as transformers_logging
 
+from colocate import GRPOTrainer
 from colocate.checkpoints import gguf
 from colocate.cli import main
 from tiny import make_model, make_tokenizer
@@ -119,6 +121,29 @@ def test_the_run_ends_with_what_to_type_next(home, capsys):
     ]
 
 
+def test_a_run_that_held_rows_out_is_measured_on_them_without_being_told(home, capsys, monkeypatch):
+    (home / "split").mkdir()
+    for name in ("train", "test"):
+        shutil.copy(home / f"{name}.jsonl", home / "split")
+    options = "--dataset_name split --output_dir runs/split --max_steps 1"
+    evaluating = "--eval_strategy steps --num_generations_eval 1"
+    has_bars: list[bool] = []
+    save = GRPOTrainer.save_model
+
+    def noting(trainer, *arguments, **named):
+        has_bars.append(transformers_logging.is_progress_bar_enabled())
+        return save(trainer, *arguments, **named)
+
+    monkeypatch.setattr(GRPOTrainer, "save_model", noting)
+    transformers_logging.enable_progress_bar()
+    printed = run(f"colocate train run.yaml {options} {evaluating}", capsys).splitlines()
+    assert has_bars[-1] is False, "a bar would stand between the last lines"
+    assert transformers_logging.is_progress_bar_enabled()
+    (measure,) = [line for line in printed if line.startswith("Measure it: ")]
+    assert measure == "Measure it: colocate eval model runs/split --num_samples 4"
+    assert "split: 2 prompts x 4" in run(measure.removeprefix("Measure it: "), capsys)
+
+
 def test_greedy_answers_through_a_pipe_are_those_of_generate(home, capsys, monkeypatch):
     command = 'echo "3 and 4 more: how many?" | colocate chat runs/sums --temperature 0'
     said, _, command = command.partition(" | ")
@@ -145,6 +170,7 @@ def test_a_trained_model_is_better_than_its_base_on_prompts_it_has_not_seen(home
     printed = run(command, capsys)
     (title,) = re.findall(r"```\n(test.jsonl: .*), up to 256 tokens\n```", PAGE)
     assert title in printed
+    assert "In brackets: 95% confidence" in printed
     for name in ("accuracy", "pass@2", "pass@4", "pass@8", "final_answer", "tokens", "truncated"):
         assert re.search(rf"^{name} ", printed, flags=re.MULTILINE)
     result = json.loads(Path("results.json").read_text())

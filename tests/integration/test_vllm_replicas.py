@@ -1,4 +1,4 @@
-"""vLLM servers that a run on Ray starts for itself: real Ray, real vLLM on a CPU, one of two servers killed.
+"""vLLM servers that a run on Ray starts for itself: real Ray, real vLLM on a CPU, one of two lost.
 
 With vLLM and Ray installed: `pytest -m vllm tests/integration/test_vllm_replicas.py`.
 """
@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from vllm_server_case import TINY, TINY_VARIABLES, make_server_model, shared_server
 
 from colocate.cli import _split_at_dashes
-from colocate.clusters.actor import without_launchers
-from colocate.clusters.replicas import ReplicaAsk
+from colocate.clusters.cluster import Ask
+from colocate.clusters.replicas import serve_command
+from colocate.parallel.launcher_variables import without_launchers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
 
@@ -39,16 +40,23 @@ from pathlib import Path
 import psutil
 
 def digits(completions, trainer_state, **_):
-    """Rewards digits. The file die/STEP makes rank 1 kill the second server in that step; the file
-    back/STEP makes it wait in that step until it was started again."""
+    """Rewards digits. The file die/STEP makes rank 1 kill the second server in that step, or stop its engine,
+    as the file says; the file back/STEP makes it wait in that step until it was started again."""
     step, is_second = trainer_state.global_step + 1, os.environ["RANK"] == "1"
-    if is_second and Path(f"die/{step}").exists():
+    if is_second and (death := Path(f"die/{step}")).exists():
         port = os.environ["COLOCATE_REPLICAS"].rpartition(":")[2]
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if "colocate.clusters.child" in words and port in words:
                 with suppress(ProcessLookupError):  # the guard of the server's group is no group of its own
-                    os.killpg(process.pid, signal.SIGKILL)  # vLLM, too
+                    if death.read_text() == "kill":
+                        os.killpg(process.pid, signal.SIGKILL)  # vLLM, too
+                        continue
+                    # Its HTTP server goes on, and answers /health.
+                    for each in psutil.process_iter(["name", "cmdline"]):
+                        names = [each.info["name"], *(each.info["cmdline"] or [])]
+                        if "EngineCore" in " ".join(names) and os.getpgid(each.pid) == process.pid:
+                            os.kill(each.pid, signal.SIGSTOP)
     if is_second and Path(f"back/{step}").exists():
         until_s = time.monotonic() + 200
         while Path("out/replica-1.log").read_text().count("is ready at") < 2 and time.monotonic() < until_s:
@@ -85,9 +93,9 @@ def test_vllm_takes_what_replicas_are_started_with():
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    ask = ReplicaAsk(4, 2, is_colocated=True, on_gpus=True, vllm_options=("--max-model-len", "4096"))
+    ask = Ask(1, 8, on_gpus=True, num_replicas=4, replica_size=2)
     values = {"model_name_or_path": "some/model", "model_revision": "main", "trust_remote_code": "true"}
-    _, options = _split_at_dashes(ask.command(values, "127.0.0.1", 8000))
+    _, options = _split_at_dashes([*serve_command(ask, values, "127.0.0.1", 8000), "--max-model-len", "4096"])
     read = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
     assert (read.enable_sleep_mode, read.gpu_memory_utilization, read.load_format) == (True, 0.4, "dummy")
     assert (read.dtype, read.revision, read.trust_remote_code, read.max_model_len) == (
@@ -100,12 +108,23 @@ def rewards(directory: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["reward"]) for record in records if "reward" in record]
 
 
-def test_a_run_with_two_replicas_of_which_one_is_killed_is_that_of_servers_started_by_hand(tmp_path, home):
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("kill", "was ended by SIGKILL"),
+        pytest.param(
+            "stop", "did not answer any more, though it ran, and was killed", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_run_with_two_replicas_of_which_one_is_lost_is_that_of_servers_started_by_hand(
+    how, told, tmp_path, home
+):
     pytest.importorskip("ray")
     ours, theirs = make_run(tmp_path / "ours"), make_run(tmp_path / "theirs")
     for name, step in (("die", 2), ("back", 4)):
         (ours / name).mkdir()
-        (ours / name / str(step)).touch()
+        (ours / name / str(step)).write_text(how)
     environment = environment_of_ray(home) | TINY_VARIABLES
     train = [*("-m", "colocate", "train", "run.yaml")]
     words = [sys.executable, *train, "--launcher", "ray", "--ranks_per_node", "2", "--num_replicas", "2"]
@@ -119,9 +138,7 @@ def test_a_run_with_two_replicas_of_which_one_is_killed_is_that_of_servers_start
     )
     assert done.returncode == 0, done.stderr
     assert "It is started again in its place (1 of 3 times)." in done.stderr
-    assert re.search(
-        r"replica 1 \(.*, pid \d+, http://127.0.0.1:\d+\) was ended by SIGKILL\. Its last", done.stderr
-    )
+    assert re.search(rf"replica 1 \(.*, pid \d+, http://127.0.0.1:\d+\) {told}\. Its last", done.stderr)
     assert re.search(r"http://127.0.0.1:\d+ is lost: ", done.stderr)
     assert re.search(r"http://127.0.0.1:\d+ is back, with the weights of now\.", done.stderr)
     assert wait_for_end(str(home)) == [], "no server is left"

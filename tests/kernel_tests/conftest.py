@@ -16,21 +16,14 @@ HAS_CUDA = torch.cuda.is_available()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def loops_up_to_loaded_counts():
-    """numpy 2.4 makes no number of an array of one element any more; triton 3.6's interpreter asks for it."""
+def mended_interpreter():
+    """The interpreter does what a GPU does, where there is none."""
     if HAS_CUDA:
         yield
         return
-    from triton.runtime import interpreter
+    import interpreter  # which imports Triton's
 
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang_tensor", patched)
+    with interpreter.mended():
         yield
 
 

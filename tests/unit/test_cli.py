@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, Qwen2Config
 
 from colocate.cli import main
-from colocate.clusters.cluster import Ask
 from colocate.config import GRPOConfig
 from colocate.data import mixture
 from colocate.option_values import coerce
@@ -518,6 +517,36 @@ def test_help_and_version_load_no_torch(arguments):
 
 
 @pytest.mark.parametrize(
+    "command", ["", "train", "plan", "report", "chat", "eval", "merge", "export", "serve"]
+)
+@pytest.mark.parametrize("columns", [60, 120])
+def test_help_fits_the_terminal(command, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    wide = [line for line in lines if len(line) > columns]
+    # A name with its default stays in one piece, and so does a heading.
+    assert not [line for line in wide if line.startswith("    ") or not line.endswith((")", ":"))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "runs/a", "--prot", "80"], "unrecognized arguments: --prot 80; did you mean '--port'?"),
+        (["eval", "runs/a", "--num_sample=4"], "did you mean '--num_samples'?"),
+        (["serve", "runs/a", "--tensor-parallel-size", "2"], "is started by `colocate vllm-serve`"),
+    ],
+)
+def test_an_unknown_option_of_a_command_is_refused_with_the_nearest_one(arguments, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and said in shown
+    assert f"usage: colocate {arguments[0]} MODEL" in shown
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--lerning_rate", "1"], "did you mean 'learning_rate'?"),
@@ -578,7 +607,7 @@ def test_a_run_that_was_started_here_is_resumed_by_its_own_file(tmp_path, monkey
     assert writer.resume_command == "colocate train 'runs/a b/config.yaml' --resume_from_checkpoint auto"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert writer.resume_command.startswith("torchrun --nproc_per_node 2 -m colocate train 'runs/a b/")
-    monkeypatch.setenv(LAUNCH, Ask(2, 8, on_gpus=True).options)
+    monkeypatch.setenv(LAUNCH, "--launcher ray --num_nodes 2 --gpus_per_node 8")
     assert writer.resume_command.endswith("auto --launcher ray --num_nodes 2 --gpus_per_node 8")
 
 

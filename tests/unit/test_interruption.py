@@ -91,7 +91,7 @@ def test_children_have_the_handler_from_before_the_run():
 
 
 def test_the_first_ctrl_c_waits_for_the_step_and_the_second_does_not(monkeypatch, capfd):
-    monkeypatch.setattr("colocate.checkpoints.interruption.SAME_INTERRUPT_S", 0.05)
+    monkeypatch.setattr("colocate.checkpoints.stop_signals.SAME_INTERRUPT_S", 0.05)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), StopRequest(ONE_PROCESS) as stop:
         os.kill(os.getpid(), signal.SIGINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from colocate.clusters import launch as launch_module
 from colocate.clusters.cluster import Ask
 from colocate.clusters.launch import LaunchOptions, launch
-from colocate.clusters.ranks import Ending
+from colocate.clusters.process import Ending
 from colocate.run_file import LAUNCH
 
 LOST, FAILED, STOPPED = (
@@ -19,55 +20,60 @@ LOST, FAILED, STOPPED = (
     Ending(130, was_stopped=True),
 )
 LOST_LATE = Ending(137, "rank 1 was ended by SIGKILL", was_lost=True, was_stopped=True)
-OLD, AUTO = ("checkpoint-9", 1), ["--resume_from_checkpoint", "auto"]
+AUTO = ["--resume_from_checkpoint", "auto"]
 
 
 @pytest.fixture
-def play(monkeypatch):
-    """Plays starts, each an ending and the steps whose checkpoints it writes; returns their arguments."""
+def play(monkeypatch, tmp_path):
+    """Plays starts, each an ending and the steps whose checkpoints it writes; returns their arguments.
+
+    There is a checkpoint of step 9 of an earlier run.
+    """
 
     def play(*starts: tuple[Ending, list[int]], max_restarts: int = 3) -> tuple[list[list[str]], int | str]:
-        written, seen, ended = {OLD}, [], []
+        output_dir = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        (output_dir / "checkpoint-9").mkdir(parents=True)
+        (output_dir / ".checkpoint-8.tmp").mkdir()
+        (output_dir / "checkpoint-last").mkdir()
+        seen, ended = [], []
         script = iter(starts)
 
         class Ranks:
-            def __init__(self, *_: Any) -> None:
-                self.has_entered = False
-
-            def enter(self, directory: str) -> None:
-                assert directory == "here"
-                self.has_entered = True
-
-            def checkpoints(self, output_dir: str) -> frozenset[tuple[str, int]]:
-                return frozenset(written) if self.has_entered else frozenset()
-
             def start(self, arguments: list[str], variables: dict[str, str]) -> None:
-                assert variables == {LAUNCH: "--launcher ray --num_nodes 1 --ranks_per_node 2"}
+                assert variables == {LAUNCH: "--launcher ray", "SERVERS": "here"}
                 seen.append(arguments)
 
-            def wait(self) -> Ending:
+            def wait(self, look: Any) -> Ending:
+                assert look == "look"
                 ending, steps = next(script)
-                written.update((f"checkpoint-{step}", 2) for step in steps)
+                for step in steps:
+                    written = output_dir / f"checkpoint-{step}"
+                    written.mkdir(exist_ok=True)
+                    os.utime(written, ns=(2, 2 + len(seen)))
                 return ending
 
-            def end(self) -> None:
-                ended.append(self)
+        class Replicas:
+            variables, look = {"SERVERS": "here"}, "look"
 
         @contextmanager
-        def given(*_: Any, **__: Any):
-            yield []
+        def processes(options: LaunchOptions, values: Any, name: str, **_: Any):
+            yield Ranks(), Replicas()
+            ended.append(name)
 
-        stand_ins = dict(Ranks=Ranks, connected=given, places=given, run_directory=lambda output_dir: "here")
+        @contextmanager
+        def connected(run_id: str):
+            yield True
+
+        stand_ins = dict(processes=processes, connected=connected, run_directory=lambda: "here")
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(launch_module, name, stand_in)
-        options = LaunchOptions(Ask(1, 2, on_gpus=False), max_restarts, 1.0)
+        options = LaunchOptions(Ask(1, 2, on_gpus=False), max_restarts, 1.0, "--launcher ray")
         try:
-            outcome: int | str = launch(["train"], {"output_dir": "out"}, options)
+            outcome: int | str = launch(["train"], {"output_dir": str(output_dir)}, options)
         except RuntimeError as error:
             outcome = str(error)
-        assert len(ended) == len(seen) and next(script, None) is None, (
-            "each start is ended, and each was played"
-        )
+        assert len(set(ended)) == len(seen), "each start is ended, and has a name of its own"
+        assert next(script, None) is None, "each was played"
         return seen, outcome
 
     return play

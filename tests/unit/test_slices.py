@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from colocate.clusters.slices import Slice, cut
+from colocate.parallel.slices import Slice, cut
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -65,3 +65,30 @@ def test_what_does_not_fit_is_told_with_the_arithmetic():
 
 def test_groups_on_one_node_are_cut_together():
     assert cut([["a"], ["b"], ["a"]], size=2, count=1) == [Slice("a", ((0, 0), (2, 0)))]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "replica", "expected"),
+    [
+        ([8, 4], 2, {1: [0, 1, 2, 3]}),
+        ([4, 8], 1, {1: [0, 1, 2, 3]}),
+        ([4, 8], 2, {1: [4, 5, 6, 7]}),
+        ([8, 8], 1, {0: [4, 5, 6, 7]}),
+        ([6, 6], 1, {0: [4, 5], 1: [0, 1]}),
+    ],
+)
+def test_slices_of_ranks_may_cross_nodes(sizes, replica, expected):
+    found = cut(groups_of(sizes), 4, replica + 1, may_cross_nodes=True)[replica]
+    assert found.by_group == expected and found.node == f"node{min(expected)}"
+
+
+@given(sizes=SIZES, size=st.integers(1, 9))
+def test_slices_that_may_cross_nodes_have_every_bundle_once_and_in_order(sizes, size):
+    every = [(group, bundle) for group, count in enumerate(sizes) for bundle in range(count)]
+    count = len(every) // size
+    found = cut(groups_of(sizes), size, count, may_cross_nodes=True)
+    assert [bundle for each in found for bundle in each.bundles] == every[: count * size]
+    for each in found:
+        assert tuple((group, b) for group, own in each.by_group.items() for b in own) == each.bundles
+    with pytest.raises(ValueError, match=rf"have {len(every)}: {count} = {count} fit$"):
+        cut(groups_of(sizes), size, count + 1, may_cross_nodes=True)

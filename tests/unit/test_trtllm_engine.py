@@ -198,8 +198,8 @@ def test_launchers_variables_are_taken_out_and_no_others(environment):
 
 def test_a_rank_leaves_a_share_of_its_gpu():
     ask = Ask(2, 8, on_gpus=True, shares=2)
-    assert ask.bundle == {"CPU": 2.0, "GPU": 1.0} and ask.of_cpus == Ask(2, 16, on_gpus=False)
-    assert Ask(2, 8, on_gpus=True).bundle == {"CPU": 1.0, "GPU": 1.0}
+    assert ask.bundles == [[{"CPU": 2.0, "GPU": 1.0}] * 8] * 2 and ask.sizes("CPU") == [16, 16]
+    assert Ask(2, 8, on_gpus=True).sizes("CPU") == [8, 8]
     place = RayPlace("10.0.0.1:6379", "colocate-1", ("a-node0", "a-node1"), (8, 8), shares=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, place.as_variable()[VARIABLE])

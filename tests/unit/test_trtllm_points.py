@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from engine_models import greedy_completions, greedy_references, make_model, make_prompts
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from trtllm_case import (
@@ -27,10 +27,11 @@ from trtllm_case import (
 from trtllm_stand_in import GPUS, NEWEST, OLDEST, RayPlacementConfig, installed
 
 from colocate.engines.trtllm import chunks as chunks_module
-from colocate.engines.trtllm import memory_tags
+from colocate.engines.trtllm import memory_tags, ray_server
 from colocate.engines.trtllm.chunks import chunks
-from colocate.engines.trtllm.placement import Placement, bundles_of
+from colocate.engines.trtllm.placement import Placement
 from colocate.engines.trtllm.sampling import Request, sampling_arguments
+from colocate.parallel.ray_place import RayPlace
 from colocate.policy.loading import stop_token_ids
 from colocate.types import SamplingParams
 
@@ -439,32 +440,24 @@ def _nbytes(arguments: tuple[Any, ...]) -> int:
 # ── 11: unequal nodes ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    ("sizes", "replica", "expected"),
-    [
-        ([8, 4], 2, [(1, [0, 1, 2, 3])]),
-        ([4, 8], 1, [(1, [0, 1, 2, 3])]),
-        ([4, 8], 2, [(1, [4, 5, 6, 7])]),
-        ([8, 8], 1, [(0, [4, 5, 6, 7])]),
-        ([6, 6], 1, [(0, [4, 5]), (1, [0, 1])]),
-    ],
-)
-def test_point_11_bundles_of_unequal_groups(sizes, replica, expected):
-    assert bundles_of(sizes, replica * 4, 4) == expected
-
-
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), size=st.integers(1, 9))
+@example(sizes=[8, 4], size=4)
+@example(sizes=[4, 8], size=4)
+@example(sizes=[6, 6], size=4)
 def test_point_11_engines_have_every_bundle_once_and_in_order(sizes, size):
-    every = [(group, bundle) for group, count in enumerate(sizes) for bundle in range(count)]
-    count = len(every) // size
+    """An engine's workers are in the bundles of its ranks, which are counted group by group."""
+    ray = pytest.importorskip("ray")
+    place = RayPlace("", "", tuple(f"node{number}" for number in range(len(sizes))), tuple(sizes), shares=2)
+    every = [(f"node{node}", bundle) for node, count in enumerate(sizes) for bundle in range(count)]
     found = []
-    for number in range(count):
-        own = bundles_of(sizes, number * size, size)
-        Placement([object() for _ in own], [bundles for _, bundles in own], 0.5)
-        found += [(group, bundle) for group, bundles in own for bundle in bundles]
-    assert found == every[: count * size]
-    with pytest.raises(ValueError, match=rf"= {len(every)}\."):
-        bundles_of(sizes, count * size, size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray.util, "get_placement_group", lambda name: name)
+        for index in range(len(every) // size):
+            placed = ray_server._placement(place, SimpleNamespace(index=index, size=size))
+            assert placed.num_workers == size and placed.gpu_share == 0.5
+            own = zip(placed.groups, placed.bundle_indices, strict=True)
+            found += [(name, bundle) for name, bundles in own for bundle in bundles]
+    assert found == every[: len(every) // size * size]
 
 
 # ── 12: releases without hooks ───────────────────────────────────────────────────────────────────────────

@@ -85,7 +85,7 @@ class Changes:
             num_dropped: completions of the checkpoint, all ranks', that waited to be trained on and are
                 dropped.
         """
-        heading = f"Resuming {self.directory}, where some things were not what they are now:"
+        heading = f"Resuming {self.directory}. Changed since it was saved:"
         dropped = (
             f"\n{num_dropped} completions made under the former were waiting for later steps and are "
             "dropped: the next step generates anew."

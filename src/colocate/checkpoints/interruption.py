@@ -6,27 +6,22 @@ import os
 import signal
 import sys
 import threading
-import time
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+from typing import Self
 
 from accelerate import Accelerator
 
+from colocate.checkpoints.stop_signals import STOP_SIGNALS, StopSignals
 from colocate.parallel.verdict import Peers
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-SAME_INTERRUPT_S = 0.5
-"""Seconds after a SIGINT within which a second one is the same Ctrl-C, passed on by a launcher."""
 
 
-class StopRequest:
+class StopRequest(StopSignals):
     """Notes a SIGTERM or the first Ctrl-C during a block, so that the present step can end and be saved.
 
-    A second Ctrl-C stops at once. The handler only notes the signal, because a step that stops half-way would
-    leave parameters and moments of different steps. Outside the main thread Python cannot handle signals, and
-    both signals keep their usual meaning. A SIGINT that the process ignores, as in a shell's background job,
-    stays ignored.
+    The handler only notes the signal, because a step that stops half-way would leave parameters and moments
+    of different steps.
 
     In forked children SIGTERM keeps its usual meaning: `multiprocessing` ends a child with it, such as one
     that executes a completion, and would otherwise wait for the child for ever. Terminals send Ctrl-C to the
@@ -34,42 +29,27 @@ class StopRequest:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__()
         self._accelerator = accelerator
         self._received: signal.Signals | None = None
-        self._interrupted_s: float | None = None
-        self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         global _active
-        if threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._note)
-            _active = self
+        super().__enter__()
+        _active = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         global _active
         if _active is self:
             _active = None
-            self.restore_handlers()
+        super().__exit__()
 
-    def restore_handlers(self) -> None:
-        """Restore the handlers that the signals had before the block."""
-        for number, previous in self._previous.items():
-            # None: the handler was not installed from Python, which cannot install it again.
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._interrupted_s is not None and now - self._interrupted_s > SAME_INTERRUPT_S:
-                raise KeyboardInterrupt
-            if self._interrupted_s is None:
-                self._interrupted_s = now
-                self._say_what_follows()
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal. See `StopSignals.note`."""
+        if number == signal.SIGINT and signal.SIGINT not in self.noted:
+            self._say_what_follows()
+        super().note(number, frame)
         self._received = self._received or signal.Signals(number)
 
     def _say_what_follows(self) -> None:
@@ -111,7 +91,7 @@ _masks = threading.local()
 
 # A signal that arrives in the child before its handler is gone would be lost: it waits.
 def _before_fork() -> None:
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if _active else ())
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS if _active else ())
 
 
 def _after_fork() -> None:

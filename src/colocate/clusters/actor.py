@@ -1,32 +1,29 @@
-"""The actor of one rank: it starts the rank's process, passes its output on, and ends it.
+"""The actor of one process of a run, a rank or a server: it starts the process, hears it, and ends it.
 
-The rank is a process of its own because a run handles signals, which Python does in the main thread alone.
+That is a process of its own because a run handles signals, which Python does in the main thread alone.
 """
 
 from __future__ import annotations
 
 import os
-import queue
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
-import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from http.client import HTTPException
+from typing import NamedTuple
 
 from colocate.parallel.launcher_variables import without_launchers
 from colocate.version import __version__
 
 _CHUNK_BYTES = 2**16
-_MAX_CHUNKS = 64
-"""Pieces of output that wait for the driver. A rank that writes more waits, as for a slow terminal."""
 _FOLLOW_S = 1.0
-_DRAIN_S = 1.0
-"""Seconds for output that is still in a pipe, which a forgotten child of the rank may keep open."""
 
 
 class Place(NamedTuple):
@@ -36,138 +33,158 @@ class Place(NamedTuple):
     address: str
     gpu_ids: tuple[str, ...]
     free_port: int
-    version: str
-    """The version of this package there."""
 
 
 class News(NamedTuple):
-    """What a rank has written since the last question, and how it has ended."""
+    """What there is to tell of a process since the last question."""
 
+    pid: int
     chunks: list[tuple[int, bytes]]
-    """File descriptor (1: stdout, 2: stderr) and bytes."""
+    """File descriptor (1: stdout, 2: stderr) and bytes that it has written."""
+    is_ready: bool
+    """It is a server and has answered."""
+    was_hung: bool
+    """It was killed because it has not answered any more."""
     code: int | None
     """The exit code, minus the signal's number if a signal ended it; None: it goes on."""
 
 
-class RankActor:
-    """Starts one rank and answers the driver's questions about it; several at once."""
+class ProcessActor:
+    """Starts one process at a time and answers the driver's questions about it; several at once."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._output: queue.Queue[tuple[int, bytes]] = queue.Queue(_MAX_CHUNKS)
-        self._readers: list[threading.Thread] = []
+        self._output = selectors.DefaultSelector()
         self._terminal: int | None = None
         self._held: int | None = None
-        """The end of the pipe that ends the rank when it is closed."""
+        """The end of the pipe that ends the process when it is closed."""
+        self._is_ready = self._was_hung = False
 
-    def place(self, directory: str | None) -> Place:
-        """Enter the working directory of the run, and say where this is.
+    def place(self, directory: str | None, version: str) -> Place:
+        """Say where this is.
 
         Args:
-            directory: the driver's. None: Ray has unpacked a copy of it (`ray job submit --working-dir`), and
-                the actor is in it.
+            directory: the driver's, which the process will be in. None: Ray has unpacked a copy of it
+                (`ray job submit --working-dir`), and the actor is in it.
+            version: the driver's, of this package.
 
         Raises:
-            ValueError: this node does not have the directory.
+            ValueError: this node does not have the directory, or has another version.
         """
         import ray
 
-        if directory is not None:
-            try:
-                os.chdir(directory)
-            except OSError as error:
-                raise ValueError(
-                    f"{socket.gethostname()} cannot enter {directory}, where the run was started: "
-                    f"{error.strerror}. Start it in a directory that all nodes share, or with "
-                    "`ray job submit --working-dir .`, which copies one to them."
-                ) from error
+        if version != __version__:
+            raise ValueError(
+                f"{socket.gethostname()} has colocate {__version__}, and the run was started with {version}: "
+                "install one version on all nodes."
+            )
+        try:
+            os.chdir(directory or ".")
+        except OSError as error:
+            raise ValueError(
+                f"{socket.gethostname()} cannot enter {directory}, where the run was started: "
+                f"{error.strerror}. Start it in a directory that all nodes share, or with "
+                "`ray job submit --working-dir .`, which copies one to them."
+            ) from error
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
         gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Place(socket.gethostname(), ray.util.get_node_ip_address(), tuple(gpu_ids), port, __version__)
-
-    def checkpoints(self, output_dir: str) -> frozenset[tuple[str, int]]:
-        """Name and time of each checkpoint in a run's `output_dir`, as seen from here. Only whole ones have
-        such names."""
-        paths = Path(output_dir).glob("checkpoint-*")
-        return frozenset((path.name, path.stat().st_mtime_ns) for path in paths if path.name[11:].isdigit())
+        return Place(socket.gethostname(), ray.util.get_node_ip_address(), tuple(gpu_ids), port)
 
     def start(
-        self, arguments: Sequence[str], variables: Mapping[str, str], size: tuple[int, int] | None
-    ) -> int:
-        """Start the rank's process; returns its id.
+        self,
+        directory: str | None,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        size: tuple[int, int] | None = None,
+        health: tuple[str, str, float, int] | None = None,
+    ) -> News:
+        """Start the process, after ending what an earlier one has left behind.
 
         Args:
+            directory: see `place`.
             arguments: what follows `colocate`.
-            variables: what the rank's environment has beside the node's.
-            size: columns and rows of the terminal to give the rank, on which it draws its panel; None: pipes.
+            variables: what the process's environment has beside the node's.
+            size: rows and columns of the terminal to give it, on which it draws its panel; None: pipes.
+            health: for a server, how it is asked whether it works: a URL, its key, the seconds for an answer,
+                and how many questions on end may have none, once one had. Then it is killed.
         """
-        environment = without_launchers(os.environ) | dict(variables)
-        ours, theirs = os.pipe()
+        self.end()
+        self._is_ready = self._was_hung = False
+        ours, self._held = os.pipe()
         command = [sys.executable, "-m", "colocate.clusters.child", str(ours), *arguments]
-        common: dict[str, Any] = dict(env=environment, pass_fds=(ours,), start_new_session=True)
         if size is None:
-            common |= dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            self._process = subprocess.Popen(command, **common)
-            out, err = self._process.stdout, self._process.stderr
-            assert out is not None and err is not None, "they are pipes"
-            streams = {1: out.fileno(), 2: err.fileno()}
+            (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+            ends, streams = (os.open(os.devnull, os.O_RDONLY), out_end, err_end), {1: out, 2: err}
         else:
             self._terminal, end = os.openpty()
             self.resize(size)
-            self._process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, **common)
-            os.close(end)
-            streams = {1: self._terminal}
-        os.close(ours)
-        self._held = theirs
+            ends, streams = (end, end, end), {1: self._terminal}
+        environment = without_launchers(os.environ) | dict(variables)
+        self._process = subprocess.Popen(
+            command, -1, None, *ends, cwd=directory, env=environment, pass_fds=(ours,), start_new_session=True
+        )
+        for descriptor in {ours, *ends}:
+            os.close(descriptor)
         for number, descriptor in streams.items():
-            reader = threading.Thread(target=self._read, args=(number, descriptor), daemon=True)
-            reader.start()
-            self._readers.append(reader)
-        return self._process.pid
+            self._output.register(descriptor, selectors.EVENT_READ, number)
+        if health is not None:
+            threading.Thread(target=self._watch, args=(self._process, *health), daemon=True).start()
+        return News(self._process.pid, [], False, False, None)
 
     def follow(self) -> News:
-        """Wait for output or the end, a second at most."""
+        """Wait for output or the end, a second at most. Who writes faster than this is asked waits, as for a
+        slow terminal."""
         assert self._process is not None, "start comes first"
         chunks: list[tuple[int, bytes]] = []
-        until_s = time.monotonic() + _FOLLOW_S
-        while not chunks and time.monotonic() < until_s and self._process.poll() is None:
-            with suppress(queue.Empty):
-                chunks.append(self._output.get(timeout=0.05))
-        code = self._process.poll()
-        if code is not None:
-            until_s = time.monotonic() + _DRAIN_S
-            while any(reader.is_alive() for reader in self._readers) and time.monotonic() < until_s:
-                with suppress(queue.Empty):
-                    chunks.append(self._output.get(timeout=0.05))
-        with suppress(queue.Empty):
-            while True:
-                chunks.append(self._output.get_nowait())
-        return News(chunks, code)
+        for key, _ in self._output.select(_FOLLOW_S if self._output.get_map() else 0):
+            with suppress(OSError):  # a terminal whose last user has gone
+                if chunk := os.read(key.fd, _CHUNK_BYTES):
+                    chunks.append((key.data, chunk))
+                    continue
+            self._output.unregister(key.fd)
+            os.close(key.fd)
+        code = None
+        if not chunks:  # a child that it has forgotten may keep a pipe open
+            with suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(0 if self._output.get_map() else _FOLLOW_S)
+        return News(self._process.pid, chunks, self._is_ready, self._was_hung, code)
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the rank, if it has begun and not ended."""
+        """Pass a signal on to the process, if it has begun and not ended."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
     def resize(self, size: tuple[int, int]) -> None:
-        import fcntl
-        import struct
-        import termios
-
+        """Give the process's terminal other rows and columns."""
         if self._terminal is not None:
-            columns, rows = size
-            fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+            termios.tcsetwinsize(self._terminal, size)
 
     def end(self) -> None:
-        """Kill the rank and what it has started, and wait until it is gone."""
+        """Kill the process and what it has started, and wait until it is gone."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
-    def _read(self, number: int, descriptor: int) -> None:
-        with suppress(OSError):  # a terminal whose last user has gone
-            while chunk := os.read(descriptor, _CHUNK_BYTES):
-                self._output.put((number, chunk))
+    def _watch(
+        self, process: subprocess.Popen[bytes], url: str, key: str, answer_s: float, patience: int
+    ) -> None:
+        """Find out when a server is ready, and kill it when it hangs."""
+        question = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know it
+        num_unanswered = 0
+        while num_unanswered < patience:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(answer_s / 10)
+                return
+            num_unanswered += self._is_ready
+            with suppress(OSError, HTTPException), opener.open(question, timeout=answer_s):
+                self._is_ready, num_unanswered = True, 0
+        self._was_hung = True
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

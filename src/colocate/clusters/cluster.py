@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,15 +27,18 @@ _SLICE_S = 0.5
 
 @dataclass(frozen=True)
 class Ask:
-    """What a run asks of the cluster: `num_nodes` nodes with `ranks_per_node` ranks each, on GPUs or not."""
+    """What a run asks of the cluster: `num_nodes` nodes with `ranks_per_node` ranks each, on GPUs or not, and
+    `num_replicas` servers, each on `replica_size` GPUs of one node, or CPUs if the ranks are on CPUs."""
 
     num_nodes: int
     ranks_per_node: int
     on_gpus: bool
     shares: int = 1
     """How many processes share each GPU: the rank, and what it starts beside itself (`RayPlace`)."""
-    is_one_actor: bool = False
-    """One actor has all that is asked of a node, as for a replica of an engine."""
+    num_replicas: int = 0
+    replica_size: int = 1
+    is_colocated: bool = True
+    """The servers are on the ranks' GPUs, in turns with them; else on GPUs of their own."""
 
     @property
     def kind(self) -> str:
@@ -42,41 +46,33 @@ class Ask:
         return "GPU" if self.on_gpus else "CPU"
 
     @property
-    def bundle(self) -> dict[str, float]:
-        return {"CPU": float(self.shares), "GPU": 1.0} if self.on_gpus else {"CPU": 1.0}
+    def bundles(self) -> list[list[dict[str, float]]]:
+        """For each placement group, the ranks' first, Ray's resources of its bundles, one for each actor."""
+        num_servers = 0 if self.is_colocated else self.num_replicas
+        rank = {"CPU": float(self.shares), "GPU": 1.0} if self.on_gpus else {"CPU": 1.0}
+        server = {name: number * self.replica_size for name, number in rank.items()}
+        return [[rank] * self.ranks_per_node] * self.num_nodes + [[server]] * num_servers
 
-    @property
-    def bundles(self) -> list[dict[str, float]]:
-        """Ray's resources on one node, a bundle for each actor."""
-        if not self.is_one_actor:
-            return [self.bundle] * self.ranks_per_node
-        return [{name: number * self.ranks_per_node for name, number in self.bundle.items()}]
+    def sizes(self, kind: str) -> list[int]:
+        """How many GPUs or CPUs each placement group needs."""
+        return [int(sum(bundle.get(kind, 0) for bundle in bundles)) for bundles in self.bundles]
 
-    @property
-    def of_cpus(self) -> Ask:
-        """The CPUs that ranks on GPUs take as well, and what they start beside themselves."""
-        return Ask(self.num_nodes, self.ranks_per_node * self.shares, on_gpus=False)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_nodes * self.ranks_per_node
-
-    @property
-    def options(self) -> str:
-        """What the command line says to ask for this."""
-        name = "gpus_per_node" if self.on_gpus else "ranks_per_node"
-        return f"--launcher ray --num_nodes {self.num_nodes} --{name} {self.ranks_per_node}"
-
-    def fits(self, per_node: Sequence[int]) -> bool:
+    def fits(self, per_node: Sequence[int], kind: str) -> bool:
         """Whether nodes with so many GPUs or CPUs, if all were free, have room for the run."""
-        return sum(number // self.ranks_per_node for number in per_node) >= self.num_nodes
+        left = list(per_node)
+        for size in sorted(self.sizes(kind), reverse=True):
+            if not (with_room := [number for number in left if number >= size]):
+                return False
+            left[left.index(min(with_room))] -= size
+        return True
 
-    def shortage(self, per_node: Sequence[int]) -> str:
+    def shortage(self, per_node: Sequence[int], kind: str) -> str:
         """The arithmetic of what is asked and what the cluster has, as in "asked 16 GPUs in 2 × 8, Ray sees
         8 + 4"."""
+        sizes = self.sizes(kind)
+        asked = " + ".join(f"{number} × {size}" for size, number in Counter(sizes).items())
         seen = " + ".join(map(str, sorted(filter(None, per_node), reverse=True))) or "none"
-        asked = f"asked {self.num_ranks} {self.kind}s in {self.num_nodes} × {self.ranks_per_node}"
-        return f"{asked}, Ray sees {seen}"
+        return f"asked {sum(sizes)} {kind}s in {asked}, Ray sees {seen}"
 
 
 @contextmanager
@@ -102,8 +98,8 @@ def connected(run_id: str) -> Iterator[bool]:
     options: dict[str, Any] = dict(
         namespace=f"colocate-{run_id}", log_to_driver=False, logging_level="ERROR", include_dashboard=False
     )
-    is_embedded = given == "local"
-    with _sigterm_as_before():
+    is_embedded, on_sigterm = given == "local", signal.getsignal(signal.SIGTERM)
+    try:
         try:
             try:
                 ray.init(address=given or "auto", **options)
@@ -113,24 +109,13 @@ def connected(run_id: str) -> Iterator[bool]:
                 is_embedded = True
                 ray.init(address="local", object_store_memory=_STORE_BYTES, **options)
         except (RuntimeError, ValueError, OSError) as error:
-            ray.shutdown()  # it may have come half-way
             where = f"at RAY_ADDRESS={given}" if given else "on this machine"
             raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
-        try:
-            yield is_embedded
-        finally:
-            ray.shutdown()
-
-
-@contextmanager
-def _sigterm_as_before() -> Iterator[None]:
-    """Take back the handler of SIGTERM that `ray.init` installs in the main thread and leaves there."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
+        yield is_embedded
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        ray.shutdown()  # it may have come half-way
+        if threading.current_thread() is threading.main_thread():  # where Ray installs a handler of its own
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
 
 
 def _check_address(given: str) -> None:
@@ -151,68 +136,64 @@ def _check_address(given: str) -> None:
 
 
 @contextmanager
-def places(
-    ask: Ask, name: str, timeout_s: float, *, is_embedded: bool, num_taken: int = 0
-) -> Iterator[list[Any]]:
-    """The placement groups of a run, one for each node, ready, in the order of the nodes' addresses; they are
-    removed after the block.
+def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Iterator[list[Any]]:
+    """The placement groups of a run, ready; they are removed after the block.
+
+    There is one for each node with ranks, this machine's first, and then one for each server.
 
     Args:
         name: what the groups' names begin with.
         timeout_s: how long to wait. A cluster that scales adds nodes meanwhile; an embedded one never does,
             and is not waited for.
-        num_taken: how many GPUs or CPUs the run has already.
 
     Raises:
         TimeoutError: the resources did not come; the message has the arithmetic.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
+    if is_embedded and not ask.fits(seen := _per_node(ask.kind), ask.kind):
+        raise TimeoutError(
+            f"The cluster is too small: {ask.shortage(seen, ask.kind)}. It is this machine alone, as no "
+            "other was running: set RAY_ADDRESS to a cluster's address, or ask for less."
+        )
     groups: list[Any] = []
     try:
-        nodes = [number - num_taken for number in _per_node(ask.kind)] if is_embedded else []
-        if is_embedded and not ask.fits(nodes):
-            beside = f" beside the {num_taken} of the ranks" if num_taken else ""
-            raise TimeoutError(
-                f"The cluster is too small: {ask.shortage(nodes)}{beside}. It is this machine alone, as no "
-                "other was running: set RAY_ADDRESS to a cluster's address, or ask for less."
-            )
         # They are asked for before the nodes are there: that is how Ray's autoscaler learns of the need.
-        for number in range(ask.num_nodes):
-            groups.append(placement_group(ask.bundles, strategy="STRICT_PACK", name=f"{name}-node{number}"))
-        _wait(groups, ask, timeout_s, num_taken)
-        yield sorted(groups, key=_address)
+        for number, bundles in enumerate(ask.bundles):
+            groups.append(placement_group(bundles, strategy="STRICT_PACK", name=f"{name}-{number}"))
+        begin_s, pending, is_said = time.monotonic(), groups, False
+        while pending := [group for group in pending if not group.wait(_SLICE_S)]:
+            waited_s = time.monotonic() - begin_s
+            if waited_s > timeout_s:
+                own = sum(
+                    size
+                    for group, size in zip(groups, ask.sizes(ask.kind), strict=True)
+                    if group not in pending
+                )
+                raise TimeoutError(_absence(ask, timeout_s, own))
+            if waited_s > _PATIENCE_S and not is_said:
+                is_said = True
+                told = ask.shortage(_per_node(ask.kind), ask.kind)
+                print(
+                    f"Waiting up to {timeout_s:,.0f} s for the cluster: {told}.", file=sys.stderr, flush=True
+                )
+        yield sorted(groups[: ask.num_nodes], key=_order) + groups[ask.num_nodes :]
     finally:
         for group in groups:
             with suppress(Exception):  # the cluster may be gone
                 remove_placement_group(group)
 
 
-def _wait(groups: Sequence[Any], ask: Ask, timeout_s: float, num_taken: int) -> None:
-    begin_s, is_said = time.monotonic(), False
-    pending = list(groups)
-    while pending:
-        pending = [group for group in pending if not group.wait(_SLICE_S)]
-        waited_s = time.monotonic() - begin_s
-        if pending and waited_s > timeout_s:
-            raise TimeoutError(_absence(ask, len(groups) - len(pending), timeout_s, num_taken))
-        if pending and waited_s > _PATIENCE_S and not is_said:
-            is_said = True
-            said = f"Waiting up to {timeout_s:,.0f} s for the cluster: {ask.shortage(_per_node(ask.kind))}."
-            print(said, file=sys.stderr, flush=True)
-
-
-def _absence(ask: Ask, num_ready: int, timeout_s: float, num_taken: int) -> str:
+def _absence(ask: Ask, timeout_s: float, num_own: int) -> str:
     import ray
 
     per_node = _per_node(ask.kind)
-    text = f"The cluster had no room within {timeout_s:,.0f} s: {ask.shortage(per_node)}"
-    if ask.fits(per_node):
-        free = int(ray.available_resources().get(ask.kind, 0)) + num_ready * ask.ranks_per_node
-        whose = f"the ranks have {num_taken}, other jobs" if num_taken else "other jobs have"
-        text += f", of which {free} are free: {whose} the rest"
-        if ask.on_gpus and not (ranks := ask.of_cpus).fits(cpus := _per_node("CPU")):
-            text += f", or the CPUs are missing that ranks take, too: {ranks.shortage(cpus)}"
+    text = f"The cluster had no room within {timeout_s:,.0f} s: {ask.shortage(per_node, ask.kind)}"
+    if ask.fits(per_node, ask.kind):
+        free = int(ray.available_resources().get(ask.kind, 0)) + num_own
+        text += f", of which {free} are free: other jobs have the rest"
+        if not ask.fits(cpus := _per_node("CPU"), "CPU"):
+            text += f", or the CPUs are missing that ranks take, too: {ask.shortage(cpus, 'CPU')}"
     return f"{text}. Ask for less, or set --cluster_timeout to more seconds."
 
 
@@ -230,11 +211,10 @@ def nodes_of(group: Any) -> list[str]:
     return [table[number] for number in sorted(table)]
 
 
-def _address(group: Any) -> tuple[bool, list[str], str]:
+def _order(group: Any) -> tuple[bool, str, str]:
     """Sorts this machine first, and other nodes by their addresses."""
     import ray
 
-    (node_id, *_) = nodes_of(group)
-    (address,) = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
-    is_elsewhere = node_id != ray.get_runtime_context().get_node_id()
-    return is_elsewhere, [part.zfill(3) for part in address.split(".")], node_id
+    node_id = nodes_of(group)[0]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    return node_id != ray.get_runtime_context().get_node_id(), addresses[node_id], node_id

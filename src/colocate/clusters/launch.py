@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from colocate.clusters.cluster import Ask, connected, nodes_of, places
-from colocate.clusters.ranks import Ranks, run_directory
-from colocate.clusters.replicas import Orders, ReplicaAsk, Replicas, seats
+from colocate.clusters.cluster import Ask, connected, places
+from colocate.clusters.process import present, run_directory
+from colocate.clusters.ranks import Ranks
+from colocate.clusters.replicas import Replicas
 from colocate.run_file import LAUNCH
+
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a run that was saved when it was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +30,10 @@ class LaunchOptions:
     """How often the ranks are started again after one was lost."""
     timeout_s: float
     """Seconds to wait for the cluster's resources at each start."""
-    replicas: ReplicaAsk | None = None
-    """The vLLM servers that are started with the ranks."""
-
-    @property
-    def words(self) -> str:
-        """What the command line says to ask for ranks and replicas."""
-        return self.ask.options if self.replicas is None else f"{self.ask.options} {self.replicas.words}"
+    words: str
+    """What the command line says of all this, for the command to go on."""
+    vllm_options: Sequence[str] = ()
+    """Options of the replicas, which override those that are set here."""
 
 
 def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchOptions) -> int:
@@ -52,33 +55,28 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
             lines. Or Ray cannot be used.
         TimeoutError: the cluster does not have what is asked.
     """
-    run_id, output_dir = uuid.uuid4().hex[:8], str(values.get("output_dir") or "trainer_output")
+    run_id, output_dir = uuid.uuid4().hex[:8], Path(str(values.get("output_dir") or "trainer_output"))
     with connected(run_id) as is_embedded:
-        before: frozenset[tuple[str, int]] | None = None
+        if run_directory() is None and not output_dir.is_absolute():
+            raise ValueError(
+                f"output_dir={str(output_dir)!r} would be in the copy of the working directory that Ray "
+                "makes on each node and deletes after the job: set the absolute path of one that all nodes "
+                "share."
+            )
+        before = _checkpoints(output_dir)
         for attempt in range(options.max_restarts + 1):
-            name = f"{run_id}-{attempt}"
-            with ExitStack() as stack:
-                groups = stack.enter_context(
-                    places(options.ask, name, options.timeout_s, is_embedded=is_embedded)
-                )
-                ranks = Ranks(groups, options.ask, name)
-                stack.callback(ranks.end)
-                ranks.enter(directory := run_directory(output_dir))
-                found = ranks.checkpoints(output_dir)
-                before = found if before is None else before
-                # The newest is then this run's. Else it would be one of an earlier run.
-                own = ["--resume_from_checkpoint", "auto"] if found - before else []
-                replicas = None
-                if options.replicas is not None:
-                    replicas = stack.enter_context(
-                        _replicas(options, values, name, directory, groups, ranks, is_embedded=is_embedded)
-                    )
-                variables = {LAUNCH: options.words, **(replicas.variables if replicas else {})}
-                ranks.start([*arguments, *own], variables)
-                ending = ranks.wait(replicas.look) if replicas else ranks.wait()
-                is_new = ending.code != 0 and bool(ranks.checkpoints(output_dir) - found)
-            if ending.is_orderly:
+            # The newest is this run's if there is a new one. Else it would be one of an earlier run.
+            found = _checkpoints(output_dir)
+            own = ["--resume_from_checkpoint", "auto"] if found - before else []
+            with processes(options, values, f"{run_id}-{attempt}", is_embedded=is_embedded) as (
+                ranks,
+                replicas,
+            ):
+                ranks.start([*arguments, *own], {LAUNCH: options.words, **replicas.variables})
+                ending = ranks.wait(replicas.look)
+            if ending.code == 0 or (ending.was_stopped and ending.code in _STOPPED):
                 return ending.code
+            is_new = bool(_checkpoints(output_dir) - found)
             is_worth_it = (ending.was_lost or is_new) and not ending.was_stopped
             if not is_worth_it or attempt == options.max_restarts:
                 again = f" They had been started again {attempt} times (--max_restarts)." if attempt else ""
@@ -89,45 +87,31 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
 
 
 @contextmanager
-def _replicas(
-    options: LaunchOptions,
-    values: Mapping[str, Any],
-    name: str,
-    directory: str | None,
-    groups: Sequence[Any],
-    ranks: Ranks,
-    *,
-    is_embedded: bool,
-) -> Iterator[Replicas]:
-    """The run's replicas, started; they end with the block.
+def processes(
+    options: LaunchOptions, values: Mapping[str, Any], name: str, *, is_embedded: bool
+) -> Iterator[tuple[Ranks, Replicas]]:
+    """A run's ranks at their places, and its replicas, started; all end with the block.
 
     Args:
-        groups: the placement groups of the ranks.
-        directory: see `RankActor.place`.
+        name: what the names of the placement groups begin with.
 
     Raises:
         ValueError, RuntimeError, TimeoutError: see `launch`.
     """
-    assert options.replicas is not None
-    ask, own_groups = options.replicas, []
-    with ExitStack() as stack:
-        if not ask.is_colocated:
-            taken = options.ask.num_ranks
-            own_groups = stack.enter_context(
-                places(
-                    ask.own, f"{name}-replica", options.timeout_s, is_embedded=is_embedded, num_taken=taken
-                )
+    ask = options.ask
+    with places(ask, name, options.timeout_s, is_embedded=is_embedded) as groups:
+        of_ranks, own = groups[: ask.num_nodes], groups[ask.num_nodes :]
+        ranks = Ranks(of_ranks, ask)
+        with present(ranks.all):
+            replicas = Replicas(
+                ask, values, options.vllm_options, of_ranks, ranks.places, own, options.max_restarts
             )
-        nodes = {node for group in (*groups, *own_groups) for node in nodes_of(group)}
-        orders = Orders(
-            ask,
-            values,
-            ranks.places,
-            directory,
-            "127.0.0.1" if len(nodes) == 1 else None,
-            options.max_restarts,
-        )
-        replicas = Replicas(orders, seats(ask, groups, ranks.places, own_groups))
-        stack.callback(replicas.end)
-        replicas.start(are_awaited=ask.is_colocated and ask.on_gpus)
-        yield replicas
+            with present(replicas.all):
+                replicas.start()
+                yield ranks, replicas
+
+
+def _checkpoints(output_dir: Path) -> set[tuple[str, int]]:
+    """Name and time of each checkpoint in a run's `output_dir`. Only whole ones have such names."""
+    paths = output_dir.glob("checkpoint-*")
+    return {(path.name, path.stat().st_mtime_ns) for path in paths if path.name[11:].isdigit()}

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
         help=SUMMARY,
         description=f"{SUMMARY}. On a terminal: {_HELP} In a pipe each line is a message, and answers are "
         "all that is printed.",
-        usage="colocate chat MODEL [--system_prompt TEXT] [--temperature T] [--max_tokens N] ...",
+        usage="colocate chat MODEL [options]",
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")

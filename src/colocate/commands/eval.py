@@ -32,7 +32,7 @@ def add_parser(commands: Any) -> None:
         help=SUMMARY,
         description=f"{SUMMARY}. Dataset and reward functions are those of the first run named, unless "
         "they are given. Intervals are of 95% confidence, over prompts. Differences are to the first model.",
-        usage="colocate eval MODEL [MODEL ...] [--dataset DATA] [--reward_funcs F ...] [--num_samples N] ...",
+        usage="colocate eval MODEL [MODEL ...] [options]",
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
     command.add_argument(
         "--dataset", help="as dataset_name of a run file (default: what the run evaluated on)"
     )
-    command.add_argument("--split", help="split of the dataset (default: test, of a single file train)")
+    command.add_argument("--split", help="split of the dataset (default: test; train for a single file)")
     command.add_argument("--max_rows", type=positive, help="measure on the first rows only")
     command.add_argument(
         "--reward_funcs",
@@ -48,7 +48,10 @@ def add_parser(commands: Any) -> None:
         help="as in a run file; a completion is right by the first of them (default: those of the run)",
     )
     command.add_argument(
-        "--correct_at", type=float, default=1.0, help="reward from which it is right (default: %(default)s)"
+        "--correct_at",
+        type=float,
+        default=1.0,
+        help="reward from which a completion is right (default: %(default)s)",
     )
     command.add_argument(
         "--num_samples", type=positive, default=1, help="completions of each prompt (default: %(default)s)"
@@ -279,12 +282,15 @@ def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str) -> Non
         table.add_row(name, *("nothing judged" if value is None else str(value) for value in means))
     table.add_row("tokens", *(f"{one.mean_length:.1f}" for one in scores))
     table.add_row("truncated", *(f"{one.truncated:.1%}" for one in scores))
-    console.print(title, soft_wrap=True, highlight=False)
+    # A log is read by programs: one line for each sentence, however long.
+    is_log = not console.is_terminal
+    console.print(title, soft_wrap=is_log, highlight=False)
     console.print(table)
     for one in scores[1:]:
         gained = difference(one.shares, scores[0].shares, one.num_samples)
         words = f"Accuracy of {one.name} minus that of {scores[0].name}: {gained}"
-        console.print(words, soft_wrap=True, highlight=False)
+        console.print(words, soft_wrap=is_log, highlight=False)
+    print("In brackets: 95% confidence, over prompts.")
 
 
 def _write(

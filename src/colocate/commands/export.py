@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
         description=f"{SUMMARY}. An adapter is merged into its model first. safetensors: a plain Hugging "
         "Face directory without checkpoints, options and completions. gguf: one file for llama.cpp and "
         "Ollama.",
-        usage="colocate export MODEL OUT [--format safetensors|gguf] [--base MODEL]",
+        usage="colocate export MODEL OUT [options]",
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         help=SUMMARY,
         description=f"{SUMMARY}, file by file: the result is a plain Hugging Face directory in the model's "
         "own precision. It needs the disk space of the model and the memory of one of its files.",
-        usage="colocate merge ADAPTER_OR_RUN OUT [--base MODEL]",
+        usage="colocate merge ADAPTER OUT [options]",
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -10,9 +10,13 @@ MODEL_HELP = "a run's directory, a checkpoint, a model's or an adapter's directo
 
 def add_base(command: argparse.ArgumentParser) -> None:
     """Add the arguments that say which model an adapter is put onto."""
-    command.add_argument("--base", help="the model below an adapter (default: the one it was trained on)")
     command.add_argument(
-        "--any_base", action="store_true", help="accept a base whose weights are others than those trained on"
+        "--base", help="the model that an adapter is for (default: the one it was trained on)"
+    )
+    command.add_argument(
+        "--any_base",
+        action="store_true",
+        help="accept a base whose weights differ from those that the adapter was trained on",
     )
 
 

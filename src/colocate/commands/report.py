@@ -16,15 +16,15 @@ def add_parser(commands: Any) -> None:
         "report",
         help=summary,
         description=summary,
-        usage="colocate report RUN_DIR [RUN_DIR ...] [--output FILE] [--watch [--port PORT]]",
+        usage="colocate report RUN_DIR [RUN_DIR ...] [options]",
         allow_abbrev=False,
     )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="output_dir of a run")
-    where = "where several runs are drawn (default: comparison.html); one run is drawn into its directory"
+    where = "file for the page of several runs (default: comparison.html); one run has report.html in RUN_DIR"
     command.add_argument("--output", type=Path, help=where)
     command.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1, kept up to date")
-    port = f"of 127.0.0.1, with --watch (default: {DEFAULT_PORT}; 0: any that is free)"
+    port = f"port of 127.0.0.1 for --watch (default: {DEFAULT_PORT}; 0: any that is free)"
     command.add_argument("--port", type=int, default=DEFAULT_PORT, help=port)
 
 

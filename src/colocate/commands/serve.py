@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         help=SUMMARY,
         description=f"{SUMMARY}: /v1/chat/completions, /v1/completions, /v1/models. For a server that a "
         "trainer sends its weights to see `colocate vllm-serve`.",
-        usage="colocate serve MODEL_OR_RUN [--engine ENGINE] [--host HOST] [--port PORT] ...",
+        usage="colocate serve MODEL [options]",
         allow_abbrev=False,
     )
     add = command.add_argument

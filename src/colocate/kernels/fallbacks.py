@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 GLUON_TRITON = "3.6."
 """Prefixes of the Triton versions that may run the kernels written in Gluon, Triton's lower-level language:
-Gluon is experimental, so its kernels run only with versions that they were tested with."""
+Gluon is experimental, so its kernels run only with versions that they were tested with on a GPU. They compile
+with later ones, too, up to 3.9."""
 
 
 class Fallback(NamedTuple):

@@ -12,7 +12,6 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from colocate.kernels.ping_pong import (
     COLUMN_TILE,
@@ -26,6 +25,7 @@ from colocate.kernels.ping_pong import (
     can_multiply,
     descriptor,
     fills_tiles,
+    load_tile,
     make_ring,
     multiply_tile,
     next_stage,
@@ -100,8 +100,8 @@ def _load(ring, hidden, weight, work):
         row, column = tile % row_tiles * ROWS, tile // row_tiles * COLUMNS
         for k in range(0, depth, STEP):
             rows, columns, copied = next_stage(ring, step, COLUMNS)
-            tma.async_copy_global_to_shared(hidden, [row, k], copied, rows)
-            tma.async_copy_global_to_shared(weight, [column, k], copied, columns)
+            load_tile(hidden, [row, k], copied, rows)
+            load_tile(weight, [column, k], copied, columns)
             step += 1
 
 

@@ -24,9 +24,12 @@ from colocate.kernels.ping_pong import (
     ROWS,
     STEP,
     descriptor,
+    load_tile,
     make_ring,
     multiply_tile,
     next_stage,
+    reinterpret,
+    store_tile,
 )
 
 COLUMN_TILE = 64
@@ -128,9 +131,9 @@ def _load_tile(ring, x, weight, row, gate_row, up_row, depth, step, COLUMNS: gl.
     """Load one tile's stages, of which `step` is the first: rows of `x`, columns of gate and up."""
     for k in range(0, depth, STEP):
         rows, both, copied = next_stage(ring, step, 2 * COLUMNS)
-        tma.async_copy_global_to_shared(x, [row, k], copied, rows)
-        tma.async_copy_global_to_shared(weight, [gate_row, k], copied, both.slice(0, COLUMNS))
-        tma.async_copy_global_to_shared(weight, [up_row, k], copied, both.slice(COLUMNS, COLUMNS))
+        load_tile(x, [row, k], copied, rows)
+        load_tile(weight, [gate_row, k], copied, both.slice(0, COLUMNS))
+        load_tile(weight, [up_row, k], copied, both.slice(COLUMNS, COLUMNS))
         step += 1
     return step
 
@@ -163,7 +166,9 @@ def _store_tile(output, result, both, row, column, COLUMNS: gl.constexpr):
     gate, up = both.reshape([ROWS, 2, COLUMNS]).permute([0, 2, 1]).split()
     activated = silu(gate.to(dtype).to(gl.float32), dtype) * up.to(dtype).to(gl.float32)
     tma.store_wait(0)  # the last tile has left shared memory
-    result = result._reinterpret(dtype, [ROWS, COLUMNS], output.layout)
+    # A narrow tile takes the first bytes of the wide tile's place.
+    folds: gl.constexpr = result.shape[1] // COLUMNS
+    result = reinterpret(result, dtype, [ROWS * folds, COLUMNS], output.layout).slice(0, ROWS)
     result.store(activated.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(output, [row, column], result)
+    store_tile(output, [row, column], result)

@@ -23,6 +23,11 @@ class RayPlace:
     """How many processes share the GPU of each bundle; a rank is one of them."""
 
     @property
+    def tables(self) -> list[list[str]]:
+        """For each group its node, which bears its name here, once for each bundle; see `slices.cut`."""
+        return [[name] * size for name, size in zip(self.groups, self.sizes, strict=True)]
+
+    @property
     def gpu_share(self) -> float:
         """The share of a bundle's GPU that each of them takes."""
         return 1 / self.shares

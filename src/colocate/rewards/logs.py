@@ -27,6 +27,8 @@ TRAINER_METRICS = RESERVED_KEYS.union(
     (f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
     (f"tools/{name}" for name in ("call_frequency", "failure_frequency", "timeouts", "seconds")),
     ("completions/clipped_ratio", "episodes/forks"),
+    ("refill/dull_groups", "refill/unused_groups", "refill/rounds"),
+    ("policy_lag/mean", "policy_lag/stale_tokens"),
     (f"rewards/{TURN_REWARDS}/{name}" for name in ("mean", "std")),
 )
 """Names of the trainer's own metrics: a function's metric under such a name would replace it, or be

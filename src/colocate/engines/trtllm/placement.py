@@ -54,29 +54,3 @@ class Placement:
             "placement_bundle_indices": [list(bundles) for bundles in self.bundle_indices],
             "per_worker_gpu_share": self.gpu_share,
         }
-
-
-def bundles_of(sizes: Sequence[int], first: int, count: int) -> list[tuple[int, list[int]]]:
-    """The bundles `first` to `first + count - 1` of several placement groups that are counted on end.
-
-    Args:
-        sizes: the number of bundles of each group; they may differ.
-
-    Returns:
-        For each group that has some of them, its number and the bundles' numbers in it.
-
-    Raises:
-        ValueError: there are not so many bundles.
-    """
-    if first < 0 or count < 1 or first + count > sum(sizes):
-        raise ValueError(
-            f"Bundles {first} to {first + count - 1} were asked for, and the placement groups have "
-            f"{' + '.join(map(str, sizes)) or 'none'} = {sum(sizes)}."
-        )
-    found, begin = [], 0
-    for group, size in enumerate(sizes):
-        own = range(max(first - begin, 0), min(first + count - begin, size))
-        if own:
-            found.append((group, list(own)))
-        begin += size
-    return found

@@ -8,10 +8,11 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from colocate.engines.base import EngineLost
-from colocate.engines.trtllm.placement import Placement, bundles_of
+from colocate.engines.trtllm.placement import Placement
 from colocate.engines.trtllm.server import Started, TRTLLMServer
 from colocate.engines.vllm.groups import TensorParallelGroup
 from colocate.parallel.ray_place import RayPlace
+from colocate.parallel.slices import cut
 from colocate.parallel.verdict import PeerError, first_line
 from colocate.redaction import redacted
 
@@ -132,10 +133,11 @@ def start(
 def _placement(place: RayPlace, group: TensorParallelGroup) -> Placement:
     import ray
 
-    bundles = bundles_of(place.sizes, group.index * group.size, group.size)
+    slices = cut(place.tables, group.size, group.index + 1, may_cross_nodes=True)
+    bundles = slices[group.index].by_group
     return Placement(
-        groups=[ray.util.get_placement_group(place.groups[number]) for number, _ in bundles],
-        bundle_indices=[indices for _, indices in bundles],
+        groups=[ray.util.get_placement_group(place.groups[number]) for number in bundles],
+        bundle_indices=list(bundles.values()),
         gpu_share=place.gpu_share,
     )
 
