@@ -69,7 +69,9 @@ class Service:
         ]
         handlers: Any = {Refusal: _tell_refusal, HTTPException: _tell_http_error, Exception: _tell_error}
         routed = Starlette(routes=routes, exception_handlers=handlers)
-        routed.router.redirect_slashes = False  # a redirect is no answer of OpenAI's, and names the Host given
+        routed.router.redirect_slashes = (
+            False  # a redirect is no answer of OpenAI's, and names the Host given
+        )
         self.app = Gate(routed, check_key)
 
     def close(self) -> None:
@@ -145,12 +147,14 @@ class Service:
             return call, [desk.place(call, number) for number in range(call.num_prompts)]
 
         try:
-            async with asyncio.timeout(self.limits.max_wait_s):  # long prompts of others may be read before it
+            async with asyncio.timeout(
+                self.limits.max_wait_s
+            ):  # long prompts of others may be read before it
                 call, places = await asyncio.get_running_loop().run_in_executor(self._reader, place)
         except TimeoutError:
             why = f"The request's prompt was not read within {self.limits.max_wait_s:g} s."
             raise busy(why, RETRY_AFTER_S) from None
-        answer = Answer(call, self.model, self._texts.tokenizer)
+        answer = Answer(call, self.model, self._texts)
         return _Turns(self._driver, self._texts, desk, call, places, answer, self.limits.max_wait_s)
 
     async def _body(self, request: Request) -> bytes:
