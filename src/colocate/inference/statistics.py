@@ -82,8 +82,7 @@ def difference(values: Sequence[float], others: Sequence[float], num_samples: in
 
     Both models have their easy and hard prompts in common, which says more than two intervals do. The
     interval is made of both shares' intervals and of the correlation between them (Newcombe 1998, Statistics
-    in Medicine
-    17:2635, method 10), so that it has a width even where no prompt's share differs.
+    in Medicine 17:2635, method 10), so that it has a width even where no prompt's share differs.
 
     Raises:
         ValueError: as `share`.

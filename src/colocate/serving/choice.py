@@ -94,7 +94,11 @@ class Choice:
         deltas = self._message.feed(text)
         if self.is_over:
             assert isinstance(self._call, ChatCall)
-            self.turn.parsed = self._texts.parse(self.turn.token_ids, self.place.prompt.token_ids, self._call)
-            deltas += self._message.end(self.turn.parsed)
+            context, told = self.place.prompt.token_ids, self.turn.token_ids
+            self.turn.parsed = self._texts.parse(told, context, self._call)
+            # A stop text, and what its last token has behind it, are in the turn and not in the answer.
+            if self.is_cut:
+                told = self._texts.tokenizer(self.text, add_special_tokens=False)["input_ids"]
+            deltas += self._message.end(self._texts.parse(told, context, self._call))
             self.turn.shown = self._message.message
         return deltas
