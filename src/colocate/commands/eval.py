@@ -286,6 +286,13 @@ def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str) -> Non
     is_log = not console.is_terminal
     console.print(title, soft_wrap=is_log, highlight=False)
     console.print(table)
+    for one in scores:
+        if one.num_unjudged:
+            words = (
+                f"{one.num_unjudged} of {len(one.num_correct) * one.num_samples} completions of {one.name}"
+            )
+            why = f"were not judged by {next(iter(one.rewards))} (it returned None), and count as wrong."
+            console.print(f"{words} {why}", soft_wrap=True, highlight=False)
     for one in scores[1:]:
         gained = difference(one.shares, scores[0].shares, one.num_samples)
         words = f"Accuracy of {one.name} minus that of {scores[0].name}: {gained}"
