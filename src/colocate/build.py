@@ -442,6 +442,7 @@ def build_judge(
         mask_stale_tokens=args.mask_stale_tokens,
         policy_version=(lambda: engine.policy_version) if args.max_policy_lag else None,
         has_turns=playing.has_turns,
+        calls_tools=playing.calls_tools,
         trainer_state=lambda: journal.state,
         rank=accelerator.process_index,
     )
