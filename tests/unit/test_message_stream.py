@@ -82,6 +82,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 @settings(max_examples=300)
+@example(PLAIN, "\na<tool_call>", [2], True, "")
 @given(
     st.sampled_from([PLAIN, REASONED]), st.lists(PIECES, max_size=8).map("".join), CUTS, st.booleans(),
     st.sampled_from(["", "<think>\n"]),
