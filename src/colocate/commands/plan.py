@@ -17,8 +17,8 @@ from colocate.run_file import read_values
 
 SUMMARY = "show whether a run fits the GPU and how long its steps take, without loading the model"
 _EPILOG = (
-    "`colocate train --help` lists the options of a run. Exit codes: 0 the run fits, or there is no GPU to fit; "
-    "3 it does not fit; 1 an error, such as a model that is not found; 2 a wrong command line."
+    "`colocate train --help` lists the options of a run. Exit codes: 0 the run fits, or there is no GPU to "
+    "fit; 3 it does not fit; 1 an error, such as a model that is not found; 2 a wrong command line."
 )
 
 
