@@ -12,7 +12,6 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from colocate.build import build_engine, context_length
 from colocate.checkpoints.saved_model import SavedModel
 from colocate.config import GRPOConfig
 from colocate.engines.base import RolloutEngine
@@ -20,6 +19,7 @@ from colocate.policy.four_bits import four_bit_config
 from colocate.policy.loading import disable_dropout, load_tokenizer, prepare_model, stop_token_ids
 from colocate.process_setup import set_up_process
 from colocate.reporting.panel import without_bars
+from colocate.run_engine import build_engine, context_length
 from colocate.types import SamplingParams
 from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
 from colocate.weights.adapter_files import read_adapter
