@@ -77,11 +77,13 @@ def run(known: argparse.Namespace) -> int:
     if known.output is not None and not known.output.parent.is_dir():
         raise ValueError(f"--output {known.output}: there is no directory {str(known.output.parent)!r}.")
     from colocate.checkpoints.saved_model import find_model
-    from colocate.types import SamplingParams
 
     if known.base is not None and len(known.models) > 1:
         raise ValueError("--base says what one adapter is for, and several models are given: name one.")
     models = [find_model(name, known.base) for name in known.models]
+
+    from colocate.types import SamplingParams
+
     options = next((saved.options for saved in models if saved.options), {})
     task = _task(known, options)
     rows = _rows(task, known, as_messages=bool(options.get("apply_chat_template")))

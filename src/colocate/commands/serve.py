@@ -15,6 +15,7 @@ from colocate.requirements import AT_LEAST_ONE, check_range
 from colocate.serving.installed import check_installed
 
 if TYPE_CHECKING:
+    from colocate.checkpoints.saved_model import SavedModel
     from colocate.config import GRPOConfig
     from colocate.engines.base import RolloutEngine
     from colocate.inference.loading import LoadedModel
@@ -79,17 +80,22 @@ def run(known: argparse.Namespace) -> int:
         raise ValueError(f"--max_wait={known.max_wait:g} must be more than 0 and less than 86400 seconds.")
     kwargs = _template_kwargs(known.chat_template_kwargs)
 
+    from colocate.checkpoints.saved_model import find_model
     from colocate.serving.server import bound_socket
 
+    saved = find_model(known.model, known.base)
     with bound_socket(known.host, known.port) as listening:  # before the model is loaded, which takes a while
-        _serve(known, key, kwargs, listening)
+        _serve(saved, known, key, kwargs, listening)
     return 0
 
 
 def _serve(
-    known: argparse.Namespace, key: ServerKey | None, kwargs: Mapping[str, Any], listening: Any
+    saved: SavedModel,
+    known: argparse.Namespace,
+    key: ServerKey | None,
+    kwargs: Mapping[str, Any],
+    listening: Any,
 ) -> None:
-    from colocate.checkpoints.saved_model import find_model
     from colocate.inference.loading import load
     from colocate.serving.app import Service
     from colocate.serving.desk import Visitors
@@ -101,7 +107,7 @@ def _serve(
     from colocate.serving.texts import Texts
 
     options = _options(known)
-    loaded = load(find_model(known.model, known.base), options, is_any_base=known.any_base)
+    loaded = load(saved, options, is_any_base=known.any_base)
     config = loaded.config
     texts = Texts(loaded.tokenizer, loaded.stop_token_ids, kwargs)
     engine = _engine(loaded)

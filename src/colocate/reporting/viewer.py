@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
-
 from colocate.reporting.completions import as_text
 from colocate.reporting.page import card
 from colocate.reporting.run import Run, number
@@ -79,6 +77,8 @@ def _of_tables(directory: Path) -> list[dict[str, Any]]:
     """The completions of the parquet files that `log_completions` has written."""
     records: list[dict[str, Any]] = []
     for path in sorted(directory.glob("completions/completions_*.parquet")):
+        import pyarrow.parquet  # most runs have no such file
+
         rows = pyarrow.parquet.read_table(path).to_pylist()
         for row in rows:
             scores = {name: value for name, value in row.items() if name not in _COLUMNS}
