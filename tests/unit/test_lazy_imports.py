@@ -54,7 +54,7 @@ def directory(tmp_path_factory):
         ("train --max_steps 3", "model_name_or_path is not set", ()),
         ("plan wrong.yaml", "did you mean 'learning_rate'?", ()),
         ("plan --model_name_or_path ./nowhere", "There is no directory", ()),
-        ("report .", "", ("rich",)),
+        ("report .", "", ("numpy", "rich")),
         ("chat ./nowhere", "There is no directory", ()),
         ("eval ./nowhere", "There is no directory", ()),
         ("serve ./nowhere", "There is no directory", ()),
