@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages.tables import LAG_SETTINGS, LAG_TASKS, NAMES, mode_name
-from colocate.reporting.plots import Axis, Plot
+from colocate.reporting.axes import Axis
+from colocate.reporting.plots import Plot
 from colocate.reporting.theme import plot_rules, stylesheet
 
 WIDTH, HEIGHT, GAP, MARGIN = 470, 300, 32, 20

@@ -47,9 +47,9 @@ def escaped(word: str) -> str:
     return "".join(f"\\{c}" if c in r'{}[]()+*.?"\\' else c for c in word)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+def build_model(tokenizer: PreTrainedTokenizerFast, **sizes: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of random parameters, 0.2 million of them but for what `sizes` says of its configuration."""
+    smallest = dict(
         hidden_size=96,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -57,6 +57,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=256,
+    )
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        **(smallest | sizes),
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -78,9 +82,10 @@ def imitate(
     *,
     num_steps: int,
     rng: random.Random,
+    learning_rate: float = LEARNING_RATE,
 ) -> None:
     """Train on demonstrated conversations, on what the assistant says in them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 30, 1.0, 30)
     for step in range(1, num_steps + 1):
         texts = [
@@ -88,7 +93,8 @@ def imitate(
             for _ in range(BATCH_SIZE)
         ]
         ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
-        loss = model(ids, labels=said_by_the_assistant(ids, tokenizer)).loss
+        labels = said_by_the_assistant(ids, tokenizer)
+        loss = model(ids.to(model.device), labels=labels.to(model.device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -21,9 +21,7 @@ from colocate.config import GRPOConfig
 from colocate.data.prompts import tell_bare_strings
 from colocate.data.sampler import PromptBatches
 from colocate.data.splits import EvalDataset, TrainDataset, evaluation_sets
-from colocate.engines import build as engines
 from colocate.engines.base import RolloutEngine
-from colocate.engines.build import EngineParts, engine_of_auto
 from colocate.experience.agreement import Agreement
 from colocate.experience.judge import Judge
 from colocate.experience.refill import RefillingSelector
@@ -34,8 +32,7 @@ from colocate.memory.handover import Handover
 from colocate.memory.sleeping import SleepingWeights
 from colocate.memory.timeline import Category, Timeline
 from colocate.memory.train_plan import TrainPlan
-from colocate.nested_options import arguments_of_model_generate, in_words, stop_token_ids_of
-from colocate.options import check_support
+from colocate.nested_options import arguments_of_model_generate
 from colocate.parallel.mesh import Mesh
 from colocate.parallel.watch import watched
 from colocate.planning.planner import Planner, choose_fixed_plan
@@ -52,11 +49,11 @@ from colocate.process_setup import set_up_process
 from colocate.reporting.journal import Journal
 from colocate.rewards.base import RewardFunctions
 from colocate.run import Run
+from colocate.run_engine import build_engine, context_length, sampling_params
 from colocate.run_identity import RunIdentity
 from colocate.run_mesh import mesh_of, part_of, sharding_of, splits_state
 from colocate.start_checks import check_ranks
 from colocate.types import SamplingParams
-from colocate.weights.layouts import causal_lm
 from colocate.weights.weight_parts import local_part, splits_of
 
 logger = logging.getLogger(__name__)
@@ -238,43 +235,6 @@ def build_agreement(
     return Agreement(engine, policy, sampling, is_drawn_otherwise=is_drawn_otherwise)
 
 
-def build_engine(
-    model: nn.Module,
-    args: GRPOConfig,
-    accelerator: Accelerator,
-    sampling: SamplingParams,
-    mesh: Mesh | None = None,
-) -> RolloutEngine:
-    """The engine that `args.engine` names; "auto" takes the native engine wherever that can run.
-
-    Raises:
-        ImportError: engine="vllm" without a vLLM that is supported.
-        ValueError: an option that the engine which "auto" has come to does not support.
-    """
-    name, arguments = args.engine, arguments_of_model_generate(args.generation_kwargs)
-    if name == "auto":
-        name, reason = engine_of_auto(model, use_vllm=args.use_vllm, generate_arguments=in_words(arguments))
-        if reason is not None and accelerator.is_main_process:
-            logger.warning(reason)
-        for notice in check_support(args, name):
-            if accelerator.is_main_process:
-                logger.warning(notice)
-    return engines.build_engine(name, EngineParts(model, args, accelerator, sampling, arguments, mesh))
-
-
-def sampling_params(args: GRPOConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_k=max(args.top_k or 0, 0),
-        top_p=1.0 if args.top_p is None else args.top_p,
-        min_p=args.min_p or 0.0,
-        repetition_penalty=args.repetition_penalty,
-        stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *stop_token_ids_of(args.generation_kwargs)))),
-        seed=args.seed,
-    )
-
-
 def prompt_batches(dataset: TrainDataset, args: GRPOConfig) -> PromptBatches:
     """The training prompts in the order of the run."""
     return PromptBatches(
@@ -312,16 +272,6 @@ def steps_of(args: GRPOConfig, num_batches_per_epoch: int | None) -> NumSteps:
     if args.max_steps > 0:
         return NumSteps(args.max_steps, steps_per_epoch)
     return NumSteps(max(1, math.ceil(args.num_train_epochs * steps_per_epoch)), steps_per_epoch)
-
-
-def context_length(model: nn.Module, args: GRPOConfig) -> int:
-    """The tokens of prompt and completion that the model was made for, or `vllm_max_model_length` if
-    fewer."""
-    limits = [
-        getattr(causal_lm(model).config.get_text_config(), "max_position_embeddings", None),
-        args.vllm_max_model_length,
-    ]
-    return min(limit for limit in (*limits, 1 << 62) if limit is not None and limit > 0)  # XLNet's is -1
 
 
 def entropy_controller(args: GRPOConfig) -> EntropyController:
@@ -442,6 +392,7 @@ def build_judge(
         mask_stale_tokens=args.mask_stale_tokens,
         policy_version=(lambda: engine.policy_version) if args.max_policy_lag else None,
         has_turns=playing.has_turns,
+        calls_tools=playing.calls_tools,
         trainer_state=lambda: journal.state,
         rank=accelerator.process_index,
     )

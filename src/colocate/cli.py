@@ -9,29 +9,23 @@ import argparse
 import logging
 import signal
 import sys
-import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from colocate.commands import chat, export, merge, report, rollout_serve, serve
+from colocate.commands import chat, export, merge, plan, report, rollout_serve, serve, train
 from colocate.commands import eval as measure
 from colocate.parallel.last_words import say
 from colocate.redaction import redacted
-from colocate.train_command import train
 from colocate.version import __version__
 
 _COMMANDS = {
-    "report": report, "chat": chat, "eval": measure, "merge": merge, "export": export, "serve": serve,
-    "rollout-serve": rollout_serve, "vllm-serve": rollout_serve,
+    "train": train, "plan": plan, "report": report, "chat": chat, "eval": measure, "merge": merge,
+    "export": export, "serve": serve, "rollout-serve": rollout_serve, "vllm-serve": rollout_serve,
 }  # fmt: skip
-"""Commands with options of their own; each has a file in `commands/`. Those of a run follow below."""
+"""The commands in the order of the help; each has a file in `commands/`."""
 
-_RUN_FILE_HELP = (
-    "RUN.yaml holds options as `name: value`; an option on the command line replaces the one in the file. "
-    "An option without a value is switched on; several values make a list."
-)
+_TAKE_RUN_OPTIONS = ("train", "plan")
 
 _HOW_TO_GO_ON = (
     " at once: steps since the last checkpoint are lost. The same command with --resume_from_checkpoint auto "
@@ -53,20 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.command is None:
         parser.print_help()
         return 2
-    if _COMMANDS.get(known.command) is rollout_serve:
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)} (options for vLLM go after --)")
-        known.vllm_options = vllm_options
-    elif known.command == "train" and known.num_replicas:
-        known.vllm_options = vllm_options
-    elif vllm_options or (rest and known.command not in ("train", "plan")):
-        _refuse_unknown(known.command_parser, [*rest, *vllm_options])
+    known.run_options, known.vllm_options = rest, vllm_options
+    if unread := _unread(known):
+        _refuse_unknown(known.command_parser, unread)
     # bitsandbytes has no fast 4-bit kernel for CPUs and says so in every program that imports PEFT.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        if known.command in _COMMANDS:
-            return _COMMANDS[known.command].run(known)
-        return {"train": train, "plan": _plan}[known.command](known, rest)
+        return _COMMANDS[known.command].run(known)
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (RuntimeError, MemoryError)) and not _is_ours(error):
             raise
@@ -83,6 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _unread(known: argparse.Namespace) -> list[str]:
+    """The arguments that the command does not take."""
+    is_server = _COMMANDS[known.command] is rollout_serve
+    takes_vllm_options = is_server or (known.command == "train" and known.num_replicas)
+    return [
+        *([] if known.command in _TAKE_RUN_OPTIONS else known.run_options),
+        *([] if takes_vllm_options else known.vllm_options),
+    ]
+
+
 def _refuse_unknown(command: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """End with status 2, the usage of the command, and the option of it that is nearest to the first word."""
     from colocate.option_values import nearest
@@ -91,6 +88,8 @@ def _refuse_unknown(command: argparse.ArgumentParser, words: Sequence[str]) -> N
     hint = nearest(words[0].partition("=")[0], known)
     if command.prog.endswith(" serve") and not hint:
         hint = " (a server for trainers is started by `colocate rollout-serve`)"
+    if command.prog.endswith((" rollout-serve", " vllm-serve")):
+        hint = " (options for vLLM go after --)"
     command.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
@@ -114,146 +113,11 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"colocate {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, summary in (
-        ("train", "train a model"),
-        ("plan", "show whether a run fits the GPU and how long its steps take, without loading the model"),
-    ):
-        # No abbreviations: `--p` must not be taken for --plan's own flags but refused as an unknown option.
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary}. {_RUN_FILE_HELP}",
-            usage=f"colocate {name} [RUN.yaml] [--option value ...]",
-            add_help=name != "train",
-            allow_abbrev=False,
-        )
-        if name == "train":
-            command.add_argument(
-                "-h", "--help", action=_OptionHelp, nargs=0, help="show this help message and exit"
-            )
-            _add_launcher(command)
-        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if name == "plan":
-            command.epilog = (
-                "`colocate train --help` lists the options of a run. Exit codes: 0 the run fits, or there is "
-                "no GPU to fit; 3 it does not fit; 1 an error, such as a model that is not found; 2 a wrong "
-                "command line."
-            )
-            command.add_argument("--json", action="store_true", help="print JSON instead of words")
-            command.add_argument("--verbose", action="store_true", help="print every row of the arithmetic")
-            command.add_argument(
-                "--device_memory_gib",
-                type=_memory_size,
-                help="memory of the device to plan for (default: that of --device_name, or of the one here)",
-            )
-            command.add_argument(
-                "--gpu",
-                "--device_name",
-                dest="device_name",
-                help="the GPU to plan for, such as H100 (default: the one here)",
-            )
-            command.add_argument(
-                "--num_gpus", type=_count, default=1, help="GPUs that train together (default: 1)"
-            )
-            command.add_argument(
-                "--num_nodes", type=_count, help="machines that hold these GPUs (default: one for every 8)"
-            )
-    for own in dict.fromkeys(_COMMANDS.values()):
-        own.add_parser(commands)
-    for command in commands.choices.values():
-        command.set_defaults(command_parser=command)
+    for command in dict.fromkeys(_COMMANDS.values()):
+        command.add_parser(commands)
+    for parser_of_command in commands.choices.values():
+        parser_of_command.set_defaults(command_parser=parser_of_command)
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs or machines")
-    return int(text)
-
-
-def _memory_size(text: str) -> float:
-    size = float(text)
-    if not 0 < size < 2**20:
-        raise argparse.ArgumentTypeError(f"{text} GiB is not the memory of a device")
-    return size
-
-
-class _OptionHelp(argparse.Action):
-    """Prints the help with all options, which are read from the sources only when somebody asks for help."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from colocate.option_help import help_width, option_help
-
-        about = textwrap.fill(str(parser.description), help_width())
-        parser.description = f"{about}\n\n{option_help()}"
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        parser.print_help()
-        parser.exit()
-
-
-def _add_launcher(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("ranks (one process per GPU) that Ray starts")
-    group.add_argument("--launcher", choices=["ray"], help="start the ranks on a Ray cluster")
-    group.add_argument("--num_nodes", type=_count, help="nodes to train on (default: 1)")
-    group.add_argument("--gpus_per_node", type=_count, help="GPUs of each node, one rank on each")
-    group.add_argument("--ranks_per_node", type=_count, help="ranks of each node without GPUs")
-    group.add_argument(
-        "--max_restarts", type=_whole, help="starts again from the last checkpoint, at most (default: 3)"
-    )
-    group.add_argument(
-        "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
-    )
-    group.add_argument(
-        "--num_replicas", type=_count, help="rollout servers to start for the run; vLLM's options go after --"
-    )
-    group.add_argument(
-        "--replica_gpus", type=_count, help="GPUs of each server, tensor parallel over them (default: 1)"
-    )
-    group.add_argument(
-        "--replica_placement",
-        choices=["colocated", "own"],
-        help="servers on the ranks' GPUs, in turns with them (the default), or on GPUs of their own",
-    )
-
-
-def _whole(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
-    return int(text)
-
-
-# ── plan ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    from colocate.run_file import read_values
-    from colocate.train_command import (
-        require,
-        require_adapters_on_4_bits,
-        say_unnecessary,
-        with_model_options,
-    )
-
-    _, values = read_values(rest)
-    require(values, "model_name_or_path")
-
-    from colocate.planning.command import plan_run
-    from colocate.run_config import parse_run
-
-    run, options = parse_run(values)
-    require(vars(run), "model_name_or_path")
-    require_adapters_on_4_bits(run)
-    say_unnecessary(options)
-    return plan_run(
-        run,
-        with_model_options(run, options),
-        device_name=known.device_name,
-        device_memory_gib=known.device_memory_gib,
-        num_gpus=known.num_gpus,
-        num_nodes=known.num_nodes,
-        as_json=known.json,
-        is_verbose=known.verbose,
-    )
 
 
 if __name__ == "__main__":

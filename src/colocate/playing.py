@@ -49,8 +49,12 @@ class Playing:
     @property
     def has_turns(self) -> bool:
         """Whether episodes may have several turns, and given tokens in them."""
-        plays = self.rollout_func is not None or self.agent is not None
-        return plays or bool(self.toolbox) or self.environments is not None
+        return self.calls_tools or self.rollout_func is not None or self.agent is not None
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether tools are called here, and not by a user's program."""
+        return bool(self.toolbox) or self.environments is not None
 
     @property
     def reward_functions(self) -> list[Callable[..., Any]]:

@@ -83,7 +83,8 @@ class RunConfig:
     """Another dataset whose split "train" is evaluated on. None: `dataset_test_split` of `dataset_name`."""
     eval_dataset_options: dict[str, Any] = field(default_factory=dict)
     """What `dataset_options` is to `dataset_name`, for `eval_dataset_name`: such as another seed of a
-    generated task."""
+    generated task. Its problem i is drawn by seed + i, so seeds must be further apart than there are
+    problems, or both have the same ones."""
     datasets: list[dict[str, Any]] = field(default_factory=list)
     """Several datasets instead of dataset_name: in a file, mappings with name and, as far as they are needed,
     label, config, split, weight, options, and prompt_column, prompt_template, system_prompt, columns and
@@ -118,6 +119,12 @@ class RunConfig:
     """Reward functions: built-in names, dotted paths (`package.module.function`) or `file.py:function`."""
     reward_model_name_or_path: str | None = None
     """A reward model, on the Hub or in a directory; it comes before `reward_funcs` in `reward_weights`."""
+
+    tools: list[str] = field(default_factory=list)
+    """Functions that the model may call: dotted paths or `file.py:function`."""
+    environment_factory: str | None = None
+    """A class whose objects each play one episode, with their methods as tools: a dotted path or
+    `file.py:Class`. Its `get_reward`, if it has one, is a reward function."""
 
     def __post_init__(self) -> None:
         for name, requirement in ranges_of(RunConfig).items():

@@ -285,7 +285,9 @@ def test_an_agent_with_tools_of_its_own(tmp_path, stream):
         reward_funcs=reward, temperature=0.5, learning_rate=1e-9,
     )  # fmt: skip
     trainer.train()
-    assert logged(trainer, "reward") == [1.0, 1.0]
+    assert logged(trainer, "reward") == [1.0, 1.0] and logged(trainer, "episodes/forks") == [0.0, 0.0]
+    names = {name for entry in trainer.state.log_history for name in entry}
+    assert not [name for name in names if name.startswith("tools/")], "which nobody knows but the agent"
     for episode in episodes:
         (row,) = episode.rows()
         text = TOKENIZER.decode(row.completion_ids)

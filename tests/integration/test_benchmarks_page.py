@@ -122,3 +122,18 @@ def test_figures_in_the_text_are_those_of_the_results():
     }
     assert max(errors[True]) == 0.003 and errors[False] == {0.02}
     assert "errors against float64 are 0.003, those of Liger and of full logits in bfloat16 0.02" in PAGE
+
+
+def test_starts_on_a_cpu_are_those_of_the_result():
+    claims = json.loads((ROOT / "benchmarks/results/start-cpu.json").read_text())["claims"]
+    cpu = {name.removesuffix("_cpu_s"): s for name, s in claims.items() if name.endswith("_cpu_s")}
+    quick = ("version", "help", "wrong_option", "wrong_model", "report")
+    assert f"answers within {max(cpu[case] for case in quick):.1f} s, such as `colocate report`" in PAGE
+    found, before = cpu["wrong_model"], cpu["wrong_model_before"]
+    assert f"says so after {found:.1f} s, where it took {before:.1f}." in PAGE
+    found, before = cpu["first_completion"], cpu["first_completion_before"]
+    assert f"takes {found:.1f} s from the start of `colocate chat`, where it took {before:.1f}." in PAGE
+    takes = f"takes {cpu['plan']:.1f} s, importing the trainer {cpu['import_trainer']:.1f} s"
+    assert f"{takes} and a run of one step {cpu['first_step']:.1f} s, all within 3% of" in PAGE
+    for case in ("plan", "import_trainer", "first_step"):
+        assert cpu[case] == pytest.approx(cpu[f"{case}_before"], rel=0.03)

@@ -18,17 +18,17 @@ from colocate import cli
 from colocate.clusters import replicas
 from colocate.clusters.cluster import Ask
 from colocate.clusters.replicas import MEMORY_SHARE, serve_command
+from colocate.commands.train import _launch_options
 from colocate.engines.vllm_server.serve import _check_options
 from colocate.parallel.slices import cut
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
-from colocate.train_command import _launch_options
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 SOURCES = " ".join(
     re.sub(r'"\s*\n\s*f?"', "", path.read_text())
-    for path in (*(ROOT / "src/colocate/clusters").glob("*.py"), ROOT / "src/colocate/train_command.py")
+    for path in (*(ROOT / "src/colocate/clusters").glob("*.py"), ROOT / "src/colocate/commands/train.py")
 )
 JOB = "ray job submit --address http://10.0.0.1:8265 --working-dir . --"
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai import AsyncOpenAI
 
 from colocate.engines.native.engine import NativeEngine
@@ -319,9 +321,68 @@ def test_web_pages_are_not_answered(plain, headers, status, words):
     assert found == status and words in answer["error"]["message"]
 
 
-def test_a_path_that_is_not_there_is_an_error_of_the_same_shape(plain):
-    status, answer = plain.ask({}, "/v1/embeddings")
-    assert status == 404 and "'/v1/embeddings' is not served here" in answer["error"]["message"]
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/completions/", "/v1//completions"])
+@pytest.mark.parametrize("host", ["localhost", "localhost:[", "[::1"])
+def test_a_path_that_is_not_there_is_an_error_of_the_same_shape(plain, path, host):
+    status, answer = plain.ask({}, path, {"Host": host})
+    assert status == 404 and f"{path!r} is not served here" in answer["error"]["message"]
+
+
+STRANGE = st.sampled_from(
+    [0, -1, 1, 2, 3, 10**400, 2**63, 1e300, 0.5, True, False, "", "a", "\x00", "\ud800", "1", [], [[]], [0],
+     ["a"], [None], {}, {"type": "text", "text": "a"}, [{"type": "text", "text": "b"}], [QUESTION[0]] * 2,
+     QUESTION, [{"role": "assistant", "content": None}], [{"role": "tool", "content": "5"}], [TOOL], "auto",
+     [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "{}"}}]}]]
+)  # fmt: skip
+FIELDS = st.sampled_from(
+    ["messages", "prompt", "tools", "tool_choice", "stop", "n", "seed", "temperature", "top_p", "top_k",
+     "min_p", "max_tokens", "max_completion_tokens", "repetition_penalty", "stream", "stream_options",
+     "logprobs", "return_token_ids", "user", "metadata", "model", "echo", "\ud800"]
+)  # fmt: skip
+
+
+@settings(max_examples=120)
+@given(st.dictionaries(FIELDS, STRANGE, max_size=3), st.booleans())
+def test_whatever_is_asked_is_answered_or_refused_by_the_name_of_a_field(bounded, content, is_chat):
+    """Whatever a body has: there is no error of the server's, and no answer that never ends."""
+    usual = {"messages": QUESTION} if is_chat else {"prompt": "ab"}
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    body = {"model": MODEL, "max_tokens": 2, **usual, **content}
+    answer = raw(bounded, posted(json.dumps(body).encode(), path))
+    head, _, told = answer.partition(b"\r\n\r\n")
+    if b"text/event-stream" in head:
+        assert told.rstrip(b"0\r\n").endswith(b"data: [DONE]") and b'"error"' not in told
+    elif head.startswith(b"HTTP/1.1 200"):
+        assert json.loads(told)["usage"]["completion_tokens"] >= 1
+    else:
+        error = json.loads(told)["error"]
+        assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.1 404")) and error["param"], told
+    assert bounded.service._num_requests == 0
+
+
+def posted(body: bytes, path: str = "/v1/completions", *, closes: bool = True) -> bytes:
+    closing = b"Connection: close\r\n" if closes else b""
+    head = HEAD.replace(b"/v1/completions", path.encode())
+    return head + closing + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def test_requests_that_are_sent_before_the_answers_are_answered_in_order(bounded):
+    bodies = [{"model": MODEL, "prompt": "ab", "max_tokens": n, "seed": 1} for n in (3, 1, 0, 2)]
+    asked = [posted(json.dumps(body).encode(), closes=n == 3) for n, body in enumerate(bodies)]
+    answers = raw(bounded, b"".join(asked), is_kept=True).split(b"HTTP/1.1 ")[1:]
+    told = [json.loads(answer.partition(b"\r\n\r\n")[2]) for answer in answers]
+    assert [answer.get("usage", {}).get("completion_tokens") for answer in told] == [3, 1, None, 2]
+    assert told[2]["error"]["param"] == "max_tokens"
+
+
+def test_a_prompt_behind_one_that_takes_long_to_read_is_not_waited_for_for_ever(bounded, monkeypatch):
+    is_read = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(bounded.texts, "context", lambda *_: is_read.wait(20) and tokens_of("ab"))
+        body = {"model": MODEL, "prompt": "ab", "max_tokens": 1}
+        assert [bounded.ask(body)[0] for _ in range(2)] == [503, 503]
+        is_read.set()
+    assert bounded.ask(body)[0] == 200
 
 
 def test_a_trainer_that_takes_it_for_its_server_is_told(plain, monkeypatch):
@@ -330,8 +391,11 @@ def test_a_trainer_that_takes_it_for_its_server_is_told(plain, monkeypatch):
         RolloutServerEngine(random_model(), base_url=f"http://127.0.0.1:{plain.port}")
 
 
-def raw(served: Served, request: bytes, *, wait_s: float = 5.0, goes_on: bytes = b"") -> bytes:
-    """What comes back for bytes on a connection until the server closes it or `wait_s` are over."""
+def raw(
+    served: Served, request: bytes, *, wait_s: float = 5.0, goes_on: bytes = b"", is_kept: bool = False
+) -> bytes:
+    """What comes back for bytes on a connection until the server closes it or `wait_s` are over, or, unless
+    it `is_kept`, until there is an answer's head that does not say that the connection is closed."""
     with socket.create_connection(("127.0.0.1", served.port), timeout=wait_s) as connection:
         connection.sendall(request)
         answer = b""
@@ -340,7 +404,7 @@ def raw(served: Served, request: bytes, *, wait_s: float = 5.0, goes_on: bytes =
                 answer += part
                 if goes_on:
                     connection.sendall(goes_on)
-                elif b"\r\n\r\n" in answer and b"connection: close" not in answer.lower():
+                elif not is_kept and b"\r\n\r\n" in answer and b"connection: close" not in answer.lower():
                     break
         except TimeoutError:
             return answer + b"(still open)"

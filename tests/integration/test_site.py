@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = {
     name: (ROOT / "docs" / f"{name}.md").read_text()
     for name in (
-        "index", "install", "quickstart-gpu", "concepts", "configuration", "metrics", "memory",
-        "troubleshooting", "moving-from-unsloth", "moving-from-verl", "comparison", "api",
+        "index", "install", "quickstart-gpu", "concepts", "configuration", "metrics", "report",
+        "memory", "troubleshooting", "moving-from-unsloth", "moving-from-verl", "comparison", "api",
     )
 }  # fmt: skip
 NOT_RUN = re.compile(r"pip install |python -c |python3 -m venv ")

@@ -16,9 +16,9 @@ import pytest
 from transformers import AutoConfig
 
 from colocate import cli
+from colocate.commands.train import _launch_options
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
-from colocate.train_command import _launch_options
 from processes import SOURCE
 
 ROOT = Path(__file__).parents[2]

@@ -185,6 +185,18 @@ def test_a_trained_model_is_better_than_its_base_on_prompts_it_has_not_seen(home
     assert again == printed, "draws are seeded"
 
 
+def test_completions_that_were_not_judged_are_told(home, capsys):
+    Path("picky.py").write_text(
+        "def picky(completions, **columns):\n"
+        "    return [None if number % 4 == 0 else 1.0 for number in range(len(completions))]\n"
+    )
+    command = "colocate eval runs/sums --dataset test.jsonl --num_samples 4 --reward_funcs picky.py:picky"
+    printed = run(f"{command} --output picky.json", capsys)
+    assert "2 of 8 completions of runs/sums were not judged by picky (it returned None)" in printed
+    (model,) = json.loads(Path("picky.json").read_text())["models"]
+    assert (model["num_unjudged"], model["num_correct"], model["accuracy"]["value"]) == (2, [3, 3], 0.75)
+
+
 def test_another_engine_and_the_merged_model_measure_alike(home, capsys):
     run("colocate merge runs/sums runs/sums-merged", capsys)
     greedy = "colocate eval runs/sums runs/sums-merged --dataset test.jsonl --temperature 0 --output {}.json"

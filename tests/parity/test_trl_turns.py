@@ -145,6 +145,7 @@ def judged(reference: TRLTurns) -> Rollout:
         torch.device("cpu"),
         mask_truncated_completions=True,
         has_turns=True,
+        calls_tools=True,
     )
     return judge.score(request, reference.episodes)
 

@@ -37,6 +37,26 @@ def test_answers_in_chinese(completion, reward):
     assert accuracy_reward([completion], ["12"]) == [reward]
 
 
+@pytest.mark.parametrize(
+    ("completion", "solution", "reward"),
+    [
+        *((f"答案是 {text}", "2", 0.0) for text in (
+            "2^10", "2π", "2\\pi", "2√3", "2x", "2:3", "2：30", "2×3", "2 × 3", "2+5", "2-5", "2 * 4",
+            "2*(3+4)", "2(3+4)", "2=3", "2e3", "2,5", "2 1/2", "2萬", "2 万元", "2百")),
+        *((f"答案是 {text}", "2", 1.0) for text in (
+            "2", "2。", "2.", "2, 因為", "**2**", "2 公分", "2 cm", "2m", "2\n3. 下一題",
+            "2（個）", "$2$", "4/2", "2；")),
+        ("答案是 −2", "-2", 1.0),
+        ("答案是 －２", "−2", 1.0),
+        ("答案是 $2^{10}$", "1024", 1.0),
+        ("答案是 7。以上回答 2 個步驟", "7", 1.0),
+        ("每答 2 題得 7 分", "2", 0.0),
+    ],
+)  # fmt: skip
+def test_a_number_that_goes_on_as_something_else_is_no_answer(completion, solution, reward):
+    assert accuracy_reward([completion], [solution]) == [reward]
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.integers(-(10**7), 10**7), st.sampled_from(["答案是 {}", "答案：{}。", "答：{} 元", "答案為 ${}$"]))
 def test_any_number_is_read_in_any_width(number, sentence):

@@ -15,13 +15,13 @@ from engine_models import make_gpt2, make_model
 from packaging.version import Version
 from transformers.utils import logging as transformers_logging
 
-from colocate.build import build_engine, sampling_params
 from colocate.config import GRPOConfig
 from colocate.engines import build as engines
 from colocate.engines.build import EngineParts
 from colocate.engines.vllm import engine, environment
 from colocate.parallel.mesh import Mesh
 from colocate.process_setup import set_up_process
+from colocate.run_engine import build_engine, sampling_params
 
 
 @pytest.fixture

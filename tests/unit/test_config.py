@@ -12,7 +12,6 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from colocate import launchers
-from colocate.build import sampling_params
 from colocate.config import GRPOConfig
 from colocate.option_values import coerce, shown, types_of
 from colocate.options import (
@@ -26,6 +25,7 @@ from colocate.options import (
     default_of,
     honoured,
 )
+from colocate.run_engine import sampling_params
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 CLASSES = (honoured(GRPOConfig), set(RENAMED), set(UNNECESSARY), set(REFUSED))

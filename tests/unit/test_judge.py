@@ -110,6 +110,7 @@ def test_rows_of_an_episode_are_one_member_of_its_group(mask_truncated):
         make_tokenizer(),
         lambda completion_ids, **_: [1.0, 3.0, 4.0, 2.0],
         has_turns=True,
+        calls_tools=True,
         mask_truncated_completions=mask_truncated,
     )
     members = rollout.members

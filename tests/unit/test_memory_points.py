@@ -230,7 +230,7 @@ def svg_of(directory: Any, *spans: dict[str, Any]) -> ElementTree.Element:
     log.close()
     chart = step_memory_chart(read_run(directory), (768, 320))
     assert chart is not None
-    return ElementTree.fromstring(chart)
+    return ElementTree.fromstring(chart.svg())
 
 
 def test_curve_takes_for_activations_what_no_category_holds() -> None:

@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from colocate.checkpoints.whole_directory import writing_directory
 from colocate.weights.adapter_files import note_base, read_adapter
-from colocate.weights.merging import merge_adapter
+from colocate.weights.merging import copy_model, merge_adapter
 from tiny import make_model, make_tokenizer
 
 LORAS: dict[str, dict[str, Any]] = {
@@ -26,6 +27,7 @@ LORAS: dict[str, dict[str, Any]] = {
         rank_pattern={"down_proj": 7},
         alpha_pattern={"layers.1.self_attn.q_proj": 3},
     ),
+    "random at its start": dict(target_modules=["q_proj"], init_lora_weights="orthogonal"),
     "a head of its own": dict(target_modules=["o_proj"], modules_to_save=["lm_head"]),
 }
 
@@ -131,6 +133,9 @@ def test_another_model_of_the_same_shapes_is_refused_by_its_fingerprint(tmp_path
     [
         (dict(target_modules=["q_proj"], use_dora=True), "use_dora=True"),
         (dict(target_modules=["q_proj"], lora_bias=True), "lora_bias=True"),
+        (dict(target_modules=["q_proj"], init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+        (dict(target_modules=["q_proj"], init_lora_weights="olora"), "init_lora_weights='olora'"),
+        (dict(target_modules=["q_proj"], alora_invocation_tokens=[5]), "alora_invocation_tokens"),
         (dict(target_modules=["embed_tokens"]), "lora_embedding_A"),
     ],
 )
@@ -147,11 +152,18 @@ def test_weights_that_cannot_be_merged(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no adapter: it has no adapter_config.json"):
         read_adapter(str(base))
     tied = save_base(tmp_path / "tied", architecture="qwen2")
-    own_head = save_adapter(
-        tied, tmp_path / "own_head", target_modules=["q_proj"], modules_to_save=["embed_tokens"]
-    )
-    with pytest.raises(ValueError, match="one matrix for its embeddings and its head"):
-        merge(own_head, tied, tmp_path / "a")
+    config = json.loads((tied / "config.json").read_text())
+    for number, heads in enumerate(
+        [
+            {"modules_to_save": ["embed_tokens"]},
+            {"modules_to_save": ["lm_head"]},
+            {"target_modules": ["lm_head"]},
+        ]
+    ):
+        own_head = save_adapter(tied, tmp_path / f"head{number}", **{"target_modules": ["q_proj"], **heads})
+        (tied / "config.json").write_text(json.dumps(config, separators=(",", ":")))
+        with pytest.raises(ValueError, match="one matrix for its embeddings and its head"):
+            merge(own_head, tied, tmp_path / f"a{number}")
     quantised = shutil.copytree(base, tmp_path / "quantised")
     config = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": {"bits": 4}}))
@@ -165,6 +177,41 @@ def test_weights_that_cannot_be_merged(tmp_path):
     save_file(broken, file)
     with pytest.raises(ValueError, match="not finite once"):
         merge(adapter, base, tmp_path / "d")
+
+
+def test_a_model_that_lacks_a_file_is_neither_merged_into_nor_copied(tmp_path):
+    base = save_base(tmp_path / "base", shard="8KB")
+    adapter = save_adapter(base, tmp_path / "adapter", **LORAS["attention"])
+    files = sorted(base.glob("*.safetensors"))
+    files[2].unlink()
+    (tmp_path / "copy").mkdir()
+    for attempt in (
+        lambda: merge(adapter, base, tmp_path / "a"),
+        lambda: copy_model(str(base), tmp_path / "copy"),
+    ):
+        with pytest.raises(ValueError, match=rf"lacks 1 of the {len(files)} files .* '{files[2].name}'"):
+            attempt()
+    assert not list((tmp_path / "copy").iterdir())
+
+
+@pytest.mark.parametrize("place", ["new", "made/by the way/new", ".", "link", "dangling"])
+def test_a_directory_is_there_whole_or_not_at_all(tmp_path, monkeypatch, place):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    if place in ("link", "dangling"):
+        (here / place).symlink_to(tmp_path / "elsewhere")
+    if place == "link":
+        (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(KeyboardInterrupt), writing_directory(Path(place)) as directory:
+        (directory / "half").write_text("")
+        raise KeyboardInterrupt
+    assert not list((tmp_path / "here" / place).glob("*")) and not list(tmp_path.rglob("*.partial"))
+    with writing_directory(Path(place)) as directory:
+        (directory / "whole").write_text("")
+    assert [path.name for path in (tmp_path / "here" / place).iterdir()] == ["whole"]
+    with pytest.raises(ValueError, match="exists already"), writing_directory(tmp_path / "here" / place):
+        raise AssertionError("nothing is written there")
 
 
 def test_files_of_a_merged_model_keep_their_names_and_what_lies_beside_them(tmp_path):

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from chat_templates import TOOL as MULTIPLY
 from chat_templates import WITH_TOOLS, make_call, renderer_of, sampled
 from colocate.episodes.renderer import Renderer
+from colocate.serving.calls import chat_call
+from colocate.serving.choice import Choice
+from colocate.serving.desk import Place
+from colocate.serving.driver import Drawn
+from colocate.serving.fields import Fields
 from colocate.serving.message_stream import MessageStream
+from colocate.serving.texts import Texts
+from colocate.types import Prompt, SamplingParams
 from serving_case import STOP, TOKENIZER, TOOL
 from tool_chat import TEMPLATE, call, make_chat_tokenizer
 
@@ -52,12 +59,30 @@ def told(
     return stream.message, deltas
 
 
+@pytest.mark.parametrize("is_read_whole", [False, True])
+@pytest.mark.parametrize("before", ["", call("add", a=1, b=2)])
+def test_a_stop_text_is_not_in_a_message(before, is_read_whole, monkeypatch):
+    """Templates whose turns are read whole, and text behind a call, are told by what was parsed."""
+    if is_read_whole:
+        monkeypatch.setattr(Renderer, "marks", None)
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "stop": "XX"}
+    chat, texts = chat_call(Fields(body)), Texts(TOKENIZER, [STOP])
+    place = Place(Prompt((5,), 0, range(1)), SamplingParams(max_tokens=999))
+    choice = Choice(0, chat, place, texts)
+    choice.take(Drawn(0, tuple(TOKENIZER(before + "abXXcd")["input_ids"]), None, "length"))
+    shown = choice.turn.shown
+    assert choice.finish_reason == ("tool_calls" if before else "stop") and shown is not None
+    assert shown["content"] == "ab" and len(shown.get("tool_calls", [])) == bool(before)
+    assert "XX" in choice.turn.parsed["content"], "which is in the turn, and so in the episode"
+
+
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     return {**message, "tool_calls": calls}
 
 
 @settings(max_examples=300)
+@example(PLAIN, "\na<tool_call>", [2], True, "")
 @given(
     st.sampled_from([PLAIN, REASONED]), st.lists(PIECES, max_size=8).map("".join), CUTS, st.booleans(),
     st.sampled_from(["", "<think>\n"]),

@@ -35,6 +35,7 @@ def refusal(content: dict[str, Any], is_chat: bool = True) -> Refusal:
         ("tool_choice", {"type": "function", "function": {"name": "add"}}), ("parallel_tool_calls", False),
         ("functions", []), ("modalities", ["audio"]), ("a_new_one", 1), ("store", True),
         ("temperature", 2.5), ("temperature", "1"), ("temperature", True), ("top_p", 0), ("top_p", 1.1),
+        ("temperature", 10**400),
         ("seed", 1.5), ("seed", 2**64), ("n", 0), ("n", 129), ("max_tokens", 0), ("max_tokens", "5"),
         ("max_completion_tokens", -1), ("stop", ["a"] * 17), ("stop", [""]), ("stop", 5), ("stop", "x" * 300),
         ("stream", 1), ("logprobs", 1), ("stream_options", {"include_usage": True}), ("model", 7),
@@ -61,6 +62,11 @@ def test_what_the_service_cannot_do_is_refused_by_name(field, value):
          "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
          "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": 0}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "\ud800", "arguments": "{}"}}]},
+         "messages[0].tool_calls[0].function.name"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]},
+         "messages.tool_calls.function.arguments.a"),
         ("hi", "messages[0]"),
     ],
 )  # fmt: skip
@@ -82,6 +88,24 @@ def test_completions_that_cannot_be_had_are_refused_by_name(field, value):
 def test_bodies_that_are_no_object_are_refused(body):
     with pytest.raises(Refusal, match="The body is no JSON"):
         parsed(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"n": 1, "n": 2}', "n"),
+        (b'{"messages": [{"role": "user", "role": "user"}]}', "role"),
+        (b'{"\\ud800": 1}', "A field's name"),
+        (b'{"metadata": {"\\ud800": 1}}', "metadata"),
+        (b'{"user": "\\ud800"}', "user"),
+        (b'{"metadata": ' + b"[" * 500 + b"]" * 500 + b"}", f"metadata{'[0]' * 200}"[:80]),
+    ],
+)
+def test_what_no_field_may_have_is_refused_by_name(body, param):
+    with pytest.raises(Refusal) as caught:
+        parsed(body)
+    assert caught.value.param == param
+    json.dumps(caught.value.content, ensure_ascii=False).encode()  # the answer can be written
 
 
 def test_values_that_ask_for_nothing_are_taken():
@@ -114,23 +138,31 @@ def test_messages_become_what_chat_templates_read():
     assert call.tools == (TOOL,)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = st.sampled_from(
+NAMES = st.sampled_from(
     ["model", "messages", "prompt", "tools", "tool_choice", "stop", "n", "seed", "temperature", "max_tokens",
-     "stream", "stream_options", "logprobs", "logit_bias", "response_format", "return_token_ids", "user", "x"]
+     "stream", "stream_options", "logprobs", "logit_bias", "response_format", "return_token_ids", "user", "x",
+     "role", "content", "type", "text", "function", "tool_calls", "name", "arguments", "parameters", "id"]
 )  # fmt: skip
+TEXTS = st.sampled_from(["user", "assistant", "tool", "text", "function", "m", "{}", "\ud800", ""]) | st.text(
+    st.characters(), max_size=3
+)
+NUMBERS = (
+    st.integers() | st.sampled_from([10**400, -(10**400)]) | st.floats(allow_nan=False, allow_infinity=False)
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
 
 
 @settings(max_examples=300)
-@given(st.dictionaries(FIELDS, JSON, max_size=5), st.booleans())
-def test_any_body_is_read_or_refused(content, is_chat):
+@given(st.dictionaries(NAMES | TEXTS, JSON, max_size=5), st.booleans())
+def test_any_body_is_read_or_refused_by_the_name_of_a_field(content, is_chat):
     try:
         call = read({**(CHAT if is_chat else TEXT), **content}, is_chat)
     except Refusal as refused:
-        assert refused.status == 400 and str(refused)
+        assert refused.status == 400 and refused.param is not None
+        json.dumps(refused.content, ensure_ascii=False).encode()
     else:
         assert call.model and call.n >= 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.pool import EnginePool
+from colocate.engines.requests import turn_key
 from colocate.engines.transformers_engine import TransformersEngine
 from colocate.serving.driver import Begun, Drawn, Driver, Job
 from colocate.types import Completion, Prompt, SamplingParams
@@ -62,6 +63,20 @@ def ask(driver: Driver, prompt: Prompt, sampling: SamplingParams, **options: Any
     caller.job = Job(prompt, sampling, caller.updates.append, **options)
     driver.ask(caller.job)
     return caller
+
+
+def finish(driver: Driver, *callers: Caller) -> None:
+    for _ in range(MAX_TURNS):
+        if all(caller.is_over for caller in callers):
+            return
+        driver.advance()
+    raise AssertionError("not all requests were answered")
+
+
+def fresh(make: Any) -> Any:
+    engine = make()
+    engine.wake_up()
+    return engine
 
 
 def alone(engine: Any, caller: Caller) -> list[Completion]:
@@ -129,11 +144,9 @@ def test_a_long_request_does_not_keep_one_with_other_parameters_waiting():
     for _ in range(3):
         driver.advance()
     short = ask(driver, Prompt((5, 6), 1, range(1), (2,)), greedy)
-    while not short.is_over:
-        driver.advance()
+    finish(driver, short)
     assert 0 < sum(len(u.token_ids) for u in long.updates if isinstance(u, Drawn)) < 60
-    while not long.is_over:
-        driver.advance()
+    finish(driver, long)
     assert [long.completion(0)[0]] == [c.token_ids for c in alone(engine, long)]
 
 
@@ -150,8 +163,7 @@ def test_an_engine_that_fails_ends_the_requests_that_it_had_and_takes_new_ones(m
         driver.fail(RuntimeError("gone"))
     assert isinstance(first.updates[-1], RuntimeError) and isinstance(waiting.updates[-1], RuntimeError)
     again = ask(driver, prompt, SAMPLINGS[0])
-    while not again.is_over:
-        driver.advance()
+    finish(driver, again)
     assert again.completion(0)[0] == alone(engine, again)[0].token_ids
 
 
@@ -161,8 +173,7 @@ def test_a_request_that_cannot_be_drawn_ends_alone():
     driver = Driver(engine)
     good = ask(driver, Prompt((5, 6), 1, range(1), (4,)), SAMPLINGS[0])
     bad = ask(driver, Prompt((5,) * MAX_LEN, 1, range(1), (4,)), SAMPLINGS[0])
-    while not good.is_over:
-        driver.advance()
+    finish(driver, good)
     assert isinstance(bad.updates[0], ValueError) and "context" in str(bad.updates[0])
     assert good.completion(0)[0]
 
@@ -173,15 +184,13 @@ def test_a_kept_sequence_is_extended_and_let_go_in_the_end():
     driver = Driver(engine)
     sampling = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
     first = ask(driver, Prompt((5, 6), 1, range(1), (4,)), sampling, keep=True)
-    while not first.is_over:
-        driver.advance()
+    finish(driver, first)
     number = next(u.sequence for u in first.updates if isinstance(u, Drawn) and u.finish_reason)
     assert number is not None
     second = ask(
         driver, Prompt((5, 6), 1, range(1), (5,)), sampling, keep=True, extends=number, given_ids=(7, 8)
     )
-    while not second.is_over:
-        driver.advance()
+    finish(driver, second)
     (number,) = engine.submit([Prompt((5, 6), 1, range(1), (4,))], sampling, keep=True)
     turns = []
     for added in ((7, 8), None):
@@ -194,6 +203,63 @@ def test_a_kept_sequence_is_extended_and_let_go_in_the_end():
     engine.abort([number])
     driver.fail(RuntimeError("the end"))
     assert not engine._submissions.sequences
+
+
+@pytest.mark.parametrize("make", [native, pool, transformers])
+@pytest.mark.parametrize("is_another_drawn", [False, True], ids=["resting", "drawing"])
+def test_kept_sequences_make_room_for_other_parameters_and_go_on_after_them(make, is_another_drawn):
+    """The turns of an agent are those that it has alone, whoever asks with other parameters in between."""
+    sampling, turns = SamplingParams(max_tokens=50, stop_token_ids=(STOP,), seed=3), []
+    for has_visitor in (False, True):
+        engine = make()
+        engine.wake_up()
+        driver = Driver(engine, slice_s=0.0)
+        first = ask(driver, Prompt((5, 6), 1, range(1), (4,)), sampling, keep=True)
+        finish(driver, first)
+        (number,) = (u.sequence for u in first.updates if isinstance(u, Drawn) and u.finish_reason)
+        assert number is not None
+        whole = (5, 6, *first.completion(0)[0], 7)
+        if has_visitor:
+            others = [ask(driver, Prompt((8, 9), 5, range(2), (9, 9)), SAMPLINGS[1])]
+            others += [ask(driver, Prompt((8,), 6, range(1), (30,)), sampling)] * is_another_drawn
+            finish(driver, *others)
+            for other in others:
+                assert [other.completion(n)[0] for n in other.job.prompt.samples] == [
+                    completion.token_ids for completion in alone(fresh(make), other)
+                ]
+        options: dict[str, Any] = dict(keep=True, extends=number, given_ids=(7,))
+        second = ask(driver, Prompt(whole, turn_key(1, 1), range(1), (5,)), sampling, **options)
+        finish(driver, second)
+        turns.append((first.completion(0)[0], second.completion(0)[0]))
+        driver.fail(RuntimeError("the end"))
+        assert not engine.is_busy and not driver._batches
+        engine.close()
+    assert turns[0] == turns[1]
+
+
+def test_a_request_of_a_rollout_that_is_over_extends_nobodys_sequence():
+    engine = native()
+    engine.wake_up()
+    driver = Driver(engine)
+    finish(driver, first := ask(driver, Prompt((5, 6), 1, range(1), (4,)), SAMPLINGS[0], keep=True))
+    driver.fail(RuntimeError("the rollout is over"))
+    prompt = Prompt((5, 6, *first.completion(0)[0], 7), 2, range(1), (4,))
+    finish(driver, late := ask(driver, prompt, SAMPLINGS[0], extends=0, given_ids=(7,)))
+    assert late.completion(0)[0] == alone(engine, late)[0].token_ids
+
+
+@pytest.mark.parametrize("breaks", [("submit",), ("poll", "abort")])
+def test_whoever_waits_is_told_when_the_engine_fails(breaks, monkeypatch):
+    engine = native()
+    engine.wake_up()
+    driver = Driver(engine)
+    callers = [ask(driver, Prompt((5, 6), 1, range(1), (4,)), sampling) for sampling in SAMPLINGS[:2] * 2]
+    for name in breaks:
+        monkeypatch.setattr(engine, name, lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        driver.advance()
+    driver.fail(RuntimeError("gone"))
+    assert all(isinstance(caller.updates[-1], RuntimeError) for caller in callers)
 
 
 def test_waiting_ends_with_a_request_or_a_wake():

@@ -95,6 +95,22 @@ def test_a_difference_is_paired_by_prompt():
     assert share(second.tolist()).low < share(first.tolist()).high
 
 
+@pytest.mark.parametrize(("num_prompts", "num_samples"), [(40, 8), (15, 4)])
+def test_intervals_of_differences_of_clustered_completions_hold_the_truth_as_often_as_they_say(
+    num_prompts, num_samples
+):
+    """Prompts are anything from hopeless to certain, and the second model is better on each by up to 0.1."""
+    rng, truth, held = np.random.default_rng(4), 0.1 - 0.1**2 / 2, 0
+    for _ in range(1000):
+        shares = rng.random(num_prompts)
+        first, second = (
+            rng.binomial(num_samples, p) / num_samples for p in (shares, np.minimum(1, shares + 0.1))
+        )
+        interval = difference(second.tolist(), first.tolist(), num_samples)
+        held += interval.low <= truth <= interval.high
+    assert held / 1000 == pytest.approx(0.955, abs=0.02)
+
+
 @pytest.mark.parametrize("agreement", [0.0, 0.6, 0.95])
 def test_intervals_of_differences_hold_the_truth_as_often_as_they_say(agreement):
     """The second model answers as the first with this probability, else on its own."""
@@ -113,10 +129,19 @@ def test_models_that_do_not_differ_on_few_prompts_may_differ_on_others():
     assert interval.value == 0 and interval.low < -0.3 and interval.high > 0.3
 
 
+@pytest.mark.parametrize("num_prompts", [2, 3, 5, 12])
+def test_intervals_of_few_prompts_means_hold_the_truth_as_often_as_they_say(num_prompts):
+    rng = np.random.default_rng(3)
+    intervals = [mean(values) for values in rng.normal(1, 1, (3000, num_prompts)).tolist()]
+    assert sum(interval.low <= 1 <= interval.high for interval in intervals) / 3000 == pytest.approx(
+        0.95, abs=0.012
+    )
+
+
 def test_a_mean_has_the_interval_of_its_standard_error():
     values = [1.0, 2.0, 4.0, 7.0]
-    half = 1.959964 * np.std(values, ddof=1) / 2
-    assert (mean(values).low, mean(values).high) == pytest.approx((3.5 - half, 3.5 + half))
+    half = 3.182446 * np.std(values, ddof=1) / 2
+    assert (mean(values).low, mean(values).high) == pytest.approx((3.5 - half, 3.5 + half), abs=0.04)
     assert math.isnan(mean([1.0]).low)
     with pytest.raises(ValueError, match="at least one"):
         mean([])

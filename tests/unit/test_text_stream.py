@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from colocate.serving.answers import Answer
+from colocate.serving.calls import chat_call, completion_call
+from colocate.serving.choice import Choice
+from colocate.serving.desk import Place
+from colocate.serving.driver import Drawn
+from colocate.serving.fields import Fields
 from colocate.serving.text_stream import TextStream
+from colocate.serving.texts import Texts
+from colocate.types import Prompt, SamplingParams
 from tool_chat import make_chat_tokenizer
 
 CHARACTERS = make_chat_tokenizer()
@@ -53,12 +63,51 @@ def test_pieces_are_the_text_before_the_stop_that_is_complete_first(text, stops)
 
 
 @settings(max_examples=100)
-@given(st.lists(st.integers(0, 255), max_size=12))
+@given(st.lists(st.integers(0, 255), max_size=12) | st.lists(st.integers(180, 255), max_size=120))
 def test_bytes_that_are_no_text_are_told_at_last_as_decoding_all_at_once_would(ids):
     tokenizer = byte_level()
     stream = TextStream(tokenizer)
     parts = told(stream, ids)
     assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_bytes_that_never_make_a_character_are_told_before_the_end():
+    """Decoding all of them again with each further one would take longer and longer."""
+    tokenizer = byte_level()
+    (half, _) = tokenizer("é")["input_ids"]
+    stream = TextStream(tokenizer)
+    parts = [stream.feed(half) for _ in range(500)]
+    assert len("".join(parts)) > 450 and set("".join(parts)) == {"\ufffd"}
+    assert len("".join([*parts, stream.end()])) == 500
+
+
+@settings(max_examples=50)
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd"), min_size=1, max_size=12), st.data())
+def test_each_token_is_told_with_its_bytes_and_its_place_in_the_text(text, data):
+    """Several tokens may make one character: their bytes together are its, and it begins with the first."""
+    tokenizer = byte_level()
+    texts, ids = Texts(tokenizer, ()), tokenizer(text)["input_ids"]
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
+    body: dict[str, Any] = {"model": "m", "prompt": "a", "logprobs": 0}
+    chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs": True}
+    call = completion_call(Fields(body))
+    place = Place(Prompt((1,), 0, range(1)), SamplingParams(max_tokens=99))
+    choice, chunks = Choice(0, call, place, texts), []
+    answer = Answer(call, "m", texts)
+    for start, end in itertools.pairwise([0, *cuts, len(ids)]):
+        reason = "length" if end == len(ids) and not choice.is_over else None
+        drawn = Drawn(0, tuple(ids[start:end]), (0.0,) * (end - start), reason)
+        chunks += answer.told(choice, choice.take(drawn))
+    whole = answer.whole([choice])["choices"][0]["logprobs"]
+    told = [
+        at
+        for chunk in chunks
+        for at in (chunk["choices"][0]["logprobs"] or {"text_offset": []})["text_offset"]
+    ]
+    before = [len(tokenizer.decode(ids[:n]).rstrip("\ufffd")) for n in range(len(ids))]
+    assert whole["text_offset"] == told == before
+    content = Answer(chat_call(Fields(chat)), "m", texts)._logprobs(ids, [0.0] * len(ids), before)["content"]
+    assert bytes(b for token in content for b in token["bytes"]).decode() == text
 
 
 @settings(max_examples=100)

@@ -5,6 +5,7 @@ They run over the stand-in of two releases, and with `-m trtllm` over the packag
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -230,6 +231,57 @@ def test_point_3_chunks_sent_again_are_acknowledged_and_gaps_refused(again):
 
 
 # ── 4: sleep and wake without new weights, as between two evaluations ────────────────────────────────────
+
+
+def test_point_3_a_chunk_that_comes_while_it_is_loaded_counts_once():
+    """Its sender has lost patience and sends again: the next chunk is not yet there."""
+    model = make_model("qwen3")
+    engine = StandInEngine.make(model)
+    try:
+        call(engine, "take_weights")
+        call(engine, "begin", 1)
+        server, slow = engine.server.inner, asyncio.Event()
+        rpc = server._llm.collective_rpc
+
+        async def late(method: str, **arguments: Any) -> Any:
+            await asyncio.sleep(0.01)
+            return await rpc(method, **arguments)
+
+        async def twice(number: int, chunk: Any) -> list[int]:
+            arguments = 1, number, {GPUS[0]: chunk.handles}, chunk.parts
+            return await asyncio.gather(server.chunk(*arguments), server.chunk(*arguments))
+
+        server._llm.collective_rpc, server.twice = late, twice
+        num_chunks = each_chunk(
+            engine,
+            lambda number, chunk: call(engine, "twice", number, chunk) == [number + 1] * 2 or slow.set(),
+        )
+        assert not slow.is_set(), "a chunk was counted twice"
+        call(engine, "commit", 1, num_chunks)
+        engine.policy_version = 1
+        call(engine, "take_kv")
+        engine._is_awake = True
+        assert_greedy(engine, model)
+    finally:
+        engine.close()
+
+
+def test_point_4_a_sleep_that_fails_in_the_middle_leaves_nothing_to_serve(monkeypatch):
+    engine = StandInEngine.make(make_model("qwen3"))
+    try:
+        engine.wake_up()
+        llm = engine.server.inner._llm
+
+        async def fail(tags: Any = None) -> None:
+            raise RuntimeError("half of the memory was given back")
+
+        monkeypatch.setattr(llm, "release", fail)
+        with pytest.raises(RuntimeError, match="half of the memory"):
+            engine.sleep()
+        with pytest.raises(RuntimeError, match="before the weights had come"):
+            call(engine, "take_kv")
+    finally:
+        engine.close()
 
 
 def test_point_4_weights_come_again_after_a_sleep_without_a_new_version(engine, model):

@@ -10,13 +10,15 @@ from pathlib import Path
 
 @contextmanager
 def writing_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory to write into, which becomes `target` when the block has ended without an error.
+    """Yield a directory to write into, which becomes `target`, or what that links to, when the block has
+    ended without an error.
 
     Raises:
         ValueError: `target` is a file or a directory that is not empty.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists already: name a directory that does not, or an empty one.")
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed

@@ -73,9 +73,11 @@ def run(known: argparse.Namespace) -> int:
     if is_terminal:
         print(f"colocate {__version__} chat {known.model}", flush=True)
     from colocate.checkpoints.saved_model import find_model
-    from colocate.inference.loading import load
 
     saved = find_model(known.model, known.base)
+
+    from colocate.inference.loading import load
+
     loaded = load(saved, loading_options(known), is_any_base=known.any_base)
     conversation = _conversation(loaded, known)
     if is_terminal:

@@ -80,11 +80,13 @@ def run(known: argparse.Namespace) -> int:
     if known.output is not None and not known.output.parent.is_dir():
         raise ValueError(f"--output {known.output}: there is no directory {str(known.output.parent)!r}.")
     from colocate.checkpoints.saved_model import find_model
-    from colocate.types import SamplingParams
 
     if known.base is not None and len(known.models) > 1:
         raise ValueError("--base says what one adapter is for, and several models are given: name one.")
     models = [find_model(name, known.base) for name in known.models]
+
+    from colocate.types import SamplingParams
+
     options = next((saved.options for saved in models if saved.options), {})
     task = _task(known, options)
     rows = _rows(task, known, as_messages=bool(options.get("apply_chat_template")))
@@ -135,6 +137,11 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
 
     names = {field.name for field in fields(RunConfig)}
     task, _ = parse_run({name: value for name, value in options.items() if name in names})
+    if task.tools or task.environment_factory:
+        raise ValueError(
+            "The run has tools or an environment, and colocate eval completes prompts without either. How "
+            "good it was while it trained is in its metrics.jsonl, as eval_reward."
+        )
     if known.dataset is not None:
         if known.dataset != task.dataset_name:
             task.dataset_config, task.dataset_options = None, {}
@@ -281,6 +288,13 @@ def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str) -> Non
     is_log = not console.is_terminal
     console.print(title, soft_wrap=is_log, highlight=False)
     console.print(table)
+    for one in scores:
+        if one.num_unjudged:
+            words = (
+                f"{one.num_unjudged} of {len(one.num_correct) * one.num_samples} completions of {one.name}"
+            )
+            why = f"were not judged by {next(iter(one.rewards))} (it returned None), and count as wrong."
+            console.print(f"{words} {why}", soft_wrap=True, highlight=False)
     for one in scores[1:]:
         gained = difference(one.shares, scores[0].shares, one.num_samples)
         words = f"Accuracy of {one.name} minus that of {scores[0].name}: {gained}"

@@ -98,6 +98,10 @@ def _serve(
     known: argparse.Namespace, key: ServerKey | None, kwargs: Mapping[str, Any], listening: Any
 ) -> None:
     from colocate.checkpoints.saved_model import find_model
+
+    options = _options(known)
+    saved = find_model(known.model, known.base)
+
     from colocate.inference.loading import load
     from colocate.serving.app import Service
     from colocate.serving.desk import Visitors
@@ -108,8 +112,7 @@ def _serve(
     from colocate.serving.server import HttpServer
     from colocate.serving.texts import Texts
 
-    options = _options(known)
-    loaded = load(find_model(known.model, known.base), options, is_any_base=known.any_base)
+    loaded = load(saved, options, is_any_base=known.any_base)
     config = loaded.config
     texts = Texts(loaded.tokenizer, loaded.stop_token_ids, kwargs)
     engine = _engine(loaded)

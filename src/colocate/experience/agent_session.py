@@ -104,7 +104,7 @@ class Session:
                 raise Refusal(403, "This session is over: its episode has ended.", code="session_over")
             start = self._start(call, number)
             check_context(start.context, self._drawing.vocab_size)
-            limit = self._room(start)
+            limit = self._room(call, start)
             limit = limit if call.max_tokens is None else min(limit, call.max_tokens)
             return self._placed(call, start, limit)
 
@@ -193,7 +193,7 @@ class Session:
             tokens, node = call.given_ids + call.sampled_ids + tokens, call.parent
         return tokens
 
-    def _room(self, start: _Start) -> int:
+    def _room(self, call: Call, start: _Start) -> int:
         """The tokens that may be drawn, as the row of training that they are a part of can have them.
 
         Raises:
@@ -210,9 +210,10 @@ class Session:
         num_after = len(start.context) - len(own)
         if num_after >= most:
             raise too_long(
+                call,
                 f"The conversation has {num_after} tokens after a prompt of {len(own)}, and {max(0, most)} "
                 f"may follow it (max_completion_length={drawing.sampling.max_tokens}, context of "
-                f"{drawing.context_length})."
+                f"{drawing.context_length}).",
             )
         return most - num_after
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,7 +167,8 @@ class Judge:
         device: the device that samples are put on.
         mask_stale_tokens: whether tokens that older weights have sampled are left out of the loss.
         policy_version: called for the version of the present weights; None: all episodes are theirs.
-        has_turns: whether episodes may have several turns; then there are metrics of tools and forks.
+        has_turns: whether episodes may have several turns; then there is a metric of forks.
+        calls_tools: whether tools are called here; then there are metrics of them.
         trainer_state: called for the value that reward functions receive as `trainer_state`.
         rank: this process's number.
     """
@@ -182,6 +184,7 @@ class Judge:
         mask_stale_tokens: bool = False,
         policy_version: Callable[[], int] | None = None,
         has_turns: bool = False,
+        calls_tools: bool = False,
         trainer_state: Callable[[], TrainerState] = TrainerState,
         rank: int = 0,
     ) -> None:
@@ -195,7 +198,7 @@ class Judge:
         self._mask_truncated = mask_truncated_completions
         self._mask_stale = mask_stale_tokens
         self._policy_version = policy_version
-        self._has_turns = has_turns
+        self._has_turns, self._calls_tools = has_turns, calls_tools
 
     def score(self, request: RolloutRequest, episodes: Sequence[Episode]) -> Rollout:
         """Turn episodes into samples with advantages.
@@ -234,7 +237,8 @@ class Judge:
         ]
         metrics = {
             **_length_metrics([x.num_sampled for x in facts], [x.is_truncated for x in facts]),
-            **(_turn_metrics(facts) if self._has_turns else {}),
+            **({"episodes/forks": fmean(x.num_forks for x in facts)} if self._has_turns else {}),
+            **(_tool_metrics(facts) if self._calls_tools else {}),
             **({} if version is None else _lag_metrics(facts)),
             **compared.metrics(),
             **ranks.means([share.scores.metrics for share in shares]),
@@ -338,14 +342,13 @@ def _table(shares: Sequence[RankShare], compared: Comparison) -> CompletionTable
     )
 
 
-def _turn_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:
+def _tool_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:
     num_calls = sum(x.tool_calls for x in facts)
     return {
         "tools/call_frequency": num_calls / len(facts),
         "tools/failure_frequency": sum(x.tool_failures for x in facts) / max(num_calls, 1),
         "tools/timeouts": sum(x.tool_timeouts for x in facts) / max(num_calls, 1),
         "tools/seconds": sum(x.tool_s for x in facts) / max(num_calls, 1),
-        "episodes/forks": sum(x.num_forks for x in facts) / len(facts),
     }
 
 

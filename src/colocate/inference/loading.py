@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from colocate.build import build_engine, context_length
 from colocate.checkpoints.saved_model import SavedModel
 from colocate.config import GRPOConfig
 from colocate.engines.base import RolloutEngine
+from colocate.policy.four_bits import four_bit_config
 from colocate.policy.loading import disable_dropout, load_tokenizer, prepare_model, stop_token_ids
 from colocate.process_setup import set_up_process
 from colocate.reporting.panel import without_bars
+from colocate.run_engine import build_engine, context_length
 from colocate.types import SamplingParams
 from colocate.weights.adapter_files import CONFIG as ADAPTER_CONFIG
 from colocate.weights.adapter_files import read_adapter
@@ -142,11 +142,8 @@ def _check_base(saved: SavedModel, is_any_base: bool) -> None:
 
 def _quantization(four_bits: Mapping[str, Any], config: GRPOConfig) -> Any:
     """The format that QLoRA's weights have, as `colocate train` makes it."""
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=four_bits.get("bnb_4bit_quant_type", "nf4"),
-        bnb_4bit_use_double_quant=bool(four_bits.get("use_bnb_nested_quant", False)),
-        bnb_4bit_compute_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+    return four_bit_config(
+        "bfloat16" if config.bf16 else "float32",
+        quant_type=four_bits.get("bnb_4bit_quant_type", "nf4"),
+        double_quantized=bool(four_bits.get("use_bnb_nested_quant", False)),
     )

@@ -29,6 +29,7 @@ class Scores:
         name: the model, as the user has named it.
         engine: the class of the engine that generated.
         num_correct: [N] completions of each prompt that are right.
+        num_unjudged: completions that the first reward function has returned None for; none counts as right.
         rewards: [N] mean reward of each prompt by each function, by its name; NaN where it returned None.
         mean_length: tokens of a completion, the stop token included.
         truncated: share of the completions that reached their limit.
@@ -38,6 +39,7 @@ class Scores:
     engine: str
     num_samples: int
     num_correct: list[int]
+    num_unjudged: int
     rewards: dict[str, list[float]]
     mean_length: float
     truncated: float
@@ -73,6 +75,7 @@ class Scores:
             "engine": self.engine,
             "num_prompts": len(self.num_correct),
             "num_samples": self.num_samples,
+            "num_unjudged": self.num_unjudged,
             "accuracy": asdict(self.accuracy),
             "pass_at_k": {str(k): asdict(self.pass_at(k)) for k in ks},
             "rewards": {name: value and asdict(value) for name, value in means.items()},
@@ -130,6 +133,7 @@ def score_model(
         engine=type(engine).__name__,
         num_samples=num_samples,
         num_correct=(table[:, :, 0] >= correct_at).sum(dim=1).tolist(),
+        num_unjudged=int(table[:, :, 0].isnan().sum()),
         rewards=dict(zip(rewards.names, by_prompt, strict=True)),
         mean_length=fmean(len(c.token_ids) for c in completions),
         truncated=fmean(c.finish_reason == "length" for c in completions),

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, pstdev, variance
 
 CONFIDENCE = 0.95
-_Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+_QUANTILE = 0.5 + CONFIDENCE / 2
+_Z = NormalDist().inv_cdf(_QUANTILE)
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ def wilson(observed: float, num_draws: float) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of N prompts' values, with the normal interval of its standard error; NaN bounds for one
-    value.
+    """The mean of N prompts' values, with Student's interval of its standard error; NaN bounds for one value.
 
     Raises:
         ValueError: there are no values.
@@ -73,8 +73,25 @@ def mean(values: Sequence[float]) -> Estimate:
     if not values:
         raise ValueError("A mean needs at least one value.")
     center = fmean(values)
-    half = _Z * math.sqrt(variance(values) / len(values)) if len(values) > 1 else math.nan
+    if len(values) == 1:
+        return Estimate(center, math.nan, math.nan)
+    half = _student(len(values) - 1) * math.sqrt(variance(values) / len(values))
     return Estimate(center, center - half, center + half)
+
+
+def _student(degrees: int) -> float:
+    """The quantile of Student's distribution that `_Z` is of the normal one, to 1%; the series is equation
+    26.7.5 of Abramowitz and Stegun's "Handbook of Mathematical Functions"."""
+    if degrees == 1:
+        return math.tan(math.pi * (_QUANTILE - 0.5))
+    if degrees == 2:
+        return CONFIDENCE * math.sqrt(0.5 / (_QUANTILE * (1 - _QUANTILE)))
+    first, second, third = (
+        _Z**3 + _Z,
+        5 * _Z**5 + 16 * _Z**3 + 3 * _Z,
+        3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z,
+    )
+    return _Z + first / (4 * degrees) + second / (96 * degrees**2) + third / (384 * degrees**3)
 
 
 def difference(values: Sequence[float], others: Sequence[float], num_samples: int = 1) -> Estimate:
@@ -82,14 +99,13 @@ def difference(values: Sequence[float], others: Sequence[float], num_samples: in
 
     Both models have their easy and hard prompts in common, which says more than two intervals do. The
     interval is made of both shares' intervals and of the correlation between them (Newcombe 1998, Statistics
-    in Medicine
-    17:2635, method 10), so that it has a width even where no prompt's share differs.
+    in Medicine 17:2635, method 10), so that it has a width even where no prompt's share differs.
 
     Raises:
         ValueError: as `share`.
     """
     one, other = share(values, num_samples), share(others, num_samples)
-    phi = _correlation(values, others)
+    phi = _correlation(values, others, num_samples)
     gained = one.value - other.value
 
     def reach(a: float, b: float) -> float:
@@ -100,9 +116,9 @@ def difference(values: Sequence[float], others: Sequence[float], num_samples: in
     return Estimate(gained, max(-1.0, low), min(1.0, high))
 
 
-def _correlation(values: Sequence[float], others: Sequence[float]) -> float:
-    """The correlation between two models' shares; a positive one is lowered by Newcombe's correction, since
-    few prompts on which models disagree make it look closer to 1 than it is."""
+def _correlation(values: Sequence[float], others: Sequence[float], num_samples: int) -> float:
+    """The correlation between two models' shares; a positive one is lowered by Newcombe's correction, half a
+    completion of all, since few on which models disagree make it look closer to 1 than it is."""
     deviations = pstdev(values) * pstdev(others)
     if deviations == 0:
         return 0.0
@@ -110,7 +126,7 @@ def _correlation(values: Sequence[float], others: Sequence[float]) -> float:
     pairs = zip(values, others, strict=True)
     covariance = fmean((value - center) * (second - other) for value, second in pairs)
     if covariance > 0:
-        covariance = max(0.0, covariance - 0.5 / len(values))
+        covariance = max(0.0, covariance - 0.5 / (len(values) * num_samples))
     return covariance / deviations
 
 

@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from colocate.reporting.plots import Axis, Plot, compact, course, smooth
+from colocate.reporting.axes import Axis, compact
+from colocate.reporting.axes import percent as as_percent
+from colocate.reporting.curves import course, smooth, smoothing_window
+from colocate.reporting.plots import Plot
 from colocate.reporting.run import Run
 from colocate.reporting.theme import PHASE_COLORS, color_of
 
@@ -22,12 +25,7 @@ class Curve:
     color: str
 
 
-def smoothing_window(num_steps: int) -> int:
-    """Steps that a running mean spans: none for a short run, a twenty-fifth of a long one."""
-    return 1 if num_steps < 30 else num_steps // 25 | 1
-
-
-def reward_chart(run: Run, size: tuple[int, int]) -> str | None:
+def reward_chart(run: Run, size: tuple[int, int]) -> Plot | None:
     """Reward by step: its value at each step, the running mean with its standard error, and evaluations.
 
     The band is mean ± std / √n with the unbiased deviation of a step's n completions. It stays within the
@@ -38,35 +36,35 @@ def reward_chart(run: Run, size: tuple[int, int]) -> str | None:
     if not _has_data(reward):
         return None
     window = smoothing_window(len(reward))
-    mean = smooth(reward, window)
     root = math.sqrt(run.completions_per_rollout)
-    errors = smooth([std / root for std in run.metric("reward_std")], window)
-    lows = [m - e for m, e in zip(mean, errors, strict=True)]
-    highs = [m + e for m, e in zip(mean, errors, strict=True)]
+    errors = [std / root for std in run.metric("reward_std")]
+    lows = [m - e for m, e in zip(reward, errors, strict=True)]
+    highs = [m + e for m, e in zip(reward, errors, strict=True)]
     eval_x, eval_y = run.eval_metric("eval_reward")
-    legend = [("each step", "blue", "faint"), (f"mean of {window} steps", "blue", "line")]
-    if window == 1:
-        legend = [("each step", "blue", "line")]
+    legend = [("each step", "blue", "faint" if window > 1 else "line")]
     if _has_data(lows):
         legend.append(("± standard error", "blue", "band"))
     if eval_y:
         legend.append(("held-out evaluation", "orange", "dot"))
+    legend.append((f"mean of {window} steps" if window > 1 else "", "blue", "mean"))
     plot = Plot(
         "Reward",
         step_axis(run.x + eval_x, size[0]),
-        Axis.around([*reward, *lows, *highs, *eval_y]),
+        Axis.around([*reward, *smooth(lows, window), *smooth(highs, window), *eval_y]),
         legend=legend,
         width=size[0],
         height=size[1],
     )
-    plot.band(run.x, lows, highs, "blue")
-    _noisy_line(plot, run.x, reward, "blue")
-    plot.hover(run.x, lambda i: f"step {run.x[i]:.0f}: reward {compact(reward[i])}, mean {compact(mean[i])}")
-    plot.points(eval_x, eval_y, "orange")
+    if _has_data(lows):
+        plot.band(run.x, lows, highs, "blue", "± standard error", window=window, is_raw=False)
+    plot.trend(run.x, reward, "blue", "reward", window=window)
+    plot.hover()
+    if eval_y:
+        plot.points(eval_x, eval_y, "orange", "held-out reward")
     plot.describe(course("reward", reward))
     if eval_y:
         plot.describe(course("held-out reward", eval_y))
-    return plot.svg()
+    return plot
 
 
 def metric_chart(
@@ -77,13 +75,15 @@ def metric_chart(
     zero: bool = False,
     log: bool = False,
     percent: bool = False,
+    noisy: bool = True,
     note: str = "",
     around: tuple[float, ...] = (),
-) -> str | None:
+) -> Plot | None:
     """One chart of several metrics by step: their values and, in a long run, their running means.
 
     Args:
         log: use a logarithmic axis if the values span enough powers of ten.
+        noisy: False: the values are a setting, of which a mean would be wrong.
         around: values that the axis shows in any case, so that noise does not look like a signal.
     """
     curves = [curve for curve in curves if _has_data(run.metric(curve.metric))]
@@ -97,23 +97,20 @@ def metric_chart(
         [*around, *(v for column in values.values() for v in column)],
         zero=zero,
         log=log,
-        format=(lambda v: f"{100 * v:.3g}%") if percent else None,
+        format=as_percent if percent else None,
     )
     legend = [(curve.label, curve.color, "line") for curve in curves] if several else []
-    plot = Plot(title, step_axis(run.x), axis, legend=legend, note=note)
+    plot = Plot(title, step_axis(run.x), axis, legend=legend, note=note, around=around)
+    window = smoothing_window(len(run.x)) if noisy else 0
     for curve in curves:
-        _noisy_line(plot, run.x, values[curve.metric], curve.color)
+        plot.trend(run.x, values[curve.metric], curve.color, curve.label, window=window)
         plot.describe(course(curve.label, values[curve.metric], percent=percent))
 
-    def describe(i: int) -> str:
-        shown = ", ".join(f"{c.label} {compact(values[c.metric][i], 4)}" for c in curves)
-        return f"step {run.x[i]:.0f}: {shown}"
-
-    plot.hover(run.x, describe)
-    return plot.svg()
+    plot.hover()
+    return plot
 
 
-def length_chart(run: Run) -> str | None:
+def length_chart(run: Run) -> Plot | None:
     """Tokens per completion: mean, and from the shortest to the longest."""
     mean = run.metric("completions/mean_length")
     if not _has_data(mean):
@@ -125,20 +122,17 @@ def length_chart(run: Run) -> str | None:
         Axis.around([*mean, *lows, *highs], zero=True),
         legend=[("mean", "blue", "line"), ("shortest to longest", "blue", "band")],
         note="tokens",
+        unit="tokens",
     )
-    plot.band(run.x, lows, highs, "blue")
-    _noisy_line(plot, run.x, mean, "blue")
-    plot.hover(
-        run.x,
-        lambda i: (
-            f"step {run.x[i]:.0f}: mean {compact(mean[i])}, {compact(lows[i])} to {compact(highs[i])} tokens"
-        ),
-    )
+    if _has_data(lows):
+        plot.band(run.x, lows, highs, "blue", "shortest to longest")
+    plot.trend(run.x, mean, "blue", "mean", window=smoothing_window(len(run.x)))
+    plot.hover()
     plot.describe(course("mean length in tokens", mean))
-    return plot.svg()
+    return plot
 
 
-def throughput_chart(run: Run, size: tuple[int, int]) -> str | None:
+def throughput_chart(run: Run, size: tuple[int, int]) -> Plot | None:
     """Prompt and completion tokens per second of wall time.
 
     The running mean weighs each step by its seconds, as the run's own throughput does.
@@ -153,18 +147,20 @@ def throughput_chart(run: Run, size: tuple[int, int]) -> str | None:
         width=size[0],
         height=size[1],
         note="tokens/s",
+        unit="tokens/s",
     )
-    _noisy_line(plot, run.x, speed, "green", run.wall_s)
+    window = smoothing_window(len(run.x))
+    plot.trend(run.x, speed, "green", "throughput", window=window, weights=run.wall_s)
     plot.describe(course("throughput in tokens per second", speed))
-    plot.hover(run.x, lambda i: f"step {run.x[i]:.0f}: {compact(speed[i])} tokens/s")
-    return plot.svg()
+    plot.hover()
+    return plot
 
 
 def phase_color(run: Run, phase: str) -> str:
     return color_of(phase, PHASE_COLORS, [name for name in run.phase_names if name not in PHASE_COLORS])
 
 
-def time_chart(run: Run, size: tuple[int, int]) -> str | None:
+def time_chart(run: Run, size: tuple[int, int]) -> Plot | None:
     """Seconds by phase: one stacked bar per step, or per group of steps where single bars would be too
     thin."""
     names = run.phase_names
@@ -184,6 +180,7 @@ def time_chart(run: Run, size: tuple[int, int]) -> str | None:
         width=size[0],
         height=size[1],
         note="seconds" if per_bar == 1 else f"seconds, bars: means of {per_bar} steps",
+        unit="s",
     )
     for rows, left, width, bar in zip(groups, edges, widths, heights, strict=True):
         first, last = run.x[rows[0]], run.x[rows[-1]]
@@ -199,15 +196,17 @@ def time_chart(run: Run, size: tuple[int, int]) -> str | None:
                     gap=1 if len(groups) <= 60 else 0.4,
                 )
                 base += seconds
+    for name in names:
+        plot.part_of_bars(run.x, run.seconds_in(name), phase_color(run, name), name)
     total = sum(run.phase_totals[name] for name in names)
     parts = ", ".join(f"{name} {100 * run.phase_totals[name] / total:.0f}%" for name in names)
     plot.describe(f"Share of the time: {parts}")
-    return plot.svg()
+    return plot
 
 
-def metric_charts(run: Run) -> list[str]:
+def metric_charts(run: Run) -> list[Plot]:
     """The small charts of how the policy learns, as far as the run has data for them."""
-    charts: list[str | None] = [
+    charts: list[Plot | None] = [
         reward_functions_chart(run),
         length_chart(run),
         metric_chart(
@@ -237,7 +236,9 @@ def metric_charts(run: Run) -> list[str]:
         ),
         metric_chart(run, "Gradient norm", [Curve("grad_norm", "gradient norm", "blue")], log=True),
         metric_chart(run, "Loss", [Curve("loss", "loss", "blue")]),
-        metric_chart(run, "Learning rate", [Curve("learning_rate", "learning rate", "slate")], zero=True),
+        metric_chart(
+            run, "Learning rate", [Curve("learning_rate", "learning rate", "slate")], zero=True, noisy=False
+        ),
         metric_chart(
             run,
             "Rollout against trainer",
@@ -263,7 +264,7 @@ def metric_charts(run: Run) -> list[str]:
     return [chart for chart in charts if chart]
 
 
-def other_metric_charts(run: Run) -> list[str]:
+def other_metric_charts(run: Run) -> list[Plot]:
     """Charts of the first 24 metrics that no other chart shows, such as those logged by reward functions."""
     shown = {"reward", "reward_std", "num_tokens", "step_time"}
     shown_groups = ("rewards/", "completions/", "clip_ratio/", "sampling/")
@@ -272,7 +273,7 @@ def other_metric_charts(run: Run) -> list[str]:
     return [chart for chart in charts if chart]
 
 
-def reward_functions_chart(run: Run) -> str | None:
+def reward_functions_chart(run: Run) -> Plot | None:
     """The mean of every reward function; the first six if there are more."""
     suffix = "/mean"
     names = [n for n in run.metric_names if n.startswith("rewards/") and n.endswith(suffix)]
@@ -290,23 +291,9 @@ def step_axis(steps: Sequence[float], width: int = 360) -> Axis:
     return Axis.around(steps, tight=True, whole=True, num_ticks=8 if width > 500 else 4)
 
 
-def _noisy_line(
-    plot: Plot, xs: Sequence[float], ys: Sequence[float], color: str, weights: Sequence[float] | None = None
-) -> None:
-    """Draw the values and, in a long run, where they would hide the trend, their (weighted) running mean on
-    top."""
-    window = smoothing_window(len(xs))
-    plot.line(xs, ys, color, "faint" if window > 1 else "curve")
-    if window > 1:
-        plot.line(xs, smooth(ys, window, weights), color)
-
-
 def _has_data(values: Sequence[float]) -> bool:
     return any(math.isfinite(value) for value in values)
 
 
-def _mean_seconds(run: Run, rows: Sequence[int], phase: str) -> float:
-    total = sum(run.phases[i].get(phase, 0.0) for i in rows)
-    if phase == "other":
-        total += sum(run.wall_s[i] - sum(run.phases[i].values()) for i in rows)
-    return total / len(rows)
+def _mean_seconds(run: Run, rows: range, phase: str) -> float:
+    return sum(run.seconds_in(phase)[rows.start : rows.stop]) / len(rows)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from colocate.reporting import charts
-from colocate.reporting.page import card, page
-from colocate.reporting.plots import Axis, Plot, compact, course, ends, smooth
+from colocate.reporting.axes import Axis, compact
+from colocate.reporting.controls import controls
+from colocate.reporting.curves import course, ends, smooth, smoothing_window
+from colocate.reporting.language import lang_attribute
+from colocate.reporting.page import card, page, wide_card
+from colocate.reporting.plots import Plot
+from colocate.reporting.report import NARROW, WIDE, duration
 from colocate.reporting.run import Run, number, read_run
 
 COMPARISON_FILE = "comparison.html"
@@ -21,6 +25,7 @@ _FIRST = (
     "grad_norm", "sampling/sampling_logp_difference/mean",
 )  # fmt: skip
 _LEFT_OUT = frozenset({"num_tokens", "step_time"})
+_SETTINGS = frozenset({"learning_rate"})
 _MOST_METRICS = 30
 
 
@@ -45,10 +50,10 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path = COMPARIS
             f"<h1>{len(runs)} runs</h1>",
             _warning(runs, names),
             _table(runs, names),
-            "<h2>How they learned</h2>",
-            _charts(runs, names),
+            f"<section>{controls()}<h2>How they learned</h2>{_charts(runs, names)}</section>",
             _options(runs, names),
-            "<footer>Drawn by colocate. Point at a chart to read its values.</footer>",
+            "<footer>Drawn by colocate. Point at a chart to read its values, drag across it to zoom."
+            "</footer>",
         ]
     )
     path = Path(path)
@@ -87,7 +92,7 @@ def _table(runs: Sequence[Run], names: Sequence[str]) -> str:
         for name in ("run", "steps", "reward", "held-out reward", "time", "tokens/s", "peak GiB")
     )
     rows = "".join(_row(run, name, color) for run, name, color in zip(runs, names, PALETTE, strict=False))
-    return card(_scrolled("The runs", f"<table><tr>{head}</tr>{rows}</table>"), "gap")
+    return card(_scrolled("The runs", f'<table class="runs"><tr>{head}</tr>{rows}</table>'), "gap")
 
 
 def _row(run: Run, name: str, color: str) -> str:
@@ -98,7 +103,7 @@ def _row(run: Run, name: str, color: str) -> str:
         f"{run.x[-1]:,.0f}",
         f"{compact(first)} → {compact(last)}" if count else "–",
         compact(held_out[-1]) if held_out else "–",
-        f"{sum(run.wall_s):,.0f} s",
+        duration(sum(run.wall_s)),
         compact(run.throughput),
         compact(max(peaks) / 2**30) if peaks else "–",
     )
@@ -109,34 +114,35 @@ def _row(run: Run, name: str, color: str) -> str:
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> str:
     found = dict.fromkeys(name for run in runs for name in run.metric_names if name not in _LEFT_OUT)
     metrics = [name for name in _FIRST if name in found] + [name for name in found if name not in _FIRST]
-    drawn = [overlay(runs, names, metric) for metric in metrics[:_MOST_METRICS]]
-    return f'<div class="grid3">{"".join(card(chart) for chart in drawn)}</div>'
+    first, rest = "", metrics[:_MOST_METRICS]
+    if rest[:1] == ["reward"]:
+        wide, narrow = (overlay(runs, names, rest[0], size) for size in (WIDE, NARROW))
+        first = wide_card(wide, narrow)
+        rest = rest[1:]
+    drawn = [overlay(runs, names, metric) for metric in rest]
+    return f'{first}<div class="grid3 gap">{"".join(card(chart) for chart in drawn)}</div>'
 
 
-def overlay(runs: Sequence[Run], names: Sequence[str], metric: str) -> str:
+def overlay(
+    runs: Sequence[Run], names: Sequence[str], metric: str, size: tuple[int, int] = (360, 230)
+) -> Plot:
     """One metric of all runs by step; of long runs the running mean alone, as raw lines hide one another."""
-    curves = [(run.x, smooth(run.metric(metric), charts.smoothing_window(len(run.x)))) for run in runs]
+    windows = [0 if metric in _SETTINGS else smoothing_window(len(run.x)) for run in runs]
+    curves = [(run.x, run.metric(metric), window) for run, window in zip(runs, windows, strict=True)]
+    means = [smooth(ys, window) for _, ys, window in curves]
     plot = Plot(
         metric,
-        charts.step_axis([x for xs, _ in curves for x in xs]),
-        Axis.around([y for _, ys in curves for y in ys]),
+        charts.step_axis([x for xs, _, _ in curves for x in xs], size[0]),
+        Axis.around([y for ys in means for y in ys]),
         legend=[(name, color, "line") for name, color in zip(names, PALETTE, strict=False)],
+        width=size[0],
+        height=size[1],
     )
-    for name, color, (xs, ys) in zip(names, PALETTE, curves, strict=False):
-        plot.line(xs, ys, color)
-        plot.describe(course(name, ys))
-    values = [dict(zip(xs, ys, strict=True)) for xs, ys in curves]
-    steps = sorted({x for xs, _ in curves for x in xs})
-
-    def at(i: int) -> str:
-        shown = ", ".join(
-            f"{name} {compact(of_run.get(steps[i], math.nan))}"
-            for name, of_run in zip(names, values, strict=True)
-        )
-        return f"step {steps[i]:.0f}: {shown}"
-
-    plot.hover(steps, at)
-    return plot.svg()
+    for name, color, mean, (xs, ys, window) in zip(names, PALETTE, means, curves, strict=False):
+        plot.trend(xs, ys, color, name, window=window, is_raw=False)
+        plot.describe(course(name, mean))
+    plot.hover()
+    return plot
 
 
 def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
@@ -156,7 +162,7 @@ def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
 def _option_table(rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = "".join(
-        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in (name, *texts))}</tr>"
+        f"<tr>{''.join(f'<td{lang_attribute(text)}>{escape(text)}</td>' for text in (name, *texts))}</tr>"
         for name, texts in rows.items()
     )
     return f'<table class="options"><tr>{head}</tr>{body}</table>'

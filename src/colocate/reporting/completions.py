@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 from rich.cells import cell_len
 from rich.console import Console
 from rich.panel import Panel
@@ -88,6 +86,9 @@ def write_completions_parquet(output_dir: str | Path, step: int, table: Completi
     Raises:
         ValueError: a column mixes types that parquet cannot hold together.
     """
+    import pyarrow
+    import pyarrow.parquet
+
     columns = {"step": [step] * len(table.prompts), **table.columns()}
     arrays = {}
     for name, values in columns.items():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from colocate.reporting.axes import Axis, compact
 from colocate.reporting.charts import phase_color, step_axis
-from colocate.reporting.plots import Axis, Plot, compact, course
+from colocate.reporting.curves import course
+from colocate.reporting.plots import Plot
 from colocate.reporting.run import Run, finite_or_zero, number
 from colocate.reporting.theme import CATEGORY_COLORS, color_of
 
 GIB = 2**30
 
 
-def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None) -> str | None:
+def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None) -> Plot | None:
     """The memory of one typical step over its seconds, by category.
 
     A phase with points is drawn from point to point, any other phase at its fullest moment.
@@ -64,7 +66,7 @@ def step_memory_chart(run: Run, size: tuple[int, int], title: str | None = None)
         plot.rule(limit, f"device: {compact(limit)} GiB")
     peaks = {span["phase"]: number(span["peak_bytes"]) / GIB for span in spans}
     plot.describe("Peaks in GiB: " + ", ".join(f"{name} {compact(peak)}" for name, peak in peaks.items()))
-    return plot.svg()
+    return plot
 
 
 _TOP = ("activations", "logits", "workspace", "in use")
@@ -139,7 +141,7 @@ def _names_in(part: MemoryCurve | dict[str, float]) -> list[str]:
     return held + [name for name, extra in part.transients if extra > 0]
 
 
-def peak_memory_chart(run: Run) -> str | None:
+def peak_memory_chart(run: Run) -> Plot | None:
     """The fullest moment of each phase, by step."""
     names = list(dict.fromkeys(span["phase"] for spans in run.spans for span in spans))
     if not names:
@@ -154,17 +156,18 @@ def peak_memory_chart(run: Run) -> str | None:
         Axis.around([highest, *([limit * 1.04] if shows_limit else [])], zero=True),
         legend=[(name, phase_color(run, name), "line") for name in names],
         note="GiB",
+        unit="GiB",
     )
     for name in names:
-        plot.line(run.x, peaks[name], phase_color(run, name))
+        # A phase that not every step has is a line through those that have it.
+        known = [(x, peak) for x, peak in zip(run.x, peaks[name], strict=True) if math.isfinite(peak)]
+        xs, ys = [x for x, _ in known], [peak for _, peak in known]
+        plot.trend(xs, ys, phase_color(run, name), name)
         plot.describe(course(name, peaks[name]))
     if shows_limit:
         plot.rule(limit, f"device: {compact(limit)} GiB")
-    plot.hover(
-        run.x,
-        lambda i: f"step {run.x[i]:.0f}: " + ", ".join(f"{n} {compact(peaks[n][i])} GiB" for n in names),
-    )
-    return plot.svg()
+    plot.hover()
+    return plot
 
 
 def _phase_peak(spans: Sequence[dict], phase: str) -> float:

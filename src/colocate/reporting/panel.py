@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -89,8 +90,7 @@ class _ReflownRender(LiveRender):
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """A context in which datasets, transformers and the Hub draw no progress bars."""
-    import datasets
+    """A context in which datasets, if it is loaded, transformers and the Hub draw no progress bars."""
     import huggingface_hub.utils as hub
     from transformers.utils import logging as transformers_logging
 
@@ -100,14 +100,17 @@ def without_bars() -> Iterator[None]:
             transformers_logging.disable_progress_bar,
             transformers_logging.enable_progress_bar,
         ),
-        (
-            not datasets.are_progress_bars_disabled(),
-            datasets.disable_progress_bars,
-            datasets.enable_progress_bars,
-        ),
-        # Last, as transformers' switch moves this one, too.
+        # After transformers', whose switch moves this one, too.
         (not hub.are_progress_bars_disabled(), hub.disable_progress_bars, hub.enable_progress_bars),
     ]
+    if (datasets := sys.modules.get("datasets")) is not None:  # a model in hand needs none
+        switches.append(
+            (
+                not datasets.are_progress_bars_disabled(),
+                datasets.disable_progress_bars,
+                datasets.enable_progress_bars,
+            )
+        )
     for was_enabled, disable, _ in switches:
         if was_enabled:
             disable()

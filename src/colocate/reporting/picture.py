@@ -27,7 +27,7 @@ def write_picture(run_dir: str | Path) -> Path:
         memory_charts.step_memory_chart(run, size, "One step: time and memory")
         or charts.time_chart(run, size),
     ]
-    drawn = [panel for panel in panels if panel]
+    drawn = [panel.svg() for panel in panels if panel]
     if not drawn:
         raise ValueError(f"No rewards, times or memory to draw in the record in {run.directory.resolve()}.")
     path = run.directory / PICTURE_FILE

@@ -9,91 +9,20 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-MAX_POINTS = 500  # per line: more than the pixels of a small plot, few enough to keep a page light
+from colocate.reporting.axes import Axis, percent
+from colocate.reporting.curves import decimate, smooth
+from colocate.reporting.series import Series, extent
+
 MAX_HOVERS = 100
 CHARACTER_PX = 6.0  # of the 11 px font, on average; decides when a legend needs another row
 _TITLE_PX = 7.2  # of the 13 px bold font of titles
-Legend = Sequence[tuple[str, str, str]]  # (name, colour, "line" | "faint" | "band" | "dot" | "box")
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A range of values and the ticks to show in it."""
-
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-    log: bool = False
-    format: Callable[[float], str] | None = None
-    """Makes the text of a tick; None: a number with as many decimals as the ticks need."""
-
-    @classmethod
-    def around(
-        cls,
-        values: Iterable[float],
-        *,
-        tight: bool = False,
-        zero: bool = False,
-        log: bool = False,
-        whole: bool = False,
-        num_ticks: int = 5,
-        format: Callable[[float], str] | None = None,
-    ) -> Axis:
-        """An axis that holds all finite values.
-
-        Args:
-            tight: the axis ends at the values, not at the ticks around them.
-            zero: the axis starts at zero or below.
-            whole: ticks are at whole numbers only.
-            log: the axis is logarithmic; values that are not positive do not count.
-        """
-        finite = [v for v in values if math.isfinite(v) and (v > 0 or not log)]
-        if log:
-            return cls._log_around(finite or [1.0], num_ticks, format)
-        low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-        if zero:
-            low = min(low, 0.0)
-        if high - low <= 1e-9 * max(abs(low), abs(high)):
-            margin = 0.1 * abs(high) or 0.5
-            low, high = (low if zero and low == 0 else low - margin), high + margin
-        step = nice_step(max((high - low) / num_ticks, 1.0 if whole else 0.0))
-        if whole and step == 2.5:
-            step = 5.0
-        if not tight:
-            low, high = math.floor(low / step + 1e-6) * step, math.ceil(high / step - 1e-6) * step
-        first = math.ceil(low / step - 1e-6)
-        count = math.floor(high / step + 1e-6) - first + 1
-        return cls(low, high, tuple((first + i) * step for i in range(count)), format=format)
-
-    @classmethod
-    def _log_around(
-        cls, values: Sequence[float], num_ticks: int, format: Callable[[float], str] | None
-    ) -> Axis:
-        first = math.floor(math.log10(min(values)) + 1e-9)
-        last = max(math.ceil(math.log10(max(values)) - 1e-9), first + 1)
-        stride = max(1, math.ceil((last - first) / num_ticks))
-        ticks = tuple(10.0**power for power in range(first, last + 1, stride))
-        return cls(10.0**first, 10.0**last, ticks, log=True, format=format)
-
-    def fraction(self, value: float) -> float:
-        """The position of `value` between the ends of the axis: 0 at the low end, 1 at the high end."""
-        if self.log:
-            span = math.log10(self.high) - math.log10(self.low)
-            return (math.log10(max(value, self.low)) - math.log10(self.low)) / span
-        return (value - self.low) / (self.high - self.low)
-
-    def text(self, tick: float) -> str:
-        if self.format is not None:
-            return self.format(tick)
-        if self.log or len(self.ticks) < 2:
-            return compact(tick).replace(".00e", "e")  # a power of ten
-        return _tick_text(tick, self.ticks[1] - self.ticks[0], max(abs(self.low), abs(self.high)))
+Legend = Sequence[tuple[str, str, str]]  # (name, colour, "line" | "faint" | "band" | "dot" | "box" | "mean")
 
 
 class Plot:
@@ -110,10 +39,20 @@ class Plot:
         height: int = 230,
         x_label: str = "step",
         note: str = "",
+        unit: str = "",
+        around: Sequence[float] = (),
     ) -> None:
-        """Make an empty plot. `note`, the units or the meaning of the line, is right of the title, or below
-        it if there is no room."""
+        """Make an empty plot.
+
+        Args:
+            note: the units or the meaning of the line, right of the title, or below it if there is no room.
+            unit: follows the values of a step that a reader points at.
+            around: values that the y axis shows in any part of the steps.
+        """
         self._x, self._y = x, y
+        self._unit, self._around = unit, around
+        self._series: list[Series] = []
+        self._rules: list[tuple[float, str]] = []
         self._width, self._height = width, height
         self._marks: list[str] = []
         self._left = 16 + max((CHARACTER_PX * len(y.text(tick)) for tick in y.ticks), default=0.0)
@@ -150,9 +89,47 @@ class Plot:
                 path = "L".join(f"{px} {py}" for px, py in (self._point(*point) for point in run))
                 self._marks.append(f'<path class="{style} s-{color}" d="M{path}"/>')
 
-    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], color: str) -> None:
-        """Draw the area between two lines, where neither is NaN."""
-        lows, highs = self._drawable(lows), self._drawable(highs)
+    def trend(
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        color: str,
+        label: str,
+        *,
+        window: int = 1,
+        weights: Sequence[float] | None = None,
+        is_raw: bool = True,
+    ) -> None:
+        """Draw the values of steps, and over them their (weighted) running mean, if it spans more than one.
+
+        Args:
+            window: steps that the running mean spans; 0: the values are never smoothed.
+            is_raw: whether the values themselves are drawn where there is a mean.
+        """
+        self._series.append(Series("line", label, color, xs, (ys,), window, weights, is_raw))
+        if window <= 1 or is_raw:
+            self.line(xs, ys, color, "faint" if window > 1 else "curve")
+        if window > 1:
+            self.line(xs, smooth(ys, window, weights), color)
+
+    def band(
+        self,
+        xs: Sequence[float],
+        lows: Sequence[float],
+        highs: Sequence[float],
+        color: str,
+        label: str,
+        *,
+        window: int = 1,
+        is_raw: bool = True,
+    ) -> None:
+        """Draw the area between two lines, or between their running means, where neither is NaN.
+
+        Args:
+            is_raw: False: the band belongs to a running mean, and is smoothed like it.
+        """
+        self._series.append(Series("band", label, color, xs, (lows, highs), window, is_raw=is_raw))
+        lows, highs = (self._drawable(smooth(edge, window)) for edge in (lows, highs))
         for run in _runs(xs, [lo + hi for lo, hi in zip(lows, highs, strict=True)]):
             inside = {x for x, _ in run}
             edges = []
@@ -165,7 +142,9 @@ class Plot:
             path = "L".join(f"{px} {py}" for px, py in there + back)
             self._marks.append(f'<path class="band f-{color}" d="M{path}Z"/>')
 
-    def points(self, xs: Sequence[float], ys: Sequence[float], color: str) -> None:
+    def points(self, xs: Sequence[float], ys: Sequence[float], color: str, label: str) -> None:
+        """Draw a dot for each of the values."""
+        self._series.append(Series("dots", label, color, xs, (ys,)))
         xs, ys = decimate(xs, self._drawable(ys))
         for x, y in zip(xs, ys, strict=True):
             if math.isfinite(y):
@@ -189,6 +168,10 @@ class Plot:
             f'height="{height:.2f}">{title}</rect>'
         )
 
+    def part_of_bars(self, xs: Sequence[float], heights: Sequence[float], color: str, label: str) -> None:
+        """Tell of a part of the stacked bars, one for each step, that `box` draws."""
+        self._series.append(Series("bars", label, color, xs, (heights,)))
+
     def area(
         self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], color: str, hover: str = ""
     ) -> None:
@@ -209,20 +192,25 @@ class Plot:
     def rule(self, y: float, text: str) -> None:
         """Draw a dashed horizontal line, for a limit."""
         at = self.y(y)
+        self._rules.append((y, text))
         self._marks.append(
             f'<path class="rule" d="M{self._left:.1f} {at:.1f}H{self._right:.1f}"/>'
             f'<text x="{self._right:.1f}" y="{at - 4:.1f}" text-anchor="end">{escape(text)}</text>'
         )
 
-    def hover(self, xs: Sequence[float], texts: Callable[[int], str]) -> None:
-        """Show `texts(i)` while the mouse points at the column of the i-th x."""
-        chosen = range(0, len(xs), math.ceil(len(xs) / MAX_HOVERS)) if len(xs) else range(0)
-        centres = [self.x(xs[i]) for i in chosen]
+    def hover(self) -> None:
+        """Show the values of a step while the mouse points at its column, in a page whose scripts do not
+        run."""
+        xs = sorted({x for series in self._series if series.kind != "dots" for x in series.xs})
+        chosen = xs[:: max(1, math.ceil(len(xs) / MAX_HOVERS))]
+        centres = [self.x(x) for x in chosen]
         edges = [self._left, *((a + b) / 2 for a, b in pairwise(centres)), self._right]
-        for i, (left, right) in zip(chosen, pairwise(edges), strict=True):
+        for x, (left, right) in zip(chosen, pairwise(edges), strict=True):
+            values = ", ".join(filter(None, (series.text_at(x) for series in self._series)))
+            text = f"step {x:.0f}: {values} {self._unit}".rstrip()
             self._marks.append(
                 f'<rect class="hit" x="{left:.1f}" y="{self._top:.1f}" width="{max(0.0, right - left):.1f}" '
-                f'height="{self._bottom - self._top:.1f}"><title>{escape(texts(i))}</title></rect>'
+                f'height="{self._bottom - self._top:.1f}"><title>{escape(text)}</title></rect>'
             )
 
     def describe(self, sentence: str) -> None:
@@ -231,12 +219,38 @@ class Plot:
 
     def svg(self) -> str:
         spoken = self._title + "".join(f". {sentence}" for sentence in self._description)
-        body = "".join([*self._head, *self._axes(), *self._marks])
+        label_at = (self._left + self._right) / 2
+        frame = (
+            f'data-left="{self._left:.1f}" data-top="{self._top:.1f}" data-right="{self._right:.1f}" '
+            f'data-bottom="{self._bottom:.1f}" data-from="{self._x.low}" data-to="{self._x.high}"'
+        )
         return (
             f'<svg class="plot" xmlns="http://www.w3.org/2000/svg" width="{self._width}" '
             f'height="{self._height}" viewBox="0 0 {self._width} {self._height}" role="img" '
-            f'aria-label="{escape(spoken)}">{body}</svg>'
+            f'aria-label="{escape(spoken)}">{"".join(self._head)}'
+            f'<g class="area" {frame}>{"".join([*self._axes(), *self._marks])}</g>'
+            f'<text x="{label_at:.1f}" y="{self._height - 4}" text-anchor="middle">'
+            f"{escape(self._x_label)}</text>"
+            "</svg>"
         )
+
+    def data(self) -> str:
+        """The numbers of the plot as a script element of JSON; empty if it shows nothing over the steps."""
+        if not any(len(series.xs) for series in self._series):
+            return ""
+        data = {
+            "log": self._y.log,
+            "zero": self._y.zero,
+            "percent": self._y.format is percent,
+            "around": [*self._around, *(y for y, _ in self._rules)],
+            "rules": self._rules,
+            "unit": self._unit,
+            "steps": extent(self._series),
+            "series": [series.as_data() for series in self._series],
+        }
+        # "</script>" in a metric's name must not end the element.
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+        return f'<script type="application/json" class="numbers">{text}</script>'
 
     def _axes(self) -> list[str]:
         parts = []
@@ -252,10 +266,6 @@ class Plot:
                 f'<text class="x-tick" x="{self.x(tick):.1f}" y="{self._bottom + 16:.1f}" '
                 f'text-anchor="middle">{escape(self._x.text(tick))}</text>'
             )
-        parts.append(
-            f'<text x="{(self._left + self._right) / 2:.1f}" y="{self._height - 4}" text-anchor="middle">'
-            f"{escape(self._x_label)}</text>"
-        )
         return parts
 
     def _point(self, x: float, y: float) -> tuple[str, str]:
@@ -263,118 +273,6 @@ class Plot:
 
     def _drawable(self, ys: Sequence[float]) -> list[float]:
         return [y if math.isfinite(y) and (y > 0 or not self._y.log) else math.nan for y in ys]
-
-
-def decimate(
-    xs: Sequence[float], ys: Sequence[float], max_points: int = MAX_POINTS
-) -> tuple[list[float], list[float]]:
-    """At most about `max_points` of the points: the two ends, and the lowest and highest point of each
-    bucket.
-
-    A stretch of NaN is kept as a single point, which draws the gap.
-    """
-    if len(xs) <= max_points:
-        return list(xs), list(ys)
-    bucket = math.ceil(len(xs) / (max_points // 4))
-    keep: list[int] = []
-    for start in range(0, len(xs), bucket):
-        rows = range(start, min(start + bucket, len(xs)))
-        finite = [i for i in rows if math.isfinite(ys[i])]
-        if finite:
-            lowest, highest = min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)
-            keep += sorted({finite[0], lowest, highest, finite[-1]})
-        else:
-            keep.append(start)
-    return [xs[i] for i in keep], [ys[i] for i in keep]
-
-
-def smooth(ys: Sequence[float], window: int, weights: Sequence[float] | None = None) -> list[float]:
-    """Running mean over `window` values centred on each value, over fewer at the ends. NaN does not count,
-    and stays.
-
-    Args:
-        weights: positive weights of the values in the mean; None: all are equal.
-    """
-    sums, totals = [0.0], [0.0]
-    for y, weight in zip(ys, weights or [1.0] * len(ys), strict=True):
-        counted = weight if math.isfinite(y) else 0.0
-        sums.append(sums[-1] + (y * weight if counted else 0.0))
-        totals.append(totals[-1] + counted)
-    means = []
-    for i, y in enumerate(ys):
-        first, last = max(0, i - window // 2), min(len(ys), i + window // 2 + 1)
-        total = totals[last] - totals[first]
-        means.append((sums[last] - sums[first]) / total if math.isfinite(y) and total else math.nan)
-    return means
-
-
-def ends(ys: Sequence[float]) -> tuple[float, float, int]:
-    """(mean of the first n finite values, mean of the last n, n), where n is a tenth of them, ten at most."""
-    finite = [y for y in ys if math.isfinite(y)]
-    if not finite:
-        return math.nan, math.nan, 0
-    count = max(1, min(10, len(finite) // 10))
-    return sum(finite[:count]) / count, sum(finite[-count:]) / count, count
-
-
-def course(name: str, ys: Sequence[float], *, percent: bool = False) -> str:
-    """A sentence that says what a curve does: "reward rises from 0.42 to 0.92, between 0.4 and 0.95"."""
-    first, last, count = ends(ys)
-    if not count:
-        return f"{name} has no values"
-
-    def text(y: float) -> str:
-        return f"{compact(100 * y)}%" if percent else compact(y)
-
-    finite = [y for y in ys if math.isfinite(y)]
-    low, high = min(finite), max(finite)
-    if text(low) == text(high):
-        return f"{name} stays at {text(low)}"
-    if abs(last - first) <= 0.1 * (high - low) or text(first) == text(last):
-        way = f"begins at {text(first)} and ends at {text(last)}"
-    else:
-        way = f"{'rises' if last > first else 'falls'} from {text(first)} to {text(last)}"
-    return f"{name} {way}, between {text(low)} and {text(high)}"
-
-
-def nice_step(raw: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is at least `raw`."""
-    power = 10.0 ** math.floor(math.log10(raw))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
-
-
-def compact(value: float, digits: int = 3) -> str:
-    """A number as short text: 0.412, 28.4k, 1.2e-06; "–" for NaN."""
-    if not math.isfinite(value):
-        return "–"
-    if value == 0:
-        return "0"
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / min(size, 1e3) if suffix == 'k' else value / size:.{digits}g}{suffix}"
-    if abs(value) < 1e-3:
-        return f"{value:.{digits - 1}e}".replace("e-0", "e-")
-    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
-def _tick_text(tick: float, step: float, largest: float) -> str:
-    if abs(tick) < step * 1e-6:
-        return "0"
-    if largest >= 1e4:
-        size, suffix = next(pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= pair[0])
-        return f"{_decimals(tick / size, step / size)}{suffix}"
-    if largest < 1e-3:
-        power = math.floor(math.log10(largest))
-        return f"{_decimals(tick / 10.0**power, step / 10.0**power)}e{power}"
-    return _decimals(tick, step)
-
-
-def _decimals(value: float, step: float) -> str:
-    """`value` with as many decimals as tell it from its neighbours one `step` away."""
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:
-        decimals += 1  # a step of 2.5
-    return f"{value:.{decimals}f}"
 
 
 def _runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[tuple[float, float]]]:
@@ -391,7 +289,7 @@ def _runs(xs: Sequence[float], ys: Sequence[float]) -> list[list[tuple[float, fl
 def _note(note: str, width: int, row_px: int) -> str:
     """The note at the right of the title's line, or at the left of the line below it."""
     place = f'x="0" y="{14 + row_px}"' if row_px else f'x="{width}" y="14" text-anchor="end"'
-    return f"<text {place}>{escape(note)}</text>"
+    return f'<text class="note" {place}>{escape(note)}</text>'
 
 
 def _legend(legend: Legend, width: int, top: int) -> tuple[list[str], int]:
@@ -410,6 +308,10 @@ def _legend(legend: Legend, width: int, top: int) -> tuple[list[str], int]:
         else:
             style = "faint" if kind == "faint" else "curve"
             swatch = f'<path class="{style} s-{color}" d="M{x:.1f} {y}h14"/>'
-        parts.append(f'{swatch}<text class="key" x="{x + 19:.1f}" y="{y + 4}">{escape(name)}</text>')
+        key = f'{swatch}<text class="key" x="{x + 19:.1f}" y="{y + 4}">{escape(name)}</text>'
+        if kind == "mean":  # without a name: not drawn unless a reader asks for a mean
+            visibility = "visible" if name else "hidden"
+            key = f'<g class="mean-key" visibility="{visibility}">{key}</g>'
+        parts.append(key)
         x += needed
     return parts, row + 1 if parts else 0

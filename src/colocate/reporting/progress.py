@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import is_in_notebook
 
+from colocate.reporting.axes import compact
 from colocate.reporting.notebook import NotebookTable
 from colocate.reporting.panel import LivePanel
-from colocate.reporting.plots import compact
 from colocate.reporting.run import number
 
 _GIB = 2**30

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from colocate.reporting import charts, memory_charts
-from colocate.reporting.completions import as_text
-from colocate.reporting.page import card, page, wide_card
-from colocate.reporting.plots import compact, ends
+from colocate.reporting.axes import compact
+from colocate.reporting.controls import controls
+from colocate.reporting.curves import ends
+from colocate.reporting.language import lang_attribute
+from colocate.reporting.page import CHART_SCRIPTS, card, page, wide_card
 from colocate.reporting.run import Run, number, read_run
+from colocate.reporting.samples import first_and_last, logged_completions
 from colocate.reporting.viewer import viewer
 
 REPORT_FILE = "report.html"
+MAX_SAMPLES = 3  # completions shown of the first and of the last logged step
 MAX_TEXT = 2000  # characters shown of a prompt or a completion
 WIDE, NARROW = (1128, 280), (360, 250)
 TWO_THIRDS, TALL = (768, 300), (360, 320)
@@ -30,22 +34,21 @@ def write_report(run_dir: str | Path) -> Path:
         ValueError: it has no record of a step.
     """
     run = read_run(run_dir)
-    completions = viewer(run)
+    logged = logged_completions(run)
+    completions = viewer(logged)
     body = "".join(
         [
             _header(run),
             _tiles(run),
             _warnings(run),
-            _learning(run),
-            _time(run),
-            _memory(run),
-            _completions(run),
+            f"<section>{controls()}{_learning(run)}{_time(run)}{_memory(run)}</section>",
+            _completions(logged),
             completions,
             _origin(run),
             _footer(run),
         ]
     )
-    scripts = ("charts.js", "viewer.js") if completions else ("charts.js",)
+    scripts = (*CHART_SCRIPTS, "viewer.js") if completions else CHART_SCRIPTS
     html = page(f"{run.name} – run report", body, scripts=scripts)
     path = run.directory / REPORT_FILE
     # A completion may end within a character, which leaves half a surrogate pair.
@@ -76,7 +79,7 @@ def _header(run: Run) -> str:
         *(f"{name} {version}" for name, version in (versions.items() if isinstance(versions, dict) else ())),
     ]
     shown = "".join(f"<span>{escape(fact)}</span>" for fact in facts if fact)
-    return f'<h1>{escape(run.name)}</h1><p class="facts">{shown}</p>'
+    return f'<h1{lang_attribute(run.name)}>{escape(run.name)}</h1><p class="facts">{shown}</p>'
 
 
 def _tiles(run: Run) -> str:
@@ -102,8 +105,8 @@ def _tiles(run: Run) -> str:
     if peaks:
         peak, phase = max(peaks)
         limit = run.limit_bytes
-        of = f" / {compact(limit / memory_charts.GIB)}" if math.isfinite(limit) else ""
-        tiles.append(("Peak memory", f"{compact(peak / memory_charts.GIB)}{of} GiB", f"in {phase}"))
+        of = f"of {compact(limit / memory_charts.GIB)} GiB, " if math.isfinite(limit) else ""
+        tiles.append(("Peak memory", f"{compact(peak / memory_charts.GIB)} GiB", f"{of}in {phase}"))
     return (
         '<div class="tiles">'
         + "".join(
@@ -186,35 +189,27 @@ def _memory(run: Run) -> str:
     return f'<h2>Where the memory went</h2><div class="grid3">{cards}</div>'
 
 
-def _completions(run: Run) -> str:
-    early, late = run.sample_completions()
-    if not early:
-        return ""
-    columns = "".join(_samples(samples) for samples in (early, late) if samples)
-    return f'<h2>What it wrote</h2><div class="grid2">{columns}</div>'
+def _completions(logged: list[dict[str, Any]]) -> str:
+    columns = "".join(_samples(samples) for samples in first_and_last(logged, MAX_SAMPLES))
+    return f'<h2>What it wrote</h2><div class="grid2">{columns}</div>' if columns else ""
 
 
 def _samples(samples: Sequence[dict[str, Any]]) -> str:
     shown = []
     for sample in samples:
-        rewards = sample.get("rewards")
-        chips = [
-            *(rewards.items() if isinstance(rewards, dict) else ()),
-            ("advantage", sample.get("advantage")),
-        ]
-        shown.append(
-            '<div class="sample">'
-            + "".join(
-                f'<span class="chip">{escape(str(n))} {escape(compact(number(v)))}</span>' for n, v in chips
-            )
-            + f'<pre class="prompt" tabindex="0">{_clipped(sample.get("prompt", ""))}</pre>'
-            f'<pre tabindex="0">{_clipped(sample.get("completion", ""))}</pre></div>'
+        chips = "".join(
+            f'<span class="chip">{escape(name)} {escape(compact(number(value)))}</span>'
+            for name, value in sample["scores"].items()
         )
-    return f'<div class="card"><h3>Step {samples[0]["step"]}</h3>{"".join(shown)}</div>'
+        texts = (
+            f'<pre{css} lang="{sample[f"{part}_lang"]}" tabindex="0">{_clipped(sample[part])}</pre>'
+            for part, css in (("prompt", ' class="prompt"'), ("completion", ""))
+        )
+        shown.append(f'<div class="sample">{chips}{"".join(texts)}</div>')
+    return f'<div class="card"><h3>Step {samples[0]["step"]:g}</h3>{"".join(shown)}</div>'
 
 
-def _clipped(entry: Any) -> str:
-    text = as_text(entry)
+def _clipped(text: str) -> str:
     more = f"\n[{len(text) - MAX_TEXT:,} more characters]" if len(text) > MAX_TEXT else ""
     return escape(text[:MAX_TEXT] + more)
 
@@ -229,8 +224,8 @@ def _origin(run: Run) -> str:
         parts.append(f'<p class="facts">Commit {escape(str(commit))}</p>')
     if isinstance(options, dict) and options:
         rows = "".join(
-            f"<tr><td>{escape(str(name))}</td><td>{escape(_one_line(value))}</td></tr>"
-            for name, value in options.items()
+            f"<tr><td>{escape(str(name))}</td><td{lang_attribute(text)}>{escape(text)}</td></tr>"
+            for name, text in ((name, _one_line(value)) for name, value in options.items())
         )
         parts.append(
             f"<details><summary>Options that are not at their defaults ({len(options)})</summary>"
@@ -247,5 +242,5 @@ def _footer(run: Run) -> str:
     facts = [f"Drawn by colocate from {len(run.steps):,} steps and {len(run.evals):,} evaluations."]
     if run.num_unreadable:
         facts.append(f"{run.num_unreadable:,} unreadable lines of the record were left out.")
-    facts.append("Point at a chart to read its values.")
+    facts.append("Point at a chart to read its values, drag across it to zoom.")
     return f"<footer>{escape(' '.join(facts))}</footer>"

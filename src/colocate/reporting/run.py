@@ -16,8 +16,6 @@ import yaml
 
 from colocate.reporting.run_log import COMPLETIONS_FILE, METRICS_FILE, RESERVED_KEYS, RUN_FILE, WARNINGS_FILE
 
-_MAX_SAMPLES = 3  # completions shown from the first and from the last logged step
-
 
 @dataclass(frozen=True)
 class Run:
@@ -46,11 +44,18 @@ class Run:
         The record has a rollout's metrics only at the first of the steps that the rollout feeds; here they
         hold for all of these steps. A null in the record is a value that was not a number.
         """
-        values: list[float] = []
-        for record in self.steps:
-            is_carried = name not in record and values
-            values.append(values[-1] if is_carried else number(record.get(name)))
-        return values
+        if name not in self._metrics:
+            values: list[float] = []
+            for record in self.steps:
+                is_carried = name not in record and values
+                values.append(values[-1] if is_carried else number(record.get(name)))
+            self._metrics[name] = values
+        return self._metrics[name]
+
+    @cached_property
+    def _metrics(self) -> dict[str, list[float]]:
+        """What `metric` has read: a wide and a narrow drawing ask for the same, of up to 50,000 steps."""
+        return {}
 
     def eval_metric(self, name: str) -> tuple[list[float], list[float]]:
         """The steps at which `name` was evaluated, and its values."""
@@ -63,7 +68,9 @@ class Run:
         """The names of all metrics that are a number at some step, in order of appearance."""
         names: dict[str, None] = {}
         for record in self.steps:
-            names.update({name: None for name, value in record.items() if math.isfinite(number(value))})
+            for name, value in record.items():
+                if name not in names and math.isfinite(number(value)):
+                    names[name] = None
         return [name for name in names if name not in RESERVED_KEYS]
 
     @cached_property
@@ -96,6 +103,22 @@ class Run:
         """The phases, without parts, in the order in which they first ran; "other" is last."""
         names = [name for name in self.phase_totals if "/" not in name]
         return sorted(names, key=lambda name: name == "other")
+
+    def seconds_in(self, phase: str) -> list[float]:
+        """Seconds of each step in a phase, without parts; in "other" with those outside of all phases."""
+        if phase not in self._seconds_by_phase:
+            seconds = [phases.get(phase, 0.0) for phases in self.phases]
+            if phase == "other":
+                outside = (
+                    wall - sum(phases.values()) for wall, phases in zip(self.wall_s, self.phases, strict=True)
+                )
+                seconds = [inside + more for inside, more in zip(seconds, outside, strict=True)]
+            self._seconds_by_phase[phase] = seconds
+        return self._seconds_by_phase[phase]
+
+    @cached_property
+    def _seconds_by_phase(self) -> dict[str, list[float]]:
+        return {}
 
     @cached_property
     def warnings(self) -> list[tuple[int, str]]:
@@ -163,20 +186,6 @@ class Run:
         """The completions that were sampled of each logged step, in order."""
         return (record for record in _read_objects(self.directory / COMPLETIONS_FILE) if record is not None)
 
-    def sample_completions(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """A few completions of the first logged step, and a few of the last one if that is a different
-        step."""
-        early: list[dict[str, Any]] = []
-        late: list[dict[str, Any]] = []
-        for record in self.completions():
-            for samples, newest in ((early, False), (late, True)):
-                if samples and samples[0]["step"] != record["step"] and newest:
-                    samples.clear()
-                if not samples or samples[0]["step"] == record["step"]:
-                    samples.append(record)
-        late = late if late and late[0]["step"] != early[0]["step"] else []
-        return early[:_MAX_SAMPLES], late[:_MAX_SAMPLES]
-
 
 def read_run(run_dir: str | Path) -> Run:
     """Read a run's directory.
@@ -211,6 +220,8 @@ def read_run(run_dir: str | Path) -> Run:
 
 def number(value: Any) -> float:
     """`value` as a float; NaN if it is not a number that can be drawn."""
+    if type(value) is float:  # nearly always, and asked millions of times of a long run
+        return value if abs(value) < 1e300 else math.nan
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if is_number else math.nan
 

@@ -44,9 +44,10 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from colocate.reporting.completions import CompletionTable
+if TYPE_CHECKING:
+    from colocate.reporting.completions import CompletionTable
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"

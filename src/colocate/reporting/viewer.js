@@ -23,8 +23,9 @@
     for (const [name, value] of Object.entries(record.scores)) {
       box.append(element("span", "chip", `${name} ${number(value)}`));
     }
-    for (const [className, text] of [["prompt", record.prompt], ["", record.completion]]) {
-      const pre = element("pre", className, text);
+    for (const [className, part] of [["prompt", "prompt"], ["", "completion"]]) {
+      const pre = element("pre", className, record[part]);
+      pre.lang = record[`${part}_lang`];
       pre.tabIndex = 0; // so that a keyboard can scroll it
       box.append(pre);
     }

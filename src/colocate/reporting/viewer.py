@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
-
-from colocate.reporting.completions import as_text
 from colocate.reporting.page import card
-from colocate.reporting.run import Run, number
 from colocate.reporting.run_log import strict_json
 
 MAX_BYTES = 8 * 2**20
 """Text of completions in a page at most: what can be mailed, and searched at each key."""
-_COLUMNS = {"step", "prompt", "completion", "advantage"}
 
 
-def viewer(run: Run) -> str:
-    """The section with the viewer; empty if no completion was logged.
+def viewer(logged: list[dict[str, Any]]) -> str:
+    """The section with the viewer of `samples.logged_completions`; empty if there are none.
 
-    With `log_completions=True` it has all of each logged step, else the few that every run samples. Where
-    they are too many for a page, it has those of the last steps.
+    Where they are too many for a page, it has those of the last steps.
     """
-    records, is_whole = newest(with_groups(_of_tables(run.directory) or list(_of_samples(run))))
+    records, is_whole = newest(logged)
     if not records:
         return ""
     steps = "".join(f'<option value="{s:g}">{s:g}</option>' for s in sorted({r["step"] for r in records}))
@@ -66,46 +58,3 @@ def newest(records: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         size_bytes += len(records[first]["prompt"].encode()) + len(records[first]["completion"].encode())
     first += size_bytes > MAX_BYTES
     return records[first:], first == 0
-
-
-def _of_samples(run: Run) -> Iterator[dict[str, Any]]:
-    for record in run.completions():
-        rewards = record.get("rewards")
-        scores = {**(rewards if isinstance(rewards, dict) else {}), "advantage": record.get("advantage")}
-        yield _record(record["step"], record.get("prompt", ""), record.get("completion", ""), scores)
-
-
-def _of_tables(directory: Path) -> list[dict[str, Any]]:
-    """The completions of the parquet files that `log_completions` has written."""
-    records: list[dict[str, Any]] = []
-    for path in sorted(directory.glob("completions/completions_*.parquet")):
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-        for row in rows:
-            scores = {name: value for name, value in row.items() if name not in _COLUMNS}
-            scores["advantage"] = row.get("advantage")
-            records.append(_record(row["step"], row["prompt"], row["completion"], scores))
-    return records
-
-
-def with_groups(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number the groups of each step: completions of one prompt are one."""
-    groups: dict[tuple[float, str], int] = {}
-    last: dict[float, int] = {}
-    for record in records:
-        key = record["step"], record["prompt"]
-        if key not in groups:
-            groups[key] = last[record["step"]] = last.get(record["step"], -1) + 1
-        record["group"] = groups[key]
-    return records
-
-
-def _record(step: float, prompt: Any, completion: Any, scores: dict[str, Any]) -> dict[str, Any]:
-    # Half a character, at which a completion may end, has no form in UTF-8.
-    texts = [as_text(text).encode("utf-8", "replace").decode() for text in (prompt, completion)]
-    return {
-        "step": number(step),
-        "group": 0,
-        "prompt": texts[0],
-        "completion": texts[1],
-        "scores": {name: value for name, value in scores.items() if isinstance(value, int | float | None)},
-    }

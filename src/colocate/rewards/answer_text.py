@@ -5,15 +5,23 @@ from __future__ import annotations
 import re
 
 _HALF_WIDTH = {ord(wide): chr(ord(wide) - 0xFEE0) for wide in "０１２３４５６７８９＋－＊／＝％＄．（）＜＞"}
+_HALF_WIDTH |= dict.fromkeys(map(ord, "−﹣"), "-")  # the sign of mathematics, and a small hyphen
 _THOUSANDS = re.compile(r"(?<=\d)，(?=\d{3}(?!\d))")
 
+_IS = r"\s*(?:就?是|應該是|应该是|為|为|等於|等于)"
+_NUMBER = r"-?\d++(?:,\d{3})*+(?:\.\d++)?+(?:\s*/\s*\d++)?+%?+"
+_GOES_ON = (
+    r"[ \t]*(?:[-+*/×÷·:：=,][ \t]*[\d(√π\\]|[\d√π^_十百千萬万億亿]|[xyz](?![A-Za-z])|[eE][-+]?\d|\(\d"
+    r"|\\(?:pi|sqrt|d?frac|times|cdot|div)(?![A-Za-z]))"
+)
+"""What makes a number the beginning of something else: 2^10, 2π, 5萬, 3:4, 1 1/2."""
 _ANSWER = re.compile(
-    r"(?:答案|答)\s*(?:就?是|應該是|应该是|為|为|等於|等于)?\s*[:：=]?\s*"
+    rf"(?:答案(?:{_IS})?\s*[:：=]?|答(?:{_IS}\s*[:：=]?|\s*[:：=]))\s*"
     r"\*{0,2}\s*"
     r"(?:\$(?P<dollars>[^$\n]+)\$|\\\((?P<parentheses>.+?)\\\)"
-    r"|[$¥￥€]?\s*(?P<number>-?\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?%?))"
+    rf"|[$¥￥€]?\s*(?P<number>{_NUMBER})(?!{_GOES_ON}))"
 )
-"""A Chinese answer: 答案是 42, 答案：$\\frac12$, 答：４２ 個."""
+"""A Chinese answer: 答案是 42, 答案：$\\frac12$, 答：４２ 個. One that is no single number stands in $…$."""
 _GSM8K = "####"
 """What GSM8K writes before the answer, at the end of the solution."""
 

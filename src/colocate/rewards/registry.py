@@ -1,4 +1,4 @@
-"""Reward functions by name, for the command line and configuration files."""
+"""Reward functions, tools and environments by name, for the command line and configuration files."""
 
 from __future__ import annotations
 
@@ -44,17 +44,40 @@ def get_reward_function(name: str) -> Callable:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if ".py:" in name:
-        path, _, attribute = name.rpartition(":")
-        module = _import_file(Path(path).expanduser())
-    elif "." in name:
-        path, _, attribute = name.rpartition(".")
-        module = _import_module(path, name)
-    else:
+    if "." not in name:
         raise ValueError(
             f"Unknown reward function {name!r}.{_did_you_mean(name, BUILT_IN)} Built in are "
             f"{', '.join(BUILT_IN)}; others are given as package.module.function or path/to/file.py:function."
         )
+    return _import_attribute(name, "reward function")
+
+
+def get_tool(name: str) -> Callable:
+    """Find a tool or the class of an environment by a dotted path or `"path/to/file.py:function"`.
+
+    Raises:
+        ValueError, FileNotFoundError: as `get_reward_function`; no tool is built in.
+    """
+    if "." not in name:
+        raise ValueError(
+            f"Unknown tool or environment {name!r}: tools and environments are given as "
+            "package.module.function or path/to/file.py:function."
+        )
+    return _import_attribute(name, "tool or environment")
+
+
+def _import_attribute(name: str, kind: str) -> Callable:
+    """What a dotted path or `path/to/file.py:function` names.
+
+    Args:
+        kind: what it is wanted as, for errors.
+    """
+    if ".py:" in name:
+        path, _, attribute = name.rpartition(":")
+        module = _import_file(Path(path).expanduser())
+    else:
+        path, _, attribute = name.rpartition(".")
+        module = _import_module(path, name, kind)
     functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -68,7 +91,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {', '.join(map(repr, nearest))}?" if nearest else ""
 
 
-def _import_module(path: str, name: str) -> ModuleType:
+def _import_module(path: str, name: str, kind: str) -> ModuleType:
     if (
         os.getcwd() not in sys.path
     ):  # a console script, unlike `python -m`, does not search the working directory
@@ -79,7 +102,7 @@ def _import_module(path: str, name: str) -> ModuleType:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
             raise  # the module exists, but something that it imports does not
         raise ValueError(
-            f"Unknown reward function {name!r}: there is no module {error.name!r}."
+            f"Unknown {kind} {name!r}: there is no module {error.name!r}."
             f"{_did_you_mean(name.rpartition('.')[2], BUILT_IN)} A file is given as path/to/file.py:function."
         ) from error
 
@@ -96,9 +119,13 @@ def _import_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # pickling a function looks its module up by name
+    directory = str(path.resolve().parent)
+    sys.path.insert(0, directory)  # the file may import its neighbours, as it may when Python runs it
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
         raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(directory)
     return module

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from colocate.option_values import shown
+from colocate.policy.four_bits import four_bit_config
 from colocate.requirements import AT_LEAST_ONE, BELOW_ONE, check_choice, check_range
 from colocate.scripts.arguments import told
 
@@ -176,22 +177,20 @@ def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | Non
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
-    from transformers import BitsAndBytesConfig
-
     if model_args.load_in_8bit:
+        from transformers import BitsAndBytesConfig
+
         return BitsAndBytesConfig(load_in_8bit=True)
     if model_args.dtype == "auto":
         raise ValueError(
             "load_in_4bit=True with dtype='auto' leaves open in which type the 4-bit weights are multiplied: "
             "set dtype='bfloat16' or 'float32'."
         )
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        # The type of the model's other weights.
-        bnb_4bit_compute_dtype=model_args.dtype,
-        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
-        bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
+    return four_bit_config(
+        model_args.dtype,
+        quant_type=model_args.bnb_4bit_quant_type,
+        double_quantized=model_args.use_bnb_nested_quant,
+        storage=model_args.bnb_4bit_quant_storage,
     )
 
 

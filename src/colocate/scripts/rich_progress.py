@@ -15,7 +15,7 @@ from rich.status import Status
 from rich.table import Table
 from transformers import TrainerCallback
 
-from colocate.reporting.plots import compact
+from colocate.reporting.axes import compact
 from colocate.reporting.progress import Progress
 
 

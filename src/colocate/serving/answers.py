@@ -7,10 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from colocate.serving.calls import Call, ChatCall
 from colocate.serving.choice import Choice, Piece
+from colocate.serving.texts import Texts
 
 Json = dict[str, Any]
 
@@ -22,10 +21,10 @@ class Answer:
         model: the name by which the service was asked.
     """
 
-    def __init__(self, call: Call, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, call: Call, model: str, texts: Texts) -> None:
         self._call = call
         self._is_chat = isinstance(call, ChatCall)
-        self._tokenizer = tokenizer
+        self._texts = texts
         prefix, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
         self._kind = kind
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
@@ -48,8 +47,7 @@ class Answer:
         """The chunks for tokens that were drawn; the last one tells why the choice has ended."""
         extra: Json = {}
         if self._call.logprobs:
-            offset = len(choice.text) - len(piece.text)
-            extra["logprobs"] = self._logprobs(piece.token_ids, piece.logprobs, offset)
+            extra["logprobs"] = self._logprobs(piece.token_ids, piece.logprobs, piece.offsets)
         if self._call.return_token_ids:
             extra["token_ids"] = list(piece.token_ids)
         if self._is_chat:
@@ -89,7 +87,8 @@ class Answer:
 
     def _choice(self, choice: Choice) -> Json:
         turn, told = choice.turn, {"index": choice.index, "finish_reason": choice.finish_reason}
-        logprobs = self._logprobs(turn.token_ids, turn.logprobs, 0) if self._call.logprobs else None
+        wanted = self._call.logprobs
+        logprobs = self._logprobs(turn.token_ids, turn.logprobs, choice.offsets) if wanted else None
         told["logprobs"] = logprobs  # type: ignore[assignment]
         ids = {"token_ids": turn.token_ids} if self._call.return_token_ids else {}
         if self._is_chat:
@@ -100,25 +99,23 @@ class Answer:
         wanted = self._call.return_token_ids
         return {"prompt_token_ids": list(choice.place.prompt.token_ids)} if wanted else {}
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, offset: int) -> Json:
+    def _logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[float] | None, offsets: Sequence[int]
+    ) -> Json:
         if logprobs is None:
             raise RuntimeError("The engine tells no log-probs of what it has drawn. Ask without logprobs.")
-        texts = [str(self._tokenizer.decode([token_id])) for token_id in token_ids]
+        tokens = [self._texts.token(token_id) for token_id in token_ids]
         if self._is_chat:
             content = [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, logprobs, strict=True)
+                {"token": text, "logprob": logprob, "bytes": written, "top_logprobs": []}
+                for (text, written), logprob in zip(tokens, logprobs, strict=True)
             ]
             return {"content": content, "refusal": None}
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(offset)
-            offset += len(str(self._tokenizer.decode([token_id], skip_special_tokens=True)))  # as in the text
         return {
-            "tokens": texts,
+            "tokens": [text for text, _ in tokens],
             "token_logprobs": list(logprobs),
             "top_logprobs": None,
-            "text_offset": offsets,
+            "text_offset": list(offsets),
         }
 
     def _usage(self, choices: Sequence[Choice]) -> Json:

@@ -70,6 +70,9 @@ class Service:
         ]
         handlers: Any = {Refusal: _tell_refusal, HTTPException: _tell_http_error, Exception: _tell_error}
         routed = Starlette(routes=routes, exception_handlers=handlers)
+        routed.router.redirect_slashes = (
+            False  # a redirect is no answer of OpenAI's, and names the Host given
+        )
         self.app = Gate(routed, check_key)
 
     def close(self) -> None:
@@ -144,8 +147,15 @@ class Service:
             self._check_model(call.model)
             return call, [desk.place(call, number) for number in range(call.num_prompts)]
 
-        call, places = await asyncio.get_running_loop().run_in_executor(self._reader, place)
-        answer = Answer(call, self.model, self._texts.tokenizer)
+        try:
+            async with asyncio.timeout(
+                self.limits.max_wait_s
+            ):  # long prompts of others may be read before it
+                call, places = await asyncio.get_running_loop().run_in_executor(self._reader, place)
+        except TimeoutError:
+            why = f"The request's prompt was not read within {self.limits.max_wait_s:g} s."
+            raise busy(why, RETRY_AFTER_S) from None
+        answer = Answer(call, self.model, self._texts)
         return _Turns(self._driver, self._texts, desk, call, places, answer, self.limits.max_wait_s)
 
     async def _body(self, request: Request) -> bytes:
@@ -332,8 +342,9 @@ async def _tell_refusal(request: Request, error: Exception) -> Response:
 
 async def _tell_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path!r:.200} is not served here: {error.detail}."
-    if request.url.path in _TRAINERS_ASK:
+    path = request.scope["path"]
+    message = f"{request.method} {path!r:.200} is not served here: {error.detail}."
+    if path in _TRAINERS_ASK:
         message += " A server for trainers is started by `colocate rollout-serve`."
     return JSONResponse(Refusal(error.status_code, message).content, error.status_code, error.headers)
 

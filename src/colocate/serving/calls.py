@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from colocate.serving.fields import Fields
+from colocate.serving.fields import Fields, check_json
 from colocate.serving.refusal import Refusal
 
 Message = dict[str, Any]
@@ -86,18 +86,27 @@ def parsed(body: bytes) -> Fields:
     """The fields of a body.
 
     Raises:
-        Refusal: it is no JSON object.
+        Refusal: it is no JSON object, has a key twice, is nested too deeply, or has what is no text.
     """
 
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is no JSON")
 
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = ascii(next(name for name in names if names.count(name) > 1))[1:-1][:80]
+            raise Refusal(400, f"An object of the body has {twice} twice.", param=twice)
+        return found
+
     try:
-        content = json.loads(body, parse_constant=refuse)
+        content = json.loads(body, parse_constant=refuse, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"The body is no JSON: {str(error)[:200]}.") from error
     if not isinstance(content, dict):
         raise Refusal(400, f"The body is no JSON object, but a {type(content).__name__}.")
+    check_json(content)
     return Fields(content)
 
 
@@ -228,8 +237,8 @@ def _message(content: Any, where: str) -> Message:
         reasoning = [fields.text(name) for name in ("reasoning_content", "reasoning")]
         if text := next((text for text in reasoning if text), None):
             message["reasoning_content"] = text
-        if calls := fields.any("tool_calls"):
-            message["tool_calls"] = _calls(calls, fields)
+        if calls := _calls(fields):
+            message["tool_calls"] = calls
         fields.only("annotations", ([],), "answers have none")
     fields.end()
     return message
@@ -248,11 +257,12 @@ def _content(fields: Fields) -> str:
     return "".join(texts)
 
 
-def _calls(calls: Any, fields: Fields) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
+def _calls(fields: Fields) -> list[dict[str, Any]]:
+    calls = fields.any("tool_calls")
+    if not isinstance(calls, list | None):
         raise fields.refusal("tool_calls", calls, "must be a list")
     read = []
-    for call in calls:
+    for call in calls or ():
         function = call.get("function") if isinstance(call, dict) else None
         name, arguments = (
             (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (0, 0)
@@ -265,6 +275,7 @@ def _calls(calls: Any, fields: Fields) -> list[dict[str, Any]]:
             raise fields.refusal(
                 "tool_calls", call, "needs a function with a name and arguments, a JSON object"
             )
+        check_json(arguments, "messages.tool_calls.function.arguments")
         number = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         read.append({"type": "function", "function": {"name": name, "arguments": arguments}, **number})
     return read

@@ -21,6 +21,8 @@ class Piece:
     """The parts of a message that the text is."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None
+    offsets: list[int] = field(default_factory=list)
+    """The characters of the choice's text before each token."""
 
 
 class Choice:
@@ -35,6 +37,7 @@ class Choice:
         self.place = place
         self.turn = Turn()
         self.text = ""
+        self.offsets: list[int] = []
         self._call = call
         self._texts = texts
         is_chat = isinstance(call, ChatCall)
@@ -60,9 +63,10 @@ class Choice:
 
     def take(self, drawn: Drawn) -> Piece:
         """Add what the engine has drawn; returns what is new for the caller."""
-        text, used = "", 0
+        text, used, offsets = "", 0, []
         for token_id in drawn.token_ids:
             used += 1
+            offsets.append(self._stream.num_chars)
             is_last = drawn.finish_reason == "stop" and used == len(drawn.token_ids)
             if not (is_last and token_id in self.place.sampling.stop_token_ids):
                 text += self._stream.feed(token_id)
@@ -81,7 +85,8 @@ class Choice:
             else:
                 turn.sequence = drawn.sequence
         self.text += text
-        return Piece(text, self._divided(text), token_ids, logprobs)
+        self.offsets += offsets
+        return Piece(text, self._divided(text), token_ids, logprobs, offsets)
 
     def _divided(self, text: str) -> list[Delta]:
         if self._message is None:
@@ -89,7 +94,11 @@ class Choice:
         deltas = self._message.feed(text)
         if self.is_over:
             assert isinstance(self._call, ChatCall)
-            self.turn.parsed = self._texts.parse(self.turn.token_ids, self.place.prompt.token_ids, self._call)
-            deltas += self._message.end(self.turn.parsed)
+            context, told = self.place.prompt.token_ids, self.turn.token_ids
+            self.turn.parsed = self._texts.parse(told, context, self._call)
+            # A stop text, and what its last token has behind it, are in the turn and not in the answer.
+            if self.is_cut:
+                told = self._texts.tokenizer(self.text, add_special_tokens=False)["input_ids"]
+            deltas += self._message.end(self._texts.parse(told, context, self._call))
             self.turn.shown = self._message.message
         return deltas

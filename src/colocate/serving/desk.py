@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from colocate.engines.requests import check_token_ids, derived_seed
 from colocate.episodes.renderer import Message
-from colocate.serving.calls import Call
+from colocate.serving.calls import Call, ChatCall
 from colocate.serving.refusal import Refusal
 from colocate.serving.texts import Texts
 from colocate.types import Prompt, SamplingParams
@@ -92,7 +92,7 @@ class Visitors:
         if not 1 <= limit <= room:
             wanted = "" if call.max_tokens is None else f" and max_tokens={limit} make {len(context) + limit}"
             raise too_long(
-                f"The prompt's {len(context)} tokens{wanted}, and the context has {self._max_len}."
+                call, f"The prompt's {len(context)} tokens{wanted}, and the context has {self._max_len}."
             )
         seed = secrets.randbits(63) if call.seed is None else call.seed
         key = derived_seed(seed, number, num_bits=63)
@@ -117,6 +117,8 @@ def check_context(context: tuple[int, ...], vocab_size: int) -> None:
         raise Refusal(400, str(error), param="prompt") from error
 
 
-def too_long(why: str) -> Refusal:
+def too_long(call: Call, why: str) -> Refusal:
     """The refusal of a prompt that leaves no room for what is asked."""
-    return Refusal(400, f"{why} Shorten the prompt or lower max_tokens.", code="context_length_exceeded")
+    field = "messages" if isinstance(call, ChatCall) else "prompt"
+    why = f"{why} Shorten the {field} or lower max_tokens."
+    return Refusal(400, why, param=field, code="context_length_exceeded")

@@ -5,11 +5,12 @@
 
 An engine draws all its sequences by one set of sampling parameters, so that requests are batched by theirs.
 Batches take turns of `SLICE_S` seconds: the native engine sets one aside for another, with its pages; other
-engines finish what they have begun and begin nothing new meanwhile.
+engines finish what they have begun and begin nothing new meanwhile, and what rested in them is read anew.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from typing import Any, Literal
 from colocate.engines.base import RolloutEngine
 from colocate.engines.native.engine import NativeEngine
 from colocate.types import Completion, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 SLICE_S = 1.0
 """Seconds after which requests with other sampling parameters have their turn."""
@@ -53,7 +56,8 @@ class Job:
     Args:
         put: called in the engine's thread with what becomes of the request; an exception ends it.
         keep: keep the sequence when its turn has ended, so that a later job can extend it.
-        extends: the number of a kept sequence that goes on with `given_ids`, in place of `prompt`.
+        extends: the number of a kept sequence that goes on with `given_ids`, in place of `prompt`, if the
+            engine still has it.
         is_followed: whether tokens are wanted as they are drawn, and not only at the end.
     """
 
@@ -65,12 +69,14 @@ class Job:
     given_ids: tuple[int, ...] = ()
     is_followed: bool = False
 
-    def start(self, engine: RolloutEngine) -> list[int]:
-        """Ask the engine; returns the numbers of the sequences, by choice. Raises as its methods do."""
-        if self.extends is None:
+    def start(self, engine: RolloutEngine, kept: set[int]) -> list[int]:
+        """Ask the engine, which has the sequences `kept` at rest; returns the numbers of the sequences, by
+        choice. Raises as its methods do."""
+        if self.extends not in kept:
             return engine.submit([self.prompt], self.sampling, keep=self.keep)
         (limit,) = self.prompt.limits(self.sampling.max_tokens)
         engine.extend(self.extends, self.given_ids, limit)
+        kept.remove(self.extends)
         return [self.extends]
 
 
@@ -91,12 +97,18 @@ class _Batch:
     waiting: dict[Job, None] = field(default_factory=dict)
     running: dict[int, _Running] = field(default_factory=dict)
     """By the numbers of their sequences."""
+    kept: set[int] = field(default_factory=set)
+    """Sequences that rest, as a later request may extend them."""
     unwanted: list[int] = field(default_factory=list)
     """Sequences that were cancelled while the engine had set them aside."""
     aside: Any = None
     """The engine's sequences, while it draws those of another batch."""
     is_closed: bool = False
     """Whether its waiting requests wait for another batch to have its turn."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
 
 
 class Driver:
@@ -112,8 +124,6 @@ class Driver:
         self._batches: dict[SamplingParams, _Batch] = {}
         """In the order of their turns; the present one is the first."""
         self._current: _Batch | None = None
-        self._kept: set[int] = set()
-        """Sequences that rest, as a later request may extend them."""
         self._since_s = 0.0
         """When the present batch has begun its turn."""
 
@@ -144,7 +154,8 @@ class Driver:
         Raises:
             What the engine's `poll` raises; `fail` is to be called then.
         """
-        self._read_inbox(0.0 if self._batches else wait_s)
+        is_idle = not any(batch.has_work for batch in self._batches.values())
+        self._read_inbox(wait_s if is_idle else 0.0)
         self._choose()
         if (batch := self._current) is None:
             return
@@ -161,14 +172,15 @@ class Driver:
         """End all requests, those that wait too, and let go of what the engine has kept. What has been drawn
         of them is handed out before the error."""
         self._read_inbox(0.0)
-        self._engine.abort(self._kept)
-        self._kept.clear()
         batches, self._batches, self._current = list(self._batches.values()), {}, None
         for batch in batches:
             if batch.aside is None:
                 for number, running in batch.running.items():
                     self._tell(number, running)
-                self._engine.abort(batch.running)
+                try:
+                    self._engine.abort([*batch.running, *batch.kept])
+                except Exception:  # those who wait are told in any case
+                    logger.exception("An engine that has failed could not let go of its sequences.")
             for job in dict.fromkeys([*(running.job for running in batch.running.values()), *batch.waiting]):
                 job.put(error)
 
@@ -207,55 +219,56 @@ class Driver:
 
     def _choose(self) -> None:
         """Let the batch whose turn it is be the present one."""
-        current = self._current
-        others = len(self._batches) > (0 if current is None else 1)
-        if current is not None and others and time.monotonic() - self._since_s > self._slice_s:
-            current.is_closed = True
-            if isinstance(self._engine, NativeEngine) and current.running:
-                current.aside = self._engine.set_aside()
-        if current is not None:
-            is_idle = not current.running and (current.is_closed or not current.waiting)
-            if not is_idle and current.aside is None:
+        if (current := self._current) is not None:
+            if any(batch.has_work for batch in self._batches.values() if batch is not current):
+                if time.monotonic() - self._since_s > self._slice_s:
+                    current.is_closed = True
+                is_over = not current.running and (current.is_closed or not current.waiting)
+                if not is_over and not (current.is_closed and isinstance(self._engine, NativeEngine)):
+                    return
+            elif current.has_work or current.kept:
+                current.is_closed = False
                 return
             self._end_turn(current)
-        for batch in list(self._batches.values()):
-            if self._begin_turn(batch):
-                return
+        for sampling, batch in list(self._batches.items()):
+            if batch.has_work:
+                return self._begin_turn(batch)
+            if not batch.kept:  # everything in it was cancelled
+                del self._batches[sampling]
 
     def _end_turn(self, batch: _Batch) -> None:
         """Put a batch behind all others, or away if it has nothing left."""
         (sampling,) = (key for key, other in self._batches.items() if other is batch)
         del self._batches[sampling]
         batch.is_closed = False
-        if batch.running or batch.waiting:
+        if isinstance(self._engine, NativeEngine) and (batch.running or batch.kept):
+            batch.aside = self._engine.set_aside()
+        else:
+            self._engine.abort(batch.kept)
+            batch.kept.clear()
+        if batch.has_work or batch.kept:
             self._batches[sampling] = batch
         self._current = None
 
-    def _begin_turn(self, batch: _Batch) -> bool:
-        """Let the engine have a batch; False, and the batch is put away, if everything in it was
-        cancelled."""
+    def _begin_turn(self, batch: _Batch) -> None:
         if batch.aside is not None:
             assert isinstance(self._engine, NativeEngine), "only that sets sequences aside"
             self._engine.take_back(batch.aside)
             self._engine.abort(batch.unwanted)
             batch.aside, batch.unwanted = None, []
-        if not batch.running and not batch.waiting:
-            self._end_turn(batch)
-            return False
         self._current, self._since_s = batch, time.monotonic()
-        return True
 
     # ── What is drawn ────────────────────────────────────────────────────────────────────────────────────
 
     def _start(self, batch: _Batch) -> None:
-        for job in list(batch.waiting):
-            del batch.waiting[job]
+        for job in list(batch.waiting):  # one that waits is told of any error that ends the batch
             try:
-                numbers = job.start(self._engine)
+                numbers = job.start(self._engine, batch.kept)
             except ValueError as error:  # this request alone cannot be drawn
+                del batch.waiting[job]
                 job.put(error)
                 continue
-            self._kept.difference_update(numbers)
+            del batch.waiting[job]
             for choice, number in enumerate(numbers):
                 batch.running[number] = _Running(job, choice)
             job.put(Begun())
@@ -281,7 +294,7 @@ class Driver:
         logprobs = None if completion.logprobs is None else completion.logprobs[num_sent:]
         kept = number if job.keep else None
         if kept is not None:
-            self._kept.add(kept)
+            batch.kept.add(kept)
         job.put(Drawn(running.choice, token_ids[num_sent:], logprobs, completion.finish_reason, kept))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from colocate.serving.refusal import Refusal
 
+MAX_DEPTH = 64
+"""How deeply the lists and objects of a body may be nested: templates and parsers recurse on them."""
 _MAX_SHOWN = 80
 
 
@@ -30,20 +31,14 @@ class Fields:
         return self._left.pop(name, None)
 
     def text(self, name: str) -> str | None:
-        """A text that can be written as UTF-8."""
+        """A text."""
         value = self.any(name)
-        if value is None:
-            return None
-        return self.checked_text(name, value)
+        return None if value is None else self.checked_text(name, value)
 
     def checked_text(self, name: str, value: Any) -> str:
-        """`value`, if it is a text that can be written as UTF-8."""
+        """`value`, if it is a text."""
         if not isinstance(value, str):
             raise self.refusal(name, value, "must be a string")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise self.refusal(name, value, "has half a surrogate pair, which is no text") from None
         return value
 
     def flag(self, name: str) -> bool | None:
@@ -66,7 +61,7 @@ class Fields:
         if value is None:
             return None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not least <= value <= most:
+        if not is_number or not least <= value <= most:  # so is no NaN, and no whole number beyond floats
             raise self.refusal(name, value, f"must be a number from {least:g} to {most:g}")
         return float(value)
 
@@ -113,3 +108,28 @@ class Fields:
         shown = repr(value)
         shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}…"
         return Refusal(400, f"{self._where}{name}={shown} {why}.", param=self._where + name)
+
+
+def check_json(value: Any, where: str = "", depth: int = MAX_DEPTH) -> None:
+    """Refuse text that cannot be written as UTF-8, and what is nested more deeply than `depth`.
+
+    Raises:
+        Refusal: the value is or holds such; it stands at `where`.
+    """
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            why = f"has half a surrogate pair in {value[:40]!a}, which is no text"
+            raise Refusal(400, f"{where} {why}.", param=where) from None
+    elif isinstance(value, dict | list):
+        if depth == 0:
+            raise Refusal(400, f"{where[:80]}… is nested more than {MAX_DEPTH} deep.", param=where[:80])
+        if isinstance(value, dict):
+            for name in value:
+                check_json(name, where or "A field's name")
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, inner in items:
+            if isinstance(inner, str | dict | list):
+                step = f"[{name}]" if isinstance(value, list) else f".{name}" if where else str(name)
+                check_json(inner, where + step, depth - 1)

@@ -110,8 +110,8 @@ class MessageStream:
         found = [at for mark in self._calls if (at := text.find(mark)) >= 0]
         if found:
             at = min(found)
-            before = text[:at].strip("\n") if self._is_fresh else text[:at].rstrip("\n")
-            self._held, self._part = text[len(text[:at].rstrip("\n")) :], "calls"
+            before = text[:at].rstrip("\n")
+            self._held, self._part = text[len(before) :], "calls"
             return {"content": before if before.strip() or not self._is_fresh else ""}
         if not self._calls:
             return self._take(text, text, "content")

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-_HALF_A_CHARACTER = "\ufffd"
+HALF_A_CHARACTER = "\ufffd"
+_MAX_PENDING = 32
+"""Tokens after which bytes that make no character are told: none has so many."""
 
 
 class TextStream:
@@ -33,14 +35,17 @@ class TextStream:
         # A token's text may depend on those before it, so that a few decoded ones are decoded again with it.
         self._first, self._num_decoded = 0, 0
         self._held = ""
+        self.num_chars = 0
+        """Characters of the tokens so far, but for bytes that make no character yet."""
         self.is_stopped = False
         """Whether a stop text was found: what follows is not decoded."""
 
     def feed(self, token_id: int) -> str:
         """Take the next token; returns the text that is certain now."""
         self._ids.append(token_id)
-        text = self._decoded()
-        return "" if text is None else self._release(text)
+        text = self._decoded() or ""
+        self.num_chars += len(text)
+        return self._release(text) if text else ""
 
     def end(self) -> str:
         """The text that was held back, as nothing follows any more."""
@@ -50,13 +55,25 @@ class TextStream:
         return text if at is None else text[:at]
 
     def _decoded(self, *, is_last: bool = False) -> str | None:
-        """The text of the tokens that were not decoded yet; None: it ends within a character."""
+        """The text of the tokens that were not decoded yet; None: it may end within a character."""
+        end = len(self._ids)
         before = self._text(self._ids[self._first : self._num_decoded])
         after = self._text(self._ids[self._first :])
-        if not is_last and (len(after) <= len(before) or after.endswith(_HALF_A_CHARACTER)):
-            return None
-        self._first, self._num_decoded = self._num_decoded, len(self._ids)
+        if not is_last and (len(after) <= len(before) or after.endswith(HALF_A_CHARACTER)):
+            if end - self._num_decoded < _MAX_PENDING or (cut := self._cut(after)) is None:
+                return None
+            after, end = cut
+        self._first, self._num_decoded = self._num_decoded, end
         return after[len(before) :]
+
+    def _cut(self, whole: str) -> tuple[str, int] | None:
+        """Text and number of tokens that are certain, where `whole` ends in many bytes that are no text: in
+        front of at least four characters, as a character has at most four bytes."""
+        for end in range(len(self._ids) - 4, self._num_decoded, -1):
+            text, rest = self._text(self._ids[self._first : end]), self._text(self._ids[end:])
+            if text + rest == whole and (len(rest) >= 4 or not text.endswith(HALF_A_CHARACTER)):
+                return text, end
+        return None
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens))

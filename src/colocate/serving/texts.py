@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from colocate.episodes.renderer import Message, Renderer
 from colocate.serving.calls import Call, ChatCall, CompletionCall
 from colocate.serving.message_stream import MessageStream
 from colocate.serving.refusal import Refusal
+from colocate.serving.text_stream import HALF_A_CHARACTER
 
 _NUM_OPENING = 32
 """Tokens at the end of a prompt that may open an answer's reasoning."""
@@ -71,6 +74,18 @@ class Texts:
         if not ids:
             raise Refusal(400, "The prompt has no token to start from.", param="prompt")
         return ids
+
+    def token(self, token_id: int) -> tuple[str, list[int] | None]:
+        """A token's text, and its bytes, which may be a part of a character's; None: they are not known."""
+        once, twice = (str(self.tokenizer.decode([token_id] * times)) for times in (1, 2))
+        if HALF_A_CHARACTER not in once:
+            text = twice[len(once) :]  # sentencepiece leaves the space before a first token out
+            return text, list(text.encode())
+        name = str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):
+            return once, [int(byte[1], 16)]
+        known = {letter: number for number, letter in bytes_to_unicode().items()}
+        return once, [known[letter] for letter in name] if known.keys() >= set(name) else None
 
     def parse(self, token_ids: Sequence[int], context: Sequence[int], call: ChatCall) -> Message:
         """The message that a whole turn is, for `Renderer.bridge`."""

@@ -20,8 +20,20 @@ BASE_FILE = "base_model.json"
 """What an adapter's directory says of the model below it beside PEFT's own files."""
 
 _PREFIX = "base_model.model."
-_BEYOND_LORA = ("use_dora", "fan_in_fan_out", "lora_bias", "target_parameters", "trainable_token_indices")
+_BEYOND_LORA = (
+    *("use_dora", "fan_in_fan_out", "lora_bias", "target_parameters", "trainable_token_indices"),
+    *(
+        "use_qalora",
+        "use_bdlora",
+        "alora_invocation_tokens",
+        "arrow_config",
+        "kasa_config",
+        "monteclora_config",
+    ),
+)
 """Settings of PEFT's LoRA with which an update is more than scaling * B A."""
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the base as it is; PiSSA's and OLoRA's take a part out of it."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +179,8 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     for option in _BEYOND_LORA:
         if config.get(option):
             raise ValueError(_beyond(name, f"it has {option}={config[option]!r}"))
+    if (start := config.get("init_lora_weights")) not in _PLAIN_STARTS:
+        raise ValueError(_beyond(name, f"it has init_lora_weights={start!r}, which changes the base"))
 
 
 def _beyond(name: str, what: str) -> str:

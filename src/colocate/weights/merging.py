@@ -3,8 +3,9 @@ at a time."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,13 @@ def merge_adapter(
         A line about each file that is written.
 
     Raises:
-        ValueError: the base has no safetensors files, is quantised, or is not the adapter's; a merged weight
-            is not finite; the adapter replaces a weight that the model shares between two places.
+        ValueError: the base has no safetensors files or lacks one, is quantised, or is not the adapter's; a
+            merged weight is not finite; the adapter changes one that the model has in two places.
         OSError: a file could not be written.
     """
-    files = weight_files(base, revision)
-    if not files:
-        raise ValueError(f"{base!r} has no safetensors files, which is what an adapter is merged into.")
+    files = _all_files(base, revision, "which is what an adapter is merged into.")
     config = found_file(base, "config.json", revision)
-    _check_config(adapter, base, "" if config is None else config.read_text(encoding="utf-8"))
+    _check_config(adapter, base, {} if config is None else json.loads(config.read_text(encoding="utf-8")))
     stored = {name: tensor for path in files for name, tensor in header_of(path).items()}
     adapter.check_fits(base, stored, is_any_base=is_any_base)
     for path in files:
@@ -69,14 +68,10 @@ def copy_model(name: str, directory: Path, *, revision: str | None = None) -> No
     """Copy a model's weights and what describes them, and nothing else that lies beside them.
 
     Raises:
-        ValueError: it has no safetensors files.
+        ValueError: it has no safetensors files, or lacks one.
     """
-    files = weight_files(name, revision)
-    if not files:
-        raise ValueError(
-            f"{name!r} has no safetensors files. Load it with transformers' from_pretrained and save it with "
-            "save_pretrained, which writes them."
-        )
+    remedy = "which from_pretrained and save_pretrained of transformers write: load the model, and save it."
+    files = _all_files(name, revision, remedy)
     for path in files:
         shutil.copyfile(path, directory / path.name)
     copy_description(name, directory, files[0].parent, revision)
@@ -101,16 +96,31 @@ def copy_tokenizer(name: str, directory: Path) -> None:
             shutil.copyfile(file, directory / file.name)
 
 
-def _check_config(adapter: SavedAdapter, base: str, config: str) -> None:
-    if '"quantization_config"' in config:
+def _all_files(name: str, revision: str | None, remedy: str) -> list[Path]:
+    files = weight_files(name, revision)
+    if not files:
+        raise ValueError(f"{name!r} has no safetensors files, {remedy}")
+    if (index := found_file(name, INDEX, revision)) is not None:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if missing := sorted(named - {path.name for path in files}):
+            raise ValueError(
+                f"{name!r} lacks {len(missing)} of the {len(named)} files that its {INDEX} names, such as "
+                f"{missing[0]!r}. Was a download or a copy cut short? Get the model again."
+            )
+    return files
+
+
+def _check_config(adapter: SavedAdapter, base: str, config: Mapping[str, Any]) -> None:
+    if config.get("quantization_config"):
         raise ValueError(
             f"The weights of {base!r} are quantised, and an update cannot be added to their codes. Name the "
             "model that they were made from with --base."
         )
-    if adapter.replacements and '"tie_word_embeddings": true' in config:
+    changed = [*adapter.replacements, *(name for name in adapter.updates if name.startswith("lm_head."))]
+    if changed and config.get("tie_word_embeddings"):
         raise ValueError(
-            f"The adapter {adapter.name} replaces {next(iter(adapter.replacements))!r}, and {base!r} uses "
-            "one matrix for its embeddings and its head. Merge it with PEFT: "
+            f"The adapter {adapter.name} changes {changed[0]!r}, and {base!r} uses one matrix for its "
+            "embeddings and its head. Merge it with PEFT: "
             "PeftModel.from_pretrained(base, adapter).merge_and_unload()."
         )
 

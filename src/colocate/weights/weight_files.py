@@ -11,14 +11,12 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import safe_open
-from transformers.utils import cached_file
+if TYPE_CHECKING:
+    import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 _SAMPLED_BYTES = 4096
 """Bytes of each tensor that a fingerprint reads: 3 MB of a model of 72 billion parameters."""
@@ -49,6 +47,10 @@ def found_file(
         name: the checkpoint's directory, or its name on the Hub.
         is_local_only: ask the disk alone, and not the Hub.
     """
+    if Path(name).is_dir():
+        return path if (path := Path(name, file)).is_file() else None
+    from transformers.utils import cached_file
+
     options = {**at(revision), "local_files_only": is_local_only}
     try:
         found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **options)
@@ -69,10 +71,14 @@ def weight_files(name: str, revision: str | None = None, *, is_local_only: bool 
 
 def header_of(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by their names."""
+    import torch
+    from safetensors import safe_open
+
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
     with safe_open(path, framework="pt") as file:
         slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
         return {
-            key: StoredTensor(path, DTYPES.get(tensor.get_dtype()), tuple(tensor.get_shape()))
+            key: StoredTensor(path, dtypes.get(tensor.get_dtype()), tuple(tensor.get_shape()))
             for key, tensor in slices.items()
         }
 

@@ -78,6 +78,8 @@ class TRTLLMServer:
         self._version: int | None = None
         self._push: _Push | None = None
         self._has_weights = self._is_awake = False
+        self._changing = asyncio.Lock()
+        """Weights and memory change one call at a time: one whose caller has lost patience may still run."""
         self._names_logprobs_modes = False
 
     async def start(self, arguments: Mapping[str, Any], placement: Mapping[str, Any]) -> Started:
@@ -133,22 +135,26 @@ class TRTLLMServer:
     # ── Memory ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def sleep(self) -> None:
-        """Cancel all requests and give the memory of weights and KV cache back; the weights are lost."""
-        if not self._has_weights:
-            return
-        self._is_awake = False
-        await self._cancel_all()
-        if callable(pause := getattr(self._llm, "pause_generation", None)):
-            await pause()
-        await self._llm.collective_rpc("forget_prefixes")
-        await self._llm.release([*memory_tags.weight_tags(), *memory_tags.kv_tags()])
-        self._has_weights, self._version = False, None
+        """Cancel all requests and give the memory of weights and KV cache back; the weights are lost, too, if
+        that fails in the middle."""
+        async with self._changing:
+            if not self._has_weights:
+                return
+            self._is_awake = False
+            await self._cancel_all()
+            if callable(pause := getattr(self._llm, "pause_generation", None)):
+                await pause()
+            await self._llm.collective_rpc("forget_prefixes")
+            self._version = None
+            await self._llm.release([*memory_tags.weight_tags(), *memory_tags.kv_tags()])
+            self._has_weights = False
 
     async def take_weights(self) -> None:
         """Take memory for weights, whose contents are undefined."""
-        if not self._has_weights:
-            await self._llm.resume(memory_tags.weight_tags())
-            self._has_weights = True
+        async with self._changing:
+            if not self._has_weights:
+                await self._llm.resume(memory_tags.weight_tags())
+                self._has_weights = True
 
     async def take_kv(self) -> None:
         """Take the KV cache's memory, and accept requests.
@@ -157,13 +163,14 @@ class TRTLLMServer:
             RuntimeError: there are no whole weights yet. Memory for the KV cache is taken last, when no rank
                 needs memory for publishing any more.
         """
-        if self._version is None:
-            raise RuntimeError("The KV cache was to be taken before the weights had come.")
-        if not self._is_awake:
-            await self._llm.resume(memory_tags.kv_tags())
-            if callable(resume := getattr(self._llm, "resume_generation", None)):
-                await resume()
-            self._is_awake = True
+        async with self._changing:
+            if self._version is None:
+                raise RuntimeError("The KV cache was to be taken before the weights had come.")
+            if not self._is_awake:
+                await self._llm.resume(memory_tags.kv_tags())
+                if callable(resume := getattr(self._llm, "resume_generation", None)):
+                    await resume()
+                self._is_awake = True
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,12 +180,12 @@ class TRTLLMServer:
         Raises:
             RuntimeError: there is no memory for weights.
         """
-        if not self._has_weights:
-            raise RuntimeError(f"Weights of version {version} came before memory was taken for them.")
-        if self._push is not None:
-            await self.abort(self._push.version)
-        await self._cancel_all()
-        self._push = _Push(version)
+        async with self._changing:
+            if not self._has_weights:
+                raise RuntimeError(f"Weights of version {version} came before memory was taken for them.")
+            await self._give_up()
+            await self._cancel_all()
+            self._push = _Push(version)
 
     async def chunk(
         self,
@@ -196,19 +203,16 @@ class TRTLLMServer:
             RuntimeError: another chunk or version is due, or the workers could not load it. The weights are
                 a mixture of two versions then, with which nothing is generated.
         """
-        push = self._push
-        if push is None or push.version != version or number > push.num_chunks:
-            due = "no weights are" if push is None else f"chunk {push.num_chunks} of {push.version} is"
-            raise RuntimeError(f"Chunk {number} of version {version} came where {due} due.")
-        if number == push.num_chunks:
-            self._version = None
-            try:
-                await self._llm.collective_rpc("receive_chunk", args=(dict(handles), dict(parts)))
-            except BaseException:
-                await self.abort(version)
-                raise
-            push.num_chunks += 1
-        return push.num_chunks
+        async with self._changing:
+            push = self._push
+            if push is None or push.version != version or number > push.num_chunks:
+                due = "no weights are" if push is None else f"chunk {push.num_chunks} of {push.version} is"
+                raise RuntimeError(f"Chunk {number} of version {version} came where {due} due.")
+            if number == push.num_chunks:
+                self._version = None
+                await self._or_give_up("receive_chunk", dict(handles), dict(parts))
+                push.num_chunks += 1
+            return push.num_chunks
 
     async def commit(self, version: int, num_chunks: int) -> None:
         """Make the loaded weights those that requests are answered with; said again, it does nothing.
@@ -216,24 +220,33 @@ class TRTLLMServer:
         Raises:
             RuntimeError: `abort` or another version came before, or not all chunks are there.
         """
-        push = self._push
-        if push is None and self._version == version:
-            return
-        if push is None or (push.version, push.num_chunks) != (version, num_chunks) or not num_chunks:
-            there = "none" if push is None else f"{push.num_chunks} of version {push.version}"
-            raise RuntimeError(
-                f"{num_chunks} chunks of version {version} were to be used, of which {there} came."
-            )
-        try:
-            await self._llm.collective_rpc("finish_push")
-        except BaseException:
-            await self.abort(version)
-            raise
-        self._push, self._version = None, version
+        async with self._changing:
+            push = self._push
+            if push is None and self._version == version:
+                return
+            if push is None or (push.version, push.num_chunks) != (version, num_chunks) or not num_chunks:
+                there = "none" if push is None else f"{push.num_chunks} of version {push.version}"
+                raise RuntimeError(
+                    f"{num_chunks} chunks of version {version} were to be used, of which {there} came."
+                )
+            await self._or_give_up("finish_push")
+            self._push, self._version = None, version
 
     async def abort(self, version: int) -> None:
         """Give up the weights of `version`. Those before them are used on if no chunk was loaded yet."""
-        if self._push is not None and self._push.version == version:
+        async with self._changing:
+            if self._push is not None and self._push.version == version:
+                await self._give_up()
+
+    async def _or_give_up(self, method: str, *arguments: Any) -> None:
+        try:
+            await self._llm.collective_rpc(method, args=arguments)
+        except BaseException:
+            await self._give_up()
+            raise
+
+    async def _give_up(self) -> None:
+        if self._push is not None:
             self._push = None
             await self._llm.collective_rpc("abort_push")
 

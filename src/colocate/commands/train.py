@@ -1,4 +1,4 @@
-"""`colocate train`: reads a run file and options, makes a trainer of them and trains.
+"""`colocate train`: makes a trainer of a run file and options, and trains.
 
 Modules that take seconds to import (torch, transformers) are imported only after the options' names are
 checked and the header is printed.
@@ -9,13 +9,21 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.commands.run_options import (
+    add_run_parser,
+    count,
+    require,
+    require_adapters_on_4_bits,
+    say_unnecessary,
+    with_model_options,
+)
 from colocate.redaction import redacted
 from colocate.run_file import read_values
 from colocate.version import __version__
@@ -32,16 +40,67 @@ _OF_LAUNCHER = (
 """Options of the launcher, which none but Ray reads."""
 
 
-def train(known: argparse.Namespace, rest: Sequence[str]) -> int:
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    command = add_run_parser(commands, "train", "train a model", add_help=False)
+    command.add_argument("-h", "--help", action=_OptionHelp, nargs=0, help="show this help message and exit")
+    _add_launcher(command)
+
+
+class _OptionHelp(argparse.Action):
+    """Prints the help with all options, which are read from the sources only when somebody asks for help."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from colocate.option_help import help_width, option_help
+
+        about = textwrap.fill(str(parser.description), help_width())
+        parser.description = f"{about}\n\n{option_help()}"
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        parser.print_help()
+        parser.exit()
+
+
+def _add_launcher(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("ranks (one process per GPU) that Ray starts")
+    group.add_argument("--launcher", choices=["ray"], help="start the ranks on a Ray cluster")
+    group.add_argument("--num_nodes", type=count, help="nodes to train on (default: 1)")
+    group.add_argument("--gpus_per_node", type=count, help="GPUs of each node, one rank on each")
+    group.add_argument("--ranks_per_node", type=count, help="ranks of each node without GPUs")
+    group.add_argument(
+        "--max_restarts", type=_whole, help="starts again from the last checkpoint, at most (default: 3)"
+    )
+    group.add_argument(
+        "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
+    )
+    group.add_argument(
+        "--num_replicas", type=count, help="vLLM servers to start for the run; vLLM's options go after --"
+    )
+    group.add_argument(
+        "--replica_gpus", type=count, help="GPUs of each server, tensor parallel over them (default: 1)"
+    )
+    group.add_argument(
+        "--replica_placement",
+        choices=["colocated", "own"],
+        help="servers on the ranks' GPUs, in turns with them (the default), or on GPUs of their own",
+    )
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
+    return int(text)
+
+
+def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    file, values = read_values(rest)
+    file, values = read_values(known.run_options)
     _require_complete(values, file)
     if (options := _launch_options(known, values.get("engine"))) is not None:
         from colocate.clusters.launch import launch
 
         debug = ["--debug"] if known.debug else []
         own = _options_with_replicas(values) if options.ask.num_replicas else []
-        return launch(["train", *debug, *rest, *own], values, options)
+        return launch(["train", *debug, *known.run_options, *own], values, options)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
         _train(values, is_main)
@@ -122,6 +181,7 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
     from colocate.reporting.messages import model_saved, say_row
     from colocate.reporting.panel import without_bars
+    from colocate.rewards.registry import get_tool
     from colocate.run_config import RunFileWriter, parse_run
     from colocate.run_data import RunData
     from colocate.trainer import GRPOTrainer
@@ -142,8 +202,10 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         peft_config=_peft_config(run),
-        quantization_config=quantization_config(run, config),
+        quantization_config=_quantization_config(run, config),
         callbacks=[RunFileWriter(config.run_dir / "config.yaml", run, options)],
+        tools=[get_tool(name) for name in run.tools] or None,
+        environment_factory=run.environment_factory and get_tool(run.environment_factory),
     )
     if is_main:
         say_unnecessary(options)
@@ -170,6 +232,8 @@ def _header(file: Path | None, values: Mapping[str, Any]) -> AbstractContextMana
     names = [rewards] if isinstance(rewards, str) else [str(name) for name in rewards]
     if values.get("reward_model_name_or_path"):
         names.insert(0, str(values["reward_model_name_or_path"]))
+    if values.get("environment_factory"):
+        names.append(str(values["environment_factory"]))
     rows = {
         "model": str(values["model_name_or_path"]),
         "data": _data_in_words(values),
@@ -204,7 +268,7 @@ def _require_complete(values: Mapping[str, Any], file: Path | None = None) -> No
 
     data = () if values.get("datasets") else ("dataset_name",)
     require(values, "model_name_or_path", *data, hint=_head_of(file) if file else "")
-    if not values.get("reward_funcs") and not values.get("reward_model_name_or_path"):
+    if not any(map(values.get, ("reward_funcs", "reward_model_name_or_path", "environment_factory"))):
         raise ValueError("reward_funcs is not set: name at least one, e.g. --reward_funcs accuracy_reward")
     check_installed(values.get("report_to"))
 
@@ -214,32 +278,6 @@ def _head_of(file: Path) -> str:
     lines = file.read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.strip("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
     return f". {file} says: {comment}" if "model" in comment else ""
-
-
-def require(values: Mapping[str, Any], *names: str, hint: str = "") -> None:
-    """Raises ValueError where an option is not set, or the model is a directory that is not there."""
-    for name in names:
-        if not values.get(name):
-            raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
-    name = str(values["model_name_or_path"])
-    # A name on the Hub has at most one slash; the Hub's client tries many times to reach any other name.
-    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
-        raise ValueError(
-            f"There is no directory {name!r}: set model_name_or_path to a model's directory or its name on "
-            f"the Hub"
-            f"{hint}"
-        )
-
-
-def with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `GRPOConfig`, with `RunConfig`'s revision, dtype and attention added to
-    `model_init_kwargs`; a value that the user has set in `model_init_kwargs` is kept."""
-    model_options = {"revision": run.model_revision}
-    if run.dtype is not None:
-        model_options["dtype"] = run.dtype
-    if run.attn_implementation is not None:
-        model_options["attn_implementation"] = run.attn_implementation
-    return {**options, "model_init_kwargs": {**model_options, **(options.get("model_init_kwargs") or {})}}
 
 
 def _peft_config(run: RunConfig) -> Any:
@@ -256,35 +294,17 @@ def _peft_config(run: RunConfig) -> Any:
     )
 
 
-def quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
+def _quantization_config(run: RunConfig, config: GRPOConfig) -> Any:
     if not run.load_in_4bit:
         return None
     require_adapters_on_4_bits(run)
-    import torch
-    from transformers import BitsAndBytesConfig
+    from colocate.policy.four_bits import four_bit_config
 
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=run.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=run.use_bnb_nested_quant,
-        # The engine and the trainer multiply in the type of the model's other weights.
-        bnb_4bit_compute_dtype=torch.bfloat16 if config.bf16 else torch.float32,
+    return four_bit_config(
+        "bfloat16" if config.bf16 else "float32",
+        quant_type=run.bnb_4bit_quant_type,
+        double_quantized=run.use_bnb_nested_quant,
     )
-
-
-def require_adapters_on_4_bits(run: RunConfig) -> None:
-    """Raises ValueError for 4-bit weights without adapters: they are frozen, so nothing would be trained."""
-    if run.load_in_4bit and not run.use_peft:
-        raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
-
-
-def say_unnecessary(options: dict[str, Any]) -> None:
-    """Print one line for each option that the user has set and a natively supported model does not read."""
-    from colocate.options import UNNECESSARY_WITH_LAYOUT
-
-    for name in sorted(options.keys() & UNNECESSARY_WITH_LAYOUT.keys()):
-        reason = UNNECESSARY_WITH_LAYOUT[name]
-        print(f"{name}={options[name]!r} is not needed: {reason}.", file=sys.stderr)
 
 
 def _reward_functions(run: RunConfig) -> list[Any]:

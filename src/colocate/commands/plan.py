@@ -1,0 +1,75 @@
+"""`colocate plan`: whether a run fits a device, and how long its steps take."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from colocate.commands.run_options import (
+    add_run_parser,
+    count,
+    require,
+    require_adapters_on_4_bits,
+    say_unnecessary,
+    with_model_options,
+)
+from colocate.run_file import read_values
+
+SUMMARY = "show whether a run fits the GPU and how long its steps take, without loading the model"
+_EPILOG = (
+    "`colocate train --help` lists the options of a run. Exit codes: 0 the run fits, or there is no GPU to "
+    "fit; 3 it does not fit; 1 an error, such as a model that is not found; 2 a wrong command line."
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    command = add_run_parser(commands, "plan", SUMMARY, epilog=_EPILOG)
+    command.add_argument("--json", action="store_true", help="print JSON instead of words")
+    command.add_argument("--verbose", action="store_true", help="print every row of the arithmetic")
+    command.add_argument(
+        "--device_memory_gib",
+        type=_memory_size,
+        help="memory of the device to plan for (default: that of --device_name, or of the one here)",
+    )
+    command.add_argument(
+        "--gpu",
+        "--device_name",
+        dest="device_name",
+        help="the GPU to plan for, such as H100 (default: the one here)",
+    )
+    command.add_argument("--num_gpus", type=count, default=1, help="GPUs that train together (default: 1)")
+    command.add_argument(
+        "--num_nodes", type=count, help="machines that hold these GPUs (default: one for every 8)"
+    )
+
+
+def _memory_size(text: str) -> float:
+    size = float(text)
+    if not 0 < size < 2**20:
+        raise argparse.ArgumentTypeError(f"{text} GiB is not the memory of a device")
+    return size
+
+
+def run(known: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    _, values = read_values(known.run_options)
+    require(values, "model_name_or_path")
+
+    from colocate.planning.command import plan_run
+    from colocate.run_config import parse_run
+
+    run, options = parse_run(values)
+    require(vars(run), "model_name_or_path")
+    require_adapters_on_4_bits(run)
+    say_unnecessary(options)
+    return plan_run(
+        run,
+        with_model_options(run, options),
+        device_name=known.device_name,
+        device_memory_gib=known.device_memory_gib,
+        num_gpus=known.num_gpus,
+        num_nodes=known.num_nodes,
+        as_json=known.json,
+        is_verbose=known.verbose,
+    )

@@ -1,0 +1,85 @@
+"""The run file and options of `colocate train` and `colocate plan`: how they are given, and what is checked
+of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from colocate.run_config import RunConfig
+
+_RUN_FILE_HELP = (
+    "RUN.yaml holds options as `name: value`; an option on the command line replaces the one in the file. "
+    "An option without a value is switched on; several values make a list."
+)
+
+
+def add_run_parser(commands: Any, name: str, summary: str, **options: Any) -> argparse.ArgumentParser:
+    """Add a command that takes a run file and options of a run, which it leaves unread.
+
+    Args:
+        options: further arguments of its `ArgumentParser`.
+    """
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary}. {_RUN_FILE_HELP}",
+        usage=f"colocate {name} [RUN.yaml] [--option value ...]",
+        # No abbreviations: `--p` must not be taken for --plan's own flags but refused as an unknown option.
+        allow_abbrev=False,
+        **options,
+    )
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
+
+
+def count(text: str) -> int:
+    """A number of GPUs or machines."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of GPUs or machines")
+    return int(text)
+
+
+def require(values: Mapping[str, Any], *names: str, hint: str = "") -> None:
+    """Raises ValueError where an option is not set, or the model is a directory that is not there."""
+    for name in names:
+        if not values.get(name):
+            raise ValueError(f"{name} is not set: add it to the run file or give --{name}")
+    name = str(values["model_name_or_path"])
+    # A name on the Hub has at most one slash; the Hub's client tries many times to reach any other name.
+    if (name.count("/") > 1 or name.startswith((".", "/", "~"))) and not Path(name).is_dir():
+        raise ValueError(
+            f"There is no directory {name!r}: set model_name_or_path to a model's directory or its name on "
+            f"the Hub"
+            f"{hint}"
+        )
+
+
+def with_model_options(run: RunConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `GRPOConfig`, with `RunConfig`'s revision, dtype and attention added to
+    `model_init_kwargs`; a value that the user has set in `model_init_kwargs` is kept."""
+    model_options = {"revision": run.model_revision}
+    if run.dtype is not None:
+        model_options["dtype"] = run.dtype
+    if run.attn_implementation is not None:
+        model_options["attn_implementation"] = run.attn_implementation
+    return {**options, "model_init_kwargs": {**model_options, **(options.get("model_init_kwargs") or {})}}
+
+
+def require_adapters_on_4_bits(run: RunConfig) -> None:
+    """Raises ValueError for 4-bit weights without adapters: they are frozen, so nothing would be trained."""
+    if run.load_in_4bit and not run.use_peft:
+        raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
+
+
+def say_unnecessary(options: dict[str, Any]) -> None:
+    """Print one line for each option that the user has set and a natively supported model does not read."""
+    from colocate.options import UNNECESSARY_WITH_LAYOUT
+
+    for name in sorted(options.keys() & UNNECESSARY_WITH_LAYOUT.keys()):
+        reason = UNNECESSARY_WITH_LAYOUT[name]
+        print(f"{name}={options[name]!r} is not needed: {reason}.", file=sys.stderr)
