@@ -480,12 +480,11 @@ def test_qlora_is_planned_and_trained_in_4_bits(model_dir, calls, capsys, tmp_pa
     assert "set use_peft" in capsys.readouterr().err
 
 
-def test_report_prints_where_it_wrote(tmp_path, capsys, monkeypatch):
-    module = types.ModuleType("colocate.reporting.report")
-    module.write_report = lambda run_dir: Path(run_dir) / "report.html"
-    monkeypatch.setitem(sys.modules, "colocate.reporting.report", module)
+def test_report_prints_where_it_wrote(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     assert main(["report", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    page = tmp_path / "report.html"
+    assert capsys.readouterr().out.strip() == str(page) and "<html" in page.read_text()
     assert main(["report", str(tmp_path / "nowhere")]) == 1
 
 
@@ -535,7 +534,7 @@ def test_help_fits_the_terminal(command, columns, capsys, monkeypatch):
     [
         (["serve", "runs/a", "--prot", "80"], "unrecognized arguments: --prot 80; did you mean '--port'?"),
         (["eval", "runs/a", "--num_sample=4"], "did you mean '--num_samples'?"),
-        (["serve", "runs/a", "--tensor-parallel-size", "2"], "is started by `colocate vllm-serve`"),
+        (["serve", "runs/a", "--tensor-parallel-size", "2"], "is started by `colocate rollout-serve`"),
     ],
 )
 def test_an_unknown_option_of_a_command_is_refused_with_the_nearest_one(arguments, said, capsys):
