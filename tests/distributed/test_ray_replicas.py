@@ -1,6 +1,7 @@
-"""vLLM servers beside a run's ranks with real Ray: where they are, and what is done when they are lost.
+"""Rollout servers beside a run's ranks with real Ray: where they are, and what is done when they are lost.
 
-In place of vLLM there is a program that serves nothing; `tests/integration/test_vllm_replicas.py` has vLLM.
+They are native servers, or in place of vLLM a program that serves nothing; vLLM itself is in
+`tests/integration/test_vllm_replicas.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import read_metrics
 
+from colocate.cli import main
 from colocate.clusters import replicas as replicas_module
 from colocate.clusters.cluster import Ask, connected
 from colocate.clusters.launch import LaunchOptions, processes
@@ -151,6 +154,43 @@ def test_a_replica_that_never_starts_ends_the_run_with_its_last_words(make_run, 
             r"replica 0 \(.*\) ended with exit code 1\. Its last lines, of out/replica-0", ending.text
         )
         assert "\n    out of memory, say" in ending.text
+
+
+def test_two_native_servers_draw_what_the_engine_in_the_trainer_draws(make_run, cluster, monkeypatch):
+    """Two ranks with a server beside each, and one process with both ranks' batch that draws itself."""
+    directory = make_run("native", save_strategy="no", reward_funcs=["plain.py:digits"])
+    (directory / "plain.py").write_text(
+        "def digits(completions, **_):\n    return [sum(map(str.isdigit, x)) for x in completions]\n"
+    )
+    words = ["--num_nodes", "2", "--ranks_per_node", "1", "--num_replicas", "2", "--replica_engine", "native"]
+    assert launch_here(words, directory, cluster, monkeypatch) == 0
+    alone = ["--engine", "native", "--per_device_train_batch_size", "8", "--output_dir", "alone"]
+    assert main(["train", "run.yaml", *alone]) == 0
+    found, expected = (read_metrics(directory / name) for name in ("out", "alone"))
+    assert [record["reward"] for record in found] == [record["reward"] for record in expected]
+    assert len(found) == 4
+    for number in range(2):
+        assert "is ready at" in (directory / "out" / f"replica-{number}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--replica_engine", "native"], "is read with --num_replicas"),
+        (
+            ["--num_replicas", "2", "--replica_engine", "native", "--replica_gpus", "2"],
+            "a native server has its whole model on one GPU",
+        ),
+        (
+            ["--num_replicas", "2", "--replica_engine", "native", "--", "--max-model-len", "9"],
+            "`-- --max-model-len` is for vLLM",
+        ),
+    ],
+)
+def test_what_native_servers_do_not_take_is_refused(make_run, cluster, monkeypatch, capsys, words, said):
+    directory = make_run("refused")
+    assert launch_here(["--ranks_per_node", "1", *words], directory, cluster, monkeypatch) == 1
+    assert said in capsys.readouterr().err
 
 
 def test_replicas_that_do_not_fit_beside_the_ranks_are_refused(make_run, cluster, monkeypatch, capsys):

@@ -68,8 +68,8 @@ def check_ray(command: str) -> dict[str, Any]:
 
 def test_no_block_is_forgotten():
     languages = re.findall(r"^ *```(\w+)$", PAGE, flags=re.MULTILINE)
-    assert {name: languages.count(name) for name in languages} == {"bash": 7, "yaml": 1}
-    assert len(COMMANDS) == 10
+    assert {name: languages.count(name) for name in languages} == {"bash": 8, "yaml": 1}
+    assert len(COMMANDS) == 11
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -153,7 +153,7 @@ def test_the_script_of_slurm_starts_what_it_asks_for():
 
 def test_messages_are_those_of_the_code_or_rays():
     messages = re.findall(r"^\| `([^`]+)` \|", PAGE.partition("## Messages")[2], flags=re.MULTILINE)
-    assert len(messages) == 14
+    assert len(messages) == 15
     for message in set(messages) - {"Version mismatch"}:
         assert message in SOURCES, message
 
@@ -171,8 +171,8 @@ def test_the_page_says_what_the_arithmetic_says():
 
 
 def test_the_replicas_of_the_page_are_asked_of_vllm():
-    """The command line of a server as `colocate vllm-serve` and, where it is installed, vLLM read it."""
-    (command,) = (command for command in COMMANDS if "--num_replicas" in command)
+    """The command line of a server as `colocate rollout-serve` and, where it is installed, vLLM read it."""
+    command, of_native = (command for command in COMMANDS if "--num_replicas" in command)
     launch, _ = options_of(command)
     ask = launch.ask
     assert (ask.num_replicas, ask.replica_size, ask.is_colocated, ask.on_gpus) == (4, 2, True, True)
@@ -201,3 +201,8 @@ def test_the_replicas_of_the_page_are_asked_of_vllm():
     # A launch goes on with the same words.
     again, _ = options_of(f"colocate train run.yaml {launch.words}")
     assert again == launch and launch.words in command
+    native = options_of(of_native)[0].ask
+    assert (native.num_replicas, native.is_colocated, native.on_gpus) == (4, False, True)
+    known, rest = cli._build_parser().parse_known_args(serve_command(native, values, "127.0.0.1", 8000))
+    assert (known.engine, known.max_model_len, known.dtype, rest) == ("native", 1024, "bfloat16", [])
+    assert not known.use_cpu and not known.enable_sleep_mode

@@ -37,6 +37,8 @@ class Ask:
     """How many processes share each GPU: the rank, and what it starts beside itself (`RayPlace`)."""
     num_replicas: int = 0
     replica_size: int = 1
+    replica_engine: str = "vllm"
+    """What the servers draw with: "vllm" or "native"."""
     is_colocated: bool = True
     """The servers are on the ranks' GPUs, in turns with them; else on GPUs of their own."""
 

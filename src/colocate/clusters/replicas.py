@@ -1,4 +1,4 @@
-"""The replicas of a run on Ray: vLLM servers, each started again in its place when it is lost or hangs.
+"""The replicas of a run on Ray: rollout servers, each started again in its place when it is lost or hangs.
 
 The trainers find them by their addresses, as they find servers that somebody has started by hand, and the
 pool of their engines gives a server that is back the weights of now before it gets a request.
@@ -24,7 +24,7 @@ from colocate.redaction import redacted
 from colocate.run_file import LAUNCH, REPLICAS
 
 MEMORY_SHARE = 0.4
-"""Share of a trainer's GPU that a colocated replica takes while it is awake, unless vLLM's options say."""
+"""Share of a trainer's GPU that a colocated server of vLLM takes while awake, unless vLLM's options say."""
 _STEP = "/is_paused"
 """A question that the engine's loop answers between two steps, and not the HTTP server in front of it: each
 answer tells that the loop has come round again, also where there is nothing to draw."""
@@ -36,21 +36,24 @@ while, such as a piece of the weights, takes seconds."""
 def serve_command(ask: Ask, values: Mapping[str, Any], host: str, port: int) -> list[str]:
     """What follows `colocate` to start a server of the model of a run with the options `values`.
 
-    It loads no weights: those of the trainer come before the first request.
+    vLLM loads no weights: those of the trainer come before the first request.
     """
     bf16 = coerce("bf16", values.get("bf16"), bool | None)
     dtype = "bfloat16" if (ask.on_gpus if bf16 is None else bf16) else values.get("dtype") or "float32"
-    options = ["--load-format", "dummy", "--dtype", str(dtype)]
+    options = ["--dtype", str(dtype)]
     for name, option in (("model_revision", "--revision"), ("vllm_max_model_length", "--max-model-len")):
         options += [option, str(values[name])] if values.get(name) is not None else []
     if coerce("trust_remote_code", values.get("trust_remote_code"), bool | None):
         options.append("--trust-remote-code")
-    if ask.is_colocated and ask.on_gpus:
-        options += ["--enable-sleep-mode", "--gpu-memory-utilization", str(MEMORY_SHARE)]
-    return [
-        *("vllm-serve", str(values["model_name_or_path"]), "--host", host, "--port", str(port)),
-        *("--tensor-parallel-size", str(ask.replica_size if ask.on_gpus else 1), "--", *options),
-    ]
+    takes_turns = ask.is_colocated and ask.on_gpus
+    options += ["--enable-sleep-mode"] if takes_turns else []
+    command = ["rollout-serve", str(values["model_name_or_path"]), "--engine", ask.replica_engine]
+    command += ["--host", host, "--port", str(port)]
+    if ask.replica_engine == "native":
+        return [*command, *options, *([] if ask.on_gpus else ["--use_cpu"])]
+    command += ["--tensor-parallel-size", str(ask.replica_size if ask.on_gpus else 1)]
+    share = ["--gpu-memory-utilization", str(MEMORY_SHARE)] if takes_turns else []
+    return [*command, "--", "--load-format", "dummy", *options, *share]
 
 
 class Replica(Process):

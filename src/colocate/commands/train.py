@@ -10,7 +10,7 @@ import argparse
 import os
 import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from pathlib import Path
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _OF_LAUNCHER = (
     *("num_nodes", "gpus_per_node", "ranks_per_node", "max_restarts", "cluster_timeout"),
-    *("num_replicas", "replica_gpus", "replica_placement"),
+    *("num_replicas", "replica_engine", "replica_gpus", "replica_placement"),
 )
 """Options of the launcher, which none but Ray reads."""
 
@@ -72,11 +72,14 @@ def _add_launcher(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cluster_timeout", type=_whole, help="seconds to wait for the cluster to have room (default: 600)"
     )
+    group.add_argument("--num_replicas", type=count, help="rollout servers to start for the run")
     group.add_argument(
-        "--num_replicas", type=count, help="vLLM servers to start for the run; vLLM's options go after --"
+        "--replica_engine",
+        choices=["vllm", "native"],
+        help="what they draw with (default: vllm, whose options go after --)",
     )
     group.add_argument(
-        "--replica_gpus", type=count, help="GPUs of each server, tensor parallel over them (default: 1)"
+        "--replica_gpus", type=count, help="GPUs of each vLLM server, tensor parallel over them (default: 1)"
     )
     group.add_argument(
         "--replica_placement",
@@ -135,10 +138,12 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
 
     on_gpus = known.gpus_per_node is not None
     num_replicas = known.num_replicas or 0
-    for name in () if num_replicas else ("replica_gpus", "replica_placement"):
+    for name in () if num_replicas else ("replica_engine", "replica_gpus", "replica_placement"):
         if name in given:
             raise ValueError(f"--{name} is read with --num_replicas, which says how many there are.")
     vllm_options = known.vllm_options if num_replicas else []
+    if known.replica_engine == "native":
+        _check_for_native(known.replica_gpus or 1, vllm_options)
     words = ["--launcher ray", *(f"--{name} {value}" for name, value in given.items())]
     return LaunchOptions(
         ask=Ask(
@@ -148,6 +153,7 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
             shares=2 if engine == "trtllm" else 1,
             num_replicas=num_replicas,
             replica_size=known.replica_gpus or 1,
+            replica_engine=known.replica_engine or "vllm",
             is_colocated=known.replica_placement != "own",
         ),
         max_restarts=3 if known.max_restarts is None else known.max_restarts,
@@ -155,6 +161,20 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
         words=" ".join([*words, *(["--", shlex.join(vllm_options)] if vllm_options else [])]),
         vllm_options=tuple(vllm_options),
     )
+
+
+def _check_for_native(num_gpus: int, vllm_options: Sequence[str]) -> None:
+    """Raises ValueError: native servers are asked for, with what only vLLM's take."""
+    if num_gpus > 1:
+        raise ValueError(
+            f"--replica_gpus {num_gpus} needs --replica_engine vllm: a native server has its whole model on "
+            f"one GPU. For as many GPUs set --replica_gpus 1 and {num_gpus} times as many --num_replicas."
+        )
+    if vllm_options:
+        raise ValueError(
+            f"`-- {vllm_options[0]}` is for vLLM, and --replica_engine native was asked for: set vllm, or "
+            "leave out what follows the --."
+        )
 
 
 def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
@@ -165,7 +185,7 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
     """
     if (engine := values.get("engine") or "auto") not in ("auto", "rollout_server", "vllm_server"):
         raise ValueError(
-            f"--num_replicas starts vLLM servers, and engine={engine!r} asks none. Set "
+            f"--num_replicas starts rollout servers, and engine={engine!r} asks none. Set "
             "engine='rollout_server', or leave --num_replicas out."
         )
     if values.get("vllm_server_base_url"):
