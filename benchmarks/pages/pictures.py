@@ -66,9 +66,9 @@ def modes_panels(result: dict[str, Any]) -> list[str]:
             )
             xs, ys = [x for x, _ in line], [y for _, y in line]
             plot.line(xs, ys, COLORS[mode])
-            plot.points(xs, ys, COLORS[mode])
-        for row in others.values():
-            plot.points([row["num_completions"]], [row["completions_per_s"]], other_color(row))
+            plot.points(xs, ys, COLORS[mode], NAMES[mode])
+        for name, row in others.items():
+            plot.points([row["num_completions"]], [row["completions_per_s"]], other_color(row), name)
         panels.append(plot.svg())
     return panels
 
