@@ -25,6 +25,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """With `--dist loadgroup` a file's tests stay in one process, unless they have a group of their own.
 
