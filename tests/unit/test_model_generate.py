@@ -21,7 +21,7 @@ STOPS = tuple(range(5, 18))
 @pytest.mark.parametrize(
     "arguments", [BEAMS, {"typical_p": 0.8, "min_new_tokens": 3}], ids=["beams", "typical"]
 )
-@pytest.mark.parametrize("temperature", [0.7, 0.0], ids=["drawn", "greedy"])
+@pytest.mark.parametrize("temperature", [3.0, 0.0], ids=["drawn", "greedy"])  # cool beams are alike
 def test_tokens_are_those_of_model_generate(arguments, temperature):
     if temperature == 0.0:
         arguments = {name: value for name, value in arguments.items() if name != "typical_p"}
