@@ -244,6 +244,28 @@ def test_an_engine_that_hangs_while_the_server_answers_is_given_up(model, make_e
 # ── Bad input ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("begins", [False, True], ids=["before it begins", "while it is done"])
+def test_who_no_longer_waits_does_not_end_the_engines_thread(server, begins):
+    """A message that is answered later than its sender waits, as `asyncio.wait_for` leaves it."""
+    may_end, has_begun = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        has_begun.set()
+        assert may_end.wait(20)
+
+    held = server.loop.do(hold)
+    assert has_begun.wait(20)
+    done: list[str] = []
+    given_up = held if begins else server.loop.do(lambda: done.append("done"))
+    pause = server.loop.pause()
+    given_up.cancel()
+    pause.cancel()
+    may_end.set()
+    server.loop.resume().result(20)
+    assert done == [] and not server.loop.is_paused
+    assert server.loop.do(lambda: "goes on").result(20) == "goes on"
+
+
 def test_another_model_is_refused_with_the_differences(server, make_engine):
     with pytest.raises(ValueError, match=r"another model.*num_hidden_layers 2 instead of 3.*--engine native"):
         make_engine(server, make_model("qwen3", num_hidden_layers=3))

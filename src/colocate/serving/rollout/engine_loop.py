@@ -107,6 +107,7 @@ class EngineLoop:
             What is done when nothing is drawn any more.
         """
         done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # a pause comes, even if who asked no longer waits
         self._call(partial(self._pause, drains, done))
         return done
 
@@ -127,6 +128,8 @@ class EngineLoop:
         done: Future[T] = Future()
 
         def call() -> None:
+            if not done.set_running_or_notify_cancel():  # who asked has given up; from now on nobody can
+                return
             try:
                 done.set_result(action())
             except BaseException as error:
