@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -60,6 +61,21 @@ def pytest_terminal_summary(terminalreporter):
 def one_thread():
     """Tiny matrices: more threads only wait for each other."""
     torch.set_num_threads(1)
+
+
+# A shell's background job ignores Ctrl-C, and so would the tests that press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_left_as_it_was():
+    """A test that leaves a handler or a mask behind fails itself, not a later one that presses Ctrl-C."""
+    yield
+    handler = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert handler is signal.default_int_handler, f"the test left a handler of SIGINT behind: {handler}"
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    assert signal.SIGINT not in blocked, "the test left SIGINT blocked"
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -200,7 +201,11 @@ def test_what_cannot_be_interrupted_ends_the_process(func, monkeypatch, tmp_path
 
 
 def test_an_interrupt_from_the_keyboard_ends_the_waiting():
+    main = threading.get_ident()
+
     async def judge(**kwargs):
+        while sys._current_frames()[main].f_code.co_name != "wait":
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # a signal at the moment at which the main thread lies down waits, too
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(60)
