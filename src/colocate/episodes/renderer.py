@@ -65,6 +65,7 @@ class Renderer:
     Args:
         chat_template_kwargs: the run's arguments for the template.
         stop_token_ids: the tokens that end an assistant's turn when they are sampled.
+        remedy: what sets another chat template, for messages about the one that there is.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -75,12 +76,14 @@ class Renderer:
         tokenizer: PreTrainedTokenizerBase,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         stop_token_ids: Sequence[int] = (),
+        remedy: str = "pass a `processing_class` with such a template, or set `tokenizer.chat_template`",
     ) -> None:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"The tokenizer {tokenizer.name_or_path!r} has no chat template, and turns are messages of a "
-                "chat. Pass a `processing_class` that has one."
+                f"chat. To set one, {remedy}."
             )
+        self._remedy = remedy
         self._tokenizer = tokenizer
         self._kwargs = dict(chat_template_kwargs or {})
         self.stop_token_ids = tuple(stop_token_ids)
@@ -138,7 +141,7 @@ class Renderer:
             if not found:
                 raise ValueError(
                     f"The chat template of {self._name} does not carry {what}. Those of {FAMILIES} do: "
-                    "pass a `processing_class` with such a template, or set `tokenizer.chat_template`."
+                    f"{self._remedy}."
                 )
         text, stop, prefix = self._written_call()
         why = ""

@@ -25,6 +25,8 @@ class Texts:
     Args:
         stop_token_ids: the tokens that end a turn.
         chat_template_kwargs: arguments for the chat template.
+        template_remedy: what sets another chat template, for messages to clients; None: what sets it in a
+            program that trains.
     """
 
     def __init__(
@@ -32,17 +34,19 @@ class Texts:
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        template_remedy: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_token_ids = tuple(stop_token_ids)
         self._renderer: Renderer | None = None
         self._no_chat, self._no_tools = "", ""
         try:
-            self._renderer = Renderer(tokenizer, chat_template_kwargs, stop_token_ids)
+            remedy = {} if template_remedy is None else {"remedy": template_remedy}
+            self._renderer = Renderer(tokenizer, chat_template_kwargs, stop_token_ids, **remedy)
             self._renderer.check_tools()
         except ValueError as error:
             if self._renderer is None:
-                self._no_chat = str(error)
+                self._no_chat = f"{error} Or ask /v1/completions, which takes text as it is."
             self._no_tools = str(error)
 
     @property
