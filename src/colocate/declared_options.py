@@ -1,13 +1,14 @@
 """The options that the classes of a run declare, read from the text of their sources.
 
 Importing these classes would load torch, which takes seconds. Read as text, `colocate train --help` can list
-the options, and a misspelt name is refused, in a tenth of a second.
+the options, and a misspelt name or a wrong value is refused, in a few tenths of a second.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,8 @@ FIRST_HEADING = {"RunConfig": "What to train on what"}
 _HEADING = re.compile(r" *# ── (.+?) ─+$")
 _DEFINED_IN = {"transformers": "transformers.training_args"}
 """The module that defines what a package imports from it and hands on."""
+_LIGHT = ("typing", "colocate.requirements")
+"""Modules that declarations use and that are imported, since that takes no time."""
 
 
 class Option(NamedTuple):
@@ -58,22 +61,51 @@ def options_of(class_name: str) -> Iterator[Option]:
         text = str(following.value.value) if is_documented else ""  # type: ignore[union-attr]
         annotation = ast.unparse(node.annotation)
         if table := re.search(r"OneOf\((\w+)\)", annotation):
-            text = f"{text} One of {', '.join(map(str, _names_of(table[1], module)))}."
+            text = f"{text} One of {', '.join(map(str, _Names(module)[table[1]]))}."
         yield Option(ast.unparse(node.target), _default(node.value), text, heading, annotation)
 
 
-def _names_of(table: str, module: ast.Module) -> list[Any]:
-    """The keys of the dictionary, or the members of the tuple, called `table` in a module, or in the module
-    that it imports `table` from."""
-    for node in module.body:
-        if isinstance(node, ast.ImportFrom) and table in (alias.name for alias in node.names):
-            return _names_of(table, ast.parse(_file_of(str(node.module)).read_text(encoding="utf-8")))
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, (ast.Dict, ast.Tuple)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            members = node.value.keys if isinstance(node.value, ast.Dict) else node.value.elts
-            if [ast.unparse(target) for target in targets] == [table]:
-                return [ast.literal_eval(member) for member in members if member is not None]
-    raise LookupError(f"no table {table}")
+class _Names(dict[str, Any]):
+    """The names of a module, each evaluated from the module's source when it is asked for.
+
+    A name that stands for a dictionary has the dictionary's keys. Names that are neither assigned in a module
+    of this package nor imported from one of `_LIGHT` are not there.
+    """
+
+    def __init__(self, module: ast.Module) -> None:
+        super().__init__()
+        self._body = module.body
+
+    def __missing__(self, name: str) -> Any:
+        for node in self._body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return _imported(node.module, alias.name)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if [ast.unparse(target) for target in targets] == [name]:
+                    return self.evaluated(node.value)
+        raise KeyError(name)
+
+    def evaluated(self, expression: ast.expr) -> Any:
+        """The value of an expression of the module.
+
+        Raises:
+            NameError: it has a name that is not there.
+        """
+        if isinstance(expression, ast.Dict):
+            keys = [key for key in expression.keys if key is not None]
+            expression = ast.copy_location(ast.Tuple(keys, ast.Load()), expression)
+        return eval(compile(ast.Expression(expression), "<an option's declaration>", "eval"), {}, self)
+
+
+def _imported(module: str, name: str) -> Any:
+    if module in _LIGHT:
+        return getattr(importlib.import_module(module), name)
+    if not module.startswith("colocate."):
+        raise KeyError(name)
+    return _Names(_parsed(_file_of(module)))[name]
 
 
 def check_names(values: Mapping[str, object]) -> None:
@@ -92,19 +124,39 @@ def check_names(values: Mapping[str, object]) -> None:
 
 
 @functools.cache
+def declared_types() -> dict[str, Any]:
+    """The type of every option, with its requirement if it has one, by name.
+
+    Options whose type is a class of transformers' are left out.
+    """
+    found = {}
+    for name, (annotation, module) in _declarations().items():
+        try:
+            found[name] = _Names(module).evaluated(annotation)
+        except (NameError, TypeError):  # TypeError: a class that is named in quotes, in a union
+            continue
+    return found
+
+
 def _types() -> dict[str, str]:
     """The annotation of every option, inherited ones included, by name."""
+    return {name: ast.unparse(annotation) for name, (annotation, _) in _declarations().items()}
+
+
+@functools.cache
+def _declarations() -> dict[str, tuple[ast.expr, ast.Module]]:
+    """Each option's annotation, inherited ones included, and the module that it is in."""
     here = Path(__file__)
     return {
-        name: annotation
+        name: declaration
         for class_name, file in CLASSES.items()
-        for name, annotation in _fields(here.parent / file, class_name).items()
+        for name, declaration in _fields(here.parent / file, class_name).items()
     }
 
 
-def _fields(file: Path, class_name: str) -> dict[str, str]:
+def _fields(file: Path, class_name: str) -> dict[str, tuple[ast.expr, ast.Module]]:
     """The annotations of a class's fields and of those that it inherits."""
-    module = ast.parse(file.read_text(encoding="utf-8"))
+    module = _parsed(file)
     definition = _definition(module, class_name)
     sources = {
         alias.asname or alias.name: (node.module, alias.name)
@@ -112,7 +164,7 @@ def _fields(file: Path, class_name: str) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    found: dict[str, str] = {}
+    found: dict[str, tuple[ast.expr, ast.Module]] = {}
     for base in reversed(definition.bases):
         if not isinstance(base, ast.Name):
             continue
@@ -123,8 +175,13 @@ def _fields(file: Path, class_name: str) -> dict[str, str]:
             found |= _fields(file, base.id)
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = ast.unparse(node.annotation)
+            found[node.target.id] = (node.annotation, module)
     return found
+
+
+@functools.cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _file_of(module: str) -> Path:

@@ -98,10 +98,11 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 def types_of(record: type) -> dict[str, Any]:
     """The declared type of each field of a dataclass."""
     hints = typing.get_type_hints(record)
-    return {field.name: _as_read(field.name, hints[field.name]) for field in fields(record)}
+    return {field.name: as_read(field.name, hints[field.name]) for field in fields(record)}
 
 
-def _as_read(name: str, hint: Any) -> Any:
+def as_read(name: str, hint: Any) -> Any:
+    """The type that the option `name`, which a class declares as `hint`, is read as."""
     # To transformers, a string for a mapping is its JSON; only a `*_config` may also name a file.
     members = _members(hint)
     if name.endswith("_kwargs") and str in members:

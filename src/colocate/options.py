@@ -22,7 +22,6 @@ from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from colocate.algorithms.objective_params import UPPER_BOUNDS
 from colocate.option_values import shown
 from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
 from colocate.requirements import (
@@ -30,6 +29,7 @@ from colocate.requirements import (
     BELOW_ONE,
     INTERVAL,
     NOT_NEGATIVE,
+    UPPER_BOUNDS,
     Requirement,
     check_choice,
 )

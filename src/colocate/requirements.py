@@ -41,6 +41,9 @@ INTERVAL = Requirement(
     lambda v: 0 < v < 1 or (v >= 1 and v == int(v)),
 )
 
+UPPER_BOUNDS = frozenset({"epsilon_high", "vllm_importance_sampling_clip_max"})
+"""The objective's options that may be infinite, which then bound nothing; its other numbers are finite."""
+
 
 @dataclass(frozen=True, eq=False)
 class OneOf:

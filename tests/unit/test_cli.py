@@ -551,11 +551,15 @@ def test_an_unknown_option_of_a_command_is_refused_with_the_nearest_one(argument
         (["--lerning_rate", "1"], "did you mean 'learning_rate'?"),
         (["run.yaml"], "There is no option 'max_step'; did you mean 'max_steps'?"),
         (["--max_steps"], "max_steps needs a value"),
+        (["--loss_type", "grppo"], "loss_type='grppo' is unknown; it is one of grpo, dapo"),
+        (["--learning_rate", "-1e-6"], "learning_rate=-1e-06 must not be negative."),
+        (["wrong_type.yaml"], "num_generations='four' is not a whole number."),
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
     ],
 )
 def test_what_can_be_refused_at_once_is_refused_before_torch_is_loaded(arguments, said, tmp_path):
     (tmp_path / "run.yaml").write_text("model_name_or_path: m\nmax_step: 3\n")
+    (tmp_path / "wrong_type.yaml").write_text("model_name_or_path: m\nnum_generations: four\n")
     code = (
         f"import os, sys\nfrom colocate.cli import main\nos.chdir({str(tmp_path)!r})\n"
         f"assert main({['train', *arguments]!r}) == 1\n"

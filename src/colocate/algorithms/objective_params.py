@@ -8,10 +8,7 @@ from typing import Annotated
 
 from colocate.algorithms.importance_sampling import IMPORTANCE_SAMPLING_MODES
 from colocate.algorithms.losses import LOSSES, LossOptions, check_loss
-from colocate.requirements import OneOf, check_choice, check_range, choices_of, ranges_of
-
-UPPER_BOUNDS = frozenset({"epsilon_high", "vllm_importance_sampling_clip_max"})
-"""The options that may be infinite, which then bound nothing; every other number must be finite."""
+from colocate.requirements import UPPER_BOUNDS, OneOf, check_choice, check_range, choices_of, ranges_of
 
 
 @dataclass

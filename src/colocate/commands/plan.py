@@ -13,6 +13,7 @@ from colocate.commands.run_options import (
     say_unnecessary,
     with_model_options,
 )
+from colocate.declared_values import check_values
 from colocate.run_file import read_values
 
 SUMMARY = "show whether a run fits the GPU and how long its steps take, without loading the model"
@@ -54,6 +55,7 @@ def _memory_size(text: str) -> float:
 def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     _, values = read_values(known.run_options)
+    check_values(values)
     require(values, "model_name_or_path")
 
     from colocate.planning.command import plan_run

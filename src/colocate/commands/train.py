@@ -1,7 +1,7 @@
 """`colocate train`: makes a trainer of a run file and options, and trains.
 
-Modules that take seconds to import (torch, transformers) are imported only after the options' names are
-checked and the header is printed.
+Modules that take seconds to import (torch, transformers) are imported only after the options' names and
+values are checked and the header is printed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from colocate.commands.run_options import (
     say_unnecessary,
     with_model_options,
 )
+from colocate.declared_values import check_values
 from colocate.redaction import redacted
 from colocate.run_file import read_values
 from colocate.version import __version__
@@ -97,6 +98,7 @@ def _whole(text: str) -> int:
 def run(known: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     file, values = read_values(known.run_options)
+    check_values(values)
     _require_complete(values, file)
     if (options := _launch_options(known, values.get("engine"))) is not None:
         from colocate.clusters.launch import launch

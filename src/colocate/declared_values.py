@@ -1,0 +1,45 @@
+"""The values of a run's options, checked before the classes that declare the options are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, get_args, get_origin
+
+from colocate.declared_options import declared_types
+from colocate.engines.build import OLDER_NAMES
+from colocate.option_values import as_read, coerce
+from colocate.options import CHOICES, MAY_BE_INFINITE, RANGES
+from colocate.requirements import OneOf, Requirement, check_choice, check_range
+
+
+def check_values(values: Mapping[str, object]) -> None:
+    """Refuse a value of another type than its option's, outside its range, or not among its choices.
+
+    What is judged here and how is what `RunConfig` and `GRPOConfig` judge; they do it once more, and also
+    judge options whose types are transformers' own, and several options together.
+
+    Args:
+        values: options by names that `check_names` knows.
+
+    Raises:
+        ValueError: with the option, its value and what it takes.
+    """
+    types = declared_types()
+    for name, value in values.items():
+        choices: Collection[Any] | None = CHOICES.get(name)
+        requirement = RANGES.get(name)
+        if name in types:
+            is_annotated = get_origin(types[name]) is Annotated
+            hint, *conditions = get_args(types[name]) if is_annotated else (types[name],)
+            value = coerce(name, value, as_read(name, hint), may_be_infinite=name in MAY_BE_INFINITE)
+            for condition in conditions:
+                if isinstance(condition, OneOf):
+                    choices = condition.names
+                if isinstance(condition, Requirement):
+                    requirement = condition
+        if name == "engine":
+            value = OLDER_NAMES.get(str(value), value)
+        if choices is not None and isinstance(value, (str, int)) and not isinstance(value, bool):
+            check_choice(name, value, choices)
+        if requirement is not None:
+            check_range(name, value, requirement)
