@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from engine_models import make_model
 
+from colocate.engines.native.engine import NativeEngine
 from colocate.serving import stepper as module
 from colocate.serving.refusal import Refusal
-from colocate.serving.stepper import CALL_S, FIRST_STEPS_S, NUM_FIRST_STEPS, STEP_S, Stepper
+from colocate.serving.stepper import CALL_S, FIRST_STEPS_S, NUM_FIRST_STEPS, STEP_S, Stepper, step_limit_s
+from tiny import StubEngine
 
 
 class Clock:
@@ -41,9 +46,9 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def stepping(*, is_on_gpu: bool = True) -> tuple[Stepper, Any]:
+def stepping(step_s: float = STEP_S) -> tuple[Stepper, Any]:
     driver: Any = FakeDriver()
-    return Stepper(driver, is_on_gpu=is_on_gpu), driver
+    return Stepper(driver, step_s), driver
 
 
 def stood_for(clock: Clock, stepper: Stepper, seconds: float) -> bool:
@@ -77,11 +82,13 @@ def test_a_first_step_hangs_when_no_compilation_takes_so_long(clock):
     assert not stood_for(clock, stepping()[0], FIRST_STEPS_S + 1)
 
 
-def test_on_a_cpu_all_steps_may_take_minutes(clock):
-    stepper, _ = stepping(is_on_gpu=False)
+def test_how_long_a_later_step_may_take_depends_on_engine_and_device(clock):
+    cpu, gpu, engine = torch.device("cpu"), torch.device("cuda"), NativeEngine(make_model("qwen3"))
+    assert step_limit_s(engine, gpu) == STEP_S and step_limit_s(engine, cpu) == FIRST_STEPS_S
+    assert step_limit_s(StubEngine(lambda prompt, member: [1]), gpu) == math.inf
+    stepper, _ = stepping(math.inf)
     for _ in range(NUM_FIRST_STEPS + 1):
-        assert stood_for(clock, stepper, FIRST_STEPS_S - 1)
-    assert not stood_for(clock, stepper, FIRST_STEPS_S + 1)
+        assert stood_for(clock, stepper, 10 * FIRST_STEPS_S)
 
 
 def test_what_is_done_between_steps_has_a_limit_of_its_own(clock):

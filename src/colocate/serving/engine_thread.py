@@ -16,12 +16,12 @@ class EngineThread:
     """Advances a driver until `close`. See `Stepper`, also for the errors of an engine.
 
     Args:
-        is_on_gpu: where the engine computes.
+        step_s: see `stepper.step_limit_s`.
     """
 
-    def __init__(self, driver: Driver, *, is_on_gpu: bool) -> None:
+    def __init__(self, driver: Driver, step_s: float) -> None:
         self._driver = driver
-        self._stepper = Stepper(driver, is_on_gpu=is_on_gpu)
+        self._stepper = Stepper(driver, step_s)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="serving-engine", daemon=True)
 

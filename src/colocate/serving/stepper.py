@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
+import torch
+
+from colocate.engines.base import RolloutEngine
+from colocate.engines.native.engine import NativeEngine
 from colocate.serving.driver import Driver
 from colocate.serving.refusal import Refusal
 
@@ -23,6 +28,14 @@ _PROBE_S = 5.0
 """Seconds between two tokens that an engine is asked for which has failed."""
 
 
+def step_limit_s(engine: RolloutEngine, device: torch.device) -> float:
+    """Seconds that a step of an engine may take, once it has made its first ones. One that is not the native
+    engine may draw whole completions in a step, however long they are."""
+    if not isinstance(engine, NativeEngine):
+        return math.inf
+    return STEP_S if device.type == "cuda" else FIRST_STEPS_S
+
+
 class Stepper:
     """Goes on by a step at a time, and tells any thread whether the engine is of use.
 
@@ -31,12 +44,12 @@ class Stepper:
     requests are refused. It has ended if its thread has.
 
     Args:
-        is_on_gpu: where the engine computes.
+        step_s: see `step_limit_s`.
     """
 
-    def __init__(self, driver: Driver, *, is_on_gpu: bool) -> None:
+    def __init__(self, driver: Driver, step_s: float) -> None:
         self._driver = driver
-        self._step_s = STEP_S if is_on_gpu else FIRST_STEPS_S
+        self._step_s = step_s
         self._doing = (time.monotonic(), CALL_S)
         """Since when the thread does what it does, and how many seconds that may take."""
         self._failure: str | None = None
@@ -78,8 +91,8 @@ class Stepper:
         Args:
             wait_s: seconds to wait for something to do, if there is nothing.
         """
-        is_early = self.num_steps < NUM_FIRST_STEPS
-        self._doing = (time.monotonic(), FIRST_STEPS_S if is_early else self._step_s)
+        least_s = FIRST_STEPS_S if self.num_steps < NUM_FIRST_STEPS else 0.0
+        self._doing = (time.monotonic(), max(least_s, self._step_s))
         if self._failure is not None:
             return self._ask_again(self._failure, wait_s)
         self.num_steps += self._driver.has_requests

@@ -21,7 +21,7 @@ from colocate.engines.rollout_server.receiver import Receiver, answer_message, o
 from colocate.serving.driver import Driver, Job
 from colocate.serving.refusal import Refusal
 from colocate.serving.rollout.weights import NativeWeights
-from colocate.serving.stepper import Stepper
+from colocate.serving.stepper import Stepper, step_limit_s
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class EngineLoop:
         self._engine, self._weights, self._key = engine, weights, key
         self._receiver = Receiver(weights)
         self._driver = Driver(engine)
-        self._stepper = Stepper(self._driver, is_on_gpu=weights.device.type == "cuda")
+        self._stepper = Stepper(self._driver, step_limit_s(engine, weights.device))
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._refusal: Exception | None = None
