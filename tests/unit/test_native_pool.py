@@ -122,7 +122,7 @@ NATIVE_FAULTS = [*FAULTS, engine_hangs, engine_ends]
 
 
 def test_whatever_befalls_native_servers_no_completion_is_lost_doubled_or_mixed(make_fleet):
-    check_schedules(make_fleet, 6, NATIVE_FAULTS)
+    check_schedules(make_fleet, 3, NATIVE_FAULTS)
 
 
 @pytest.mark.slow
