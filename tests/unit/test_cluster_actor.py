@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from colocate.clusters import actor as actor_module
 from colocate.clusters.actor import ProcessActor
 
 
@@ -50,6 +51,15 @@ def test_a_server_that_was_ready_and_does_not_answer_any_more_is_killed(answers,
     actor._watch(process, url, "the key", 0.5, 3)
     assert actor._is_ready and actor._was_hung and process.wait(5) == -9
     assert statuses == [200], "it was asked until the third of three"
+
+
+def test_a_server_that_is_never_ready_is_killed_in_the_end(answers, process, monkeypatch):
+    monkeypatch.setattr(actor_module, "_START_S", 0.0)
+    url, statuses = answers
+    statuses += [503] * 1000
+    actor = ProcessActor()
+    actor._watch(process, url, "the key", 0.5, 3)
+    assert actor._was_hung and not actor._is_ready and process.wait(60) == -9
 
 
 def test_a_server_that_ends_is_not_asked_any_more(answers, process):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from colocate.version import __version__
 
 _CHUNK_BYTES = 2**16
 _FOLLOW_S = 1.0
+_START_S = 1800.0
+"""Seconds after which a server hangs that has not answered yet: a large model is loaded in less."""
 
 
 class Place(NamedTuple):
@@ -177,12 +180,12 @@ class ProcessActor:
         """Find out when a server is ready, and kill it when it hangs."""
         question = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know it
-        num_unanswered = 0
+        begin_s, num_unanswered = time.monotonic(), 0
         while num_unanswered < patience:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(answer_s / 10)
                 return
-            num_unanswered += self._is_ready
+            num_unanswered += self._is_ready or time.monotonic() - begin_s > _START_S
             with suppress(OSError, HTTPException), opener.open(question, timeout=answer_s):
                 self._is_ready, num_unanswered = True, 0
         self._was_hung = True

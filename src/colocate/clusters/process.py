@@ -106,7 +106,8 @@ class Process:
         for number, chunk in news.chunks:
             self.say(number, self._decoders[number].decode(chunk))
         if news.was_hung:
-            self.lost("did not answer any more, though it ran, and was killed")
+            more = " any more" if news.is_ready else ""
+            self.lost(f"did not answer{more}, though it ran, and was killed")
         elif (code := news.code) is None:
             self.asked = self.actor.follow.remote()
         elif code >= 0:

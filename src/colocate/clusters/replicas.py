@@ -27,8 +27,8 @@ MEMORY_SHARE = 0.4
 """Share of a trainer's GPU that a colocated server of vLLM takes while awake, unless vLLM's options say."""
 _STEP = "/is_paused"
 """A question that vLLM's engine answers in its loop, between two steps: each answer tells that the loop has
-come round again, also where there is nothing to draw. A native server answers it in front of its engine, and
-tells how many steps that has made, which its trainers watch."""
+come round again, also where there is nothing to draw. A native server answers with an error if its engine has
+ended, or has been in a step for longer than one takes."""
 ANSWER_S, PATIENCE = 10.0, 6
 """Seconds for an answer, and how many on end may be missing: a minute. What holds an engine's loop for a
 while, such as a piece of the weights, takes seconds."""

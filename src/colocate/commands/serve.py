@@ -123,6 +123,7 @@ def _serve(
     from colocate.serving.gate import with_key
     from colocate.serving.limits import Limits
     from colocate.serving.server import HttpServer
+    from colocate.serving.stepper import step_limit_s
     from colocate.serving.texts import Texts
 
     loaded = load(saved, options, is_any_base=known.any_base)
@@ -136,9 +137,13 @@ def _serve(
         limits = Limits(max_requests=known.max_requests, max_wait_s=known.max_wait)
         visitors = Visitors(texts, max_len=_max_len(engine, config), vocab_size=engine.vocab_size)
         driver = Driver(engine)
+        thread = EngineThread(driver, step_limit_s(engine, loaded.model.device))
         name = known.served_model_name or known.model
-        service = Service(driver, texts, model=name, check_key=with_key(key, visitors), limits=limits)
-        server, thread = HttpServer(service.app, listening, limits), EngineThread(driver)
+        service = Service(
+            driver, texts, model=name, check_key=with_key(key, visitors), limits=limits,
+            check_engine=thread.check,
+        )  # fmt: skip
+        server = HttpServer(service.app, listening, limits)
         thread.start()
         server.start()
         host = f"[{known.host}]" if ":" in known.host else known.host
