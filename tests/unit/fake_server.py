@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import random
 import select
@@ -14,13 +15,13 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 import torch
 from engine_models import make_model
+from faulty_front import FaultyFront
 
 from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.engines.rollout_server.key import ServerKey
@@ -165,66 +166,32 @@ def install_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**contents))
 
 
-class FakeVLLM:
+class FakeVLLM(FaultyFront):
     """vLLM's routes around our real worker extension, behind our real gate.
 
-    Completions are a function of prompt, seed and loaded weights. A test puts faults into `faults`: for a
-    path (for `/collective_rpc` with the message's name behind it) a list of functions (server, handler,
-    status, answer) that send something else than the answer, one per request; None lets one pass. `draw` is
-    called with each request for completions, and they are sent once it returns True; `given_up` has those
-    whose client did not wait for that.
+    Completions are a function of prompt, seed and loaded weights. `draw` is called with each request for
+    completions, and they are sent once it returns True; `given_up` has those whose client did not wait for
+    that.
     """
 
     def __init__(self, model: Any) -> None:
         self.config = model.config
         self.names = [name for name, _ in model.named_parameters()]
-        self.faults: dict[str, list[Callable[..., None] | None]] = {}
         self.settings: dict[str, Any] = {}
         self.version = "0.32.0"
-        self.requests: list[str] = []
         self.reached: list[str] = []
         self.draw: Callable[[dict[str, Any]], bool] = lambda body: True
         self.given_up: list[dict[str, Any]] = []
         self.is_paused = False
         self.awake = {"weights", "kv_cache"}
         """What it has memory for."""
-        self.gone_until_s = 0.0
-        """Until then, by time.monotonic(), every connection is closed without an answer."""
-        self.earlier: dict[str, tuple[BaseHTTPRequestHandler, bytes]] = {}
-        """The request before for each path, as a network may deliver it once more."""
         self.num_prefix_cache_resets = 0
-        self._lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.restart()
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def do_GET(self) -> None:
-                fake.answer(self, b"")
-
-            def do_POST(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                fake.answer(self, self.rfile.read(length) if length < 2**27 else b"")
-
-            do_HEAD = do_OPTIONS = do_GET
-
-            def log_message(self, *args: Any) -> None: ...
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *args: Any) -> None: ...
-
-        self.http = Server(("127.0.0.1", 0), Handler)
-        self.base_url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__()
 
     def restart(self) -> None:
-        """Forget everything, as a new process would."""
         self.gate = Gate(self._app)
         self.loaded = FakeModel(self.names)
         config = self.config.get_text_config()
@@ -247,9 +214,13 @@ class FakeVLLM:
         )
         self.is_paused, self.awake = False, {"weights", "kv_cache"}
 
+    def become_another(self) -> None:
+        self.config = copy.deepcopy(self.config)
+        self.config.get_text_config().num_hidden_layers += 1
+        self.restart()
+
     def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
+        super().close()
         asyncio.run_coroutine_threadsafe(self._cancel_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -266,34 +237,14 @@ class FakeVLLM:
         message = Message(ServerKey(KEY, "a test"), {"do": do, "run": {"id": run_id}, **arguments})
         return message.opened(self.worker.colocate_receive(*message.call(1)["args"]))
 
-    def answer(self, handler: BaseHTTPRequestHandler, content: bytes) -> None:
-        if time.monotonic() < self.gone_until_s:
-            handler.close_connection = True
-            return
-        path = handler.path.partition("?")[0]
-        name = path
-        if path == "/collective_rpc":
-            with contextlib.suppress(Exception):
-                name = f"{path} {json.loads(json.loads(content)['args'][0])['do']}"
-        self.requests.append(name)
-        faults = self.faults.get(name)
-        fault = faults.pop(0) if faults else None
-        if fault is late and name in self.earlier:
-            asyncio.run_coroutine_threadsafe(self._ask_gate(*self.earlier[name]), self._loop).result()
-        self.earlier[name] = (handler, content)
-        if fault is not None and getattr(fault, "is_instead", False):
-            fault(self, handler, 0, None)
-            return
+    def ask(self, handler: BaseHTTPRequestHandler, content: bytes) -> tuple[int, Any] | None:
         status, answer = asyncio.run_coroutine_threadsafe(
             self._ask_gate(handler, content), self._loop
         ).result()
-        is_drawn = name != "/v1/completions" or status != 200 or self._drawn(handler, json.loads(content))
-        if not is_drawn or time.monotonic() < self.gone_until_s:
-            handler.close_connection = True
-        elif fault is None:
-            send_json(handler, status, answer)
-        else:
-            fault(self, handler, status, answer)
+        is_drawn = (
+            handler.path != "/v1/completions" or status != 200 or self._drawn(handler, json.loads(content))
+        )
+        return (status, answer) if is_drawn else None
 
     def _drawn(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> bool:
         """Wait until `draw` has what is asked for. Returns whether the client has waited, too."""
@@ -427,63 +378,3 @@ def engines_of_fake(model, fake, tmp_path) -> Iterator[Callable[..., RolloutServ
     for engine in engines:
         engine.close()
     assert list(directory.iterdir()) == [], "pushed files must not stay behind"
-
-
-def send_json(handler: BaseHTTPRequestHandler, status: int, answer: Any, part: float = 1) -> None:
-    content = b"" if answer is None else json.dumps(answer).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(content)))
-    handler.end_headers()
-    handler.wfile.write(content[: int(part * len(content))])
-
-
-def half_of_it(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-    send_json(handler, status, answer, part=0.5)
-    handler.close_connection = True
-
-
-def nothing(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-    handler.close_connection = True
-
-
-def error_500(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-    send_json(handler, 500, {"error": {"message": "out of luck"}})
-
-
-@pytest.fixture(name="hang")
-def hanging_fault() -> Iterator[Callable[..., None]]:
-    """A fault that leaves a request without an answer until the test ends."""
-    release = threading.Event()
-
-    def fault(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-        release.wait(20)
-        handler.close_connection = True
-
-    yield fault
-    release.set()
-
-
-def changed(change: Callable[[dict[str, Any]], object]) -> Callable[..., None]:
-    """A fault that spoils an answer."""
-
-    def fault(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-        change(answer)
-        send_json(handler, status, answer)
-
-    return fault
-
-
-def late(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-    """The request before has come a second time, ahead of this one."""
-    send_json(handler, status, answer)
-
-
-def restart(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-    """The server is gone before it has answered, and back at once with the weights it started with."""
-    with fake._lock:
-        fake.restart()
-    handler.close_connection = True
-
-
-restart_before = partial(restart)
-restart_before.is_instead = True  # type: ignore[attr-defined]

@@ -4,51 +4,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from engine_models import make_model, make_prompts
-from fake_server import (
-    BUCKET_BYTES,
-    FakeVLLM,
-    error_500,
-    half_of_it,
-    install_fake_vllm,
-    late,
-    nothing,
-    restart,
-    restart_before,
-    send_json,
-)
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from fake_server import FakeVLLM, install_fake_vllm
+from fault_schedules import COMPLETIONS, LIMIT_S, Fleet, MakeFleet, check_schedules, drain, fleets_of
+from faulty_front import become_another, die, hang, restart, send_json
 
 from colocate.config import GRPOConfig
-from colocate.engines import pool as pool_module
 from colocate.engines.build import EngineParts, build_engine, server_urls
-from colocate.engines.pool import EnginePool
 from colocate.engines.rollout_server.client import CompletionRefused
-from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.engines.rollout_server.lease import Run, ServerHeld
-from colocate.engines.rollout_server.patience import ALONE, Patience
+from colocate.engines.rollout_server.patience import ALONE
 from colocate.serving.driver import Drawn, Driver, Job, Update
-from colocate.types import Completion, SamplingParams
+from colocate.types import SamplingParams
 
-COMPLETIONS, CHUNKS = "/v1/completions", "/collective_rpc receive_chunk"
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
-SHORT = Patience(
-    answer_s=1.0, silence_s=0.2, max_attempts=2, first_delay_s=0.01, message_s=2.0, poll_s=0.005,
-    has_substitute=True,
-)  # fmt: skip
-LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module", name="model")
@@ -56,104 +34,23 @@ def served_model() -> Any:
     return make_model("qwen3")
 
 
-class Fleet:
-    """Stand-ins of vLLM's server, a pool of engines that use them, and the engine of one that is sound."""
-
-    def __init__(self, model: Any, num_servers: int, directory: str, *, takes_turns: bool = False) -> None:
-        self.model = model
-        self.directory = directory
-        self.servers = [FakeVLLM(model) for _ in range(num_servers + 1)]
-        *self.fakes, self.sound = self.servers
-        for fake in self.fakes:
-            fake.settings["enable_sleep_mode"] = takes_turns
-            fake.restart()
-        self.engines: list[Any] = []
-        self.alone = self.engine(self.sound, patience=ALONE)
-
-    def engine(self, fake: FakeVLLM, **options: Any) -> RolloutServerEngine:
-        engine = RolloutServerEngine(
-            self.model,
-            base_url=fake.base_url,
-            **{
-                "server_timeout_s": 4.0, "push_timeout_s": 10.0, "request_timeout_s": 10.0,
-                "bucket_bytes": BUCKET_BYTES, "directory": self.directory, "patience": SHORT, **options,
-            },
-        )  # fmt: skip
-        engine.wake_up()
-        self.engines.append(engine)
-        return engine
-
-    def pool(self, run_id: str = "run", **options: Any) -> EnginePool:
-        members = [self.engine(fake, run_id=run_id) for fake in self.fakes]
-        pool = EnginePool(members, **{"timeout_s": 4.0, **options})
-        pool.wake_up()
-        self.engines.append(pool)
-        return pool
-
-    def update(self, pool: EnginePool, version: int) -> None:
-        with torch.no_grad():
-            self.model.lm_head.weight.add_(0.5)
-        for engine in (pool, self.alone):
-            engine.update_weights(self.model.named_parameters(), version)
-
-    def close(self) -> None:
-        for part in (*reversed(self.engines), *self.servers):
-            part.close()
-        self.engines, self.servers = [], []
+def fake_fleet(model: Any, num_servers: int, directory: Path, *, takes_turns: bool = False) -> Fleet:
+    """Stand-ins of vLLM's server."""
+    *fakes, sound = [FakeVLLM(model) for _ in range(num_servers + 1)]
+    for fake in fakes:
+        fake.settings["enable_sleep_mode"] = takes_turns
+        fake.restart()
+    fleet = Fleet(model, fakes, directory)
+    fleet.parts.append(sound)
+    fleet.alone = fleet.engine(sound, patience=ALONE)
+    return fleet
 
 
 @pytest.fixture(name="make_fleet")
-def fleets(model, monkeypatch, tmp_path) -> Iterator[Callable[[int], Fleet]]:
+def fleets(model, monkeypatch, tmp_path) -> Iterator[MakeFleet]:
     install_fake_vllm(monkeypatch)
-    monkeypatch.setattr(pool_module, "_FIRST_PROBE_S", 0.02)
-    monkeypatch.setattr(pool_module, "_LAST_PROBE_S", 0.2)
-    monkeypatch.setattr(pool_module, "_GRACE_S", 0.3)
-    made: list[Fleet] = []
-
-    def make(num_servers: int, **options: Any) -> Fleet:
-        made.append(Fleet(model, num_servers, str(tmp_path), **options))
-        return made[-1]
-
-    yield make
-    for fleet in made:
-        fleet.close()
-    assert list(tmp_path.iterdir()) == [], "pushed files must not stay behind"
-
-
-def drain(pool: EnginePool) -> dict[int, Completion]:
-    deadline_s, turns = time.monotonic() + LIMIT_S, {}
-    while pool.is_busy:
-        turns |= pool.poll()
-        assert time.monotonic() < deadline_s, "a turn does not come"
-    return turns
-
-
-def die(seconds: float) -> Callable[..., None]:
-    """A fault after which the server is gone for a while, and back with the weights it started with."""
-
-    def fault(fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
-        with fake._lock:
-            fake.restart()
-            fake.gone_until_s = time.monotonic() + seconds
-        handler.close_connection = True
-
-    fault.is_instead = True  # type: ignore[attr-defined]
-    return fault
-
-
-def hang(fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
-    """The server says nothing for longer than it is waited for."""
-    time.sleep(2.5)
-    handler.close_connection = True
-
-
-def become_another(fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
-    """The server is started again, with another model."""
-    with fake._lock:
-        fake.config = copy.deepcopy(fake.config)
-        fake.config.get_text_config().num_hidden_layers += 1
-        fake.restart()
-    handler.close_connection = True
+    with fleets_of(partial(fake_fleet, model), monkeypatch, tmp_path) as make:
+        yield make
 
 
 # ── Who draws what ───────────────────────────────────────────────────────────────────────────────────────
@@ -370,101 +267,6 @@ def test_a_server_named_twice_is_refused():
 
 
 # ── Whatever befalls them ────────────────────────────────────────────────────────────────────────────────
-
-
-def doubled(fake: FakeVLLM, handler: Any, status: int, answer: Any) -> None:
-    """The server has done what it was told, and its answer is lost, so that it is told again."""
-    handler.close_connection = True
-
-
-FAULTS = [
-    *(None, None, None, error_500, half_of_it, nothing, doubled, late, restart, restart_before, hang),
-    *(die(0.05), die(0.5), die(60), become_another),
-]
-PATHS = [
-    COMPLETIONS,
-    CHUNKS,
-    "/health",
-    *(f"/collective_rpc {do}" for do in ("state", "begin", "finish", "claim", "note_sleep")),
-    *("/sleep", "/wake_up"),
-]
-
-
-def schedules(num_servers: int) -> st.SearchStrategy[list[dict[str, list[Any]]]]:
-    """For each server, faults by path, in the order of its requests."""
-    faults = st.lists(st.sampled_from(FAULTS), max_size=5)
-    return st.lists(
-        st.dictionaries(st.sampled_from(PATHS), faults, max_size=4),
-        min_size=num_servers,
-        max_size=num_servers,
-    )
-
-
-def play(fleet: Fleet, schedule: list[dict[str, list[Any]]]) -> bool:
-    """Three updates, each with a rollout of whole completions and one of turns. Returns whether the run came
-    to its end; else its error has named a server that was lost."""
-    sampling = SamplingParams(max_tokens=12, seed=3, stop_token_ids=(5,))
-    prompts = [dataclasses.replace(p, max_tokens=(4, 4)) for p in make_prompts([3, 5, 4], 2)]
-    try:
-        pool = fleet.pool(on_loss="wait", timeout_s=2.0)
-        for fake, faults in zip(fleet.fakes, schedule, strict=True):
-            fake.faults |= {path: list(found) for path, found in faults.items()}
-        for version in range(3):
-            fleet.update(pool, version)
-            pool.wake_up()
-            expected = fleet.alone.generate(prompts, sampling)
-            assert pool.generate(prompts, sampling) == expected
-            numbers = pool.submit(prompts, sampling, keep=True)
-            first = drain(pool)
-            assert [first[number] for number in numbers] == expected
-            for number in numbers[::2]:
-                pool.extend(number, [7], 4)
-            second = drain(pool)
-            assert sorted(second) == numbers[::2]
-            again = fleet.alone.submit(prompts, sampling, keep=True)
-            drain(fleet.alone)
-            for number in again[::2]:
-                fleet.alone.extend(number, [7], 4)
-            expected_turns = drain(fleet.alone)
-            assert [second[n] for n in numbers[::2]] == [expected_turns[n] for n in again[::2]]
-            pool.abort(numbers)
-            fleet.alone.abort(again)
-            pool.sleep()
-            for member in pool._members:
-                assert not member.replica.takes_turns or member.loss or not fake_of(fleet, member).awake
-    except RuntimeError as error:
-        assert any(fake.base_url in str(error) for fake in fleet.fakes), error
-        return False
-    return True
-
-
-def fake_of(fleet: Fleet, member: Any) -> FakeVLLM:
-    (fake,) = (fake for fake in fleet.fakes if fake.base_url == member.replica.name)
-    return fake
-
-
-def check_schedules(make_fleet: Callable[[int], Fleet], num_examples: int) -> None:
-    finished: list[bool] = []
-
-    @settings(
-        max_examples=num_examples,
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-    @given(num_servers=st.integers(1, 3), takes_turns=st.booleans(), data=st.data())
-    def check(num_servers: int, takes_turns: bool, data: Any) -> None:
-        schedule = data.draw(schedules(num_servers))
-        fleet = make_fleet(num_servers, takes_turns=takes_turns)
-        try:
-            finished.append(play(fleet, schedule))
-        finally:
-            fleet.close()
-
-    check()
-    if path := os.environ.get("COLOCATE_SCHEDULES"):  # benchmarks/pool/suite.py
-        named = len(finished) - sum(finished)
-        Path(path).write_text(json.dumps({"num_finished": sum(finished), "num_named": named}))
-    assert sum(finished) > len(finished) / 2, "most schedules leave somebody who can finish"
 
 
 def test_whatever_befalls_servers_no_completion_is_lost_doubled_or_mixed(make_fleet):

@@ -26,10 +26,9 @@ from fake_server import (  # noqa: F401
     FakeVLLM,
     engines_of_fake,
     fake_vllm,
-    hanging_fault,
-    send_json,
     served_model,
 )
+from faulty_front import hanging_fault, send_json  # noqa: F401
 from hostile_client import POISON, ask, attack_as_nobody, attacks
 from safetensors.torch import save_file
 

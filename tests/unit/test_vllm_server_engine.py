@@ -12,17 +12,11 @@ from engine_models import make_model, make_prompts
 from fake_server import (  # noqa: F401
     BUCKET_BYTES,
     FakeVLLM,
-    changed,
     engines_of_fake,
-    error_500,
     fake_vllm,
-    half_of_it,
-    hanging_fault,
-    nothing,
-    restart,
-    restart_before,
     served_model,
 )
+from faulty_front import changed, error_500, half_of_it, hanging_fault, nothing, restart, restart_before  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

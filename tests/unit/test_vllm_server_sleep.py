@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from engine_models import make_prompts
-from fake_server import FakeVLLM, error_500, fake_vllm, restart, served_model  # noqa: F401  # fixtures
+from fake_server import (  # noqa: F401
+    FakeVLLM,
+    fake_vllm,
+    served_model,
+)
+from faulty_front import error_500, restart
 
 from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.types import SamplingParams

@@ -12,14 +12,9 @@ import pytest
 from engine_models import make_model, make_prompts
 from fake_server import (  # noqa: F401
     engines_of_fake,
-    error_500,
     fake_vllm,
-    half_of_it,
-    hanging_fault,
-    nothing,
-    restart,
-    restart_before,
 )
+from faulty_front import error_500, half_of_it, hanging_fault, nothing, restart, restart_before  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from open_episodes import MAX_TOKENS, assert_each_is_as_alone, scripts
