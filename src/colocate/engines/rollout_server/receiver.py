@@ -228,14 +228,15 @@ class Receiver:
         return {"is": "free"}
 
     def note_sleep(self, is_asleep: bool) -> dict[str, Any]:
-        """Note that the server is about to give the memory of its weights back, or is awake with new ones.
+        """Note that the server is about to give the memory of its weights back, which ends a push; or that it
+        is awake with new ones.
 
         Returns:
             {"start_id": as in `state`}.
         """
         self._is_asleep = is_asleep
         if is_asleep:
-            self._token = None
+            self._token = self._push_id = None
         return {"start_id": self._start_id}
 
     def share(self, directory: str, mark: str) -> dict[str, Any]:

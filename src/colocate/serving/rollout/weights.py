@@ -48,8 +48,9 @@ class NativeWeights:
         """See `ServedWeights.begin`.
 
         Raises:
-            RuntimeError: the engine is drawing.
+            RuntimeError: the engine is drawing, or the weights have no memory.
         """
+        self._check_memory()
         if self._engine.is_busy:
             raise RuntimeError("new weights were begun while the engine draws: POST /pause first")
         self._loaded = set()
@@ -59,7 +60,9 @@ class NativeWeights:
 
         Raises:
             ValueError: a tensor is none of the model's, or has another shape. Those before it are copied.
+            RuntimeError: the weights have no memory.
         """
+        self._check_memory()
         with torch.no_grad():
             for name, tensor in tensors:
                 parameter = self._parameters.get(name)
@@ -79,6 +82,13 @@ class NativeWeights:
 
     def missing(self) -> list[str]:
         return sorted(self._parameters.keys() - self._loaded)
+
+    def _check_memory(self) -> None:
+        if self._dropped:
+            raise RuntimeError(
+                "new weights came while the server sleeps and has no memory for them: POST "
+                "/wake_up?tags=weights first"
+            )
 
     def drop(self) -> None:
         """Give the memory of the weights back; their contents are lost."""
