@@ -86,9 +86,12 @@ class Served:
         self.texts = Texts(TOKENIZER, stops)
         desk = Visitors(self.texts, max_len=engine.max_len, vocab_size=engine.vocab_size)
         check = with_key(None if key is None else ServerKey(key, "the test"), desk)
-        self.service = Service(self.driver, self.texts, model=MODEL, check_key=check, limits=limits)
+        self.thread = EngineThread(self.driver, is_on_gpu=False)
+        self.service = Service(
+            self.driver, self.texts, model=MODEL, check_key=check, limits=limits,
+            check_engine=self.thread.check,
+        )  # fmt: skip
         self.server = HttpServer(self.service.app, bound_socket("127.0.0.1", 0), limits)
-        self.thread = EngineThread(self.driver)
         self.thread.start()
         self.server.start()
         self.port = self.server.port

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import random
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from colocate.engines.pool import EnginePool
 from colocate.engines.requests import derived_seed
 from colocate.engines.rollout_server.client import RequestRefused
 from colocate.engines.rollout_server.engine import RolloutServerEngine
+from colocate.serving import stepper
 from colocate.serving.limits import Limits
 from colocate.serving.server import bound_socket
 from colocate.types import Prompt
@@ -287,11 +290,56 @@ def test_an_engine_of_a_pool_that_is_lost_costs_no_answer():
 def test_an_engine_that_fails_is_an_error_and_the_next_request_is_answered(monkeypatch):
     with serving(NativeEngine(random_model())) as served:
         body = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
+        poll, errors = served.engine.poll, [1]
+
+        def fail_once() -> Any:
+            return 1 / 0 if errors and errors.pop() else poll()
+
+        monkeypatch.setattr(served.engine, "poll", fail_once)
+        status, answer = served.ask(body)
+        assert status == 500 and "division by zero" in answer["error"]["message"]
+        assert served.ask(body)[0] == 200 and health(served)[0] == 200
+
+
+def test_an_engine_that_is_broken_is_no_healthy_one_until_it_draws_again(monkeypatch):
+    monkeypatch.setattr(stepper, "_PROBE_S", 0.01)
+    with serving(NativeEngine(random_model())) as served:
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
         with monkeypatch.context() as patch:
             patch.setattr(served.engine, "poll", lambda: 1 / 0)
-            status, answer = served.ask(body)
-            assert status == 500 and "division by zero" in answer["error"]["message"]
+            assert served.ask(body)[0] == 500
+            wait_until(lambda: health(served)[0] == 503)
+            assert "cannot draw a single token (ZeroDivisionError)" in health(served)[1]["error"]["message"]
+            assert served.ask(body) == health(served)
+        wait_until(lambda: health(served)[0] == 200)
         assert served.ask(body)[0] == 200
+
+
+def test_an_engine_whose_thread_has_ended_answers_nobody_any_more(monkeypatch):
+    with serving(NativeEngine(random_model())) as served:
+        monkeypatch.setattr(served.driver, "advance", lambda wait_s: sys.exit("the end"))
+        served.driver.wake()
+        wait_until(lambda: health(served)[0] == 503)
+        message = health(served)[1]["error"]["message"]
+        assert "has ended by an error (SystemExit)" in message
+        assert served.ask({"model": MODEL, "prompt": "abc"})[1]["error"]["message"] == message
+
+
+def health(served: Served) -> tuple[int, Any]:
+    """Status and JSON of the answer to who asks without a key."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, json.loads(text) if text else None
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
 
 
 # ── Who may ask, and how much ────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,10 @@ import atexit
 import functools
 import os
 import socket
+import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from colocate.serving.rollout.serve import NativeOptions, RolloutServer
 from colocate.serving.server import bound_socket
 
 PATIENCE = Patience(
-    answer_s=20.0, silence_s=1.0, stall_s=20.0, max_attempts=3, first_delay_s=0.02, message_s=20.0,
+    answer_s=20.0, silence_s=1.0, max_attempts=3, first_delay_s=0.02, message_s=20.0,
     poll_s=0.005, has_substitute=True,
 )  # fmt: skip
 
@@ -56,8 +59,23 @@ class NativeServer:
         self.key = key_of_new_server(self.port)
         self._server = RolloutServer(str(self._directory), listening, self._options, self.key)
         self.loop = self._server.loop
+        self._may_go_on = threading.Event()
+
+    def hang(self, limit_s: float) -> None:
+        """The engine's thread hangs until the server is closed, at something that may take so long."""
+
+        def wait() -> None:
+            self.loop._stepper._doing = (time.monotonic(), limit_s)
+            self._may_go_on.wait()
+
+        self.loop._call(wait, lambda refusal: None)
+
+    def end_thread(self) -> None:
+        """The engine's thread ends by an error that is none of a step."""
+        self.loop._call(lambda: sys.exit("the end"), lambda refusal: None)
 
     def close(self) -> None:
+        self._may_go_on.set()
         self._server.close()
         key_file(socket.gethostname(), self.port).unlink(missing_ok=True)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
 import shlex
+import signal
+import subprocess
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +23,7 @@ from engine_models import greedy_completions, greedy_references, make_gpt2, make
 from native_server_case import NativeServer, config_only
 
 from colocate.cli import main
+from colocate.clusters.actor import ProcessActor
 from colocate.engines.build import server_urls
 from colocate.engines.pool import EnginePool
 from colocate.engines.rollout_server import gate, weight_push
@@ -29,7 +34,9 @@ from colocate.engines.rollout_server.patience import Patience, patience_among
 from colocate.engines.rollout_server.receiver import other_weights
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
+from colocate.serving import stepper as stepper_module
 from colocate.serving.rollout import serve as serve_module
+from colocate.serving.stepper import NUM_FIRST_STEPS, STEP_S
 from colocate.types import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -220,25 +227,164 @@ def test_asleep_the_weights_have_no_memory_and_awake_they_are_the_trainers(serve
         assert greedy_completions(engine, prompts, 9) == expected
 
 
-def test_an_engine_that_hangs_while_the_server_answers_is_given_up(model, make_engine, monkeypatch):
-    """The step counter stands still, though `/health` is answered."""
+def test_a_server_that_was_put_to_sleep_unasked_is_sent_its_weights_again(server, model, make_engine):
+    """A request to sleep may be repeated, and reach a server that knows nothing of it."""
+    engine, prompts = make_engine(server, run_id="run"), make_prompts([3, 7], 2)
+    name, client, run = published(engine, model, 8), Client(server, "run"), {"id": "run"}
+    push = dict(push_id="x", unless=None, replaces=None, tied_head=None)
+    client.tell("begin", run, **push, layout=server.loop._receiver._layout[1])
+    assert client.ask("POST", "/sleep?level=2")[0] == 200
+    state = client.tell("state", run)
+    assert state["is_asleep"] and state["token"] is None
+    chunk = dict(chunk=0, places=[], size_bytes=0, checksum=0, offer={})
+    assert client.tell("receive_chunk", run, push_id="x", **chunk)["is"] == "unknown"
+    push["push_id"] = "y"
+    refused = client.tell("begin", run, **push, layout=server.loop._receiver._layout[1])
+    assert "POST /wake_up?tags=weights first" in refused["error"]
+    with pytest.raises(RuntimeError, match="no memory for them"):
+        server.loop._weights.load([])
+    assert greedy_completions(engine, prompts, 9) == greedy_references(model, prompts, 9)
+    assert client.tell("state", run)["token"] == name
+
+
+# ── An engine that is of no use ──────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def hanging(server: NativeServer) -> Iterator[None]:
+    """The thread of the engine hangs in a step, as one that has made its first steps; the HTTP server of the
+    process does not."""
+    stepper, release, has_begun = server.loop._stepper, threading.Event(), threading.Event()
+
+    def hang() -> dict[int, Any]:
+        has_begun.set()
+        release.wait()
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stepper, "num_steps", NUM_FIRST_STEPS)
+        patch.setattr(stepper, "_step_s", 0.5)
+        patch.setattr(server.loop._engine, "poll", hang)
+        yield
+        assert has_begun.is_set()
+        release.set()
+        server.loop.do(lambda: None).result(60)
+
+
+def end_thread(server: NativeServer) -> None:
+    server.end_thread()
+    server.loop._thread.join(60)
+    assert not server.loop._thread.is_alive()
+
+
+def test_a_server_whose_engine_hangs_says_so(server, model, make_engine, pool):
+    engine = make_engine(server, run_id="run")
+    published(engine, model, 9)
+    client = Client(server, "run")
+    with hanging(server):
+        asked = pool.submit(client.complete)
+        wait_until(lambda: client.ask("GET", "/health")[0] == 503)
+        for path in ("/health", "/is_paused"):
+            status, answer = client.ask("GET", path)
+            assert status == 503 and "The engine hangs" in answer["error"]["message"]
+    assert asked.result()[0] == 200, "it was only slow"
+    assert client.ask("GET", "/health")[0] == client.ask("GET", "/is_paused")[0] == 200
+
+
+def test_a_step_that_takes_long_is_no_hang(server, model, make_engine, pool, monkeypatch):
+    """The engine is in one of its first steps, which may compile kernels, for ten minutes by its clock."""
+    published(make_engine(server, run_id="run"), model, 10)
+    client, now_s, release = Client(server, "run"), [0.0], threading.Event()
+    stepper, poll = server.loop._stepper, server.loop._engine.poll
+    monkeypatch.setattr(stepper, "_step_s", STEP_S)
+    monkeypatch.setattr(stepper, "num_steps", 0)
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + now_s[0])
+    monkeypatch.setattr(stepper_module, "time", clock)
+    monkeypatch.setattr(server.loop._engine, "poll", lambda: release.wait(60) and poll())
+    asked = pool.submit(client.complete)
+    wait_until(lambda: stepper.num_steps)
+    now_s[0] = 600.0
+    assert client.ask("GET", "/health")[0] == client.ask("GET", "/is_paused")[0] == 200
+    release.set()
+    assert asked.result()[0] == 200
+
+
+def test_a_server_whose_engines_thread_has_ended_says_so_and_keeps_nobody_waiting(model, make_engine, pool):
+    server = NativeServer(model)
+    engine = make_engine(server, run_id="run")
+    name, client = published(engine, model, 1), Client(server, "run")
+    client.ask("POST", "/pause")
+    waiting = pool.submit(client.complete, cache_salt=name)
+    wait_until(lambda: server.loop._held)
+    end_thread(server)
+    reason = "The engine has ended by an error (SystemExit)"
+    status, answer = waiting.result()
+    assert status == 503 and reason in answer["error"]["message"]
+    message = Message(server.key, {"do": "state"}).call(60)
+    for method, path, body in (
+        *(("GET", path, None) for path in ("/health", "/is_paused")),
+        ("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 2}),
+        ("POST", "/collective_rpc", message),
+    ):
+        status, answer = client.ask(method, path, body)
+        assert status == 503 and reason in answer["error"]["message"], path
+    server.close()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "ends"])
+def test_the_pool_gives_an_engine_up_that_is_of_no_use(model, make_engine, fault):
     servers = [NativeServer(model) for _ in range(2)]
-    quick = Patience(**{**vars(patience_among(2)), "silence_s": 0.05, "stall_s": 0.5, "answer_s": 30.0})
+    quick = Patience(**{**vars(patience_among(2)), "silence_s": 0.05, "answer_s": 30.0})
     engines = [make_engine(server, run_id="run", patience=quick) for server in servers]
     pool, prompts = EnginePool(engines), make_prompts([3, 5, 7, 4])
     pool.wake_up()
     expected = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]
-    release, hung = threading.Event(), servers[0].loop
-    # The thread that draws hangs; the HTTP server of the process does not.
-    monkeypatch.setattr(hung._engine, "poll", lambda: release.wait(60) and {})
-    monkeypatch.setattr(engines[0], "_state", lambda: (engines[0]._start_id, engines[0]._token))
-    drawn = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]
-    assert drawn == expected
-    assert "has not gone on for 0.5 s" in pool._members[0].loss.reason
-    release.set()
+    # Its state is asked for before a rollout, and would tell at once.
+    engines[0]._state = lambda: (engines[0]._start_id, engines[0]._token)
+    with hanging(servers[0]) if fault == "hangs" else contextlib.nullcontext():
+        if fault == "ends":
+            end_thread(servers[0])
+        drawn = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]
+        loss = pool._members[0].loss
+        assert drawn == expected and loss is not None
+        assert f"The engine {'hangs' if fault == 'hangs' else 'has ended'}" in loss.reason
+        assert not engines[0].is_back()
     pool.close()
     for server in servers:
         server.close()
+
+
+@pytest.mark.parametrize("fault", ["hangs", "ends"])
+def test_on_ray_a_server_whose_engine_is_of_no_use_is_killed(server, model, make_engine, pool, fault):
+    """By the actor that watches it, which has a stand-in of the server's process."""
+    watched = server if fault == "hangs" else NativeServer(model)
+    published(make_engine(watched, run_id="run"), model, 11)
+    actor = ProcessActor()
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as process:
+        url = f"{watched.base_url}/is_paused"
+        watch = threading.Thread(target=actor._watch, args=(process, url, watched.key.reveal(), 1.0, 3))
+        watch.start()
+        wait_until(lambda: actor._is_ready)
+        with hanging(watched) if fault == "hangs" else contextlib.nullcontext():
+            asked = pool.submit(Client(watched, "run").complete)
+            if fault == "ends":
+                end_thread(watched)
+            watch.join(60)
+            assert actor._was_hung and process.wait(60) == -signal.SIGKILL
+        asked.result(60)
+    if fault == "ends":
+        watched.close()
+
+
+def test_a_body_is_parsed_once(server, model, make_engine, monkeypatch):
+    published(make_engine(server, run_id="run"), model, 12)
+    parsed, loads = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or loads(text, **options))
+    completion = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
+    message = json.dumps(Message(server.key, {"do": "state"}).call(60)).encode()
+    for path, body in (("/v1/completions", completion), ("/collective_rpc", message)):
+        assert Client(server, "run").ask("POST", path, body)[0] == 200
+        assert parsed.count(body) == 1, path
 
 
 # ── Bad input ────────────────────────────────────────────────────────────────────────────────────────────

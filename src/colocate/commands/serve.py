@@ -120,9 +120,13 @@ def _serve(
         limits = Limits(max_requests=known.max_requests, max_wait_s=known.max_wait)
         visitors = Visitors(texts, max_len=_max_len(engine, config), vocab_size=engine.vocab_size)
         driver = Driver(engine)
+        thread = EngineThread(driver, is_on_gpu=loaded.model.device.type == "cuda")
         name = known.served_model_name or known.model
-        service = Service(driver, texts, model=name, check_key=with_key(key, visitors), limits=limits)
-        server, thread = HttpServer(service.app, listening, limits), EngineThread(driver)
+        service = Service(
+            driver, texts, model=name, check_key=with_key(key, visitors), limits=limits,
+            check_engine=thread.check,
+        )  # fmt: skip
+        server = HttpServer(service.app, listening, limits)
         thread.start()
         server.start()
         host = f"[{known.host}]" if ":" in known.host else known.host

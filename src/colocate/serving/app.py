@@ -48,15 +48,24 @@ class Service:
         driver: what has the engine; some thread calls its `advance`.
         model: the name that requests must give.
         check_key: tells by a request's key at which desk it is served.
+        check_engine: raises Refusal if the engine is of no use.
     """
 
     def __init__(
-        self, driver: Driver, texts: Texts, *, model: str, check_key: KeyCheck, limits: Limits | None = None
+        self,
+        driver: Driver,
+        texts: Texts,
+        *,
+        model: str,
+        check_key: KeyCheck,
+        limits: Limits | None = None,
+        check_engine: Callable[[], None] = lambda: None,
     ) -> None:
         self._driver = driver
         self._texts = texts
         self.model = model
         self.limits = limits or Limits()
+        self._check_engine = check_engine
         self._created_s = int(time.time())
         self._num_requests = 0
         # Reading a long prompt takes a while, in which other answers go on.
@@ -82,6 +91,7 @@ class Service:
     # ── Routes ───────────────────────────────────────────────────────────────────────────────────────────
 
     async def _health(self, request: Request) -> Response:
+        self._check_engine()
         return Response()
 
     async def _models(self, request: Request) -> Response:
@@ -111,6 +121,7 @@ class Service:
             )
 
     async def _answer(self, request: Request, read: Callable[[Fields], Call]) -> Response:
+        self._check_engine()
         if self._num_requests >= self.limits.max_requests:
             raise Refusal(
                 429,

@@ -14,6 +14,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -168,10 +169,14 @@ class Driver:
             if running.job.is_followed:
                 self._tell(number, running)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, wait_s: float = 0.0) -> None:
         """End all requests, those that wait too, and let go of what the engine has kept. What has been drawn
-        of them is handed out before the error."""
-        self._read_inbox(0.0)
+        of them is handed out before the error.
+
+        Args:
+            wait_s: seconds to wait for a request, if there is none.
+        """
+        self._read_inbox(0.0 if self._batches else wait_s)
         batches, self._batches, self._current = list(self._batches.values()), {}, None
         for batch in batches:
             if batch.aside is None:
@@ -183,6 +188,17 @@ class Driver:
                     logger.exception("An engine that has failed could not let go of its sequences.")
             for job in dict.fromkeys([*(running.job for running in batch.running.values()), *batch.waiting]):
                 job.put(error)
+
+    def draw_one(self) -> None:
+        """Have the engine, which has nothing to draw, draw a token for nobody. Raises what it raises."""
+        (number,) = self._engine.submit([Prompt((0,), 0)], SamplingParams(max_tokens=1))
+        try:
+            while number not in self._engine.poll():
+                pass
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to be told
+                self._engine.abort([number])
+            raise
 
     # ── What was asked ───────────────────────────────────────────────────────────────────────────────────
 

@@ -35,7 +35,7 @@ from colocate.engines.rollout_server.fit import examine, start_id_of, take
 from colocate.engines.rollout_server.lease import LEASE_S, LeaseKeeper, this_run
 from colocate.engines.rollout_server.open_turns import OpenTurns
 from colocate.engines.rollout_server.patience import ALONE, Patience
-from colocate.engines.rollout_server.watch import ServerStuck, Watch, await_all, await_ready
+from colocate.engines.rollout_server.watch import Watch, await_all, await_ready
 from colocate.engines.rollout_server.weight_push import PushInterrupted, TransportName, WeightPusher
 from colocate.engines.turns import Turn, TurnEngine
 from colocate.engines.vllm.logprobs_mode import PROCESSED, ReportedLogprobs
@@ -60,7 +60,7 @@ class ServerRestarted(RuntimeError):
 
 
 # KeyRefused is among them because a restarted server may have a new key.
-_LOSSES = (ServerUnreachable, ServerRestarted, ServerStuck, PushInterrupted, KeyRefused)
+_LOSSES = (ServerUnreachable, ServerRestarted, PushInterrupted, KeyRefused)
 
 
 class RolloutServerEngine(TurnEngine):
@@ -374,12 +374,7 @@ class RolloutServerEngine(TurnEngine):
 
     def _watch(self) -> Watch:
         silence_s = min(self._patience.silence_s, self._server_timeout_s / 4)
-        return Watch(
-            self._client.base_url,
-            silence_s=silence_s,
-            patience_s=self._server_timeout_s,
-            stall_s=self._patience.stall_s,
-        )
+        return Watch(self._client.base_url, silence_s=silence_s, patience_s=self._server_timeout_s)
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -28,6 +28,10 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 MAX_BODY_BYTES = 2**26
 """Largest body of a request, more than a trainer ever sends: a prompt of a million tokens has 8 MB."""
 
+CONTENT = "colocate.content"
+"""Where a request's scope has the JSON object of its body, which the gate has parsed: of completions, and of
+messages to the workers."""
+
 _OPEN = {("GET", "/health")}  # answers with an empty body
 _FREE = {("GET", path) for path in ("/version", "/v1/models", "/metrics", "/load", "/is_paused")}
 _GENERATING = {("POST", "/v1/completions"), ("POST", "/v1/chat/completions")}
@@ -104,9 +108,11 @@ class Gate:
         if body and headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "A body must be application/json.")
         if route == _WORKERS:
-            _check_worker_call(_parsed(body))
+            scope[CONTENT] = _parsed(body)
+            _check_worker_call(scope[CONTENT])
         elif route in _GENERATING:
-            await self._check_generation(scope, _parsed(body))
+            scope[CONTENT] = _parsed(body)
+            await self._check_generation(scope, scope[CONTENT])
         elif route in _OF_THE_HOLDER:
             await self._check_holder(scope, headers)
         return body
@@ -157,14 +163,16 @@ class Gate:
 
     async def _ask_workers(self, scope: Scope, do: str, **arguments: Any) -> list[dict[str, Any]]:
         message = Message(self._key, {"do": do, **arguments})
-        body = json.dumps(message.call(timeout_s=lease.LEASE_S)).encode()
-        status, content = await self._call_app(scope, *_WORKERS, body)
+        status, content = await self._call_app(scope, *_WORKERS, message.call(timeout_s=lease.LEASE_S))
         if status != 200:
             raise Refused(503, f"The workers do not answer: HTTP {status}.")
         return [message.opened(answer) for answer in json.loads(content)["results"]]
 
-    async def _call_app(self, scope: Scope, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    async def _call_app(
+        self, scope: Scope, method: str, path: str, asked: dict[str, Any] | None = None
+    ) -> tuple[int, bytes]:
         """The application's answer, (status, body), to a request that the gate makes itself."""
+        body = b"" if asked is None else json.dumps(asked).encode()
         inner = {
             **scope,
             "method": method,
@@ -173,6 +181,7 @@ class Gate:
             "query_string": b"",
             "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
             "state": dict(scope.get("state") or {}),
+            CONTENT: asked,
         }
         status, parts = 0, []
 

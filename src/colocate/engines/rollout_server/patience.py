@@ -13,8 +13,6 @@ class Patience:
     """Deadline of requests that take the server no work."""
     silence_s: float = 15.0
     """Seconds without an answer after which a server that generates is asked how it is."""
-    stall_s: float = 120.0
-    """Seconds for which a server that generates, and answers, may not have gone on by a step."""
     max_attempts: int = 5
     """How often a request is sent."""
     first_delay_s: float = 0.25
@@ -38,7 +36,6 @@ def patience_among(num_servers: int) -> Patience:
     return Patience(
         answer_s=4.0,
         silence_s=1.0,
-        stall_s=60.0,
         max_attempts=3,
         first_delay_s=0.1,
         message_s=20.0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -18,10 +17,6 @@ class ServerPaused(RuntimeError):
     """The server answers, but generates nothing, because somebody has paused it."""
 
 
-class ServerStuck(RuntimeError):
-    """The server answers, and has requests, but its engine does not go on."""
-
-
 class Watch:
     """Asks a server that has been silent for a while during a rollout.
 
@@ -29,19 +24,14 @@ class Watch:
         base_url: the server's address, for messages.
         silence_s: seconds without an answer after which the server is asked.
         patience_s: seconds for which it may be paused.
-        stall_s: seconds for which its engine may not go on by a step, where the server counts them.
     """
 
-    def __init__(
-        self, base_url: str, *, silence_s: float, patience_s: float, stall_s: float = math.inf
-    ) -> None:
+    def __init__(self, base_url: str, *, silence_s: float, patience_s: float) -> None:
         self._base_url = base_url
-        self._patience_s, self._stall_s = patience_s, stall_s
+        self._patience_s = patience_s
         self.silence_s = silence_s
         self._heard_s = time.monotonic()
         self._paused_since_s: float | None = None
-        self._num_steps: int | None = None
-        self._stepped_s = self._heard_s
 
     @property
     def is_silent(self) -> bool:
@@ -53,19 +43,18 @@ class Watch:
         self._heard_s = time.monotonic()
 
     def look(self, ask: Callable[[str], Any]) -> None:
-        """Ask the server how it is.
+        """Ask the server how it is. If its engine does not go on, a native server says so, and one of vLLM
+        leaves the second question without an answer.
 
         Args:
             ask: sends a GET request for a path and returns the JSON of the answer; it raises if none comes.
 
         Raises:
             ServerPaused: it has been paused for longer than `patience_s`.
-            ServerStuck: it has not gone on by a step for longer than `stall_s`.
         """
         ask("/health")
         self.heard()
         answer = ask("/is_paused")
-        self._look_at_steps(answer)
         if not isinstance(answer, dict) or not answer.get("is_paused"):
             self._paused_since_s = None
         elif self._paused_since_s is None:
@@ -80,16 +69,6 @@ class Watch:
                 "(vllm_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
                 "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
                 "checkpoint."
-            )
-
-    def _look_at_steps(self, answer: Any) -> None:
-        num_steps = answer.get("num_steps") if isinstance(answer, dict) else None
-        if num_steps is None or num_steps != self._num_steps or not answer.get("is_busy"):
-            self._num_steps, self._stepped_s = num_steps, time.monotonic()
-        elif time.monotonic() - self._stepped_s > self._stall_s:
-            raise ServerStuck(
-                f"The engine of the server at {self._base_url} has requests and has not gone on for "
-                f"{self._stall_s:g} s (at step {num_steps}): it hangs. End the server and start it again."
             )
 
 

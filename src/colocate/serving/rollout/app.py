@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from contextlib import suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from colocate.engines.rollout_server.gate import Gate, Refused
+from colocate.engines.rollout_server.gate import CONTENT, Gate, Refused
 from colocate.engines.rollout_server.key import ServerKey
 from colocate.serving.disconnect import unless_gone
 from colocate.serving.driver import Begun, Job, Update
@@ -55,6 +55,7 @@ class RolloutApp:
     # ── How it is ────────────────────────────────────────────────────────────────────────────────────────
 
     async def _health(self, request: Request) -> Response:
+        self._loop.check()
         return Response()
 
     async def _version(self, request: Request) -> Response:
@@ -64,6 +65,7 @@ class RolloutApp:
         return JSONResponse({"data": [{"id": self._model, "max_model_len": self._max_len}]})
 
     async def _is_paused(self, request: Request) -> Response:
+        self._loop.check()
         loop = self._loop
         return JSONResponse(
             {"is_paused": loop.is_paused, "num_steps": loop.num_steps, "is_busy": loop.has_requests}
@@ -72,7 +74,7 @@ class RolloutApp:
     # ── Completions ──────────────────────────────────────────────────────────────────────────────────────
 
     async def _completions(self, request: Request) -> Response:
-        asked = asked_in(await request.body(), self._model, self._max_len)
+        asked = asked_in(request.scope[CONTENT], self._model, self._max_len)
         choices = await unless_gone(request.receive, self._drawn(asked))
         return JSONResponse({"model": self._model, "choices": [choice.content() for choice in choices]})
 
@@ -85,7 +87,8 @@ class RolloutApp:
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
 
         def put(update: Update) -> None:
-            loop.call_soon_threadsafe(updates.put_nowait, update)
+            with suppress(RuntimeError):  # the server has ended, and its loop with it
+                loop.call_soon_threadsafe(updates.put_nowait, update)
 
         job = Job(asked.prompt, asked.sampling, put)
         choices = [Choice(index) for index in range(len(asked.prompt.samples))]
@@ -114,7 +117,7 @@ class RolloutApp:
     # ── The run that holds it ────────────────────────────────────────────────────────────────────────────
 
     async def _message(self, request: Request) -> Response:
-        content = json.loads(await request.body())
+        content = request.scope[CONTENT]
         text, signature = content["args"]
         answer = await asyncio.wait_for(
             asyncio.wrap_future(self._loop.message(str(text), str(signature))), content["timeout"]

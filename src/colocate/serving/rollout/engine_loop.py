@@ -6,7 +6,6 @@ messages, pauses, sleep ──call──▶ done between two steps
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -20,9 +19,10 @@ from colocate.engines.rollout_server.gate import Refused
 from colocate.engines.rollout_server.key import ServerKey
 from colocate.engines.rollout_server.receiver import Receiver, answer_message, other_weights
 from colocate.serving.driver import Driver, Job
+from colocate.serving.refusal import Refusal
 from colocate.serving.rollout.weights import NativeWeights
+from colocate.serving.stepper import Stepper
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _IDLE_S = 0.5
@@ -41,6 +41,15 @@ class _Held:
     weights: str | None
 
 
+@dataclass(frozen=True)
+class _Call:
+    """Something that the engine's thread is to do."""
+
+    do: Callable[[], None]
+    refuse: Callable[[Exception], None]
+    """Called in its place when the thread has ended."""
+
+
 class EngineLoop:
     """Draws for requests, and does between two steps what is asked of weights and memory.
 
@@ -56,14 +65,16 @@ class EngineLoop:
         self._engine, self._weights, self._key = engine, weights, key
         self._receiver = Receiver(weights)
         self._driver = Driver(engine)
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stepper = Stepper(self._driver, is_on_gpu=weights.device.type == "cuda")
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._refusal: Exception | None = None
+        """What is told to all who ask, once the thread has ended."""
         self._held: dict[Job, _Held] = {}
         self._draining: list[Future[None]] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollout-engine", daemon=True)
         self.is_paused = False
-        self.num_steps = 0
-        """How often the engine has gone on with sequences. It stands still if the engine hangs."""
 
     def start(self) -> None:
         """Begin to draw."""
@@ -77,6 +88,15 @@ class EngineLoop:
 
     # ── What any thread may ask ──────────────────────────────────────────────────────────────────────────
 
+    def check(self) -> None:
+        """Whether the engine is of use, by what its thread has last said of itself. See `Stepper.check`."""
+        self._stepper.check()
+
+    @property
+    def num_steps(self) -> int:
+        """How often the engine has gone on with requests. It stands still if the engine hangs."""
+        return self._stepper.num_steps
+
     @property
     def has_requests(self) -> bool:
         """Whether a request is being drawn, which makes `num_steps` grow."""
@@ -87,11 +107,11 @@ class EngineLoop:
 
         `job.put` gets `Refused` if others are there then, and `Aborted` if the request was given up.
         """
-        self._call(partial(self._begin, _Held(job, weights)))
+        self._call(partial(self._begin, _Held(job, weights)), job.put)
 
     def cancel(self, job: Job) -> None:
         """Forget a request, whose client is gone."""
-        self._call(partial(self._forget, job))
+        self._call(partial(self._forget, job), lambda refusal: None)
 
     def message(self, text: str, signature: str) -> Future[dict[str, Any]]:
         """Answer a trainer's message to its worker. See `answer_message`."""
@@ -108,7 +128,7 @@ class EngineLoop:
         """
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # a pause comes, even if who asked no longer waits
-        self._call(partial(self._pause, drains, done))
+        self._call(partial(self._pause, drains, done), done.set_exception)
         return done
 
     def resume(self) -> Future[None]:
@@ -135,46 +155,71 @@ class EngineLoop:
             except BaseException as error:
                 done.set_exception(error)
 
-        self._call(call)
+        def refuse(refusal: Exception) -> None:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(refusal)
+
+        self._call(call, refuse)
         return done
 
-    def _call(self, action: Callable[[], None]) -> None:
-        """Have the engine's thread do something.
-
-        Raises:
-            RuntimeError: the loop is closed.
-        """
-        if self._is_over.is_set() and not self._thread.is_alive():
-            raise RuntimeError("The server is being shut down.")
-        self._calls.put(action)
-        self._driver.wake()
+    def _call(self, do: Callable[[], None], refuse: Callable[[Exception], None]) -> None:
+        """Have the engine's thread do something, or refuse it if that has ended."""
+        with self._lock:
+            if self._refusal is None:
+                self._calls.put(_Call(do, refuse))
+                self._driver.wake()
+                return
+        refuse(self._refusal)
 
     # ── The engine's thread ──────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        while not self._is_over.is_set():
-            self._do_calls(_IDLE_S if self.is_paused else 0.0)
-            if self.is_paused:
-                continue
-            self.num_steps += self._driver.has_requests
-            try:
-                self._driver.advance(_IDLE_S)
-            except Exception as error:
-                logger.exception("The engine has failed; its requests are answered with the error.")
-                self._driver.fail(RuntimeError(f"The engine has failed: {error}"))
-            if self._draining and not self._driver.has_requests:
-                self._end_pause_of_draining()
-        self._abort()
-        self._do_calls(0.0)
+        try:
+            while not self._is_over.is_set():
+                self._go_on()
+            self._abort()
+            refusal = Refusal(503, "The server is being shut down.", code="engine_unavailable")
+        except BaseException as error:
+            refusal = self._stepper.end(error)
+        self._refuse_all(refusal)
+
+    def _go_on(self) -> None:
+        """Do what was asked, and let the engine go on by a step."""
+        self._do_calls(_IDLE_S if self.is_paused else 0.0)
+        if self.is_paused:
+            return
+        self._stepper.step(_IDLE_S)
+        if self._draining and not self._driver.has_requests:
+            self._end_pause_of_draining()
 
     def _do_calls(self, wait_s: float) -> None:
         try:
+            self._stepper.note_call()
             if wait_s > 0:
-                self._calls.get(timeout=wait_s)()
+                self._do_call(self._calls.get(timeout=wait_s))
             while True:
-                self._calls.get_nowait()()
+                self._do_call(self._calls.get_nowait())
         except queue.Empty:
             pass
+
+    def _do_call(self, call: _Call) -> None:
+        self._stepper.note_call()
+        try:
+            call.do()
+        except BaseException:  # which ends the thread
+            self._calls.put(call)  # to be refused
+            raise
+
+    def _refuse_all(self, refusal: Exception) -> None:
+        """Tell all who wait, and from now on all who ask, that nothing will be done."""
+        with self._lock:
+            self._refusal = refusal
+        for held in self._held.values():
+            held.job.put(refusal)
+        for done in self._draining:
+            done.set_exception(refusal)
+        while not self._calls.empty():
+            self._calls.get().refuse(refusal)
 
     def _begin(self, held: _Held) -> None:
         if self.is_paused or self._draining:
@@ -217,6 +262,8 @@ class EngineLoop:
         self._abort()
         self.is_paused = True
         self._engine.sleep()
+        # Also for who has not said so: a request to sleep may reach a server that was started since.
+        self._receiver.note_sleep(True)
         self._weights.drop()
 
     def _wake_up(self, weights: bool, kv_cache: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,20 +25,20 @@ class Asked:
     """None: whatever weights are there."""
 
 
-def asked_in(body: bytes, model: str, max_len: int) -> Asked:
+def asked_in(content: Mapping[str, Any], model: str, max_len: int) -> Asked:
     """What the body of a request asks for.
 
     Every request has the same `sampling.max_tokens`, whatever its own limit is, which its prompt has: the
     engine draws together what is to be sampled alike.
 
     Args:
+        content: the JSON object in the body.
         model: the name under which the server offers its model.
         max_len: tokens that a prompt and its completion may have together.
 
     Raises:
         Refused: it asks for something that there is not, or says it wrongly.
     """
-    content = json.loads(body)  # the gate has seen that it is an object
     fields = _Fields(content)
     if (name := content.get("model", model)) != model:
         raise Refused(404, f"There is no model {name!r:.200} here. The server has {model!r}.")
