@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,10 +94,7 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
     with bound_socket(host, port) as listening:  # before the model is made, which takes a while
         port = listening.getsockname()[1]
         key = key_of_new_server(port)
-        is_over = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: is_over.set())
-        with closing(RolloutServer(model, listening, options, key)):
+        with ended_by_signals() as is_over, closing(RolloutServer(model, listening, options, key)):
             shown = f"[{host}]" if ":" in host else host
             print(
                 f"colocate rollout-serve: {model} is ready at http://{shown}:{port} (native engine)",
@@ -106,6 +104,19 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
             while not is_over.wait(1.0):
                 pass
     return 0
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, within the block."""
+    is_over = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: is_over.set()) for number in numbers]
+    try:
+        yield is_over
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def model_of_any_weights(name: str, options: NativeOptions) -> Any:
