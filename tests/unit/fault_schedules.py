@@ -207,7 +207,11 @@ def check_schedules(make_fleet: MakeFleet, num_examples: int, faults: Sequence[A
     @settings(
         max_examples=num_examples,
         deadline=None,
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a schedule takes seconds, too long to shrink it
+        phases=[
+            Phase.explicit,
+            Phase.reuse,
+            Phase.generate,
+        ],  # a schedule takes seconds, too long to shrink it
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(num_servers=st.integers(1, 3), takes_turns=st.booleans(), data=st.data())

@@ -16,8 +16,8 @@ import pytest
 import torch
 from engine_models import make_model
 from fake_server import KEY
-from fault_schedules import Fleet, MakeFleet, check_schedules, fleets_of
-from faulty_front import FaultyFront
+from fault_schedules import FAULTS, Fleet, MakeFleet, check_schedules, fleets_of
+from faulty_front import FaultyFront, send_json
 from native_server_case import NativeServer
 
 from colocate.engines.native.engine import NativeEngine
@@ -106,10 +106,25 @@ def fleets(monkeypatch, tmp_path) -> Iterator[MakeFleet]:
         yield make
 
 
+def engine_hangs(front: Any, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    """The server goes on answering, and its engine does not."""
+    front.server.hang(limit_s=0.5)
+    send_json(handler, status, answer)
+
+
+def engine_ends(front: Any, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
+    """The server goes on answering without its engine's thread."""
+    front.server.end_thread()
+    send_json(handler, status, answer)
+
+
+NATIVE_FAULTS = [*FAULTS, engine_hangs, engine_ends]
+
+
 def test_whatever_befalls_native_servers_no_completion_is_lost_doubled_or_mixed(make_fleet):
-    check_schedules(make_fleet, 8)
+    check_schedules(make_fleet, 6, NATIVE_FAULTS)
 
 
 @pytest.mark.slow
 def test_two_hundred_schedules_of_faults_lose_nothing_of_native_servers(make_fleet):
-    check_schedules(make_fleet, 200)
+    check_schedules(make_fleet, 200, NATIVE_FAULTS)
