@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -39,13 +40,15 @@ class Ask:
     replica_size: int = 1
     replica_engine: str = "vllm"
     """What the servers draw with: "vllm" or "native"."""
+    vllm_options: tuple[str, ...] = ()
+    """Options of vLLM's servers, which override those that are set here."""
     is_colocated: bool = True
     """The servers are on the ranks' GPUs, in turns with them; else on GPUs of their own."""
 
     @property
-    def kind(self) -> str:
-        """Ray's name of the resource that each rank has one of."""
-        return "GPU" if self.on_gpus else "CPU"
+    def kinds(self) -> tuple[str, ...]:
+        """Ray's names of the resources that the run takes; each rank has one of the first."""
+        return ("GPU", "CPU") if self.on_gpus else ("CPU",)
 
     @property
     def bundles(self) -> list[list[dict[str, float]]]:
@@ -58,15 +61,6 @@ class Ask:
     def sizes(self, kind: str) -> list[int]:
         """How many GPUs or CPUs each placement group needs."""
         return [int(sum(bundle.get(kind, 0) for bundle in bundles)) for bundles in self.bundles]
-
-    def fits(self, per_node: Sequence[int], kind: str) -> bool:
-        """Whether nodes with so many GPUs or CPUs, if all were free, have room for the run."""
-        left = list(per_node)
-        for size in sorted(self.sizes(kind), reverse=True):
-            if not (with_room := [number for number in left if number >= size]):
-                return False
-            left[left.index(min(with_room))] -= size
-        return True
 
     def shortage(self, per_node: Sequence[int], kind: str) -> str:
         """The arithmetic of what is asked and what the cluster has, as in "asked 16 GPUs in 2 × 8, Ray sees
@@ -153,32 +147,29 @@ def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Itera
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    if is_embedded and not ask.fits(seen := _per_node(ask.kind), ask.kind):
-        raise TimeoutError(
-            f"The cluster is too small: {ask.shortage(seen, ask.kind)}. It is this machine alone, as no "
-            "other was running: set RAY_ADDRESS to a cluster's address, or ask for less."
-        )
+    for kind in ask.kinds if is_embedded else ():
+        if sum(seen := _per_node(kind)) < sum(ask.sizes(kind)):
+            raise TimeoutError(
+                f"The cluster is too small: {ask.shortage(seen, kind)}. It is this machine alone, as no "
+                "other was running: set RAY_ADDRESS to a cluster's address, or ask for less."
+            )
     groups: list[Any] = []
     try:
         # They are asked for before the nodes are there: that is how Ray's autoscaler learns of the need.
         for number, bundles in enumerate(ask.bundles):
             groups.append(placement_group(bundles, strategy="STRICT_PACK", name=f"{name}-{number}"))
-        begin_s, pending, is_said = time.monotonic(), groups, False
-        while pending := [group for group in pending if not group.wait(_SLICE_S)]:
+        begin_s, is_said = time.monotonic(), False
+        while not all(is_ready := [group.wait(_SLICE_S) for group in groups]):
             waited_s = time.monotonic() - begin_s
             if waited_s > timeout_s:
-                own = sum(
-                    size
-                    for group, size in zip(groups, ask.sizes(ask.kind), strict=True)
-                    if group not in pending
+                raise TimeoutError(
+                    f"The cluster had no room within {timeout_s:,.0f} s: {_arithmetic(ask, is_ready)}. Ask "
+                    "for less, or set --cluster_timeout to more seconds."
                 )
-                raise TimeoutError(_absence(ask, timeout_s, own))
             if waited_s > _PATIENCE_S and not is_said:
                 is_said = True
-                told = ask.shortage(_per_node(ask.kind), ask.kind)
-                print(
-                    f"Waiting up to {timeout_s:,.0f} s for the cluster: {told}.", file=sys.stderr, flush=True
-                )
+                told = f"Waiting up to {timeout_s:,.0f} s for the cluster: {_arithmetic(ask, is_ready)}."
+                print(told, file=sys.stderr, flush=True)
         yield sorted(groups[: ask.num_nodes], key=_order) + groups[ask.num_nodes :]
     finally:
         for group in groups:
@@ -186,23 +177,33 @@ def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Itera
                 remove_placement_group(group)
 
 
-def _absence(ask: Ask, timeout_s: float, num_own: int) -> str:
+def _arithmetic(ask: Ask, is_ready: Sequence[bool]) -> str:
+    """What is asked, there and free, of CPUs as well where ranks on GPUs take some, too.
+
+    Args:
+        is_ready: which placement groups have their share already, which counts as free.
+    """
     import ray
 
-    per_node = _per_node(ask.kind)
-    text = f"The cluster had no room within {timeout_s:,.0f} s: {ask.shortage(per_node, ask.kind)}"
-    if ask.fits(per_node, ask.kind):
-        free = int(ray.available_resources().get(ask.kind, 0)) + num_own
-        text += f", of which {free} are free: other jobs have the rest"
-        if not ask.fits(cpus := _per_node("CPU"), "CPU"):
-            text += f", or the CPUs are missing that ranks take, too: {ask.shortage(cpus, 'CPU')}"
-    return f"{text}. Ask for less, or set --cluster_timeout to more seconds."
+    free, parts = ray.available_resources(), []
+    for kind in ask.kinds:
+        own = sum(itertools.compress(ask.sizes(kind), is_ready))
+        parts.append(f"{ask.shortage(_per_node(kind), kind)} (free: {int(free.get(kind, 0)) + own})")
+    return ", and ".join(parts)
 
 
 def _per_node(kind: str) -> list[int]:
     import ray
 
     return [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+
+
+def seat(group: Any, bundle: int, num_cpus: float, num_gpus: float) -> dict[str, Any]:
+    """Ray's options of an actor in a bundle of a placement group, and of what it takes there."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(group, bundle)
+    return dict(num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=strategy)
 
 
 def nodes_of(group: Any) -> list[str]:

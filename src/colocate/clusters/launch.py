@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import uuid
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from colocate.clusters.cluster import Ask, connected, places
-from colocate.clusters.process import present, run_directory
+from colocate.clusters.process import Ending, present, run_directory
 from colocate.clusters.ranks import Ranks
 from colocate.clusters.replicas import Replicas
 from colocate.run_file import LAUNCH
@@ -32,8 +33,6 @@ class LaunchOptions:
     """Seconds to wait for the cluster's resources at each start."""
     words: str
     """What the command line says of all this, for the command to go on."""
-    vllm_options: Sequence[str] = ()
-    """Options of the replicas, which override those that are set here."""
 
 
 def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchOptions) -> int:
@@ -68,12 +67,9 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
             # The newest is this run's if there is a new one. Else it would be one of an earlier run.
             found = _checkpoints(output_dir)
             own = ["--resume_from_checkpoint", "auto"] if found - before else []
-            with processes(options, values, f"{run_id}-{attempt}", is_embedded=is_embedded) as (
-                ranks,
-                replicas,
-            ):
-                ranks.start([*arguments, *own], {LAUNCH: options.words, **replicas.variables})
-                ending = ranks.wait(replicas.look)
+            name = f"{run_id}-{attempt}"
+            with processes(options, values, name, is_embedded=is_embedded) as (ranks, replicas):
+                ending = asyncio.run(_run(ranks, replicas, [*arguments, *own], options))
             if ending.code == 0 or (ending.was_stopped and ending.code in _STOPPED):
                 return ending.code
             is_new = bool(_checkpoints(output_dir) - found)
@@ -90,7 +86,7 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
 def processes(
     options: LaunchOptions, values: Mapping[str, Any], name: str, *, is_embedded: bool
 ) -> Iterator[tuple[Ranks, Replicas]]:
-    """A run's ranks at their places, and its replicas, started; all end with the block.
+    """The places of a run's ranks and replicas, with an actor at each; all end with the block.
 
     Args:
         name: what the names of the placement groups begin with.
@@ -103,12 +99,23 @@ def processes(
         of_ranks, own = groups[: ask.num_nodes], groups[ask.num_nodes :]
         ranks = Ranks(of_ranks, ask)
         with present(ranks.all):
-            replicas = Replicas(
-                ask, values, options.vllm_options, of_ranks, ranks.places, own, options.max_restarts
-            )
+            replicas = Replicas(ask, values, of_ranks, ranks.places, own)
             with present(replicas.all):
-                replicas.start()
                 yield ranks, replicas
+
+
+async def _run(ranks: Ranks, replicas: Replicas, arguments: Sequence[str], options: LaunchOptions) -> Ending:
+    """Keep the replicas, and run the ranks beside them: the first of all these that ends, ends the run."""
+    kept = replicas.keep(options.max_restarts)
+
+    async def run_ranks() -> Ending:
+        await replicas.started()
+        return await ranks.run(arguments, {LAUNCH: options.words, **replicas.variables})
+
+    ended, _ = await asyncio.wait(
+        [asyncio.create_task(run_ranks()), *kept], return_when=asyncio.FIRST_COMPLETED
+    )
+    return ended.pop().result()
 
 
 def _checkpoints(output_dir: Path) -> set[tuple[str, int]]:

@@ -6,17 +6,18 @@ pool of their engines gives a server that is back the weights of now before it g
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from colocate.clusters.actor import Place
-from colocate.clusters.cluster import Ask, nodes_of
-from colocate.clusters.process import Ending, Process, hear
+from colocate.clusters.cluster import Ask, nodes_of, seat
+from colocate.clusters.process import Ending, Process
 from colocate.engines.rollout_server.key import VARIABLE
 from colocate.option_values import coerce
 from colocate.parallel.slices import cut
@@ -54,23 +55,24 @@ def serve_command(ask: Ask, values: Mapping[str, Any], host: str, port: int) -> 
         return [*command, *options, *([] if ask.on_gpus else ["--use_cpu"])]
     command += ["--tensor-parallel-size", str(ask.replica_size if ask.on_gpus else 1)]
     share = ["--gpu-memory-utilization", str(MEMORY_SHARE)] if takes_turns else []
-    return [*command, "--", "--load-format", "dummy", *options, *share]
+    return [*command, "--", "--load-format", "dummy", *options, *share, *ask.vllm_options]
 
 
 class Replica(Process):
-    """A server. What it says is appended to its log.
+    """A server, which is started again when it is lost. What it says is appended to its log.
 
     Args:
         gpu_ids: its GPUs, if they are ranks' and not its actor's own.
     """
 
-    num_restarts = 0
-    """Since it was last ready."""
     orders: dict[str, Any]
-    """What it is started with."""
+    """What it is started with; known once it has an address."""
+    is_ready = False
+    """It has answered since it was last started."""
+    _is_hung = False
 
-    def __init__(self, number: int, options: Mapping[str, Any], gpu_ids: Sequence[str], log: Path) -> None:
-        super().__init__(f"replica {number}", options, f", of {log}")
+    def __init__(self, number: int, seat: Mapping[str, Any], gpu_ids: Sequence[str], log: Path) -> None:
+        super().__init__(f"replica {number}", seat, f", of {log}")
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log, self.gpu_ids = log, gpu_ids
 
@@ -79,17 +81,58 @@ class Replica(Process):
             log.write(redacted(text))
         self.tail.write(text)
 
+    async def keep(self, key: str, max_restarts: int) -> Ending:
+        """Run the server, and start it again in its place whenever it is lost.
+
+        Args:
+            key: the server's.
+            max_restarts: how often it is started again without having been ready in between.
+
+        Returns:
+            How it has ended, if it never was ready: it would end again.
+        """
+        num_restarts, was_ready = 0, False
+        while num_restarts <= max_restarts:
+            self.is_ready = self._is_hung = False
+            watch = asyncio.create_task(self._watch(key))
+            ending = await self.run(**self.orders)
+            watch.cancel()
+            if self._is_hung:
+                ending = self.lost("did not answer any more, though it ran, and was killed")
+            was_ready = was_ready or self.is_ready
+            if not was_ready:
+                return Ending(1, ending.text)
+            num_restarts = 1 if self.is_ready else num_restarts + 1
+            follows = f"It is started again in its place ({num_restarts} of {max_restarts} times)."
+            if num_restarts > max_restarts:
+                follows = "It is given up (--max_restarts); the run goes on while one is left."
+            print(f"\n{ending.text}\n{follows}", file=sys.stderr, flush=True)
+        return await asyncio.Future()  # it takes no part any more in how the run ends
+
+    async def _watch(self, key: str) -> None:
+        """Find out when the server is ready, and kill it when it then leaves questions without an answer."""
+        import ray
+
+        num_unanswered = 0
+        with suppress(ray.exceptions.RayError):  # of which `run` tells
+            while num_unanswered < PATIENCE:
+                await asyncio.sleep(ANSWER_S / 10)
+                if await self.actor.answers.remote(self.url + _STEP, key, ANSWER_S):
+                    self.is_ready, num_unanswered = True, 0
+                else:
+                    num_unanswered += self.is_ready
+            self._is_hung = True
+            await self.actor.end.remote()
+
 
 class Replicas:
-    """The servers of a run, at their places. `look`, called often, sees to them.
+    """The servers of a run, at their places.
 
     Args:
         values: the run's options.
-        vllm_options: options of vLLM, which override those that are set here.
         groups: the ranks' placement groups, and `ranks` their places, group by group.
         own_groups: the servers' placement groups, where they have GPUs of their own. Else they are in slices
             of the ranks' bundles, and take nothing of Ray's resources there.
-        max_restarts: how often one is started again without having been ready in between.
 
     Raises:
         ValueError: the ranks' bundles cannot be cut into so many slices.
@@ -99,14 +142,11 @@ class Replicas:
         self,
         ask: Ask,
         values: Mapping[str, Any],
-        vllm_options: Sequence[str],
         groups: Sequence[Any],
         ranks: Sequence[Place],
         own_groups: Sequence[Any],
-        max_restarts: int,
     ) -> None:
-        self._ask, self._values, self._vllm_options = ask, values, vllm_options
-        self._ranks, self._max_restarts = ranks, max_restarts
+        self._ask, self._values, self._ranks = ask, values, ranks
         # Only the run knows the servers' key, unless its user has set one.
         self._key = os.environ.get(VARIABLE) or secrets.token_urlsafe(32)
         output_dir = Path(str(values.get("output_dir") or "trainer_output"))
@@ -121,15 +161,8 @@ class Replicas:
         urls = ",".join(replica.url for replica in self.all)
         return {REPLICAS: urls, VARIABLE: self._key} if urls else {}
 
-    def start(self) -> None:
-        """Start all servers.
-
-        A server measures the memory that is free while it starts, and ranks on its GPUs must not take any
-        meanwhile: such servers are waited for.
-
-        Raises:
-            RuntimeError: a server has ended.
-        """
+    def keep(self, max_restarts: int) -> list[asyncio.Task[Ending]]:
+        """Start all servers; returns what goes on as long as each is kept (`Replica.keep`)."""
         addresses = {place.address for place in (*self._ranks, *(replica.place for replica in self.all))}
         for replica in self.all:
             _, address, own, port = replica.place
@@ -143,67 +176,42 @@ class Replicas:
                 VARIABLE: self._key,
                 LAUNCH: "a replica",
             }
-            replica.orders = dict(
-                arguments=[*serve_command(self._ask, self._values, host, port), *self._vllm_options],
-                variables=variables,
-                health=(replica.url + _STEP, self._key, ANSWER_S, PATIENCE),
-            )
-            replica.start(**replica.orders)
+            arguments = serve_command(self._ask, self._values, host, port)
+            replica.orders = dict(arguments=arguments, variables=variables)
+        return [asyncio.create_task(replica.keep(self._key, max_restarts)) for replica in self.all]
+
+    async def started(self) -> None:
+        """Wait until ranks can be started beside the servers.
+
+        A server measures the memory that is free while it starts, and ranks on its GPUs must not take any
+        meanwhile: such servers must be ready.
+        """
         is_awaited = self._ask.is_colocated and self._ask.on_gpus
         while is_awaited and not all(replica.is_ready for replica in self.all):
-            if (ending := self.look()) is not None:
-                raise RuntimeError(ending.text)
-            time.sleep(0.05)
-
-    def look(self) -> Ending | None:
-        """Hear what the servers have said, and start those again that are lost; does not wait.
-
-        Returns:
-            The end of the run, if a server has ended that never was ready: it would end again.
-        """
-        hear(self.all, 0)
-        for replica in self.all:
-            if (ending := replica.ending) is None:
-                replica.num_restarts *= not replica.is_ready
-                continue
-            if replica.num_restarts > self._max_restarts:
-                continue
-            if not replica.was_ready:
-                return Ending(1, ending.text)
-            replica.num_restarts += 1
-            if replica.num_restarts > self._max_restarts:
-                follows = "It is given up (--max_restarts); the run goes on while one is left."
-            else:
-                times = f"{replica.num_restarts} of {self._max_restarts} times"
-                follows = f"It is started again in its place ({times})."
-                replica.start(**replica.orders)
-            print(f"\n{ending.text}\n{follows}", file=sys.stderr, flush=True)
-        return None
+            await asyncio.sleep(0.05)
 
 
 def _seats(
     ask: Ask, groups: Sequence[Any], ranks: Sequence[Place], own_groups: Sequence[Any]
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """For each replica Ray's options of its actor, and its GPUs if they are ranks'. See `Replicas`."""
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
     if not ask.is_colocated:
         for group in own_groups:
             (taken,) = group.bundle_specs
-            strategy = PlacementGroupSchedulingStrategy(group, 0)
-            yield dict(num_cpus=taken["CPU"], num_gpus=taken.get("GPU", 0), scheduling_strategy=strategy), []
+            yield seat(group, 0, taken["CPU"], taken.get("GPU", 0)), []
         return
-    tables = [nodes_of(group) for group in groups]
     try:
-        slices = cut(tables, ask.replica_size, ask.num_replicas, ask.kind)
+        slices = cut([nodes_of(group) for group in groups], ask.replica_size, ask.num_replicas, ask.kinds[0])
     except ValueError as error:
         raise ValueError(
             f"The ranks' nodes have no room for the replicas beside them: {error}. Ask for fewer or smaller "
             "ones, or set --replica_placement own."
         ) from error
-    per_node = len(ranks) // len(groups)
     for each in slices:
+        gpu_ids = [
+            gpu
+            for group, bundle in each.bundles
+            for gpu in ranks[group * ask.ranks_per_node + bundle].gpu_ids
+        ]
         (group, bundle), *_ = each.bundles
-        strategy = PlacementGroupSchedulingStrategy(groups[group], bundle)
-        gpu_ids = [gpu for group, bundle in each.bundles for gpu in ranks[group * per_node + bundle].gpu_ids]
-        yield dict(num_cpus=0, num_gpus=0, scheduling_strategy=strategy), gpu_ids
+        yield seat(groups[group], bundle, 0, 0), gpu_ids

@@ -156,12 +156,12 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
             num_replicas=num_replicas,
             replica_size=known.replica_gpus or 1,
             replica_engine=known.replica_engine or "vllm",
+            vllm_options=tuple(vllm_options),
             is_colocated=known.replica_placement != "own",
         ),
         max_restarts=3 if known.max_restarts is None else known.max_restarts,
         timeout_s=600.0 if known.cluster_timeout is None else float(known.cluster_timeout),
         words=" ".join([*words, *(["--", shlex.join(vllm_options)] if vllm_options else [])]),
-        vllm_options=tuple(vllm_options),
     )
 
 
