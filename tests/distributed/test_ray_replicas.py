@@ -24,9 +24,9 @@ from small_runs import read_metrics
 
 from colocate.cli import main
 from colocate.clusters import replicas as replicas_module
-from colocate.clusters.cluster import Ask, connected
-from colocate.clusters.launch import LaunchOptions, processes
-from colocate.clusters.process import Ending
+from colocate.clusters.cluster import Ask, connected, places
+from colocate.clusters.process import Ending, present
+from colocate.clusters.ranks import Ranks
 from colocate.clusters.replicas import Replica, Replicas
 from processes import SOURCE
 from ray_runs import launch_here
@@ -76,13 +76,14 @@ def replicas_of(
     monkeypatch.chdir(directory)
     for name in ("HOME", "RAY_TMPDIR", "RAY_ADDRESS"):
         monkeypatch.setenv(name, cluster[name])
-    options = LaunchOptions(replace(ask, vllm_options=vllm_options), 2, 30.0, "")
+    ask = replace(ask, vllm_options=vllm_options, max_restarts=2, timeout_s=60.0)
     values = dict(model_name_or_path="./model", output_dir="out")
-    with (
-        connected("test"),
-        processes(options, values, "test", is_embedded=False) as (_, replicas),
-    ):
-        yield replicas
+    with connected("test"), places(ask, "test", is_embedded=False) as (of_ranks, of_servers):
+        ranks = Ranks(of_ranks, ask)
+        with present(ranks.all):
+            replicas = Replicas(ask, values, ranks.places, of_ranks, of_servers)
+            with present(replicas.all):
+                yield replicas
 
 
 def watched(replicas: Replicas, *states: Callable[[], bool]) -> Ending | None:
@@ -93,7 +94,7 @@ def watched(replicas: Replicas, *states: Callable[[], bool]) -> Ending | None:
     """
 
     async def watch() -> Ending | None:
-        tasks, end_s = replicas.keep(2), time.monotonic() + 120
+        tasks, end_s = replicas.keep(), time.monotonic() + 300
         for is_there in states:
             while not is_there():
                 assert time.monotonic() < end_s
@@ -144,7 +145,7 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
     make_run, cluster, vllm, monkeypatch, capsys
 ):
     """Its whole process group is stopped: its port takes connections, and nobody answers."""
-    monkeypatch.setattr(replicas_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(replicas_module, "ANSWER_S", 2.0)
     monkeypatch.setattr(replicas_module, "PATIENCE", 2)
     ask = Ask(2, 1, on_gpus=False, num_replicas=1)
     with replicas_of(ask, make_run("hanging"), cluster, monkeypatch) as replicas:
@@ -236,4 +237,5 @@ def test_replicas_with_gpus_of_their_own_wait_for_room_with_the_ranks(make_run, 
     words = ["--ranks_per_node", "2", "--num_replicas", "2", "--replica_placement", "own"]
     assert launch_here([*words, "--cluster_timeout", "3"], make_run("own"), cluster, monkeypatch) == 1
     said = capsys.readouterr().err
-    assert "The cluster had no room within 3 s: asked 4 CPUs in 1 × 2 + 2 × 1, Ray sees 2 + 1. Ask" in said
+    asked = r"asked 4 CPUs in 1 × 2 \+ 2 × 1, Ray sees 2 \+ 1 \(free: \d\)\. Ask for less, or"
+    assert re.search(rf"The cluster had no room within 3 s: {asked}", said)

@@ -1,26 +1,30 @@
-"""How the actor of a server finds out that it is ready, and that it hangs: without Ray."""
+"""How the driver finds out that a server is ready, and that it hangs: the actor's code, but without Ray."""
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
 
+from colocate.clusters import replicas
 from colocate.clusters.actor import ProcessActor
+from colocate.clusters.replicas import Replica
 
 
 @pytest.fixture
 def answers() -> Iterator[tuple[str, list[int]]]:
     """The address of a server, and the statuses of its next answers; it answers 200 when none is left."""
     statuses: list[int] = []
-    seen: list[str] = []
+    seen: list[tuple[str, str]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            seen.append(self.headers["Authorization"])
+            seen.append((self.path, self.headers["Authorization"]))
             self.send_response(statuses.pop(0) if statuses else 200)
             self.end_headers()
 
@@ -29,37 +33,62 @@ def answers() -> Iterator[tuple[str, list[int]]]:
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/is_paused", statuses
+        yield f"http://127.0.0.1:{server.server_port}", statuses
         server.shutdown()
-    assert set(seen) == {"Bearer the key"}
+    assert set(seen) == {("/is_paused", "Bearer the key")}
+
+
+class Handle:
+    """Stands in for Ray's handle of an actor that is in this process."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        class Method:
+            remote: Callable[..., Awaitable[Any]] = staticmethod(
+                lambda *arguments: asyncio.to_thread(getattr(self._actor, name), *arguments)
+            )
+
+        return Method
 
 
 @pytest.fixture
-def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "100"], start_new_session=True) as process:
-        yield process
-        process.kill()
+def replica(answers, tmp_path, monkeypatch) -> Iterator[Replica]:
+    """A replica whose process serves nothing: the server of `answers` is asked in its place."""
+    pytest.importorskip("ray")
+    actor = ProcessActor()
+    actor._process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    monkeypatch.setattr(Replica, "_sit", lambda self: setattr(self, "actor", Handle(actor)))
+    monkeypatch.setattr(replicas, "ANSWER_S", 20.0)
+    monkeypatch.setattr(replicas, "QUESTION_S", 0.01)
+    monkeypatch.setattr(replicas, "PATIENCE", 3)
+    replica = Replica(0, {}, (), tmp_path / "log")
+    replica.url, replica.process = answers[0], actor._process
+    yield replica
+    actor.end()
 
 
-def test_a_server_that_was_ready_and_does_not_answer_any_more_is_killed(answers, process, monkeypatch):
+def test_a_server_that_was_ready_and_does_not_answer_any_more_is_killed(answers, replica, monkeypatch):
     """Errors before it is ready do not count, nor do two on end where it may leave two; no proxy is asked."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    url, statuses = answers
+    _, statuses = answers
     statuses += [503] * 5 + [200] + [500] * 2 + [200] + [500] * 3 + [200]
-    actor = ProcessActor()
-    actor._watch(process, url, "the key", 0.5, 3)
-    assert actor._is_ready and actor._was_hung and process.wait(5) == -9
+    asyncio.run(replica._watch("the key"))
+    assert replica.is_ready and replica._is_hung and replica.process.poll() == -9
     assert statuses == [200], "it was asked until the third of three"
 
 
-def test_a_server_that_ends_is_not_asked_any_more(answers, process):
-    url, statuses = answers
-    statuses += [503] * 1000
-    actor = ProcessActor()
-    watch = threading.Thread(target=actor._watch, args=(process, url, "the key", 0.5, 3))
-    watch.start()
-    while len(statuses) > 998:
-        pass
-    process.kill()
-    watch.join(5)
-    assert not watch.is_alive() and not actor._is_ready and not actor._was_hung
+def test_a_server_that_never_was_ready_is_asked_as_long_as_it_is_watched(answers, replica):
+    _, statuses = answers
+    statuses += [503] * 100_000
+
+    async def watch() -> None:
+        task = asyncio.create_task(replica._watch("the key"))
+        while len(statuses) > 99_980:
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(watch())
+    assert not replica.is_ready and not replica._is_hung and replica.process.poll() is None

@@ -28,6 +28,8 @@ _FOLLOW_S = 1.0
 class Place(NamedTuple):
     """Where an actor is."""
 
+    node_id: str
+    """Ray's name of the node."""
     host: str
     address: str
     gpu_ids: tuple[str, ...]
@@ -73,8 +75,10 @@ class ProcessActor:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Place(socket.gethostname(), ray.util.get_node_ip_address(), tuple(gpu_ids), port)
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(context.get_accelerator_ids().get("GPU", []))
+        address = ray.util.get_node_ip_address()
+        return Place(context.get_node_id(), socket.gethostname(), address, gpu_ids, port)
 
     def start(
         self,

@@ -44,6 +44,12 @@ class Ask:
     """Options of vLLM's servers, which override those that are set here."""
     is_colocated: bool = True
     """The servers are on the ranks' GPUs, in turns with them; else on GPUs of their own."""
+    max_restarts: int = 0
+    """How often the ranks are started again after one was lost."""
+    timeout_s: float = 0.0
+    """Seconds to wait for the cluster's resources at each start."""
+    words: str = ""
+    """What the command line says of all this, for the command to go on."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -132,15 +138,14 @@ def _check_address(given: str) -> None:
 
 
 @contextmanager
-def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Iterator[list[Any]]:
+def places(ask: Ask, name: str, *, is_embedded: bool) -> Iterator[tuple[list[Any], list[Any]]]:
     """The placement groups of a run, ready; they are removed after the block.
 
-    There is one for each node with ranks, this machine's first, and then one for each server.
+    There is one for each node with ranks, this machine's first, and one for each server with GPUs of its own.
 
     Args:
         name: what the groups' names begin with.
-        timeout_s: how long to wait. A cluster that scales adds nodes meanwhile; an embedded one never does,
-            and is not waited for.
+        is_embedded: the cluster is this machine alone. Others may grow, and are waited for.
 
     Raises:
         TimeoutError: the resources did not come; the message has the arithmetic.
@@ -161,16 +166,16 @@ def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Itera
         begin_s, is_said = time.monotonic(), False
         while not all(is_ready := [group.wait(_SLICE_S) for group in groups]):
             waited_s = time.monotonic() - begin_s
-            if waited_s > timeout_s:
+            if waited_s > ask.timeout_s:
                 raise TimeoutError(
-                    f"The cluster had no room within {timeout_s:,.0f} s: {_arithmetic(ask, is_ready)}. Ask "
-                    "for less, or set --cluster_timeout to more seconds."
+                    f"The cluster had no room within {ask.timeout_s:,.0f} s: {_arithmetic(ask, is_ready)}. "
+                    "Ask for less, or set --cluster_timeout to more seconds."
                 )
             if waited_s > _PATIENCE_S and not is_said:
                 is_said = True
-                told = f"Waiting up to {timeout_s:,.0f} s for the cluster: {_arithmetic(ask, is_ready)}."
+                told = f"Waiting up to {ask.timeout_s:,.0f} s for the cluster: {_arithmetic(ask, is_ready)}."
                 print(told, file=sys.stderr, flush=True)
-        yield sorted(groups[: ask.num_nodes], key=_order) + groups[ask.num_nodes :]
+        yield sorted(groups[: ask.num_nodes], key=_order), groups[ask.num_nodes :]
     finally:
         for group in groups:
             with suppress(Exception):  # the cluster may be gone
@@ -206,18 +211,11 @@ def seat(group: Any, bundle: int, num_cpus: float, num_gpus: float) -> dict[str,
     return dict(num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=strategy)
 
 
-def nodes_of(group: Any) -> list[str]:
-    """The node of each bundle of a placement group, by the bundle's number."""
-    from ray.util.placement_group import placement_group_table
-
-    table = placement_group_table(group)["bundles_to_node_id"]
-    return [table[number] for number in sorted(table)]
-
-
 def _order(group: Any) -> tuple[bool, str, str]:
     """Sorts this machine first, and other nodes by their addresses."""
     import ray
+    from ray.util.placement_group import placement_group_table
 
-    node_id = nodes_of(group)[0]
+    node_id = placement_group_table(group)["bundles_to_node_id"][0]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return node_id != ray.get_runtime_context().get_node_id(), addresses[node_id], node_id

@@ -94,11 +94,11 @@ class Process:
                     self.say(number, self._decoders[number].decode(chunk))
         except ray.exceptions.RayError as error:
             self._is_seated = False
-            return self.lost(f"is lost with its node or its actor: {_brief(error)}")
+            return self.ending(f"is lost with its node or its actor: {_brief(error)}")
         if code >= 0:
-            return self._ending(code, f"ended with exit code {code}")
+            return self.ending(f"ended with exit code {code}", code, was_lost=False)
         names = {each.value: each.name for each in signal.Signals}
-        return self.lost(f"was ended by {names.get(-code, f'signal {-code}')}", 128 - code)
+        return self.ending(f"was ended by {names.get(-code, f'signal {-code}')}", 128 - code)
 
     def say(self, number: int, text: str) -> None:
         """Do with its output on a file descriptor, 1 or 2, what is to be done with it."""
@@ -109,11 +109,8 @@ class Process:
         lines = "".join(f"\n    {redacted(line)}" for line in self.tail.lines())
         return f"Its last lines{self._output}:{lines}" if lines else ""
 
-    def lost(self, how: str, code: int = 1) -> Ending:
-        """The end of a process that was lost, and not by an error of its own."""
-        return self._ending(code, how, was_lost=True)
-
-    def _ending(self, code: int, how: str, was_lost: bool = False) -> Ending:
+    def ending(self, how: str, code: int = 1, *, was_lost: bool = True) -> Ending:
+        """How it has ended, with its last words; unless the caller says so, not by an error of its own."""
         words = self.last_words()
         text = f"{self} {how}. {words or 'It had said nothing.'}"
         return Ending(code, text, was_lost, has_words=bool(words))

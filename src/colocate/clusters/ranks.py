@@ -105,7 +105,7 @@ class Ranks:
                     self.all[0].actor.resize.remote(size)
         for rank in going.values() if failures else ():
             if (silence_s := time.monotonic() - rank.heard_s) > ANSWER_S:
-                failures.append(rank.lost(f"is lost: nothing was heard of it for {silence_s:.0f} s"))
+                failures.append(rank.ending(f"is lost: nothing was heard of it for {silence_s:.0f} s"))
         # What all ranks find wrong, one alone says, and need not be the first to end.
         failures.sort(key=lambda failure: (not failure.was_lost, not failure.has_words))
         return replace([*failures, Ending(0)][0], was_stopped=bool(stop.noted))

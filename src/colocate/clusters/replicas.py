@@ -16,46 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from colocate.clusters.actor import Place
-from colocate.clusters.cluster import Ask, nodes_of, seat
+from colocate.clusters.cluster import Ask, seat
 from colocate.clusters.process import Ending, Process
+from colocate.commands.rollout_serve import serve_command
 from colocate.engines.rollout_server.key import VARIABLE
-from colocate.option_values import coerce
 from colocate.parallel.slices import cut
 from colocate.redaction import redacted
 from colocate.run_file import LAUNCH, REPLICAS
 
-MEMORY_SHARE = 0.4
-"""Share of a trainer's GPU that a colocated server of vLLM takes while awake, unless vLLM's options say."""
 _STEP = "/is_paused"
 """A question that vLLM's engine answers in its loop, between two steps: each answer tells that the loop has
 come round again, also where there is nothing to draw. A native server answers it in front of its engine, and
 tells how many steps that has made, which its trainers watch."""
-ANSWER_S, PATIENCE = 10.0, 6
-"""Seconds for an answer, and how many on end may be missing: a minute. What holds an engine's loop for a
+QUESTION_S, ANSWER_S, PATIENCE = 1.0, 10.0, 6
+"""Seconds between an answer and the next question, and for an answer, and how many of these may be missing on
+end: a minute. What holds an engine's loop for a
 while, such as a piece of the weights, takes seconds."""
-
-
-def serve_command(ask: Ask, values: Mapping[str, Any], host: str, port: int) -> list[str]:
-    """What follows `colocate` to start a server of the model of a run with the options `values`.
-
-    vLLM loads no weights: those of the trainer come before the first request.
-    """
-    bf16 = coerce("bf16", values.get("bf16"), bool | None)
-    dtype = "bfloat16" if (ask.on_gpus if bf16 is None else bf16) else values.get("dtype") or "float32"
-    options = ["--dtype", str(dtype)]
-    for name, option in (("model_revision", "--revision"), ("vllm_max_model_length", "--max-model-len")):
-        options += [option, str(values[name])] if values.get(name) is not None else []
-    if coerce("trust_remote_code", values.get("trust_remote_code"), bool | None):
-        options.append("--trust-remote-code")
-    takes_turns = ask.is_colocated and ask.on_gpus
-    options += ["--enable-sleep-mode"] if takes_turns else []
-    command = ["rollout-serve", str(values["model_name_or_path"]), "--engine", ask.replica_engine]
-    command += ["--host", host, "--port", str(port)]
-    if ask.replica_engine == "native":
-        return [*command, *options, *([] if ask.on_gpus else ["--use_cpu"])]
-    command += ["--tensor-parallel-size", str(ask.replica_size if ask.on_gpus else 1)]
-    share = ["--gpu-memory-utilization", str(MEMORY_SHARE)] if takes_turns else []
-    return [*command, "--", "--load-format", "dummy", *options, *share, *ask.vllm_options]
 
 
 class Replica(Process):
@@ -65,8 +41,6 @@ class Replica(Process):
         gpu_ids: its GPUs, if they are ranks' and not its actor's own.
     """
 
-    orders: dict[str, Any]
-    """What it is started with; known once it has an address."""
     is_ready = False
     """It has answered since it was last started."""
     _is_hung = False
@@ -81,11 +55,11 @@ class Replica(Process):
             log.write(redacted(text))
         self.tail.write(text)
 
-    async def keep(self, key: str, max_restarts: int) -> Ending:
+    async def keep(self, arguments: Sequence[str], variables: Mapping[str, str], max_restarts: int) -> Ending:
         """Run the server, and start it again in its place whenever it is lost.
 
         Args:
-            key: the server's.
+            arguments, variables: see `ProcessActor.start`; the variables have the server's key.
             max_restarts: how often it is started again without having been ready in between.
 
         Returns:
@@ -94,11 +68,11 @@ class Replica(Process):
         num_restarts, was_ready = 0, False
         while num_restarts <= max_restarts:
             self.is_ready = self._is_hung = False
-            watch = asyncio.create_task(self._watch(key))
-            ending = await self.run(**self.orders)
+            watch = asyncio.create_task(self._watch(variables[VARIABLE]))
+            ending = await self.run(arguments, variables)
             watch.cancel()
             if self._is_hung:
-                ending = self.lost("did not answer any more, though it ran, and was killed")
+                ending = self.ending("did not answer any more, though it ran, and was killed")
             was_ready = was_ready or self.is_ready
             if not was_ready:
                 return Ending(1, ending.text)
@@ -116,7 +90,7 @@ class Replica(Process):
         num_unanswered = 0
         with suppress(ray.exceptions.RayError):  # of which `run` tells
             while num_unanswered < PATIENCE:
-                await asyncio.sleep(ANSWER_S / 10)
+                await asyncio.sleep(QUESTION_S)
                 if await self.actor.answers.remote(self.url + _STEP, key, ANSWER_S):
                     self.is_ready, num_unanswered = True, 0
                 else:
@@ -130,7 +104,7 @@ class Replicas:
 
     Args:
         values: the run's options.
-        groups: the ranks' placement groups, and `ranks` their places, group by group.
+        ranks: the ranks' places, and `groups` their placement groups, both node by node.
         own_groups: the servers' placement groups, where they have GPUs of their own. Else they are in slices
             of the ranks' bundles, and take nothing of Ray's resources there.
 
@@ -142,17 +116,17 @@ class Replicas:
         self,
         ask: Ask,
         values: Mapping[str, Any],
-        groups: Sequence[Any],
         ranks: Sequence[Place],
+        groups: Sequence[Any],
         own_groups: Sequence[Any],
     ) -> None:
         self._ask, self._values, self._ranks = ask, values, ranks
         # Only the run knows the servers' key, unless its user has set one.
         self._key = os.environ.get(VARIABLE) or secrets.token_urlsafe(32)
         output_dir = Path(str(values.get("output_dir") or "trainer_output"))
+        seats = _seats_beside(ask, ranks, groups) if ask.is_colocated else map(_seat_of, own_groups)
         self.all = [
-            Replica(number, *seat, output_dir / f"replica-{number}.log")
-            for number, seat in enumerate(_seats(ask, groups, ranks, own_groups))
+            Replica(number, *seat, output_dir / f"replica-{number}.log") for number, seat in enumerate(seats)
         ]
 
     @property
@@ -161,24 +135,28 @@ class Replicas:
         urls = ",".join(replica.url for replica in self.all)
         return {REPLICAS: urls, VARIABLE: self._key} if urls else {}
 
-    def keep(self, max_restarts: int) -> list[asyncio.Task[Ending]]:
-        """Start all servers; returns what goes on as long as each is kept (`Replica.keep`)."""
+    def keep(self) -> list[asyncio.Task[Ending]]:
+        """Start all servers; returns what keeps each of them (`Replica.keep`)."""
+        tasks = []
         addresses = {place.address for place in (*self._ranks, *(replica.place for replica in self.all))}
         for replica in self.all:
-            _, address, own, port = replica.place
-            host = "127.0.0.1" if len(addresses) == 1 else address
-            replica.url = f"http://{host}:{port}"
+            place = replica.place
+            host = "127.0.0.1" if len(addresses) == 1 else place.address
+            replica.url = f"http://{host}:{place.free_port}"
             # Its own GPUs come first. Those of the node's ranks follow, as weights are read from a rank's.
-            beside = [gpu for place in self._ranks if place.address == address for gpu in place.gpu_ids]
+            beside = [gpu for rank in self._ranks if rank.address == place.address for gpu in rank.gpu_ids]
             variables = {
-                "CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys((*(replica.gpu_ids or own), *beside))),
+                "CUDA_VISIBLE_DEVICES": ",".join(
+                    dict.fromkeys((*(replica.gpu_ids or place.gpu_ids), *beside))
+                ),
                 "PYTHONUNBUFFERED": "1",
                 VARIABLE: self._key,
                 LAUNCH: "a replica",
             }
-            arguments = serve_command(self._ask, self._values, host, port)
-            replica.orders = dict(arguments=arguments, variables=variables)
-        return [asyncio.create_task(replica.keep(self._key, max_restarts)) for replica in self.all]
+            arguments = serve_command(self._ask, self._values, host, place.free_port)
+            kept = replica.keep(arguments, variables, self._ask.max_restarts)
+            tasks.append(asyncio.create_task(kept))
+        return tasks
 
     async def started(self) -> None:
         """Wait until ranks can be started beside the servers.
@@ -191,27 +169,27 @@ class Replicas:
             await asyncio.sleep(0.05)
 
 
-def _seats(
-    ask: Ask, groups: Sequence[Any], ranks: Sequence[Place], own_groups: Sequence[Any]
-) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """For each replica Ray's options of its actor, and its GPUs if they are ranks'. See `Replicas`."""
-    if not ask.is_colocated:
-        for group in own_groups:
-            (taken,) = group.bundle_specs
-            yield seat(group, 0, taken["CPU"], taken.get("GPU", 0)), []
-        return
+def _seat_of(group: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Ray's options of the actor of a replica that has a placement group; its GPUs are the actor's."""
+    (taken,) = group.bundle_specs
+    return seat(group, 0, taken["CPU"], taken.get("GPU", 0)), ()
+
+
+def _seats_beside(
+    ask: Ask, ranks: Sequence[Place], groups: Sequence[Any]
+) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
+    """For each colocated replica Ray's options of its actor, and its GPUs, which are ranks'."""
+    size = ask.ranks_per_node
+    nodes = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    tables = [[place.node_id for place in node] for node in nodes]
     try:
-        slices = cut([nodes_of(group) for group in groups], ask.replica_size, ask.num_replicas, ask.kinds[0])
+        slices = cut(tables, ask.replica_size, ask.num_replicas, ask.kinds[0])
     except ValueError as error:
         raise ValueError(
             f"The ranks' nodes have no room for the replicas beside them: {error}. Ask for fewer or smaller "
             "ones, or set --replica_placement own."
         ) from error
     for each in slices:
-        gpu_ids = [
-            gpu
-            for group, bundle in each.bundles
-            for gpu in ranks[group * ask.ranks_per_node + bundle].gpu_ids
-        ]
-        (group, bundle), *_ = each.bundles
-        yield seat(groups[group], bundle, 0, 0), gpu_ids
+        (first, bundle), *_ = each.bundles
+        gpu_ids = tuple(gpu for node, bundle in each.bundles for gpu in nodes[node][bundle].gpu_ids)
+        yield seat(groups[first], bundle, 0, 0), gpu_ids
