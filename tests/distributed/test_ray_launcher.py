@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 
 from colocate.cli import main
 from colocate.clusters.actor import ProcessActor
-from colocate.clusters.cluster import Ask, connected
+from colocate.clusters.cluster import connected
+from colocate.parallel.ask import Ask
 from colocate.parallel.launcher_variables import without_launchers
 from colocate.version import __version__
 from processes import TORCHRUN

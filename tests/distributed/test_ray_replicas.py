@@ -24,10 +24,11 @@ from small_runs import read_metrics
 
 from colocate.cli import main
 from colocate.clusters import replicas as replicas_module
-from colocate.clusters.cluster import Ask, connected, places
+from colocate.clusters.cluster import connected, places
 from colocate.clusters.process import Ending, present
 from colocate.clusters.ranks import Ranks
 from colocate.clusters.replicas import Replica, Replicas
+from colocate.parallel.ask import Ask
 from processes import SOURCE
 from ray_runs import launch_here
 

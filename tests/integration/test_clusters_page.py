@@ -16,10 +16,10 @@ import yaml
 
 from colocate import cli
 from colocate.clusters import replicas
-from colocate.clusters.cluster import Ask
 from colocate.commands.rollout_serve import MEMORY_SHARE, serve_command
 from colocate.commands.train import _ask
 from colocate.engines.vllm_server.serve import _check_options
+from colocate.parallel.ask import Ask
 from colocate.parallel.slices import cut
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides

@@ -11,9 +11,9 @@ import pytest
 
 from colocate.checkpoints.sealed import MANIFEST
 from colocate.clusters import launch as launch_module
-from colocate.clusters.cluster import Ask
 from colocate.clusters.launch import launch
 from colocate.clusters.process import Ending
+from colocate.parallel.ask import Ask
 
 LOST, FAILED, STOPPED = (
     Ending(137, "rank 1 was ended by SIGKILL", was_lost=True),

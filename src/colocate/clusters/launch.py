@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from colocate.checkpoints.sealed import list_checkpoints
-from colocate.clusters.cluster import Ask, connected, places
+from colocate.clusters.cluster import connected, places
 from colocate.clusters.process import Ending, present, run_directory
 from colocate.clusters.ranks import Ranks
 from colocate.clusters.replicas import Replicas
+from colocate.parallel.ask import Ask
 from colocate.run_file import LAUNCH
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)

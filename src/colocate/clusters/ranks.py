@@ -13,8 +13,9 @@ from typing import Any
 
 from colocate.checkpoints.stop_signals import StopSignals
 from colocate.clusters.actor import Place
-from colocate.clusters.cluster import Ask, seat
+from colocate.clusters.cluster import seat
 from colocate.clusters.process import ANSWER_S, Ending, Process
+from colocate.parallel.ask import Ask
 from colocate.parallel.ray_place import RayPlace
 
 _LOOK_S = 0.2

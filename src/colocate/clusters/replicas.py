@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from colocate.clusters.actor import Place
-from colocate.clusters.cluster import Ask, seat
+from colocate.clusters.cluster import seat
 from colocate.clusters.process import Ending, Process
 from colocate.commands.rollout_serve import serve_command
 from colocate.engines.rollout_server.key import VARIABLE
+from colocate.parallel.ask import Ask
 from colocate.parallel.slices import cut
 from colocate.redaction import redacted
 from colocate.run_file import LAUNCH, REPLICAS
@@ -29,9 +30,8 @@ _STEP = "/is_paused"
 come round again, also where there is nothing to draw. A native server answers it in front of its engine, and
 tells how many steps that has made, which its trainers watch."""
 QUESTION_S, ANSWER_S, PATIENCE = 1.0, 10.0, 6
-"""Seconds between an answer and the next question, and for an answer, and how many of these may be missing on
-end: a minute. What holds an engine's loop for a
-while, such as a piece of the weights, takes seconds."""
+"""Seconds between an answer and the next question, seconds for an answer, and how many on end may be missing:
+a minute. What holds an engine's loop for a while, such as a piece of the weights, takes seconds."""
 
 
 class Replica(Process):
@@ -145,10 +145,9 @@ class Replicas:
             replica.url = f"http://{host}:{place.free_port}"
             # Its own GPUs come first. Those of the node's ranks follow, as weights are read from a rank's.
             beside = [gpu for rank in self._ranks if rank.address == place.address for gpu in rank.gpu_ids]
+            gpu_ids = dict.fromkeys((*(replica.gpu_ids or place.gpu_ids), *beside))
             variables = {
-                "CUDA_VISIBLE_DEVICES": ",".join(
-                    dict.fromkeys((*(replica.gpu_ids or place.gpu_ids), *beside))
-                ),
+                "CUDA_VISIBLE_DEVICES": ",".join(gpu_ids),
                 "PYTHONUNBUFFERED": "1",
                 VARIABLE: self._key,
                 LAUNCH: "a replica",

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from colocate.option_values import coerce
+from colocate.parallel.ask import Ask
 from colocate.requirements import AT_LEAST_ONE, check_range
-
-if TYPE_CHECKING:
-    from colocate.clusters.cluster import Ask
 
 SUMMARY = "run a server that completes a trainer's prompts with the trainer's weights (engine=rollout_server)"
 ENGINES = ("native", "vllm")

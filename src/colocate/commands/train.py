@@ -25,12 +25,12 @@ from colocate.commands.run_options import (
     with_model_options,
 )
 from colocate.declared_values import check_values
+from colocate.parallel.ask import Ask
 from colocate.redaction import redacted
 from colocate.run_file import read_values
 from colocate.version import __version__
 
 if TYPE_CHECKING:
-    from colocate.clusters.cluster import Ask
     from colocate.config import GRPOConfig
     from colocate.run_config import RunConfig
 
@@ -135,8 +135,6 @@ def _ask(known: argparse.Namespace, engine: Any = None) -> Ask | None:
         raise ValueError(
             "--launcher ray needs --gpus_per_node, or --ranks_per_node for ranks on CPUs: one of the two."
         )
-    from colocate.clusters.cluster import Ask
-
     on_gpus = known.gpus_per_node is not None
     num_replicas = known.num_replicas or 0
     for name in () if num_replicas else ("replica_engine", "replica_gpus", "replica_placement"):
