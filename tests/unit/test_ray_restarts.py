@@ -52,7 +52,7 @@ def play(monkeypatch, tmp_path):
             yield "of ranks", "of servers"
             ended.append(name)
 
-        def run(arguments: list[str], values: Any, asked: Ask, *groups: str) -> Ending:
+        def run(asked: Ask, values: Any, arguments: list[str], *groups: str) -> Ending:
             assert asked == ask and groups == ("of ranks", "of servers")
             seen.append(arguments)
             ending, steps = next(script)

@@ -55,28 +55,24 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], ask: Ask) -> int
             found = _checkpoints(output_dir)
             own = ["--resume_from_checkpoint", "auto"] if found - before else []
             with places(ask, f"{run_id}-{attempt}", is_embedded=is_embedded) as (of_ranks, of_servers):
-                ending = _run([*arguments, *own], values, ask, of_ranks, of_servers)
+                ending = _run(ask, values, [*arguments, *own], of_ranks, of_servers)
             if ending.code == 0 or (ending.was_stopped and ending.code in _STOPPED):
                 return ending.code
             is_new = bool(_checkpoints(output_dir) - found)
             is_worth_it = (ending.was_lost or is_new) and not ending.was_stopped
             if not is_worth_it or attempt == ask.max_restarts:
                 again = f" They had been started again {attempt} times (--max_restarts)." if attempt else ""
-                raise RuntimeError(f"{ending.text}\nThe other ranks were ended, too.{again}")
+                raise RuntimeError(f"{ending.text}\nAll other processes of the run were ended, too.{again}")
             said = f"The ranks are started again ({attempt + 1} of {ask.max_restarts} times)."
             print(f"\n{ending.text}\n{said}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _run(
-    arguments: Sequence[str],
-    values: Mapping[str, Any],
-    ask: Ask,
-    of_ranks: Sequence[Any],
-    of_servers: Sequence[Any],
+    ask: Ask, values: Mapping[str, Any], arguments: Sequence[str], of_ranks: list[Any], of_servers: list[Any]
 ) -> Ending:
-    """One start of all ranks and replicas, in placement groups `of_ranks` and `of_servers`, until one of them
-    ends the run; none is left then."""
+    """One start of all ranks and replicas, in their placement groups, until one of them ends the run; none is
+    left then."""
     ranks = Ranks(of_ranks, ask)
     with present(ranks.all):
         replicas = Replicas(ask, values, ranks.places, of_ranks, of_servers)

@@ -1,4 +1,4 @@
-"""How the driver finds out that a server is ready, and that it hangs: the actor's code, but without Ray."""
+"""How a server is found to be ready or to hang, and how often it is started again: without Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from colocate.clusters import replicas
 from colocate.clusters.actor import ProcessActor
-from colocate.clusters.replicas import Replica
+from colocate.clusters.process import Ending
+from colocate.clusters.replicas import VARIABLE, Replica
 
 
 @pytest.fixture
@@ -92,3 +93,51 @@ def test_a_server_that_never_was_ready_is_asked_as_long_as_it_is_watched(answers
 
     asyncio.run(watch())
     assert not replica.is_ready and not replica._is_hung and replica.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [
+        # Each start: whether the server was ready before it was lost.
+        ([True, False, False], ["again 1", "again 2", "given up"]),
+        (
+            [True, True, True, False, True, False, False],
+            ["again 1"] * 3 + ["again 2", "again 1", "again 2", "given up"],
+        ),
+        ([False], []),
+    ],
+)
+def test_a_server_is_given_up_that_is_lost_again_and_again_without_having_been_ready(
+    starts, said, tmp_path, monkeypatch, capsys
+):
+    script = iter(starts)
+    monkeypatch.setattr(Replica, "_sit", lambda self: None)
+
+    async def run(self: Replica, *_: Any) -> Ending:
+        self.is_ready = next(script)
+        return Ending(137, "replica 0 was ended by SIGKILL", was_lost=True)
+
+    async def watch(self: Replica, key: str) -> None:
+        assert key == "the key"
+        await asyncio.Future()
+
+    monkeypatch.setattr(Replica, "run", run)
+    monkeypatch.setattr(Replica, "_watch", watch)
+
+    async def keep() -> Ending | None:
+        task = asyncio.create_task(Replica(0, {}, (), tmp_path / "log").keep([], {VARIABLE: "the key"}, 2))
+        while not task.done() and "given up" not in "".join(told):
+            await asyncio.sleep(0.01)
+            told.append(capsys.readouterr().err)
+        return task.result() if task.done() else None
+
+    told: list[str] = []
+    ending = asyncio.run(keep())
+    assert next(script, None) is None, "each was played"
+    lines = [line for line in "".join(told).splitlines() if line.startswith("It is")]
+    words = {"given up": "It is given up (--max_restarts); the run goes on while one is left."}
+    words |= {f"again {n}": f"It is started again in its place ({n} of 2 times)." for n in (1, 2)}
+    assert lines == [words[each] for each in said]
+    assert ending == (None if said else Ending(1, "replica 0 was ended by SIGKILL")), (
+        "who never was, ends the run"
+    )
