@@ -6,6 +6,7 @@ They are native servers, or in place of vLLM a program that serves nothing; vLLM
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from small_runs import read_metrics
 
 from colocate.cli import main
 from colocate.clusters import replicas as replicas_module
-from colocate.clusters.cluster import Ask, connected
-from colocate.clusters.launch import LaunchOptions, processes
+from colocate.clusters.cluster import connected, places
+from colocate.clusters.process import Ending, present
+from colocate.clusters.ranks import Ranks
 from colocate.clusters.replicas import Replica, Replicas
+from colocate.parallel.ask import Ask
 from processes import SOURCE
 from ray_runs import launch_here
 
@@ -58,35 +62,50 @@ def vllm(tmp_path, monkeypatch) -> None:
     information = tmp_path / "packages" / "vllm-0.32.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
-    start, paths = Replica.start, f"{tmp_path / 'packages'}{os.pathsep}{SOURCE}"
-    with_path = lambda self, variables, **options: start(  # noqa: E731
-        self, variables={**variables, "PYTHONPATH": paths}, **options
+    run, paths = Replica.run, f"{tmp_path / 'packages'}{os.pathsep}{SOURCE}"
+    with_path = lambda self, arguments, variables: run(  # noqa: E731
+        self, arguments, {**variables, "PYTHONPATH": paths}
     )
-    monkeypatch.setattr(Replica, "start", with_path)
+    monkeypatch.setattr(Replica, "run", with_path)
 
 
 @contextmanager
 def replicas_of(
     ask: Ask, directory: Path, cluster: dict[str, str], monkeypatch: Any, *vllm_options: str
 ) -> Iterator[Replicas]:
-    """Started replicas of a run with a rank on each of two nodes."""
+    """Replicas of a run with a rank on each of two nodes."""
     monkeypatch.chdir(directory)
     for name in ("HOME", "RAY_TMPDIR", "RAY_ADDRESS"):
         monkeypatch.setenv(name, cluster[name])
-    options = LaunchOptions(ask, 2, 30.0, "", vllm_options)
+    ask = replace(ask, vllm_options=vllm_options, max_restarts=2, timeout_s=60.0)
     values = dict(model_name_or_path="./model", output_dir="out")
-    with (
-        connected("test"),
-        processes(options, values, "test", is_embedded=False) as (_, replicas),
-    ):
-        yield replicas
+    with connected("test"), places(ask, "test", is_embedded=False) as (of_ranks, of_servers):
+        ranks = Ranks(of_ranks, ask)
+        with present(ranks.all):
+            replicas = Replicas(ask, values, ranks.places, of_ranks, of_servers)
+            with present(replicas.all):
+                yield replicas
 
 
-def watch(replicas: Replicas, is_over: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 60
-    while not is_over():
-        assert replicas.look() is None and time.monotonic() < end_s
-        time.sleep(0.05)
+def watched(replicas: Replicas, *states: Callable[[], bool]) -> Ending | None:
+    """Keep the replicas until each of the states has come, one after the other.
+
+    Each state is a question, and may do something where its answer is yes. Returns how a replica has ended
+    that never was ready, if one has.
+    """
+
+    async def watch() -> Ending | None:
+        tasks, end_s = replicas.keep(), time.monotonic() + 300
+        for is_there in states:
+            while not is_there():
+                assert time.monotonic() < end_s
+                for task in tasks:
+                    if task.done():
+                        return task.result()
+                await asyncio.sleep(0.05)
+        return None
+
+    return asyncio.run(watch())
 
 
 def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster, vllm, monkeypatch, capsys):
@@ -95,14 +114,21 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
 
     ask = Ask(2, 1, on_gpus=False, num_replicas=2)
     with replicas_of(ask, make_run("replaced"), cluster, monkeypatch) as replicas:
-        watch(replicas, lambda: all(each.is_ready for each in replicas.all))
-        urls, (first, second) = replicas.variables["COLOCATE_REPLICAS"].split(","), replicas.all
-        before = first.pid, second.pid
-        os.killpg(first.pid, signal.SIGKILL)
-        ray.kill(second.actor)
-        watch(
-            replicas, lambda: not {first.pid, second.pid} & {*before} and first.is_ready and second.is_ready
-        )
+        first, second = replicas.all
+        before, urls = [], []
+
+        def are_killed() -> bool:
+            if first.is_ready and second.is_ready:
+                before.extend((first.pid, second.pid))
+                urls.extend(replicas.variables["COLOCATE_REPLICAS"].split(","))
+                os.killpg(first.pid, signal.SIGKILL)
+                ray.kill(second.actor)
+            return bool(before)
+
+        def are_back() -> bool:
+            return not {first.pid, second.pid} & {*before} and first.is_ready and second.is_ready
+
+        assert watched(replicas, are_killed, are_back) is None
         assert [each.url for each in replicas.all] == urls and len(set(urls)) == 2
         for url in urls:
             assert urllib.request.urlopen(f"{url}/health").status == 200
@@ -120,21 +146,29 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
     make_run, cluster, vllm, monkeypatch, capsys
 ):
     """Its whole process group is stopped: its port takes connections, and nobody answers."""
-    monkeypatch.setattr(replicas_module, "ANSWER_S", 1.0)
+    monkeypatch.setattr(replicas_module, "ANSWER_S", 2.0)
     monkeypatch.setattr(replicas_module, "PATIENCE", 2)
     ask = Ask(2, 1, on_gpus=False, num_replicas=1)
     with replicas_of(ask, make_run("hanging"), cluster, monkeypatch) as replicas:
         (replica,) = replicas.all
-        watch(replicas, lambda: replica.is_ready)
-        before, url = replica.pid, replica.url
-        os.killpg(before, signal.SIGSTOP)
-        with socket.create_connection(("127.0.0.1", replica.place.free_port), timeout=5):
-            pass
-        watch(replicas, lambda: replica.pid != before and replica.is_ready)
-        assert replica.url == url and urllib.request.urlopen(f"{url}/health").status == 200
-        assert (
-            not Path(f"/proc/{before}/cmdline").exists() or not Path(f"/proc/{before}/cmdline").read_bytes()
-        )
+        before, urls = [], []
+
+        def is_stopped() -> bool:
+            if replica.is_ready:
+                before.append(replica.pid)
+                urls.append(replica.url)
+                os.killpg(replica.pid, signal.SIGSTOP)
+                with socket.create_connection(("127.0.0.1", replica.place.free_port), timeout=60):
+                    pass
+            return bool(before)
+
+        def is_back() -> bool:
+            return replica.pid not in before and replica.is_ready
+
+        assert watched(replicas, is_stopped, is_back) is None
+        assert [replica.url] == urls and urllib.request.urlopen(f"{replica.url}/health").status == 200
+        (line,) = (Path(f"/proc/{pid}/cmdline") for pid in before)
+        assert not line.exists() or not line.read_bytes()
     said = capsys.readouterr().err
     assert re.search(
         r"replica 0 \(.*\) did not answer any more, though it ran, and was killed\. Its last lines, of "
@@ -146,9 +180,7 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
 def test_a_replica_that_never_starts_ends_the_run_with_its_last_words(make_run, cluster, vllm, monkeypatch):
     ask = Ask(2, 1, on_gpus=False, num_replicas=1, is_colocated=False)
     with replicas_of(ask, make_run("failing"), cluster, monkeypatch, "--fail") as replicas:
-        ending, end_s = None, time.monotonic() + 60
-        while ending is None and time.monotonic() < end_s:
-            ending = replicas.look()
+        ending = watched(replicas, lambda: False)
         assert ending is not None and not ending.was_lost and ending.code == 1
         assert re.match(
             r"replica 0 \(.*\) ended with exit code 1\. Its last lines, of out/replica-0", ending.text
@@ -206,4 +238,5 @@ def test_replicas_with_gpus_of_their_own_wait_for_room_with_the_ranks(make_run, 
     words = ["--ranks_per_node", "2", "--num_replicas", "2", "--replica_placement", "own"]
     assert launch_here([*words, "--cluster_timeout", "3"], make_run("own"), cluster, monkeypatch) == 1
     said = capsys.readouterr().err
-    assert "The cluster had no room within 3 s: asked 4 CPUs in 1 × 2 + 2 × 1, Ray sees 2 + 1. Ask" in said
+    asked = r"asked 4 CPUs in 1 × 2 \+ 2 × 1, Ray sees 2 \+ 1 \(free: \d\)\. Ask for less, or"
+    assert re.search(rf"The cluster had no room within 3 s: {asked}", said)

@@ -16,10 +16,10 @@ import yaml
 
 from colocate import cli
 from colocate.clusters import replicas
-from colocate.clusters.cluster import Ask
-from colocate.clusters.replicas import MEMORY_SHARE, serve_command
-from colocate.commands.train import _launch_options
+from colocate.commands.rollout_serve import MEMORY_SHARE, serve_command
+from colocate.commands.train import _ask
 from colocate.engines.vllm_server.serve import _check_options
+from colocate.parallel.ask import Ask
 from colocate.parallel.slices import cut
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
@@ -44,7 +44,7 @@ COMMANDS = [
 ]
 
 
-def options_of(command: str) -> tuple[Any, list[str]]:
+def options_of(command: str) -> tuple[Ask, list[str]]:
     """What `colocate train ...` asks of the cluster, and the run's own options."""
     program, *words = shlex.split(command)
     assert (program, words[0]) == ("colocate", "train")
@@ -52,7 +52,7 @@ def options_of(command: str) -> tuple[Any, list[str]]:
     known, rest = cli._build_parser().parse_known_args(own)
     known.vllm_options = vllm_options
     assert known.num_replicas or not vllm_options
-    return _launch_options(known), rest
+    return _ask(known), rest
 
 
 def check_ray(command: str) -> dict[str, Any]:
@@ -93,12 +93,12 @@ def test_commands(command, monkeypatch):
 
 
 def check_run(command: str, *, on_storage: bool = False) -> Ask:
-    launch, (file, *rest) = options_of(command)
+    ask, (file, *rest) = options_of(command)
     assert file.endswith("run.yaml") or (ROOT / file).is_file()
     _, options = parse_run(read_overrides(rest))
     if on_storage:
         assert options["output_dir"] == "/shared/grpo" and options["resume_from_checkpoint"] == "auto"
-    return launch.ask
+    return ask
 
 
 def test_the_table_has_the_launchers_options_and_what_they_are_without():
@@ -106,14 +106,14 @@ def test_the_table_has_the_launchers_options_and_what_they_are_without():
     (commands,) = (a for a in cli._build_parser()._actions if isinstance(a, argparse._SubParsersAction))
     (group,) = (g for g in commands.choices["train"]._action_groups if "Ray" in (g.title or ""))
     assert {"launcher", *rows} == {action.dest for action in group._group_actions}
-    launch, _ = options_of("colocate train run.yaml --launcher ray --ranks_per_node 3")
-    assert f"; {launch.ask.num_nodes} if not given" in rows["num_nodes"]
-    assert f"; {launch.max_restarts} if not given" in rows["max_restarts"]
-    assert f"; {launch.timeout_s:.0f} if not given" in rows["cluster_timeout"]
-    assert launch.ask.num_replicas == 0 and "; none if not given" in rows["num_replicas"]
-    launch, _ = options_of("colocate train run.yaml --launcher ray --ranks_per_node 3 --num_replicas 2")
-    assert f"; {launch.ask.replica_size} if not given" in rows["replica_gpus"]
-    assert launch.ask.is_colocated and "; colocated if not given" in rows["replica_placement"]
+    ask, _ = options_of("colocate train run.yaml --launcher ray --ranks_per_node 3")
+    assert f"; {ask.num_nodes} if not given" in rows["num_nodes"]
+    assert f"; {ask.max_restarts} if not given" in rows["max_restarts"]
+    assert f"; {ask.timeout_s:.0f} if not given" in rows["cluster_timeout"]
+    assert ask.num_replicas == 0 and "; none if not given" in rows["num_replicas"]
+    ask, _ = options_of("colocate train run.yaml --launcher ray --ranks_per_node 3 --num_replicas 2")
+    assert f"; {ask.replica_size} if not given" in rows["replica_gpus"]
+    assert ask.is_colocated and "; colocated if not given" in rows["replica_placement"]
 
 
 def test_the_job_of_kubernetes_asks_for_what_its_cluster_has():
@@ -140,7 +140,8 @@ def test_the_script_of_slurm_starts_what_it_asks_for():
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SCRIPT, flags=re.MULTILINE))
     (command,) = re.findall(r"^exec (colocate .*)$", SCRIPT, flags=re.MULTILINE)
     ask = check_run(command.replace('"$@"', "run.yaml"))
-    assert ask == Ask(int(asked["nodes"]), int(asked["gpus-per-node"]), on_gpus=True)
+    assert (ask.num_nodes, ask.ranks_per_node) == (int(asked["nodes"]), int(asked["gpus-per-node"]))
+    assert ask.on_gpus and not ask.num_replicas
     assert (asked["ntasks-per-node"], asked["signal"]) == ("1", "B:TERM@300")
     (task,) = re.findall(r"^srun bash -c '(.*?)' &$", SCRIPT, flags=re.MULTILINE | re.DOTALL)
     subprocess.run(["bash", "-n"], input=task, text=True, check=True)
@@ -163,7 +164,7 @@ def test_the_page_says_what_the_arithmetic_says():
     assert f"`{said}`" in PAGE
     own = Ask(2, 8, on_gpus=True, num_replicas=2, replica_size=2, is_colocated=False)
     assert f"`{own.shortage([8, 8], 'GPU')}`" in PAGE
-    assert (replicas.ANSWER_S, replicas.PATIENCE) == (10.0, 6), "as the page says"
+    assert (replicas.QUESTION_S, replicas.ANSWER_S, replicas.PATIENCE) == (1.0, 10.0, 6), "as the page says"
     with pytest.raises(ValueError) as raised:
         cut([["a"] * 8, ["b"] * 4], size=4, count=4)
     assert f"`{raised.value}`" in " ".join(PAGE.split())
@@ -173,14 +174,11 @@ def test_the_page_says_what_the_arithmetic_says():
 def test_the_replicas_of_the_page_are_asked_of_vllm():
     """The command line of a server as `colocate rollout-serve` and, where it is installed, vLLM read it."""
     command, of_native = (command for command in COMMANDS if "--num_replicas" in command)
-    launch, _ = options_of(command)
-    ask = launch.ask
+    ask, _ = options_of(command)
     assert (ask.num_replicas, ask.replica_size, ask.is_colocated, ask.on_gpus) == (4, 2, True, True)
     assert ask.num_replicas * ask.replica_size == ask.ranks_per_node
     values = {"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "vllm_max_model_length": "1024"}
-    words, vllm_options = cli._split_at_dashes(
-        [*serve_command(ask, values, "127.0.0.1", 8000), *launch.vllm_options]
-    )
+    words, vllm_options = cli._split_at_dashes(serve_command(ask, values, "127.0.0.1", 8000))
     known, rest = cli._build_parser().parse_known_args(words)
     assert (known.model, known.tensor_parallel_size, rest) == ("Qwen/Qwen2.5-7B-Instruct", 2, [])
     _check_options(vllm_options)
@@ -199,9 +197,9 @@ def test_the_replicas_of_the_page_are_asked_of_vllm():
         assert words[words.index("--dtype") + 1] == expected, "as the policy is loaded"
         assert ("--enable-sleep-mode" in words) == each.on_gpus
     # A launch goes on with the same words.
-    again, _ = options_of(f"colocate train run.yaml {launch.words}")
-    assert again == launch and launch.words in command
-    native = options_of(of_native)[0].ask
+    again, _ = options_of(f"colocate train run.yaml {ask.words}")
+    assert again == ask and ask.words in command
+    native, _ = options_of(of_native)
     assert (native.num_replicas, native.is_colocated, native.on_gpus) == (4, False, True)
     known, rest = cli._build_parser().parse_known_args(serve_command(native, values, "127.0.0.1", 8000))
     assert (known.engine, known.max_model_len, known.dtype, rest) == ("native", 1024, "bfloat16", [])

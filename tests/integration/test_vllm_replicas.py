@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from vllm_server_case import TINY, TINY_VARIABLES, make_server_model, shared_server
 
 from colocate.cli import _split_at_dashes
-from colocate.clusters.cluster import Ask
-from colocate.clusters.replicas import serve_command
+from colocate.commands.rollout_serve import serve_command
+from colocate.parallel.ask import Ask
 from colocate.parallel.launcher_variables import without_launchers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm_server")]
@@ -93,9 +93,10 @@ def test_vllm_takes_what_replicas_are_started_with():
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    ask = Ask(1, 8, on_gpus=True, num_replicas=4, replica_size=2)
+    own = ("--max-model-len", "4096")
+    ask = Ask(1, 8, on_gpus=True, num_replicas=4, replica_size=2, vllm_options=own)
     values = {"model_name_or_path": "some/model", "model_revision": "main", "trust_remote_code": "true"}
-    _, options = _split_at_dashes([*serve_command(ask, values, "127.0.0.1", 8000), "--max-model-len", "4096"])
+    _, options = _split_at_dashes(serve_command(ask, values, "127.0.0.1", 8000))
     read = make_arg_parser(FlexibleArgumentParser()).parse_args(options)
     assert (read.enable_sleep_mode, read.gpu_memory_utilization, read.load_format) == (True, 0.4, "dummy")
     assert (read.dtype, read.revision, read.trust_remote_code, read.max_model_len) == (

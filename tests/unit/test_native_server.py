@@ -7,8 +7,6 @@ import http.client
 import json
 import re
 import shlex
-import signal
-import subprocess
 import threading
 import time
 import types
@@ -355,23 +353,18 @@ def test_the_pool_gives_an_engine_up_that_is_of_no_use(model, make_engine, fault
 
 
 @pytest.mark.parametrize("fault", ["hangs", "ends"])
-def test_on_ray_a_server_whose_engine_is_of_no_use_is_killed(server, model, make_engine, pool, fault):
-    """By the actor that watches it, which has a stand-in of the server's process."""
+def test_on_ray_a_server_whose_engine_is_of_no_use_answers_no_more(server, model, make_engine, pool, fault):
+    """The question of the actor that watches it; `test_cluster_replica.py` has what follows."""
     watched = server if fault == "hangs" else NativeServer(model)
     published(make_engine(watched, run_id="run"), model, 11)
-    actor = ProcessActor()
-    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as process:
-        url = f"{watched.base_url}/is_paused"
-        watch = threading.Thread(target=actor._watch, args=(process, url, watched.key.reveal(), 1.0, 3))
-        watch.start()
-        wait_until(lambda: actor._is_ready)
-        with hanging(watched) if fault == "hangs" else contextlib.nullcontext():
-            asked = pool.submit(Client(watched, "run").complete)
-            if fault == "ends":
-                end_thread(watched)
-            watch.join(60)
-            assert actor._was_hung and process.wait(60) == -signal.SIGKILL
-        asked.result(60)
+    actor, question = ProcessActor(), (f"{watched.base_url}/is_paused", watched.key.reveal(), 60.0)
+    assert actor.answers(*question)
+    with hanging(watched) if fault == "hangs" else contextlib.nullcontext():
+        asked = pool.submit(Client(watched, "run").complete)
+        if fault == "ends":
+            end_thread(watched)
+        wait_until(lambda: not actor.answers(*question))
+    asked.result(60)
     if fault == "ends":
         watched.close()
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from colocate.checkpoints.sealed import MANIFEST
 from colocate.clusters import launch as launch_module
-from colocate.clusters.cluster import Ask
-from colocate.clusters.launch import LaunchOptions, launch
+from colocate.clusters.launch import launch
 from colocate.clusters.process import Ending
-from colocate.run_file import LAUNCH
+from colocate.parallel.ask import Ask
 
 LOST, FAILED, STOPPED = (
     Ending(137, "rank 1 was ended by SIGKILL", was_lost=True),
@@ -21,6 +22,11 @@ LOST, FAILED, STOPPED = (
 )
 LOST_LATE = Ending(137, "rank 1 was ended by SIGKILL", was_lost=True, was_stopped=True)
 AUTO = ["--resume_from_checkpoint", "auto"]
+
+
+def seal(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MANIFEST).write_text("{}")
 
 
 @pytest.fixture
@@ -32,44 +38,36 @@ def play(monkeypatch, tmp_path):
 
     def play(*starts: tuple[Ending, list[int]], max_restarts: int = 3) -> tuple[list[list[str]], int | str]:
         output_dir = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-        (output_dir / "checkpoint-9").mkdir(parents=True)
-        (output_dir / ".checkpoint-8.tmp").mkdir()
-        (output_dir / "checkpoint-last").mkdir()
+        for name in ("checkpoint-9", "partial-checkpoint-8", "checkpoint-last"):
+            seal(output_dir / name)
         seen, ended = [], []
         script = iter(starts)
-
-        class Ranks:
-            def start(self, arguments: list[str], variables: dict[str, str]) -> None:
-                assert variables == {LAUNCH: "--launcher ray", "SERVERS": "here"}
-                seen.append(arguments)
-
-            def wait(self, look: Any) -> Ending:
-                assert look == "look"
-                ending, steps = next(script)
-                for step in steps:
-                    written = output_dir / f"checkpoint-{step}"
-                    written.mkdir(exist_ok=True)
-                    os.utime(written, ns=(2, 2 + len(seen)))
-                return ending
-
-        class Replicas:
-            variables, look = {"SERVERS": "here"}, "look"
-
-        @contextmanager
-        def processes(options: LaunchOptions, values: Any, name: str, **_: Any):
-            yield Ranks(), Replicas()
-            ended.append(name)
 
         @contextmanager
         def connected(run_id: str):
             yield True
 
-        stand_ins = dict(processes=processes, connected=connected, run_directory=lambda: "here")
+        @contextmanager
+        def places(ask: Ask, name: str, **_: Any):
+            yield "of ranks", "of servers"
+            ended.append(name)
+
+        def run(asked: Ask, values: Any, arguments: list[str], *groups: str) -> Ending:
+            assert asked == ask and groups == ("of ranks", "of servers")
+            seen.append(arguments)
+            ending, steps = next(script)
+            for step in steps:
+                written = output_dir / f"checkpoint-{step}"
+                seal(written)
+                os.utime(written, ns=(2, 2 + len(seen)))
+            return ending
+
+        stand_ins = dict(connected=connected, places=places, _run=run, run_directory=lambda: "here")
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(launch_module, name, stand_in)
-        options = LaunchOptions(Ask(1, 2, on_gpus=False), max_restarts, 1.0, "--launcher ray")
+        ask = Ask(1, 2, on_gpus=False, max_restarts=max_restarts)
         try:
-            outcome: int | str = launch(["train"], {"output_dir": str(output_dir)}, options)
+            outcome: int | str = launch(["train"], {"output_dir": str(output_dir)}, ask)
         except RuntimeError as error:
             outcome = str(error)
         assert len(set(ended)) == len(seen), "each start is ended, and has a name of its own"

@@ -12,8 +12,6 @@ import socket
 import subprocess
 import sys
 import termios
-import threading
-import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,24 +30,12 @@ _START_S = 1800.0
 class Place(NamedTuple):
     """Where an actor is."""
 
+    node_id: str
+    """Ray's name of the node."""
     host: str
     address: str
     gpu_ids: tuple[str, ...]
     free_port: int
-
-
-class News(NamedTuple):
-    """What there is to tell of a process since the last question."""
-
-    pid: int
-    chunks: list[tuple[int, bytes]]
-    """File descriptor (1: stdout, 2: stderr) and bytes that it has written."""
-    is_ready: bool
-    """It is a server and has answered."""
-    was_hung: bool
-    """It was killed because it has not answered any more."""
-    code: int | None
-    """The exit code, minus the signal's number if a signal ended it; None: it goes on."""
 
 
 class ProcessActor:
@@ -61,7 +47,6 @@ class ProcessActor:
         self._terminal: int | None = None
         self._held: int | None = None
         """The end of the pipe that ends the process when it is closed."""
-        self._is_ready = self._was_hung = False
 
     def place(self, directory: str | None, version: str) -> Place:
         """Say where this is.
@@ -92,29 +77,27 @@ class ProcessActor:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        return Place(socket.gethostname(), ray.util.get_node_ip_address(), tuple(gpu_ids), port)
+        context = ray.get_runtime_context()
+        gpu_ids = tuple(context.get_accelerator_ids().get("GPU", []))
+        address = ray.util.get_node_ip_address()
+        return Place(context.get_node_id(), socket.gethostname(), address, gpu_ids, port)
 
     def start(
         self,
         directory: str | None,
         arguments: Sequence[str],
         variables: Mapping[str, str],
-        size: tuple[int, int] | None = None,
-        health: tuple[str, str, float, int] | None = None,
-    ) -> News:
-        """Start the process, after ending what an earlier one has left behind.
+        size: tuple[int, int] | None,
+    ) -> int:
+        """Start the process, after ending what an earlier one has left behind; returns its id.
 
         Args:
             directory: see `place`.
             arguments: what follows `colocate`.
             variables: what the process's environment has beside the node's.
             size: rows and columns of the terminal to give it, on which it draws its panel; None: pipes.
-            health: for a server, how it is asked whether it works: a URL, its key, the seconds for an answer,
-                and how many questions on end may have none, once one had. Then it is killed.
         """
         self.end()
-        self._is_ready = self._was_hung = False
         ours, self._held = os.pipe()
         command = [sys.executable, "-m", "colocate.clusters.child", str(ours), *arguments]
         if size is None:
@@ -132,13 +115,16 @@ class ProcessActor:
             os.close(descriptor)
         for number, descriptor in streams.items():
             self._output.register(descriptor, selectors.EVENT_READ, number)
-        if health is not None:
-            threading.Thread(target=self._watch, args=(self._process, *health), daemon=True).start()
-        return News(self._process.pid, [], False, False, None)
+        return self._process.pid
 
-    def follow(self) -> News:
+    def follow(self) -> tuple[list[tuple[int, bytes]], int | None]:
         """Wait for output or the end, a second at most. Who writes faster than this is asked waits, as for a
-        slow terminal."""
+        slow terminal.
+
+        Returns:
+            File descriptors (1: stdout, 2: stderr) and bytes that were written to them, and the exit code,
+            minus the signal's number if a signal ended the process; None: it goes on.
+        """
         assert self._process is not None, "start comes first"
         chunks: list[tuple[int, bytes]] = []
         for key, _ in self._output.select(_FOLLOW_S if self._output.get_map() else 0):
@@ -152,7 +138,15 @@ class ProcessActor:
         if not chunks:  # a child that it has forgotten may keep a pipe open
             with suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(0 if self._output.get_map() else _FOLLOW_S)
-        return News(self._process.pid, chunks, self._is_ready, self._was_hung, code)
+        return chunks, code
+
+    def answers(self, url: str, key: str, timeout_s: float) -> bool:
+        """Ask the process, a server, whether it works."""
+        question = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know it
+        with suppress(OSError, HTTPException), opener.open(question, timeout=timeout_s):
+            return True
+        return False
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the process, if it has begun and not ended."""
@@ -173,21 +167,3 @@ class ProcessActor:
         if self._held is not None:
             os.close(self._held)
             self._held = None
-
-    def _watch(
-        self, process: subprocess.Popen[bytes], url: str, key: str, answer_s: float, patience: int
-    ) -> None:
-        """Find out when a server is ready, and kill it when it hangs."""
-        question = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know it
-        begin_s, num_unanswered = time.monotonic(), 0
-        while num_unanswered < patience:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(answer_s / 10)
-                return
-            num_unanswered += self._is_ready or time.monotonic() - begin_s > _START_S
-            with suppress(OSError, HTTPException), opener.open(question, timeout=answer_s):
-                self._is_ready, num_unanswered = True, 0
-        self._was_hung = True
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
+from colocate.parallel.ask import Ask
 from colocate.redaction import redacted
 
 _PATIENCE_S = 5.0
@@ -23,58 +23,6 @@ _STORE_BYTES = 2**27
 """Shared memory of an embedded cluster, which carries lines of text; Ray would take 30 % of all memory."""
 _SLICE_S = 0.5
 """Seconds of one wait inside Ray, between which Ctrl-C is heard."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What a run asks of the cluster: `num_nodes` nodes with `ranks_per_node` ranks each, on GPUs or not, and
-    `num_replicas` servers, each on `replica_size` GPUs of one node, or CPUs if the ranks are on CPUs."""
-
-    num_nodes: int
-    ranks_per_node: int
-    on_gpus: bool
-    shares: int = 1
-    """How many processes share each GPU: the rank, and what it starts beside itself (`RayPlace`)."""
-    num_replicas: int = 0
-    replica_size: int = 1
-    replica_engine: str = "vllm"
-    """What the servers draw with: "vllm" or "native"."""
-    is_colocated: bool = True
-    """The servers are on the ranks' GPUs, in turns with them; else on GPUs of their own."""
-
-    @property
-    def kind(self) -> str:
-        """Ray's name of the resource that each rank has one of."""
-        return "GPU" if self.on_gpus else "CPU"
-
-    @property
-    def bundles(self) -> list[list[dict[str, float]]]:
-        """For each placement group, the ranks' first, Ray's resources of its bundles, one for each actor."""
-        num_servers = 0 if self.is_colocated else self.num_replicas
-        rank = {"CPU": float(self.shares), "GPU": 1.0} if self.on_gpus else {"CPU": 1.0}
-        server = {name: number * self.replica_size for name, number in rank.items()}
-        return [[rank] * self.ranks_per_node] * self.num_nodes + [[server]] * num_servers
-
-    def sizes(self, kind: str) -> list[int]:
-        """How many GPUs or CPUs each placement group needs."""
-        return [int(sum(bundle.get(kind, 0) for bundle in bundles)) for bundles in self.bundles]
-
-    def fits(self, per_node: Sequence[int], kind: str) -> bool:
-        """Whether nodes with so many GPUs or CPUs, if all were free, have room for the run."""
-        left = list(per_node)
-        for size in sorted(self.sizes(kind), reverse=True):
-            if not (with_room := [number for number in left if number >= size]):
-                return False
-            left[left.index(min(with_room))] -= size
-        return True
-
-    def shortage(self, per_node: Sequence[int], kind: str) -> str:
-        """The arithmetic of what is asked and what the cluster has, as in "asked 16 GPUs in 2 × 8, Ray sees
-        8 + 4"."""
-        sizes = self.sizes(kind)
-        asked = " + ".join(f"{number} × {size}" for size, number in Counter(sizes).items())
-        seen = " + ".join(map(str, sorted(filter(None, per_node), reverse=True))) or "none"
-        return f"asked {sum(sizes)} {kind}s in {asked}, Ray sees {seen}"
 
 
 @contextmanager
@@ -138,65 +86,63 @@ def _check_address(given: str) -> None:
 
 
 @contextmanager
-def places(ask: Ask, name: str, timeout_s: float, *, is_embedded: bool) -> Iterator[list[Any]]:
+def places(ask: Ask, name: str, *, is_embedded: bool) -> Iterator[tuple[list[Any], list[Any]]]:
     """The placement groups of a run, ready; they are removed after the block.
 
-    There is one for each node with ranks, this machine's first, and then one for each server.
+    There is one for each node with ranks, this machine's first, and one for each server with GPUs of its own.
 
     Args:
         name: what the groups' names begin with.
-        timeout_s: how long to wait. A cluster that scales adds nodes meanwhile; an embedded one never does,
-            and is not waited for.
+        is_embedded: the cluster is this machine alone. Others may grow, and are waited for.
 
     Raises:
         TimeoutError: the resources did not come; the message has the arithmetic.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    if is_embedded and not ask.fits(seen := _per_node(ask.kind), ask.kind):
-        raise TimeoutError(
-            f"The cluster is too small: {ask.shortage(seen, ask.kind)}. It is this machine alone, as no "
-            "other was running: set RAY_ADDRESS to a cluster's address, or ask for less."
-        )
+    for kind in ask.kinds if is_embedded else ():
+        if sum(seen := _per_node(kind)) < sum(ask.sizes(kind)):
+            raise TimeoutError(
+                f"The cluster is too small: {ask.shortage(seen, kind)}. It is this machine alone, as no "
+                "other was running: set RAY_ADDRESS to a cluster's address, or ask for less."
+            )
     groups: list[Any] = []
     try:
         # They are asked for before the nodes are there: that is how Ray's autoscaler learns of the need.
         for number, bundles in enumerate(ask.bundles):
             groups.append(placement_group(bundles, strategy="STRICT_PACK", name=f"{name}-{number}"))
-        begin_s, pending, is_said = time.monotonic(), groups, False
-        while pending := [group for group in pending if not group.wait(_SLICE_S)]:
+        begin_s, is_said = time.monotonic(), False
+        while not all(is_ready := [group.wait(_SLICE_S) for group in groups]):
             waited_s = time.monotonic() - begin_s
-            if waited_s > timeout_s:
-                own = sum(
-                    size
-                    for group, size in zip(groups, ask.sizes(ask.kind), strict=True)
-                    if group not in pending
+            if waited_s > ask.timeout_s:
+                raise TimeoutError(
+                    f"The cluster had no room within {ask.timeout_s:,.0f} s: {_arithmetic(ask, is_ready)}. "
+                    "Ask for less, or set --cluster_timeout to more seconds."
                 )
-                raise TimeoutError(_absence(ask, timeout_s, own))
             if waited_s > _PATIENCE_S and not is_said:
                 is_said = True
-                told = ask.shortage(_per_node(ask.kind), ask.kind)
-                print(
-                    f"Waiting up to {timeout_s:,.0f} s for the cluster: {told}.", file=sys.stderr, flush=True
-                )
-        yield sorted(groups[: ask.num_nodes], key=_order) + groups[ask.num_nodes :]
+                told = f"Waiting up to {ask.timeout_s:,.0f} s for the cluster: {_arithmetic(ask, is_ready)}."
+                print(told, file=sys.stderr, flush=True)
+        yield sorted(groups[: ask.num_nodes], key=_order), groups[ask.num_nodes :]
     finally:
         for group in groups:
             with suppress(Exception):  # the cluster may be gone
                 remove_placement_group(group)
 
 
-def _absence(ask: Ask, timeout_s: float, num_own: int) -> str:
+def _arithmetic(ask: Ask, is_ready: Sequence[bool]) -> str:
+    """What is asked, there and free, of CPUs as well where ranks on GPUs take some, too.
+
+    Args:
+        is_ready: which placement groups have their share already, which counts as free.
+    """
     import ray
 
-    per_node = _per_node(ask.kind)
-    text = f"The cluster had no room within {timeout_s:,.0f} s: {ask.shortage(per_node, ask.kind)}"
-    if ask.fits(per_node, ask.kind):
-        free = int(ray.available_resources().get(ask.kind, 0)) + num_own
-        text += f", of which {free} are free: other jobs have the rest"
-        if not ask.fits(cpus := _per_node("CPU"), "CPU"):
-            text += f", or the CPUs are missing that ranks take, too: {ask.shortage(cpus, 'CPU')}"
-    return f"{text}. Ask for less, or set --cluster_timeout to more seconds."
+    free, parts = ray.available_resources(), []
+    for kind in ask.kinds:
+        own = sum(itertools.compress(ask.sizes(kind), is_ready))
+        parts.append(f"{ask.shortage(_per_node(kind), kind)} (free: {int(free.get(kind, 0)) + own})")
+    return ", and ".join(parts)
 
 
 def _per_node(kind: str) -> list[int]:
@@ -205,18 +151,19 @@ def _per_node(kind: str) -> list[int]:
     return [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
 
 
-def nodes_of(group: Any) -> list[str]:
-    """The node of each bundle of a placement group, by the bundle's number."""
-    from ray.util.placement_group import placement_group_table
+def seat(group: Any, bundle: int, num_cpus: float, num_gpus: float) -> dict[str, Any]:
+    """Ray's options of an actor in a bundle of a placement group, and of what it takes there."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    table = placement_group_table(group)["bundles_to_node_id"]
-    return [table[number] for number in sorted(table)]
+    strategy = PlacementGroupSchedulingStrategy(group, bundle)
+    return dict(num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=strategy)
 
 
 def _order(group: Any) -> tuple[bool, str, str]:
     """Sorts this machine first, and other nodes by their addresses."""
     import ray
+    from ray.util.placement_group import placement_group_table
 
-    node_id = nodes_of(group)[0]
+    node_id = placement_group_table(group)["bundles_to_node_id"][0]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return node_id != ray.get_runtime_context().get_node_id(), addresses[node_id], node_id

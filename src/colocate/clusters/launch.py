@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colocate.clusters.cluster import Ask, connected, places
-from colocate.clusters.process import present, run_directory
+from colocate.checkpoints.sealed import list_checkpoints
+from colocate.clusters.cluster import connected, places
+from colocate.clusters.process import Ending, present, run_directory
 from colocate.clusters.ranks import Ranks
 from colocate.clusters.replicas import Replicas
+from colocate.parallel.ask import Ask
 from colocate.run_file import LAUNCH
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a run that was saved when it was asked to stop."""
 
 
-@dataclass(frozen=True)
-class LaunchOptions:
-    """What the command line says of the launch."""
-
-    ask: Ask
-    max_restarts: int
-    """How often the ranks are started again after one was lost."""
-    timeout_s: float
-    """Seconds to wait for the cluster's resources at each start."""
-    words: str
-    """What the command line says of all this, for the command to go on."""
-    vllm_options: Sequence[str] = ()
-    """Options of the replicas, which override those that are set here."""
-
-
-def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchOptions) -> int:
+def launch(arguments: Sequence[str], values: Mapping[str, Any], ask: Ask) -> int:
     """Run `colocate <arguments>` as ranks of a Ray cluster; returns the exit code.
 
     Replicas are started and ended with the ranks. One that is lost is started again, while the ranks go on.
@@ -64,54 +50,48 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], options: LaunchO
                 "share."
             )
         before = _checkpoints(output_dir)
-        for attempt in range(options.max_restarts + 1):
+        for attempt in range(ask.max_restarts + 1):
             # The newest is this run's if there is a new one. Else it would be one of an earlier run.
             found = _checkpoints(output_dir)
             own = ["--resume_from_checkpoint", "auto"] if found - before else []
-            with processes(options, values, f"{run_id}-{attempt}", is_embedded=is_embedded) as (
-                ranks,
-                replicas,
-            ):
-                ranks.start([*arguments, *own], {LAUNCH: options.words, **replicas.variables})
-                ending = ranks.wait(replicas.look)
+            with places(ask, f"{run_id}-{attempt}", is_embedded=is_embedded) as (of_ranks, of_servers):
+                ending = _run(ask, values, [*arguments, *own], of_ranks, of_servers)
             if ending.code == 0 or (ending.was_stopped and ending.code in _STOPPED):
                 return ending.code
             is_new = bool(_checkpoints(output_dir) - found)
             is_worth_it = (ending.was_lost or is_new) and not ending.was_stopped
-            if not is_worth_it or attempt == options.max_restarts:
+            if not is_worth_it or attempt == ask.max_restarts:
                 again = f" They had been started again {attempt} times (--max_restarts)." if attempt else ""
-                raise RuntimeError(f"{ending.text}\nThe other ranks were ended, too.{again}")
-            said = f"The ranks are started again ({attempt + 1} of {options.max_restarts} times)."
+                raise RuntimeError(f"{ending.text}\nAll other processes of the run were ended, too.{again}")
+            said = f"The ranks are started again ({attempt + 1} of {ask.max_restarts} times)."
             print(f"\n{ending.text}\n{said}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
 
 
-@contextmanager
-def processes(
-    options: LaunchOptions, values: Mapping[str, Any], name: str, *, is_embedded: bool
-) -> Iterator[tuple[Ranks, Replicas]]:
-    """A run's ranks at their places, and its replicas, started; all end with the block.
-
-    Args:
-        name: what the names of the placement groups begin with.
-
-    Raises:
-        ValueError, RuntimeError, TimeoutError: see `launch`.
-    """
-    ask = options.ask
-    with places(ask, name, options.timeout_s, is_embedded=is_embedded) as groups:
-        of_ranks, own = groups[: ask.num_nodes], groups[ask.num_nodes :]
-        ranks = Ranks(of_ranks, ask)
-        with present(ranks.all):
-            replicas = Replicas(
-                ask, values, options.vllm_options, of_ranks, ranks.places, own, options.max_restarts
-            )
-            with present(replicas.all):
-                replicas.start()
-                yield ranks, replicas
+def _run(
+    ask: Ask, values: Mapping[str, Any], arguments: Sequence[str], of_ranks: list[Any], of_servers: list[Any]
+) -> Ending:
+    """One start of all ranks and replicas, in their placement groups, until one of them ends the run; none is
+    left then."""
+    ranks = Ranks(of_ranks, ask)
+    with present(ranks.all):
+        replicas = Replicas(ask, values, ranks.places, of_ranks, of_servers)
+        with present(replicas.all):
+            return asyncio.run(_watch(ranks, replicas, arguments, ask.words))
 
 
-def _checkpoints(output_dir: Path) -> set[tuple[str, int]]:
-    """Name and time of each checkpoint in a run's `output_dir`. Only whole ones have such names."""
-    paths = output_dir.glob("checkpoint-*")
-    return {(path.name, path.stat().st_mtime_ns) for path in paths if path.name[11:].isdigit()}
+async def _watch(ranks: Ranks, replicas: Replicas, arguments: Sequence[str], words: str) -> Ending:
+    """Keep the replicas, and run the ranks beside them: whichever ends first, ends the run."""
+
+    async def run_ranks() -> Ending:
+        await replicas.started()
+        return await ranks.run(arguments, {LAUNCH: words, **replicas.variables})
+
+    parts = [*replicas.keep(), asyncio.create_task(run_ranks())]
+    ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+    return ended.pop().result()
+
+
+def _checkpoints(output_dir: Path) -> set[tuple[Path, int]]:
+    """The sealed checkpoints in a run's `output_dir`, each with the time of its last change."""
+    return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(output_dir)}

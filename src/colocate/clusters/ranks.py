@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from colocate.checkpoints.stop_signals import StopSignals
 from colocate.clusters.actor import Place
-from colocate.clusters.cluster import Ask
-from colocate.clusters.process import ANSWER_S, Ending, Process, hear
+from colocate.clusters.cluster import seat
+from colocate.clusters.process import ANSWER_S, Ending, Process
+from colocate.parallel.ask import Ask
 from colocate.parallel.ray_place import RayPlace
 
+_LOOK_S = 0.2
+"""Seconds after which signals and the terminal's size are looked at again."""
 GRACE_S = 12.0
 """Seconds for the other ranks after one has ended with an error: they may come to the same error, or tell of
 it (`watch.GRACE_S` is shorter)."""
@@ -28,8 +32,8 @@ class Rank(Process):
         is_heard: else lines are only kept, since the first rank draws on the terminal.
     """
 
-    def __init__(self, number: int, options: Mapping[str, Any], *, is_heard: bool) -> None:
-        super().__init__(f"rank {number}", options)
+    def __init__(self, number: int, seat: Mapping[str, Any], *, is_heard: bool) -> None:
+        super().__init__(f"rank {number}", seat)
         self._is_heard = is_heard
         self._open = {1: "", 2: ""}
         self._prefix = f"[rank {number}] " if number else ""
@@ -56,19 +60,10 @@ class Ranks:
     """
 
     def __init__(self, groups: Sequence[Any], ask: Ask) -> None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         self._groups, self._ask, self._size = groups, ask, _terminal_size()
+        share = 1 / ask.shares if ask.on_gpus else 0
         self.all = [
-            Rank(
-                number,
-                dict(
-                    num_cpus=1,
-                    num_gpus=1 / ask.shares if ask.on_gpus else 0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(*bundle),
-                ),
-                is_heard=number == 0 or self._size is None,
-            )
+            Rank(number, seat(*bundle, 1, share), is_heard=number == 0 or self._size is None)
             for number, bundle in enumerate(product(groups, range(ask.ranks_per_node)))
         ]
 
@@ -76,51 +71,42 @@ class Ranks:
     def places(self) -> list[Place]:
         return [rank.place for rank in self.all]
 
-    def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Start all ranks' processes.
-
-        Args:
-            arguments: what follows `colocate`.
-            variables: what all ranks' environments have beside what tells them their ranks.
-        """
-        for number, rank in enumerate(self.all):
-            size = self._size if number == 0 else None
-            rank.start(arguments, self._variables(number) | dict(variables), size=size)
-
-    def wait(self, look: Callable[[], Ending | None] = lambda: None) -> Ending:
-        """Show the ranks' output until all have ended, or one has failed.
+    async def run(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Ending:
+        """Start all ranks, and show their output until all have ended, or one has failed.
 
         The first Ctrl-C and SIGTERM are passed on: the ranks save the step in hand, and end.
 
         Args:
-            look: sees to what the ranks need, several times in a second; returns how that ends the run.
+            arguments: what follows `colocate`.
+            variables: what all ranks' environments have beside what tells them their ranks.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed again.
         """
+        going: dict[asyncio.Task[Ending], Rank] = {}
+        for number, rank in enumerate(self.all):
+            words = self._variables(number) | dict(variables)
+            start = rank.run(arguments, words, self._size if number == 0 else None)
+            going[asyncio.create_task(start)] = rank
         failures: list[Ending] = []
         until_s, num_passed_on = float("inf"), 0
         with StopSignals() as stop:
-            while any(rank.ending is None for rank in self.all) and time.monotonic() < until_s:
-                hear(self.all, 0.2)
-                while num_passed_on < len(stop.noted):
-                    for rank in self.all:
-                        rank.actor.signal.remote(stop.noted[num_passed_on])
+            while going and time.monotonic() < until_s and not any(each.was_lost for each in failures):
+                ended, _ = await asyncio.wait(going, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                failures += [ending for task in ended if (ending := task.result()).code]
+                going = {task: rank for task, rank in going.items() if task not in ended}
+                if failures and not stop.noted:
+                    until_s = min(until_s, time.monotonic() + GRACE_S)
+                for signal in stop.noted[num_passed_on:]:
                     num_passed_on += 1
+                    for rank in self.all:
+                        rank.actor.signal.remote(signal)
                 if self._size is not None and (size := _terminal_size()) not in (None, self._size):
                     self._size = size
                     self.all[0].actor.resize.remote(size)
-                if (ending := look()) is not None:
-                    return ending
-                failures = [rank.ending for rank in self.all if rank.ending and rank.ending.code]
-                if any(failure.was_lost for failure in failures):
-                    break
-                if failures and not stop.noted:
-                    until_s = min(until_s, time.monotonic() + GRACE_S)
-        for rank in self.all:
-            silence_s = time.monotonic() - rank.heard_s
-            if failures and rank.ending is None and silence_s > ANSWER_S:
-                failures.append(rank.lost(f"is lost: nothing was heard of it for {silence_s:.0f} s"))
+        for rank in going.values() if failures else ():
+            if (silence_s := time.monotonic() - rank.heard_s) > ANSWER_S:
+                failures.append(rank.ending(f"is lost: nothing was heard of it for {silence_s:.0f} s"))
         # What all ranks find wrong, one alone says, and need not be the first to end.
         failures.sort(key=lambda failure: (not failure.was_lost, not failure.has_words))
         return replace([*failures, Ending(0)][0], was_stopped=bool(stop.noted))

@@ -25,12 +25,12 @@ from colocate.commands.run_options import (
     with_model_options,
 )
 from colocate.declared_values import check_values
+from colocate.parallel.ask import Ask
 from colocate.redaction import redacted
 from colocate.run_file import read_values
 from colocate.version import __version__
 
 if TYPE_CHECKING:
-    from colocate.clusters.launch import LaunchOptions
     from colocate.config import GRPOConfig
     from colocate.run_config import RunConfig
 
@@ -100,19 +100,19 @@ def run(known: argparse.Namespace) -> int:
     file, values = read_values(known.run_options)
     check_values(values)
     _require_complete(values, file)
-    if (options := _launch_options(known, values.get("engine"))) is not None:
+    if (ask := _ask(known, values.get("engine"))) is not None:
         from colocate.clusters.launch import launch
 
         debug = ["--debug"] if known.debug else []
-        own = _options_with_replicas(values) if options.ask.num_replicas else []
-        return launch(["train", *debug, *known.run_options, *own], values, options)
+        own = _options_with_replicas(values) if ask.num_replicas else []
+        return launch(["train", *debug, *known.run_options, *own], values, ask)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
         _train(values, is_main)
     return 0
 
 
-def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOptions | None:
+def _ask(known: argparse.Namespace, engine: Any = None) -> Ask | None:
     """What the command line says of a launch by Ray; None: something else has started this process.
 
     Args:
@@ -135,9 +135,6 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
         raise ValueError(
             "--launcher ray needs --gpus_per_node, or --ranks_per_node for ranks on CPUs: one of the two."
         )
-    from colocate.clusters.cluster import Ask
-    from colocate.clusters.launch import LaunchOptions
-
     on_gpus = known.gpus_per_node is not None
     num_replicas = known.num_replicas or 0
     for name in () if num_replicas else ("replica_engine", "replica_gpus", "replica_placement"):
@@ -147,21 +144,19 @@ def _launch_options(known: argparse.Namespace, engine: Any = None) -> LaunchOpti
     if known.replica_engine == "native":
         _check_for_native(known.replica_gpus or 1, vllm_options)
     words = ["--launcher ray", *(f"--{name} {value}" for name, value in given.items())]
-    return LaunchOptions(
-        ask=Ask(
-            known.num_nodes or 1,
-            known.gpus_per_node if on_gpus else known.ranks_per_node,
-            on_gpus,
-            shares=2 if engine == "trtllm" else 1,
-            num_replicas=num_replicas,
-            replica_size=known.replica_gpus or 1,
-            replica_engine=known.replica_engine or "vllm",
-            is_colocated=known.replica_placement != "own",
-        ),
+    return Ask(
+        known.num_nodes or 1,
+        known.gpus_per_node if on_gpus else known.ranks_per_node,
+        on_gpus,
+        shares=2 if engine == "trtllm" else 1,
+        num_replicas=num_replicas,
+        replica_size=known.replica_gpus or 1,
+        replica_engine=known.replica_engine or "vllm",
+        vllm_options=tuple(vllm_options),
+        is_colocated=known.replica_placement != "own",
         max_restarts=3 if known.max_restarts is None else known.max_restarts,
         timeout_s=600.0 if known.cluster_timeout is None else float(known.cluster_timeout),
         words=" ".join([*words, *(["--", shlex.join(vllm_options)] if vllm_options else [])]),
-        vllm_options=tuple(vllm_options),
     )
 
 
