@@ -131,7 +131,6 @@ def nothing_is_collected():
     Python drops what a handler raises within a finalizer or within a callback of the collector, and
     Hypothesis installs such a callback in any process in which it has run.
     """
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
