@@ -456,7 +456,7 @@ def hanging_fault() -> Iterator[Callable[..., None]]:
     release = threading.Event()
 
     def fault(fake: FakeVLLM, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-        release.wait(20)
+        release.wait(120)
         handler.close_connection = True
 
     yield fault
