@@ -10,6 +10,7 @@ import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("RAY_CLIENT_MODE", "0")  # as Ray does when it is imported
 
 from collections import Counter
 from pathlib import Path

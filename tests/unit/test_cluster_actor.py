@@ -36,7 +36,7 @@ def answers() -> Iterator[tuple[str, list[int]]]:
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "100"], start_new_session=True) as process:
+    with subprocess.Popen(["sleep", "1000"], start_new_session=True) as process:
         yield process
         process.kill()
 
@@ -47,8 +47,8 @@ def test_a_server_that_was_ready_and_does_not_answer_any_more_is_killed(answers,
     url, statuses = answers
     statuses += [503] * 5 + [200] + [500] * 2 + [200] + [500] * 3 + [200]
     actor = ProcessActor()
-    actor._watch(process, url, "the key", 0.5, 3)
-    assert actor._is_ready and actor._was_hung and process.wait(5) == -9
+    actor._watch(process, url, "the key", 2.0, 3)
+    assert actor._is_ready and actor._was_hung and process.wait(60) == -9
     assert statuses == [200], "it was asked until the third of three"
 
 
@@ -61,5 +61,5 @@ def test_a_server_that_ends_is_not_asked_any_more(answers, process):
     while len(statuses) > 998:
         pass
     process.kill()
-    watch.join(5)
+    watch.join(60)
     assert not watch.is_alive() and not actor._is_ready and not actor._was_hung

@@ -102,7 +102,7 @@ def slow(server, monkeypatch) -> threading.Event:
     hurry, poll = threading.Event(), server.loop._engine.poll
 
     def poll_slowly() -> Any:
-        hurry.wait(0.05)
+        hurry.wait(0.5)
         return poll()
 
     monkeypatch.setattr(server.loop._engine, "poll", poll_slowly)
@@ -110,7 +110,7 @@ def slow(server, monkeypatch) -> threading.Event:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -155,13 +155,13 @@ def test_a_pause_that_drains_lets_what_has_begun_end_and_nothing_begin(
     name, client = published(engine, model, 2), Client(server, "run")
     first = begun(pool, client, server, max_tokens=LONG, cache_salt=name)
     draining = pool.submit(client.ask, "POST", "/pause?mode=wait")
-    time.sleep(0.1)
+    wait_until(lambda: server.loop._draining)
     second = pool.submit(client.complete, cache_salt=name)
+    wait_until(lambda: server.loop._held)
     assert not draining.done() and not first.done()
     slow.set()
     assert draining.result() == (200, {"status": "paused"})
     assert first.result()[1]["choices"][0]["finish_reason"] == "length"
-    time.sleep(0.1)
     assert not second.done() and server.loop.is_paused
     client.ask("POST", "/resume")
     assert second.result()[1]["choices"][0]["finish_reason"] == "length"
@@ -223,18 +223,18 @@ def test_asleep_the_weights_have_no_memory_and_awake_they_are_the_trainers(serve
 def test_an_engine_that_hangs_while_the_server_answers_is_given_up(model, make_engine, monkeypatch):
     """The step counter stands still, though `/health` is answered."""
     servers = [NativeServer(model) for _ in range(2)]
-    quick = Patience(**{**vars(patience_among(2)), "silence_s": 0.05, "stall_s": 0.5, "answer_s": 30.0})
+    quick = Patience(**{**vars(patience_among(2)), "silence_s": 0.05, "stall_s": 3.0, "answer_s": 60.0})
     engines = [make_engine(server, run_id="run", patience=quick) for server in servers]
     pool, prompts = EnginePool(engines), make_prompts([3, 5, 7, 4])
     pool.wake_up()
     expected = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]
     release, hung = threading.Event(), servers[0].loop
     # The thread that draws hangs; the HTTP server of the process does not.
-    monkeypatch.setattr(hung._engine, "poll", lambda: release.wait(60) and {})
+    monkeypatch.setattr(hung._engine, "poll", lambda: release.wait(200) and {})
     monkeypatch.setattr(engines[0], "_state", lambda: (engines[0]._start_id, engines[0]._token))
     drawn = [c.token_ids for c in pool.generate(prompts, SamplingParams(6, seed=3))]
     assert drawn == expected
-    assert "has not gone on for 0.5 s" in pool._members[0].loss.reason
+    assert "has not gone on for 3 s" in pool._members[0].loss.reason
     release.set()
     pool.close()
     for server in servers:
@@ -251,19 +251,19 @@ def test_who_no_longer_waits_does_not_end_the_engines_thread(server, begins):
 
     def hold() -> None:
         has_begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(100)
 
     held = server.loop.do(hold)
-    assert has_begun.wait(20)
+    assert has_begun.wait(100)
     done: list[str] = []
     given_up = held if begins else server.loop.do(lambda: done.append("done"))
     pause = server.loop.pause()
     given_up.cancel()
     pause.cancel()
     may_end.set()
-    server.loop.resume().result(20)
+    server.loop.resume().result(100)
     assert done == [] and not server.loop.is_paused
-    assert server.loop.do(lambda: "goes on").result(20) == "goes on"
+    assert server.loop.do(lambda: "goes on").result(100) == "goes on"
 
 
 def test_another_model_is_refused_with_the_differences(server, make_engine):
@@ -326,7 +326,7 @@ def test_a_server_without_weights_draws_nothing(model):
 def test_answers_are_sent_at_once(server):
     """A body does not wait until the client has acknowledged its headers, which takes it 40 ms."""
     connection, times_s = http.client.HTTPConnection("127.0.0.1", server.port), []
-    for _ in range(10):
+    while len(times_s) < 10 or (min(times_s[1:]) >= 0.03 and len(times_s) < 100):  # until a quiet moment
         begin_s = time.monotonic()
         connection.request("GET", "/version", headers={"Authorization": f"Bearer {server.key.reveal()}"})
         connection.getresponse().read()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from colocate.checkpoints.stop_signals import stop_event
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.rollout_server.key import ServerKey, key_of_new_server, say_who_may_use_it
 from colocate.serving.limits import Limits
@@ -93,10 +92,7 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
     with bound_socket(host, port) as listening:  # before the model is made, which takes a while
         port = listening.getsockname()[1]
         key = key_of_new_server(port)
-        is_over = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: is_over.set())
-        with closing(RolloutServer(model, listening, options, key)):
+        with stop_event() as is_over, closing(RolloutServer(model, listening, options, key)):
             shown = f"[{host}]" if ":" in host else host
             print(
                 f"colocate rollout-serve: {model} is ready at http://{shown}:{port} (native engine)",
