@@ -78,7 +78,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """A test draws the same numbers alone, in any order and in any process."""
+    """A test draws the same numbers, and logs as much, alone, in any order and in any process."""
+    logging.getLogger("colocate").setLevel(logging.NOTSET)  # a run has set it
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -94,7 +95,6 @@ def state_of_process() -> dict[str, Any]:
         **{f"${name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
         "the working directory": os.getcwd(),
         "the level of all loggers": (logging.root.level, logging.root.manager.disable),
-        "the level of colocate's logger": logging.getLogger("colocate").level,
         "the default dtype": torch.get_default_dtype(),
         "PyTorch's threads": torch.get_num_threads(),
         "gradients": torch.is_grad_enabled(),
