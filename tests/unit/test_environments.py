@@ -266,6 +266,7 @@ def test_an_environment_that_a_tool_may_still_change_is_not_used_again():
 @pytest.mark.parametrize("num_workers", [0, 4])
 def test_environments_that_begin_together_may_be_reset_in_threads(num_workers):
     meeting = threading.Barrier(4 if num_workers else 1)
+
     class Slow(Base):
         def reset(self, number, **row):
             self.row = number
