@@ -400,12 +400,12 @@ def test_a_pause_ends_when_its_run_is_silent_and_not_before(fake, monkeypatch):
 
 
 def test_a_server_that_somebody_paused_is_noticed(make_engine, fake, caplog, hang):
-    engine = make_engine(server_timeout_s=0.4)
+    engine = make_engine(server_timeout_s=1.0)
     engine.generate(make_prompts([3]), SAMPLING)
     fake.faults["/v1/completions"] = [hang] * 9
     fake.is_paused = True
     started_s = time.monotonic()
-    with pytest.raises(ServerPaused, match=r"paused for 0\.4 s \(vllm_server_timeout\).*POST /resume"):
+    with pytest.raises(ServerPaused, match=r"paused for 1 s \(vllm_server_timeout\).*POST /resume"):
         engine.generate(make_prompts([3]), SAMPLING)
     assert time.monotonic() - started_s < 30  # who waits for an answer waits for a minute
     assert "is paused in the middle of a rollout" in caplog.text
