@@ -352,7 +352,10 @@ def test_agents_of_which_nothing_can_be_learnt_end_the_run(tmp_path, agent, word
     trainer, _ = trainer_of(tmp_path, agent, max_steps=1)
     with pytest.raises(RuntimeError, match=f"(?s){words}"):
         trainer.train()
-    assert not [t for t in threading.enumerate() if t.name.startswith(("serving", "agents"))]
+    for thread in threading.enumerate():
+        if thread.name.startswith(("serving", "agents")):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_an_async_agent_that_blocks_the_others_is_told(tmp_path, monkeypatch):
