@@ -23,9 +23,10 @@ quickstart: $(VENV)/.installed
 	$(BIN)/colocate report runs/quickstart
 
 # Groups stay in the order in which they are collected: what takes longest comes first, and no process waits for it
-# at the end. `make test-all` has the tests marked slow, too.
+# at the end. `make test-all` has the tests marked slow, too, and draws new examples of what tests state for any.
 SLOW := not slow and
-PYTEST_GROUPS := -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+EXAMPLES := --hypothesis-profile=same
+PYTEST_GROUPS = -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(EXAMPLES)
 
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST_GROUPS) -m "$(SLOW) not gpu and not multi_gpu and not vllm and not browser"
@@ -42,6 +43,7 @@ vllm-test: $(VLLM_VENV)/.installed
 		tests/integration/test_vllm_*.py tests/unit/test_engine_contract.py tests/integration/test_seed_script.py
 
 test-all: SLOW :=
+test-all: EXAMPLES := --hypothesis-profile=new
 test-all: test browser-test vllm-test
 
 lint: $(VENV)/.installed-test $(VENV)/.installed-lint

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import random
 import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports huggingface_hub
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("RAY_CLIENT_MODE", "0")  # as Ray does when it is imported
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -21,9 +27,12 @@ if not torch.cuda.is_available():
 
 from tiny import make_model, make_reward_model, make_tokenizer
 
-# How long an example takes says something of the machine only, and on a busy one changes from run to run.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# The same examples are drawn each time, so that a failure is one of what was changed and none of chance;
+# `make test-all` draws new ones (--hypothesis-profile=new). How long an example takes says something of the
+# machine only, and on a busy one changes from run to run.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("new", deadline=None)
+settings.load_profile("same")
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
@@ -67,15 +76,65 @@ def one_thread():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """A test draws the same numbers, and logs as much, alone, in any order and in any process."""
+    logging.getLogger("colocate").setLevel(logging.NOTSET)  # a run has set it
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def state_of_process() -> dict[str, Any]:
+    """What one test could leave to the next."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGVTALRM, signal.SIGCHLD)
+    return {
+        **{f"the handler of {number.name}": signal.getsignal(number) for number in numbers},
+        "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "a timer": signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        **{f"${name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "the working directory": os.getcwd(),
+        "the level of all loggers": (logging.root.level, logging.root.manager.disable),
+        "the default dtype": torch.get_default_dtype(),
+        "PyTorch's threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
 @pytest.fixture(autouse=True)
-def ctrl_c_is_left_as_it_was():
-    """A test that leaves a handler or a mask behind fails itself, not a later one that presses Ctrl-C."""
+def process_is_left_as_it_was():
+    """A test that leaves something changed fails itself, and not a later one that relies on it."""
+    before = state_of_process()
     yield
-    handler = signal.getsignal(signal.SIGINT)
+    after = state_of_process()
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    if changed:
+        restore(before)
+    told = [f"{name} from {before.get(name)} to {after.get(name)}" for name in sorted(changed)]
+    assert not told, "the test left changed: " + "; ".join(told)
+
+
+def restore(state: dict[str, Any]) -> None:
+    """What later tests need most."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert handler is signal.default_int_handler, f"the test left a handler of SIGINT behind: {handler}"
-    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    assert signal.SIGINT not in blocked, "the test left SIGINT blocked"
+    signal.pthread_sigmask(signal.SIG_SETMASK, state["blocked signals"])
+    os.chdir(state["the working directory"])
+    torch.set_default_dtype(state["the default dtype"])
+    torch.set_grad_enabled(state["gradients"])
+    torch.use_deterministic_algorithms(state["deterministic algorithms"])
+
+
+@pytest.fixture
+def nothing_is_collected():
+    """Keeps the garbage collector from running in a test that presses Ctrl-C or waits for another signal.
+
+    Python drops what a handler raises within a finalizer or within a callback of the collector, and
+    Hypothesis installs such a callback in any process in which it has run.
+    """
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

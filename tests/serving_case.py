@@ -108,7 +108,7 @@ class Served:
         self, body: Any, path: str = "/v1/completions", headers: dict[str, str] | None = None
     ) -> tuple[int, Any]:
         """Status and JSON of the answer to a POST of `body`, bytes or what is made into JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=100)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
             connection.request("POST", path, content, {"Content-Type": "application/json", **(headers or {})})

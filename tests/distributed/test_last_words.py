@@ -45,9 +45,9 @@ def test_each_rank_says_a_refusal_of_its_own(said):
 
 def test_nobody_waits_for_ever_for_last_words(monkeypatch):
     """Of four ranks that end, rank 2 says something else, and rank 3 never comes."""
-    monkeypatch.setattr(meeting, "APART_S", 1.0)
-    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
-    stores = [host, *(TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=10)) for _ in range(2))]
+    monkeypatch.setattr(meeting, "APART_S", 3.0)
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=100))
+    stores = [host, *(TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=100)) for _ in range(2))]
     is_said = {}
 
     def end(rank: int) -> None:
@@ -58,5 +58,5 @@ def test_nobody_waits_for_ever_for_last_words(monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=200)
     assert is_said == {0: False, 1: True, 2: False}

@@ -146,7 +146,7 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
     make_run, cluster, vllm, monkeypatch, capsys
 ):
     """Its whole process group is stopped: its port takes connections, and nobody answers."""
-    monkeypatch.setattr(replicas_module, "ANSWER_S", 2.0)
+    monkeypatch.setattr(replicas_module, "ANSWER_S", 3.0)
     monkeypatch.setattr(replicas_module, "PATIENCE", 2)
     ask = Ask(2, 1, on_gpus=False, num_replicas=1)
     with replicas_of(ask, make_run("hanging"), cluster, monkeypatch) as replicas:

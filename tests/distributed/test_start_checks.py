@@ -20,16 +20,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from colocate import start_checks
+from colocate.engines.vllm.environment import free_port
 from colocate.parallel import meeting
 from colocate.parallel.meeting import Meeting, absence, in_words, meet
 from processes import SOURCE
 from tiny import make_model
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def rank_environment(rank: int, port: int, num_ranks: int = 2, **others: str) -> dict[str, str]:
@@ -147,27 +142,29 @@ def test_a_port_that_is_taken_is_named(environment):
 
 def test_all_that_came_hear_who_did_not():
     """Of four ranks one is missing: the others stop with its name, and the first one waits for them."""
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))]
-    stores += [TCPStore("127.0.0.1", stores[0].port, timeout=timedelta(seconds=10)) for _ in range(2)]
+    stores = [
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=100))
+    ]
+    stores += [TCPStore("127.0.0.1", stores[0].port, timeout=timedelta(seconds=100)) for _ in range(2)]
     verdicts: dict[int, str] = {}
 
     def decide(rank: int, store: Any) -> None:
         place = Meeting(PrefixStore("test", store), rank, 4, 2)
-        verdicts[rank] = place.decide(f"node{rank // 2}", lambda hosts: absence(hosts, 2, 1.0), 1.0)
+        verdicts[rank] = place.decide(f"node{rank // 2}", lambda hosts: absence(hosts, 2, 3.0), 3.0)
 
     threads = [threading.Thread(target=decide, args=pair) for pair in zip((0, 1, 3), stores, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=200)
     assert set(verdicts) == {0, 1, 3} and len(set(verdicts.values())) == 1
-    assert verdicts[3].startswith("1 of 2 nodes joined within 1 s: rank 2 is missing.")
+    assert verdicts[3].startswith("1 of 2 nodes joined within 3 s: rank 2 is missing.")
     assert "node0 (ranks 0-1); node1 (rank 3)" in verdicts[3]
 
 
 def test_a_first_rank_that_has_ended_is_named():
     host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=10))
+    store = TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=100))
     place = Meeting(PrefixStore("test", store), 1, 2, 2)
     del host
     with pytest.raises((TimeoutError, RuntimeError)) as error:

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from colocate.engines.vllm.environment import free_port
 from colocate.parallel.watch import Tail
 from processes import SOURCE, TORCHRUN
 
 WORKER = Path(__file__).with_name("watch_worker.py")
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 """Rank 0 waits 60 s in vain; imports take long on a busy machine."""
 PATHS = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
@@ -31,10 +32,7 @@ def start(*words: str | Path, **environment: str) -> subprocess.Popen[str]:
 
 def run_ranks(how: str, directory: Path) -> tuple[list[int], str]:
     """Exit codes of two ranks without a launcher, and what rank 0 wrote."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         start(WORKER, how, directory, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)
     ]

@@ -299,7 +299,7 @@ def test_an_agent_with_tools_of_its_own(tmp_path, stream):
 
 
 def ask(endpoint: Any, **options: Any) -> Any:
-    with OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0, timeout=20) as client:
+    with OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0, timeout=100) as client:
         options = {"messages": user("the user"), "model": endpoint.model, "max_tokens": 4, **options}
         return client.chat.completions.create(**options)
 
@@ -316,7 +316,7 @@ def test_an_agent_that_fails_ends_its_episode_and_reward_functions_are_told(tmp_
         if number % 4 == 1:
             sys.exit(0)
         if number % 4 == 2:
-            time.sleep(30)
+            time.sleep(60)
         return None
 
     def reward(completions, agent_error, **columns) -> list[float]:
@@ -324,7 +324,7 @@ def test_an_agent_that_fails_ends_its_episode_and_reward_functions_are_told(tmp_
         return count(completions)
 
     trainer, episodes = trainer_of(
-        tmp_path, agent, reward_funcs=reward, agent_timeout_s=2.5, max_steps=1, num_generations=4
+        tmp_path, agent, reward_funcs=reward, agent_timeout_s=8.0, max_steps=1, num_generations=4
     )
     trainer.train()
     assert [len(episode.nodes) for episode in episodes] == [1] * 4
@@ -333,7 +333,7 @@ def test_an_agent_that_fails_ends_its_episode_and_reward_functions_are_told(tmp_
             None,
             "OSError: no such file",
             "SystemExit: 0",
-            "TimeoutError: It took longer than agent_timeout_s=2.5 s.",
+            "TimeoutError: It took longer than agent_timeout_s=8 s.",
         ]
     ]
     assert "An agent has failed: OSError: no such file" in caplog.text
@@ -352,7 +352,10 @@ def test_agents_of_which_nothing_can_be_learnt_end_the_run(tmp_path, agent, word
     trainer, _ = trainer_of(tmp_path, agent, max_steps=1)
     with pytest.raises(RuntimeError, match=f"(?s){words}"):
         trainer.train()
-    assert not [t for t in threading.enumerate() if t.name.startswith(("serving", "agents"))]
+    for thread in threading.enumerate():
+        if thread.name.startswith(("serving", "agents")):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_an_async_agent_that_blocks_the_others_is_told(tmp_path, monkeypatch):
@@ -420,7 +423,7 @@ def test_while_the_trainer_trains_calls_wait_or_get_503(tmp_path, monkeypatch):
 
     def visit() -> None:
         base_url = endpoints[0].base_url
-        with OpenAI(base_url=base_url, api_key=key, max_retries=30, timeout=20) as client:
+        with OpenAI(base_url=base_url, api_key=key, max_retries=100, timeout=100) as client:
             answers.append(
                 client.chat.completions.create(
                     model="policy", messages=user("name"), temperature=0, max_tokens=5
@@ -433,7 +436,7 @@ def test_while_the_trainer_trains_calls_wait_or_get_503(tmp_path, monkeypatch):
         endpoints.append(endpoint)
         ask(endpoint)
         if waiting.is_alive():  # let the visitor have its turn in this rollout
-            waiting.join(20)
+            waiting.join(100)
 
     def reward(completions, **columns) -> list[float]:
         if not waiting.is_alive() and not answers:
@@ -450,7 +453,7 @@ def test_while_the_trainer_trains_calls_wait_or_get_503(tmp_path, monkeypatch):
         tmp_path, agent, reward_funcs=reward, num_generations=2, per_device_train_batch_size=2
     )
     trainer.train()
-    waiting.join(20)
+    waiting.join(100)
     assert len(answers) == 1 and answers[0].usage.completion_tokens >= 1
     assert [len(episode.nodes) for episode in episodes] == [1] * 4  # the visitor is in no episode
 

@@ -40,7 +40,7 @@ from colocate.data import mixture
 from colocate.requirements import Requirement, choices_of, ranges_of
 
 SEED = 20_261
-LIMIT_S = 5.0
+LIMIT_S = 100.0
 OUTCOMES = ("clear", "accepted", "raw", "wrong", "hang")
 
 # ── What numbers mean ────────────────────────────────────────────────────────────────────────────────────

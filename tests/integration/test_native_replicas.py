@@ -92,4 +92,4 @@ def test_a_server_in_a_process_of_its_own_begins_and_ends_as_it_says(run):
         file = Path(about_the_key.rpartition(" ")[2].strip())
         assert file.parent == run / "cache" / "colocate" / "servers" and file.name.endswith(f"-{port[1]}.key")
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+        assert server.wait(120) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -216,7 +217,22 @@ def train_in_child(output_dir: Path, name: str, resume: bool, slow_step_s: float
     trainer.train(resume_from_checkpoint=resume)
 
 
-def wait_for(condition: Any, process: Any, timeout_s: float = 60.0) -> None:
+def train_until_signalled(output_dir: Path, name: str) -> None:
+    """Train, and stay in the second rollout until there is the file `signalled`."""
+    torch.set_num_threads(1)
+    trainer = build(output_dir, CASES[name], save_strategy="no")
+    generate, numbers = trainer.engine.generate, itertools.count()
+
+    def stay(*args: Any) -> Any:
+        while next(numbers) and not (output_dir / "signalled").exists():
+            time.sleep(0.01)
+        return generate(*args)
+
+    trainer.engine.generate = stay
+    trainer.train()
+
+
+def wait_for(condition: Any, process: Any, timeout_s: float = 200.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert process.is_alive(), f"the run ended with {process.exitcode}"
@@ -230,11 +246,11 @@ def num_steps_recorded(output_dir: Path) -> int:
 
 
 def test_sigterm_saves_the_step_in_hand(uninterrupted, tmp_path):
-    process = start(train_in_child, tmp_path, "two_iterations", False, 0.5, 0.0)
+    process = start(train_until_signalled, tmp_path, "two_iterations")
     wait_for(lambda: num_steps_recorded(tmp_path) == 2, process)  # both passes over the first rollout
-    time.sleep(0.1)
     os.kill(process.pid, signal.SIGTERM)  # in the middle of step 3's rollout
-    process.join(60)
+    (tmp_path / "signalled").touch()
+    process.join(200)
     assert process.exitcode == 143
     assert [c.name for c in list_checkpoints(tmp_path)] == ["checkpoint-3"]
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
@@ -247,7 +263,7 @@ def test_sigterm_saves_the_step_in_hand(uninterrupted, tmp_path):
 
 def test_killed_again_and_again_at_random_moments(uninterrupted, tmp_path):
     name = "rollout_feeds_two_steps"
-    rng = random.Random(os.urandom(8))
+    rng = random.Random(8)
     delays = [rng.uniform(0.02, 0.5) for _ in range(4)]
     for delay_s in delays:
         process = start(train_in_child, tmp_path, name, bool(list_checkpoints(tmp_path)), 0.05, 0.02)
@@ -298,7 +314,7 @@ def kill_at(moment: str, output_dir: Path) -> None:
 )
 def test_killed_while_a_checkpoint_is_written(uninterrupted, moment, left, sealed, tmp_path):
     process = start(kill_at, moment, tmp_path)
-    process.join(60)
+    process.join(200)
     assert process.exitcode == -signal.SIGKILL
     assert {d.name for d in tmp_path.iterdir() if d.is_dir()} == left
     assert list_checkpoints(tmp_path)[-1].name == sealed

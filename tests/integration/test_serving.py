@@ -47,10 +47,8 @@ from serving_case import (
 )
 from tiny import StubEngine
 
-SHORT = Limits(
-    max_requests=12, max_connections=24, max_header_bytes=4096, max_body_bytes=20_000, header_s=0.4,
-    body_s=0.4, reader_s=0.4, max_wait_s=0.5,
-)  # fmt: skip
+SMALL = Limits(max_requests=12, max_connections=24, max_header_bytes=4096, max_body_bytes=20_000)
+SHORT = replace(SMALL, header_s=0.4, body_s=0.4, reader_s=0.4, max_wait_s=0.5)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -77,7 +75,14 @@ def plain(request) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def bounded() -> Iterator[Served]:
-    """A service with bounds so narrow that a test can reach them."""
+    """A service that takes little."""
+    with serving(NativeEngine(random_model(), max_num_seqs=40), limits=SMALL, stops=()) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def hurried() -> Iterator[Served]:
+    """A service that waits so shortly that a busy machine may be too slow for it."""
     with serving(NativeEngine(random_model(), max_num_seqs=40), limits=SHORT, stops=()) as served:
         yield served
 
@@ -264,7 +269,7 @@ def test_every_answer_is_the_one_given_alone_whoever_else_asks_or_leaves(plain):
     assert_is_idle(plain)
 
 
-def assert_is_idle(served: Served, within_s: float = 10.0) -> None:
+def assert_is_idle(served: Served, within_s: float = 60.0) -> None:
     """Nothing is left of any request, in the engine or in the service."""
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
@@ -423,14 +428,16 @@ def test_requests_that_are_sent_before_the_answers_are_answered_in_order(bounded
     assert told[2]["error"]["param"] == "max_tokens"
 
 
-def test_a_prompt_behind_one_that_takes_long_to_read_is_not_waited_for_for_ever(bounded, monkeypatch):
+def test_a_prompt_behind_one_that_takes_long_to_read_is_not_waited_for_for_ever(hurried, monkeypatch):
     is_read = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(bounded.texts, "context", lambda *_: is_read.wait(20) and tokens_of("ab"))
+        patch.setattr(hurried.texts, "context", lambda *_: is_read.wait(100) and tokens_of("ab"))
         body = {"model": MODEL, "prompt": "ab", "max_tokens": 1}
-        assert [bounded.ask(body)[0] for _ in range(2)] == [503, 503]
+        assert [hurried.ask(body)[0] for _ in range(2)] == [503, 503]
         is_read.set()
-    assert bounded.ask(body)[0] == 200
+    until_s = time.monotonic() + 60
+    while hurried.ask(body)[0] != 200:
+        assert time.monotonic() < until_s
 
 
 def test_a_trainer_that_takes_it_for_its_server_is_told(plain, monkeypatch):
@@ -440,7 +447,7 @@ def test_a_trainer_that_takes_it_for_its_server_is_told(plain, monkeypatch):
 
 
 def raw(
-    served: Served, request: bytes, *, wait_s: float = 5.0, goes_on: bytes = b"", is_kept: bool = False
+    served: Served, request: bytes, *, wait_s: float = 60.0, goes_on: bytes = b"", is_kept: bool = False
 ) -> bytes:
     """What comes back for bytes on a connection until the server closes it or `wait_s` are over, or, unless
     it `is_kept`, until there is an answer's head that does not say that the connection is closed."""
@@ -464,11 +471,11 @@ def test_a_body_that_is_too_large_is_refused(bounded):
     assert status == 413 and "more than 20000 bytes" in answer["error"]["message"]
 
 
-def test_half_a_body_is_waited_for_until_the_time_is_over(bounded):
+def test_half_a_body_is_waited_for_until_the_time_is_over(hurried):
     start_s = time.monotonic()
-    answer = raw(bounded, HEAD + b"Content-Length: 1000\r\n\r\n" + b'{"model"')
+    answer = raw(hurried, HEAD + b"Content-Length: 1000\r\n\r\n" + b'{"model"')
     assert answer.startswith(b"HTTP/1.1 408") and b"within 0.4 s" in answer
-    assert time.monotonic() - start_s < 4
+    assert time.monotonic() - start_s < 30
 
 
 def test_a_header_that_is_too_large_is_refused(bounded):
@@ -476,14 +483,14 @@ def test_a_header_that_is_too_large_is_refused(bounded):
     assert answer.startswith(b"HTTP/1.1 400")
 
 
-def test_headers_that_never_end_are_not_waited_for(bounded):
+def test_headers_that_never_end_are_not_waited_for(hurried):
     start_s = time.monotonic()
-    assert raw(bounded, HEAD) == b""  # closed without an answer
-    assert raw(bounded, b"") == b""
-    assert time.monotonic() - start_s < 4
+    assert raw(hurried, HEAD) == b""  # closed without an answer
+    assert raw(hurried, b"") == b""
+    assert time.monotonic() - start_s < 30
 
 
-def test_a_client_that_reads_nothing_is_let_go(bounded, monkeypatch):
+def test_a_client_that_reads_nothing_is_let_go(hurried):
     """The answer is larger than what the system buffers, and nobody reads it."""
     body = json.dumps(
         {"model": MODEL, "prompt": "a", "max_tokens": 900, "n": 40, "stream": True, "logprobs": 0,
@@ -491,15 +498,12 @@ def test_a_client_that_reads_nothing_is_let_go(bounded, monkeypatch):
     ).encode()  # fmt: skip
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", bounded.port))
+        connection.connect(("127.0.0.1", hurried.port))
         connection.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         until_s = time.monotonic() + 20
-        while bounded.service._num_requests == 0 and time.monotonic() < until_s:
+        while hurried.service._num_requests == 0 and time.monotonic() < until_s:
             time.sleep(0.01)
-        while bounded.service._num_requests and time.monotonic() < until_s:
-            time.sleep(0.05)
-        assert bounded.service._num_requests == 0
-    assert_is_idle(bounded)
+        assert_is_idle(hurried)
 
 
 def test_a_client_that_leaves_has_its_sequences_aborted(bounded):
@@ -510,7 +514,7 @@ def test_a_client_that_leaves_has_its_sequences_aborted(bounded):
             connection.sendall(HEAD + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
             while not bounded.engine.is_busy:
                 time.sleep(0.01)
-        assert_is_idle(bounded, within_s=3)
+        assert_is_idle(bounded, within_s=10)
 
 
 class Gated(StubEngine):
@@ -521,14 +525,14 @@ class Gated(StubEngine):
         self.may_draw = threading.Event()
 
     def generate(self, prompts: Any, sampling: Any) -> Any:
-        self.may_draw.wait(20)
+        self.may_draw.wait(200)
         return super().generate(prompts, sampling)
 
 
 def test_too_many_requests_get_429_and_those_that_wait_too_long_503():
     """The engine is busy with one request, as with a trainer's turn: others wait for it within a bound."""
     engine = Gated()
-    with serving(engine, limits=replace(SHORT, max_requests=2)) as served:
+    with serving(engine, limits=replace(SMALL, max_requests=2, max_wait_s=2.0)) as served:
         body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
         answers: list[Any] = []
         asked = [threading.Thread(target=lambda: answers.append(served.ask(body))) for _ in range(2)]
@@ -541,14 +545,14 @@ def test_too_many_requests_get_429_and_those_that_wait_too_long_503():
         with pytest.raises(openai.RateLimitError) as refused:
             served.client().completions.create(**body)
         assert refused.value.response.headers["retry-after"] == "1"
-        asked[1].join(10)
+        asked[1].join(60)
         ((status, answer),) = answers
-        assert status == 503 and "no time for this request within 0.5 s" in answer["error"]["message"]
+        assert status == 503 and "no time for this request within 2 s" in answer["error"]["message"]
         with pytest.raises(openai.InternalServerError, match="no time for this request") as refused:
             served.client().completions.create(**body, stream=True)
         assert refused.value.status_code == 503 and refused.value.response.headers["retry-after"]
         engine.may_draw.set()
-        asked[0].join(10)
+        asked[0].join(60)
         assert answers[1][0] == 200 and served.ask(body)[0] == 200
 
 

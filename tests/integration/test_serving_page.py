@@ -71,7 +71,7 @@ def test_the_service_answers_curl_and_the_client_of_the_page_and_ends_with_ctrl_
         )
         assert told.stdout
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     finally:
         process.kill()
     assert list(tmp_path.iterdir()) == []

@@ -105,7 +105,7 @@ def test_no_thread_of_tools_is_left_after_a_run_and_a_later_one_starts_its_own(t
     def no_thread_is_left() -> bool:
         threads = [t for t in threading.enumerate() if t.name in ("tools", "tool_workers")]
         for thread in set(threads) - before:
-            thread.join(5.0)  # one that takes jobs ends when it sees that there are none
+            thread.join(60.0)  # one that takes jobs ends when it sees that there are none
         return not any(thread.is_alive() for thread in set(threads) - before)
 
     fails_at = -1

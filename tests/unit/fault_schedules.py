@@ -43,10 +43,12 @@ from colocate.types import Completion, SamplingParams
 
 COMPLETIONS, CHUNKS = "/v1/completions", "/collective_rpc receive_chunk"
 SHORT = Patience(
-    answer_s=1.0, silence_s=0.2, max_attempts=2, first_delay_s=0.01, message_s=2.0, poll_s=0.005,
+    answer_s=10.0, silence_s=0.2, max_attempts=2, first_delay_s=0.01, message_s=20.0, poll_s=0.005,
     has_substitute=True,
 )  # fmt: skip
-LIMIT_S = 60.0
+HURRIED = dataclasses.replace(SHORT, answer_s=1.0, message_s=2.0)
+"""With servers that hang."""
+LIMIT_S = 200.0
 
 FAULTS = [
     *(None, None, None, error_500, half_of_it, nothing, doubled, late, restart, restart_before, hang),
@@ -72,6 +74,8 @@ class Fleet:
 
     alone: Any
     """The engine that is sound."""
+    patience = SHORT
+    """Of the engines that are made from now on."""
 
     def __init__(self, model: Any, fakes: Sequence[FaultyFront], directory: Path) -> None:
         self.model, self.fakes, self.directory = model, list(fakes), directory
@@ -83,8 +87,9 @@ class Fleet:
             self.model,
             base_url=fake.base_url,
             **{
-                "server_timeout_s": 4.0, "push_timeout_s": 10.0, "request_timeout_s": 10.0,
-                "bucket_bytes": BUCKET_BYTES, "directory": str(self.directory), "patience": SHORT, **options,
+                "server_timeout_s": 4.0, "push_timeout_s": 100.0, "request_timeout_s": 100.0,
+                "bucket_bytes": BUCKET_BYTES, "directory": str(self.directory), "patience": self.patience,
+                **options,
             },
         )  # fmt: skip
         engine.wake_up()
@@ -218,6 +223,7 @@ def check_schedules(make_fleet: MakeFleet, num_examples: int, faults: Sequence[A
     def check(num_servers: int, takes_turns: bool, data: Any) -> None:
         schedule = data.draw(schedules(num_servers, faults))
         fleet = make_fleet(num_servers, takes_turns=takes_turns)
+        fleet.patience = HURRIED
         try:
             finished.append(play(fleet, schedule))
         finally:

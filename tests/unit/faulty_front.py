@@ -129,7 +129,7 @@ def hanging_fault() -> Iterator[Callable[..., None]]:
     release = threading.Event()
 
     def fault(front: FaultyFront, handler: BaseHTTPRequestHandler, status: int, answer: Any) -> None:
-        release.wait(20)
+        release.wait(120)
         handler.close_connection = True
 
     yield fault

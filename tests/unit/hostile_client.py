@@ -63,7 +63,7 @@ def attacks() -> dict[str, tuple[str, str, dict[str, str], Any]]:
 
 def ask(port: int, method: str, path: str, headers: dict[str, str], body: Any) -> tuple[int, str]:
     """Status and text of an answer; 0 and the error where there is none."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
     content = None if body is None else json.dumps(body).encode()
     defaults = {} if content is None else {"Content-Type": "application/json"}
     try:
@@ -85,7 +85,7 @@ def attack_as_nobody(port: int) -> dict[str, tuple[int, str]]:
     """Everything, from a process of another user if this one's may become it."""
     environment = {name: value for name, value in os.environ.items() if name != "COLOCATE_SERVER_KEY"}
     command = [sys.executable, "-I", "-S", __file__, str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     return {name: tuple(answer) for name, answer in json.loads(done.stdout).items()}
 

@@ -90,7 +90,7 @@ def live(tmp_path):
 
 
 def ask(port: int, path: str = "/", host: str = "127.0.0.1") -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=100)
     connection.request("GET", path, headers={"Host": f"{host}:{port}"})
     answer = connection.getresponse()
     return answer.status, answer.read().decode()

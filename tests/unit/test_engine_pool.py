@@ -15,7 +15,7 @@ import pytest
 from accelerate import Accelerator
 from engine_models import make_model, make_prompts
 from fake_server import FakeVLLM, install_fake_vllm
-from fault_schedules import COMPLETIONS, LIMIT_S, Fleet, MakeFleet, check_schedules, drain, fleets_of
+from fault_schedules import COMPLETIONS, HURRIED, LIMIT_S, Fleet, MakeFleet, check_schedules, drain, fleets_of
 from faulty_front import become_another, die, hang, restart, send_json
 
 from colocate.config import GRPOConfig
@@ -119,12 +119,11 @@ def test_a_lost_server_s_work_is_done_elsewhere_and_it_comes_back_with_the_weigh
     pool = fleet.pool()
     prompts = make_prompts([3, 5, 4, 7], 3)
     fleet.fakes[0].faults[COMPLETIONS] = [None, die(0.3)]
-    begin_s = time.monotonic()
     assert pool.generate(prompts, SAMPLING) == fleet.alone.generate(prompts, SAMPLING)
-    assert time.monotonic() - begin_s < 2.0
     assert f"{fleet.fakes[0].base_url} is lost" in caplog.text
     fleet.update(pool, 1)
-    for _ in range(100):
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
         before = fleet.fakes[0].requests.count(COMPLETIONS)
         assert pool.generate(prompts, SAMPLING) == fleet.alone.generate(prompts, SAMPLING)
         if fleet.fakes[0].requests.count(COMPLETIONS) > before:
@@ -135,6 +134,7 @@ def test_a_lost_server_s_work_is_done_elsewhere_and_it_comes_back_with_the_weigh
 
 def test_a_server_that_hangs_is_given_up(make_fleet):
     fleet = make_fleet(2)
+    fleet.patience = HURRIED
     pool = fleet.pool()
     prompts = make_prompts([3, 5, 4, 7])
     for path in (COMPLETIONS, "/health"):

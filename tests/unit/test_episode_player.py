@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -146,28 +145,28 @@ def test_episodes_count_what_took_too_long_and_how_long_tools_took():
         return "awake"
 
     def write(text: str, member: int) -> str:
-        naps = [0.1, 0.2] if member else [60.0]
+        naps = [0.1, 0.2] if member else [600.0]
         num_taken = text.count("<|im_start|>tool\n")
         return call("nap", seconds=naps[num_taken]) if num_taken < len(naps) else "ok"
 
-    late, quick = Table(write, [nap], timeout_s=1.5).play("q")
+    late, quick = Table(write, [nap], timeout_s=4.0).play("q")
     assert (late.tool_calls, late.tool_failures, late.tool_timeouts) == (1, 1, 1)
     assert (quick.tool_calls, quick.tool_failures, quick.tool_timeouts) == (2, 0, 0)
-    assert 0.3 <= quick.tool_s < 1.5 <= late.tool_s < 6.0
+    assert 0.3 <= quick.tool_s < 4.0 <= late.tool_s < 60.0
 
 
 def test_no_episode_waits_for_the_tool_of_another():
     order: list[str] = []
 
-    async def look(name: str, seconds: float) -> str:
+    async def look(name: str) -> str:
         """Look.
 
         Args:
             name: What for.
-            seconds: How long it takes.
         """
         order.append(f"{name} begins")
-        await asyncio.sleep(seconds)
+        while name == "0.0" and not {"1.3 ends", "2.3 ends"} <= set(order):  # ends last, or never
+            await asyncio.sleep(0.01)
         order.append(f"{name} ends")
         return "done"
 
@@ -175,13 +174,11 @@ def test_no_episode_waits_for_the_tool_of_another():
         num_turns = text.count("<|im_start|>tool\n")
         if num_turns == (1 if member == 0 else 4):
             return "end"
-        return call("look", name=f"{member}.{num_turns}", seconds=0.4 if member == 0 else 0.02)
+        return call("look", name=f"{member}.{num_turns}")
 
-    start = time.monotonic()
-    Table(write, [look], max_tokens=800).play("q", num_generations=3)
+    Table(write, [look], max_tokens=800, timeout_s=100.0).play("q", num_generations=3)
     assert order.index("1.3 ends") < order.index("0.0 ends")
     assert order.index("2.3 ends") < order.index("0.0 ends")
-    assert time.monotonic() - start < 1.2  # 0.4 + 8 x 0.02 in a row, and much to spare for a busy machine
 
 
 def test_an_answer_without_room_is_taken_back():

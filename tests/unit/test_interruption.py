@@ -15,7 +15,7 @@ ONE_PROCESS = SimpleNamespace(num_processes=1, is_main_process=True)
 fork = multiprocessing.get_context("fork")
 
 
-def ends_well(body: Callable[[], None], timeout_s: float = 20.0) -> bool:
+def ends_well(body: Callable[[], None], timeout_s: float = 100.0) -> bool:
     """Whether the body ends without an error in a process of its own, which is killed if it hangs."""
     child = os.fork()
     if child == 0:

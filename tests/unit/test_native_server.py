@@ -107,7 +107,7 @@ def slow(server, monkeypatch) -> threading.Event:
     hurry, poll = threading.Event(), server.loop._engine.poll
 
     def poll_slowly() -> Any:
-        hurry.wait(0.05)
+        hurry.wait(0.5)
         return poll()
 
     monkeypatch.setattr(server.loop._engine, "poll", poll_slowly)
@@ -115,7 +115,7 @@ def slow(server, monkeypatch) -> threading.Event:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -160,13 +160,13 @@ def test_a_pause_that_drains_lets_what_has_begun_end_and_nothing_begin(
     name, client = published(engine, model, 2), Client(server, "run")
     first = begun(pool, client, server, max_tokens=LONG, cache_salt=name)
     draining = pool.submit(client.ask, "POST", "/pause?mode=wait")
-    time.sleep(0.1)
+    wait_until(lambda: server.loop._draining)
     second = pool.submit(client.complete, cache_salt=name)
+    wait_until(lambda: server.loop._held)
     assert not draining.done() and not first.done()
     slow.set()
     assert draining.result() == (200, {"status": "paused"})
     assert first.result()[1]["choices"][0]["finish_reason"] == "length"
-    time.sleep(0.1)
     assert not second.done() and server.loop.is_paused
     client.ask("POST", "/resume")
     assert second.result()[1]["choices"][0]["finish_reason"] == "length"
@@ -390,19 +390,19 @@ def test_who_no_longer_waits_does_not_end_the_engines_thread(server, begins):
 
     def hold() -> None:
         has_begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(100)
 
     held = server.loop.do(hold)
-    assert has_begun.wait(20)
+    assert has_begun.wait(100)
     done: list[str] = []
     given_up = held if begins else server.loop.do(lambda: done.append("done"))
     pause = server.loop.pause()
     given_up.cancel()
     pause.cancel()
     may_end.set()
-    server.loop.resume().result(20)
+    server.loop.resume().result(100)
     assert done == [] and not server.loop.is_paused
-    assert server.loop.do(lambda: "goes on").result(20) == "goes on"
+    assert server.loop.do(lambda: "goes on").result(100) == "goes on"
 
 
 def test_another_model_is_refused_with_the_differences(server, make_engine):
@@ -465,7 +465,7 @@ def test_a_server_without_weights_draws_nothing(model):
 def test_answers_are_sent_at_once(server):
     """A body does not wait until the client has acknowledged its headers, which takes it 40 ms."""
     connection, times_s = http.client.HTTPConnection("127.0.0.1", server.port), []
-    for _ in range(10):
+    while len(times_s) < 10 or (min(times_s[1:]) >= 0.03 and len(times_s) < 100):  # until a quiet moment
         begin_s = time.monotonic()
         connection.request("GET", "/version", headers={"Authorization": f"Bearer {server.key.reveal()}"})
         connection.getresponse().read()

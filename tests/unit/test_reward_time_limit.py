@@ -15,7 +15,9 @@ from colocate.rewards import time_limit
 from colocate.rewards.base import RewardFunctions
 from colocate.rewards.errors import RewardError
 
-LIMIT_S = 0.2
+LIMIT_S = 0.5
+
+pytestmark = pytest.mark.usefixtures("nothing_is_collected")
 
 
 def score(funcs, timeout_s=LIMIT_S, completions=COMPLETIONS):
@@ -58,7 +60,7 @@ def test_a_function_that_hangs_is_interrupted_and_named_with_its_completion(hang
         return [0, 0, 0]
 
     with pytest.raises(
-        RewardError, match=r"'judge' took longer than reward_timeout_s=0\.2, at .*\.py:\d+ in"
+        RewardError, match=r"'judge' took longer than reward_timeout_s=0\.5, at .*\.py:\d+ in"
     ) as caught:
         score(judge)
     assert "working on completion 1 ('it is four' to the prompt 'what is two')" in str(caught.value)
@@ -83,7 +85,7 @@ def test_late_is_late_whatever_became_of_the_interruption():
             return [0, 0, 0]
 
     def lazy(**kwargs):
-        return (time.sleep(0.15) for _ in range(3))
+        return (time.sleep(0.3) for _ in range(3))
 
     for func in (deaf, lazy):
         with pytest.raises(RewardError, match=f"'{func.__name__}' took longer"):
@@ -144,7 +146,7 @@ def test_async_function_that_blocks_the_loop():
     async def judge(completions, **kwargs):
         for message in completions:
             if "it is" in message[0]["content"]:
-                release.wait(20)
+                release.wait(100)
 
     messages = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
     with pytest.raises(RewardError, match=r"in judge, which blocks the one loop.*\n?.*on completion 1 \("):
@@ -164,7 +166,7 @@ def test_only_the_main_thread_can_be_interrupted():
     thread = threading.Thread(target=run, name="worker")
     thread.start()
     thread.join()
-    assert "reward_timeout_s=0.2, but the trainer runs in the thread 'worker'" in caught[0]
+    assert "reward_timeout_s=0.5, but the trainer runs in the thread 'worker'" in caught[0]
 
 
 def hold_the_interpreter(**kwargs):
@@ -190,7 +192,7 @@ def test_what_cannot_be_interrupted_ends_the_process(func, monkeypatch, tmp_path
     child = os.fork()
     if child == 0:
         try:
-            signal.setitimer(signal.ITIMER_REAL, 20)  # of a test that fails
+            signal.setitimer(signal.ITIMER_REAL, 120)  # of a test that fails
             os.dup2(os.open(tmp_path / "stderr", os.O_CREAT | os.O_WRONLY), 2)
             score(func)
         finally:

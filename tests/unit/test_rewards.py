@@ -89,7 +89,7 @@ def test_columns_follow_the_order_of_functions_whatever_their_kind():
 
 def test_async_functions_run_together_and_beside_the_sync_ones():
     # Each waits for all the others: in sequence, none would ever finish.
-    barrier = threading.Barrier(3, timeout=10)
+    barrier = threading.Barrier(3, timeout=60)
 
     async def judge(**kwargs):
         await asyncio.to_thread(barrier.wait)
@@ -268,7 +268,7 @@ def test_a_failing_function_does_not_leave_the_async_ones_running():
     with contextlib.closing(RewardFunctions([judge, broken])) as functions:
         with pytest.raises(RewardError, match="'broken' raised KeyError"):
             functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
-        assert cancelled.wait(timeout=5)
+        assert cancelled.wait(timeout=60)
 
 
 def test_memory_errors_reach_the_trainer():

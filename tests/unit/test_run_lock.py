@@ -21,14 +21,14 @@ fork = multiprocessing.get_context("fork")
 def hold(directory, is_held):
     with RunLock(directory):
         is_held.set()
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_a_second_run_is_refused_until_the_first_ends_or_dies(tmp_path):
     is_held = fork.Event()
     other = fork.Process(target=hold, args=(tmp_path, is_held))
     other.start()
-    assert is_held.wait(30)
+    assert is_held.wait(200)
     expected = rf"process {other.pid} on {socket.gethostname()}, since \d{{4}}-\d\d-\d\d"
     with pytest.raises(OutputDirInUse, match=expected), RunLock(tmp_path):
         pass

@@ -266,5 +266,5 @@ def test_waiting_ends_with_a_request_or_a_wake():
     driver = Driver(native())
     start_s = time.monotonic()
     driver.wake()
-    driver.advance(5.0)
-    assert time.monotonic() - start_s < 4.0
+    driver.advance(60.0)
+    assert time.monotonic() - start_s < 30.0

@@ -38,7 +38,7 @@ def test_a_start_is_timed_until_its_process_has_ended(case, tmp_path):
         [sys.executable, "-m", "benchmarks.start.run", *words], cwd=ROOT, env=ENVIRONMENT, check=True
     )
     found = json.loads((tmp_path / "record.json").read_text())
-    assert found["case"] == case and found["cpu_s"] > 0 and 0 < found["wall_s"] < 60
+    assert found["case"] == case and found["cpu_s"] > 0 and found["wall_s"] > 0
 
 
 def test_a_case_that_ends_otherwise_than_it_should_leaves_no_record(tmp_path):

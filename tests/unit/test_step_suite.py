@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -143,22 +142,26 @@ def test_every_candidate_divides_its_work_and_its_tuning(name: str) -> None:
         assert share % candidate.micro_batch == 0
 
 
-def test_nested_seconds_count_only_where_they_are_innermost() -> None:
+def test_nested_seconds_count_only_where_they_are_innermost(monkeypatch) -> None:
+    now_s = 0
+
     class Owner:
         def outer(self) -> None:
-            time.sleep(0.02)
+            nonlocal now_s
+            now_s += 2
             self.inner()
 
         def inner(self) -> None:
-            time.sleep(0.05)
+            nonlocal now_s
+            now_s += 5
 
+    monkeypatch.setattr(step.time, "perf_counter", lambda: now_s)
     owner, stopwatch = Owner(), step.Stopwatch()
     stopwatch.watch(owner, "outer")
     stopwatch.watch(owner, "inner")
     owner.outer()
     owner.inner()
-    assert 0.1 <= stopwatch.seconds["inner"] < 0.14
-    assert 0.02 <= stopwatch.seconds["outer"] < 0.04
+    assert stopwatch.seconds == {"inner": 10, "outer": 2}
 
 
 def test_handover_that_is_fixed_goes_on_learning() -> None:

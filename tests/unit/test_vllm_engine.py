@@ -193,8 +193,10 @@ def test_nothing_of_the_launch_stays_in_the_environment(monkeypatch):
     assert dict(os.environ) == before
 
 
-def test_what_vllm_sets_for_the_process_is_put_back():
+def test_what_vllm_sets_for_the_process_is_put_back(monkeypatch):
     from triton import knobs
+
+    monkeypatch.setenv("TRITON_PRINT_AUTOTUNING", "0")  # where Triton keeps what is set
 
     before = torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads
     with pytest.raises(KeyError), internals.process_settings_kept():

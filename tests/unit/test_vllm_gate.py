@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,7 +201,6 @@ def test_a_worker_reads_nothing_outside_the_directory_that_was_shared(fake, tmp_
     (shared / "linked").symlink_to(outside)
     (shared / "1.safetensors").symlink_to(outside / "0.safetensors")
     os.mkfifo(shared / "2.safetensors")
-    started_s = time.monotonic()
     for directory in (shared, shared / "linked", outside / "probe", "/dev"):  # no file, a link, no directory
         assert fake.message("share", directory=str(directory), mark="mark") == {"is_shared": False}
     os.mkfifo(shared / "probe")
@@ -214,8 +214,7 @@ def test_a_worker_reads_nothing_outside_the_directory_that_was_shared(fake, tmp_
     files = ("1.safetensors", "2.safetensors", "3.safetensors")
     for name in ("/etc/passwd", "../outside/0.safetensors", "probe", *files):
         answer = fake.message("receive_chunk", **chunk, offer={"file": name})
-        assert "error" in answer, name
-    assert time.monotonic() - started_s < 2, "nothing waits for the other end of a pipe"
+        assert "error" in answer, name  # nothing waits for the other end of a pipe, which would have no end
 
 
 # ── The key ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -332,18 +331,19 @@ def test_what_frees_a_server(make_engine, fake, model, ended_process, monkeypatc
 
 
 def test_a_run_that_crashed_on_another_machine_takes_its_server_back(make_engine, fake, monkeypatch):
-    monkeypatch.setattr("colocate.engines.rollout_server.fit.LEASE_S", 0.4)
-    monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
     claim_as(fake, "crashed")
     with pytest.raises(ServerHeld, match="/runs/A"):
         make_engine(run_id="stranger", output_dir="/runs/B")
+    monkeypatch.setattr("colocate.engines.rollout_server.fit.LEASE_S", 4.0)
+    monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
+    claim_as(fake, "crashed")
     make_engine(run_id="again", output_dir="/runs/A").generate(make_prompts([3]), SAMPLING)
 
 
 def test_a_lease_is_renewed_while_training_takes_long(make_engine, fake, monkeypatch):
-    monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
+    monkeypatch.setattr(lease_module, "LEASE_S", 2.0)
     make_engine(run_id="first")
-    time.sleep(1)
+    time.sleep(3)
     assert claim_as(fake, "second")["holder"]["id"] == "first"
 
 
@@ -377,15 +377,19 @@ def test_a_server_that_came_back_with_another_key(make_engine, fake, model, cach
 
 
 def test_a_pause_ends_when_its_run_is_silent_and_not_before(fake, monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(lease_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(lease_module, "LEASE_S", 0.4)
     claim_as(fake, "first")
     assert ask(port_of(fake), "POST", "/pause", {**BEARER, "X-Colocate-Run": "first"}, None)[0] == 200
     fake.message("begin", "first", push_id="p", unless=None, replaces=None, tied_head=None)
     for _ in range(8):
         claim_as(fake, "first")
-        time.sleep(0.1)
+        now_s += 0.1
+        time.sleep(0.1)  # the gate looks that often
         assert fake.is_paused
-    deadline = time.monotonic() + 5
+    now_s += 0.5
+    deadline = time.monotonic() + 60
     while fake.is_paused and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not fake.is_paused
@@ -395,14 +399,14 @@ def test_a_pause_ends_when_its_run_is_silent_and_not_before(fake, monkeypatch):
 
 
 def test_a_server_that_somebody_paused_is_noticed(make_engine, fake, caplog, hang):
-    engine = make_engine(server_timeout_s=0.4)
+    engine = make_engine(server_timeout_s=1.0)
     engine.generate(make_prompts([3]), SAMPLING)
     fake.faults["/v1/completions"] = [hang] * 9
     fake.is_paused = True
     started_s = time.monotonic()
-    with pytest.raises(ServerPaused, match=r"paused for 0\.4 s \(vllm_server_timeout\).*POST /resume"):
+    with pytest.raises(ServerPaused, match=r"paused for 1 s \(vllm_server_timeout\).*POST /resume"):
         engine.generate(make_prompts([3]), SAMPLING)
-    assert time.monotonic() - started_s < 3
+    assert time.monotonic() - started_s < 30  # who waits for an answer waits for a minute
     assert "is paused in the middle of a rollout" in caplog.text
 
 

@@ -113,7 +113,7 @@ class ServerProcess:
         kill_all(descendants)
         self.process.kill()
         self.process.wait()
-        psutil.wait_procs(descendants, timeout=30)  # the port is free only then
+        psutil.wait_procs(descendants, timeout=120)  # the port is free only then
 
     def stop(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""
@@ -121,7 +121,7 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
-            return self.process.wait(60)
+            return self.process.wait(200)
         finally:
             kill_all(descendants)
             key_file(socket.gethostname(), self.port).unlink(missing_ok=True)

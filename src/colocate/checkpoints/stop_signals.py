@@ -5,12 +5,27 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_INTERRUPT_S = 0.5
 """Seconds after a SIGINT within which a second one is the same Ctrl-C, passed on by a launcher or a shell."""
+
+
+@contextmanager
+def stop_event() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set within the block. After it they do what they did before."""
+    is_over = threading.Event()
+    before = {number: signal.signal(number, lambda *_: is_over.set()) for number in STOP_SIGNALS}
+    try:
+        yield is_over
+    finally:
+        for number, handler in before.items():
+            # None: the handler was not installed from Python, which cannot install it again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class StopSignals:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colocate.checkpoints.stop_signals import stop_event
 from colocate.commands.model_arguments import MODEL_HELP, add_base
 from colocate.engines.build import OLDER_NAMES
 from colocate.engines.rollout_server.key import VARIABLE, ServerKey, is_loopback, key_from_environment
@@ -261,12 +260,6 @@ def _say_who_may_use_it(key: ServerKey | None, host: str) -> None:
 
 def _await_signal() -> None:
     """Wait for SIGINT or SIGTERM."""
-    is_over = threading.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: is_over.set()) for number in signals}
-    try:
+    with stop_event() as is_over:
         while not is_over.wait(1.0):
             pass
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from colocate.checkpoints.stop_signals import stop_event
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.rollout_server.key import ServerKey, key_of_new_server, say_who_may_use_it
 from colocate.serving.limits import Limits
@@ -94,7 +92,7 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
     with bound_socket(host, port) as listening:  # before the model is made, which takes a while
         port = listening.getsockname()[1]
         key = key_of_new_server(port)
-        with ended_by_signals() as is_over, closing(RolloutServer(model, listening, options, key)):
+        with stop_event() as is_over, closing(RolloutServer(model, listening, options, key)):
             shown = f"[{host}]" if ":" in host else host
             print(
                 f"colocate rollout-serve: {model} is ready at http://{shown}:{port} (native engine)",
@@ -104,19 +102,6 @@ def serve(model: str, *, host: str, port: int, options: NativeOptions) -> int:
             while not is_over.wait(1.0):
                 pass
     return 0
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, within the block."""
-    is_over = threading.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda *_: is_over.set()) for number in numbers]
-    try:
-        yield is_over
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def model_of_any_weights(name: str, options: NativeOptions) -> Any:
