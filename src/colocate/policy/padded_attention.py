@@ -163,17 +163,17 @@ def _make_batches(runs: Runs, num_heads: int, window: int | None, device: torch.
 
 
 def _batch(rows: _Padded, columns: _Padded, *, is_causal: bool, window: int | None) -> _Batch:
-    # A key that is padding comes after all keys of its run, and so no query of a causal run sees it.
-    if is_causal and (window is None or window >= columns.longest):
+    if not is_causal:
+        is_hidden = columns.is_padding[:, None, None]
+        if not columns.has_padding:
+            return _Batch(rows, columns, is_causal=False, mask=None)
+    elif window is None or window >= columns.longest:
+        # A key that is padding comes after all keys of its run, and so no query of the run sees it.
         return _Batch(rows, columns, is_causal=True, mask=None)
-    if not is_causal and not columns.has_padding:
-        return _Batch(rows, columns, is_causal=False, mask=None)
-    if is_causal:
+    else:
         offset = torch.arange(columns.longest, device=columns.is_padding.device)
         distance = offset[:, None] - offset
         is_hidden = (distance < 0) | (distance >= window)
-    else:
-        is_hidden = columns.is_padding[:, None, None]
     mask = torch.zeros(is_hidden.shape, device=is_hidden.device).masked_fill_(is_hidden, -torch.inf)
     return _Batch(rows, columns, is_causal=False, mask=mask)
 
