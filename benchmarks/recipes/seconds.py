@@ -15,8 +15,9 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common.results import ROOT, Record, read_records
+from benchmarks.common.results import ROOT, Record
 from benchmarks.common.suite import Claims, Suite
 from benchmarks.recipes.cases import warm_start_words
 
@@ -48,20 +49,20 @@ class RecipeSecondsSuite(Suite):
             script, *words = warm_start_words(part)
             command = [sys.executable, str(ROOT / script), *words, "--output_dir", str(start)]
             subprocess.run(command, check=True, env=self.environment | {"OMP_NUM_THREADS": "1"})
-        for repetition in range(len(read_records(self.records)), self.options.repetitions):
+        for repetition in range(self.options.repetitions):
             for name in ("before", "colocate", "trl"):
                 if name == "before" and self.options.before is None:
                     continue
+                environment = self._of_before() if name == "before" else {}
                 self.run(
                     "recipes.run", "--recipe", part, "--framework", "trl" if name == "trl" else "colocate",
                     "--algorithm", "grpo", "--seed", repetition, "--start", start,
                     "--out", self.out(name), "--option", *OPTIONS,
                     is_peer=name == "trl",
-                    OMP_NUM_THREADS="1",
-                    **(self._of_before() if name == "before" else {}),
+                    **{"OMP_NUM_THREADS": "1"} | environment,
                 )  # fmt: skip
 
-    def _of_before(self) -> dict[str, str]:
+    def _of_before(self) -> dict[str, Any]:
         """The environment in which `colocate` is the earlier commit's."""
         source = self.options.before.resolve()
         head = subprocess.run(
@@ -84,18 +85,18 @@ def compute_claims(records: list[Record]) -> Claims:
 
     `before` is the commit that was measured first, if there are two: contestants take turns in this order.
     """
-    names = list(dict.fromkeys(contestant(record) for record in records))
+    names = dict.fromkeys(contestant(record) for record in records)
     seconds = {name: [r["core_s"] for r in records if contestant(r) == name] for name in names}
     *before, now = (name for name in names if name != "trl")
-    claims: Claims = {
-        "core_s_colocate": statistics.median(seconds[now]),
-        "core_s_trl": statistics.median(seconds["trl"]),
-        "core_s_before": statistics.median(seconds[before[0]]) if before else None,
+    ours, theirs = statistics.median(seconds[now]), statistics.median(seconds["trl"])
+    earlier = statistics.median(seconds[before[0]]) if before else None
+    return {
+        "core_s_colocate": ours,
+        "core_s_trl": theirs,
+        "core_s_before": earlier,
+        "core_s_ratio_trl": theirs / ours,
+        "core_s_ratio_before": earlier / ours if earlier else None,
     }
-    ours = claims["core_s_colocate"]
-    claims["core_s_share_of_trl"] = ours / claims["core_s_trl"]
-    claims["core_s_share_of_before"] = ours / claims["core_s_before"] if before else None
-    return claims
 
 
 if __name__ == "__main__":
