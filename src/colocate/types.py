@@ -156,4 +156,4 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
+        return self.prompt_ids.numel() + self.completion_ids.numel()  # faster than `len`

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colocate.policy import attention, cudnn_attention
+from colocate.policy import cudnn_attention, padded_attention
 from colocate.policy.pack import Runs
 
 pytestmark = [
@@ -56,11 +56,11 @@ def test_runs(heads, head_size, dtype, query_lengths, key_lengths, first_is_empt
     v = v[:, :num_kv_heads]
     scale = head_size**-0.5
     exact = [tensor.double() for tensor in (q, k, v)]
-    want_out, want_lse = attention._plain_forward(*exact, runs, scale, None)
+    want_out, want_lse = padded_attention.forward(*exact, runs, scale, None)
     out, lse = cudnn_attention.forward(q, k, v, runs, scale)
     assert distance(out, want_out, grad) < ULP[dtype]
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
-    wants = attention._plain_backward(grad.double(), *exact, want_out, want_lse, runs, scale, None)
+    wants = padded_attention.backward(grad.double(), *exact, want_out, want_lse, runs, scale, None)
     gradients = cudnn_attention.backward(grad, q, k, v, out, lse, runs, scale)
     for got, want in zip(gradients, wants, strict=True):
         assert distance(got, want, grad) < 3 * ULP[dtype]

@@ -20,6 +20,7 @@ import torch
 from benchmarks.pages.pictures import picture
 from benchmarks.pages.recipes import recipes_panels, recipes_table
 from benchmarks.recipes import run as recipe_run
+from benchmarks.recipes import seconds
 from benchmarks.recipes.cases import ALGORITHMS, CASES, DIRECTORY, run_name, warm_start_words
 from benchmarks.recipes.suite import compute_claims, published_runs, runs_of
 from colocate.cli import main
@@ -221,6 +222,26 @@ def check_what_is_said_of_the_runs(claims: dict[str, float]) -> None:
     assert f"TRL takes {claims['core_s_ratio_addition_trl']:.2f} times our seconds" in text
     game = [claims[f"accuracy_{when}_game_colocate_grpo"] for when in ("before", "after")]
     assert "from {:.0%} to {:.0%} of the games".format(*game) in text
+
+
+def test_the_page_has_the_seconds_of_the_first_steps() -> None:
+    result = json.loads((RESULTS / "recipe-seconds-cpu.json").read_text())
+    claims, text = result["claims"], " ".join(PAGE.split())
+    assert claims == seconds.compute_claims(result["repetitions"])
+    theirs, before = claims["core_s_ratio_trl"], claims["core_s_ratio_before"]
+    said = f"TRL takes {theirs:.2f} times our seconds, and the commit before these changes {before:.2f} times"
+    assert said in text
+
+
+def test_seconds_are_compared_by_medians_and_an_earlier_commit_may_be_missing() -> None:
+    def record(framework: str, commit: str, core_s: float) -> dict[str, Any]:
+        return {"framework": framework, "commit": commit * 40, "core_s": core_s}
+
+    now = [record("colocate", "b", core_s) for core_s in (2.0, 9.0, 1.0)] + [record("trl", "b", 3.0)]
+    claims = seconds.compute_claims(now)
+    assert (claims["core_s_colocate"], claims["core_s_ratio_trl"]) == (2.0, 1.5)
+    assert claims["core_s_before"] is None and claims["core_s_ratio_before"] is None
+    assert seconds.compute_claims([record("colocate", "a", 5.0), *now])["core_s_ratio_before"] == 2.5
 
 
 @pytest.mark.parametrize("hardware", ["cpu"])

@@ -191,11 +191,18 @@ def gate_backward(
     if has_kernels:
         return kernels.silu_mul_backward(grad, gate_up)
     gates, up = gate_up.chunk(2, dim=1)
-    with torch.enable_grad():
-        leaf = wide(gates.detach()).requires_grad_()
-        (grad_gates,) = torch.autograd.grad(activation(leaf), leaf, wide(grad) * up)
+    grad_gates = _activation_backward(wide(grad) * up, activation, wide(gates))
     activated = activation(gates)
     return torch.cat([grad_gates.to(gate_up.dtype), grad * activated], dim=1), activated * up
+
+
+def _activation_backward(grad: Tensor, activation: Callable[[Tensor], Tensor], gates: Tensor) -> Tensor:
+    """The gradient of `gates`, given that of activation(gates)."""
+    if is_silu(activation):  # as autograd does, but for another pass forward
+        return torch.ops.aten.silu_backward(grad, gates)
+    with torch.enable_grad():
+        leaf = gates.detach().requires_grad_()
+        return torch.autograd.grad(activation(leaf), leaf, grad)[0]
 
 
 def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,12 @@ class Sampler:
             return score, tokens, processed.logsumexp(dim=-1)
         num_blocks = -(-processed.shape[1] // BLOCK_SIZE)
         block_noise, token_noise = gumbel_noise(
-            self.sampling.seed, prompt_keys, samples, positions, num_blocks=(part + 1) * num_blocks
+            self.sampling.seed,
+            prompt_keys,
+            samples,
+            positions,
+            num_blocks=(part + 1) * num_blocks,
+            num_tokens=min(BLOCK_SIZE, processed.shape[1]),
         )
         return _draw(processed, block_noise[:, part * num_blocks :], token_noise)
 
@@ -161,17 +166,17 @@ def _draw(logits: Tensor, block_noise: Tensor, token_noise: Tensor) -> tuple[Ten
     Args:
         logits: [B, V].
         block_noise: [B, blocks], blocks = ceil(V / BLOCK_SIZE).
-        token_noise: [B, BLOCK_SIZE].
+        token_noise: [B, tokens of a block], min(BLOCK_SIZE, V).
 
     Returns:
         The largest noisy log-sum-exp of a block [B], tokens [B], and the log-sum-exp of all logits [B].
     """
     num_rows, vocab_size = logits.shape
-    num_blocks = block_noise.shape[1]
-    padding = num_blocks * BLOCK_SIZE - vocab_size
+    num_blocks, block_size = block_noise.shape[1], token_noise.shape[1]
+    padding = num_blocks * block_size - vocab_size
     if padding:
         logits = F.pad(logits, (0, padding), value=-torch.inf)
-    blocks = logits.view(num_rows, num_blocks, BLOCK_SIZE)
+    blocks = logits.view(num_rows, num_blocks, block_size)
     block_totals = blocks.logsumexp(dim=-1)
     scores = block_totals + block_noise
     block = scores.argmax(dim=-1)
@@ -181,9 +186,15 @@ def _draw(logits: Tensor, block_noise: Tensor, token_noise: Tensor) -> tuple[Ten
 
 
 def gumbel_noise(
-    seed: int, prompt_keys: Tensor, samples: Tensor, positions: Tensor, *, num_blocks: int
+    seed: int,
+    prompt_keys: Tensor,
+    samples: Tensor,
+    positions: Tensor,
+    *,
+    num_blocks: int,
+    num_tokens: int = BLOCK_SIZE,
 ) -> tuple[Tensor, Tensor]:
-    """Standard Gumbel noise for the blocks, [B, num_blocks], and the tokens of a block, [B, BLOCK_SIZE].
+    """Standard Gumbel noise for the blocks, [B, num_blocks], and a block's first tokens, [B, num_tokens].
 
     Philox's key is the low and the high word of the seed. Its counter is the low and the high word of the
     prompt key, the position, and column // 4 + 2^16 * member, because each call makes the words of four
@@ -191,17 +202,18 @@ def gumbel_noise(
     All blocks can share the token noise, because the choice of the block does not depend on it.
     """
     device = prompt_keys.device
-    num_columns = BLOCK_SIZE + num_blocks
-    quads = torch.arange(-(-num_columns // 4), device=device)[None]
+    num_token_quads, first_block_quad = -(-num_tokens // 4), BLOCK_SIZE // 4
+    quads = torch.arange(num_token_quads + -(-num_blocks // 4), device=device)[None]
+    quads = torch.where(quads < num_token_quads, quads, quads - num_token_quads + first_block_quad)
     keys = prompt_keys[:, None]
     counters = keys & _WORD, (keys >> 32) & _WORD, positions[:, None], quads + (samples[:, None] << 16)
     words = philox(counters, (seed & _WORD, (seed >> 32) & _WORD))
-    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :num_columns]
+    bits = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)
     # With u uniform in (0, 1), e = -log(1 - u) is exponential and -log e is Gumbel. Its upper tail comes from
     # small u, where float32 is finest: u goes down to 2^-33. At the other end 1 - u must not round to 0.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     noise = uniform.neg_().log1p_().neg_().log_().neg_()
-    return noise[:, BLOCK_SIZE:], noise[:, :BLOCK_SIZE]
+    return noise[:, 4 * num_token_quads :][:, :num_blocks], noise[:, :num_tokens]
 
 
 def philox(

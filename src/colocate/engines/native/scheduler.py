@@ -71,6 +71,7 @@ class Scheduler:
         # sequences filed under t modulo the page size.
         self._by_phase: list[dict[Sequence, None]] = [{} for _ in range(page_size)]
         self._max_offset = 0
+        self._last_step = 0
 
     @property
     def has_work(self) -> bool:
@@ -89,8 +90,7 @@ class Scheduler:
     @property
     def num_steps_left(self) -> int:
         """Steps until every running sequence has reached its limit."""
-        last_step = max((sequence.end - sequence.offset for sequence in self.running), default=0)
-        return max(0, last_step - self._num_steps)
+        return max(0, self._last_step - self._num_steps)
 
     def admit(self) -> Admission:
         """Start waiting sequences, in order, as long as rows and pages are free.
@@ -112,7 +112,8 @@ class Scheduler:
             self._by_phase[-sequence.offset % self.page_size][sequence] = None
             self.running.append(sequence)
             admission.started.append(sequence)
-        self._update_max_offset()
+        if admission.started:
+            self._note_running()
         return admission
 
     def shared_prefixes(self) -> list[tuple[list[int], int]]:
@@ -146,7 +147,7 @@ class Scheduler:
             else:
                 self._take_idle_pages()
         if preempted:
-            self._update_max_offset()
+            self._note_running()
         return preempted
 
     def grow(self, num_steps: int) -> tuple[list[int], list[int], list[int]]:
@@ -182,7 +183,7 @@ class Scheduler:
         self.running = [sequence for row, sequence in enumerate(self.running) if row not in gone]
         for row, sequence in enumerate(self.running):
             sequence.row = row
-        self._update_max_offset()
+        self._note_running()
 
     def stop_all(self) -> list[Sequence]:
         """Stop what runs; it keeps the pages of what it has read. The host must have read all tokens before.
@@ -194,6 +195,7 @@ class Scheduler:
         for sequence in self.running:
             self._keep_pages(sequence)
         self.running = []
+        self._note_running()
         return list(self._idle)
 
     def adopt(self, sequences: SequenceABC[Sequence]) -> dict[int, int]:
@@ -412,5 +414,7 @@ class Scheduler:
         sequence.pages, sequence.num_cached = [], 0
         self._let_go(sequence.group)
 
-    def _update_max_offset(self) -> None:
+    def _note_running(self) -> None:
+        """What every step asks of the running sequences, found when one starts or stops."""
         self._max_offset = max((sequence.offset for sequence in self.running), default=0)
+        self._last_step = max((sequence.end - sequence.offset for sequence in self.running), default=0)
