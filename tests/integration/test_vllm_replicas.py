@@ -135,7 +135,7 @@ def test_a_run_with_two_replicas_of_which_one_is_lost_is_that_of_servers_started
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1000,
     )
     assert done.returncode == 0, done.stderr
     assert "It is started again in its place (1 of 3 times)." in done.stderr
@@ -148,7 +148,7 @@ def test_a_run_with_two_replicas_of_which_one_is_lost_is_that_of_servers_started
     by_hand = [sys.executable, *TORCHRUN, *train, "--vllm_server_base_url", urls]
     # The servers' keys are there.
     at_home = without_launchers(environment) | {"HOME": os.path.expanduser("~")}
-    subprocess.run(by_hand, cwd=theirs, env=at_home, check=True, timeout=280)
+    subprocess.run(by_hand, cwd=theirs, env=at_home, check=True, timeout=700)
     assert rewards(ours) == rewards(theirs) and [step for step, _ in rewards(ours)] == [1, 2, 3, 4, 5]
     weights = [load_file(directory / "out" / "model.safetensors") for directory in (ours, theirs)]
     start = load_file(ours / "model" / "model.safetensors")

@@ -623,17 +623,17 @@ def test_episodes_that_come_and_go_are_each_as_alone(open_engine, case, script, 
 
 
 def test_a_short_turn_does_not_wait_for_a_long_one(open_engine, case):
-    prompts = [
-        dataclasses.replace(p, max_tokens=(n,)) for p, n in zip(make_prompts([5, 5]), (40, 2), strict=True)
+    prompts = [  # long enough that a server does not come to its end before the short one is heard of
+        dataclasses.replace(p, max_tokens=(n,)) for p, n in zip(make_prompts([5, 5]), (100, 2), strict=True)
     ]
-    long, short = open_engine.submit(prompts, SamplingParams(40))
+    long, short = open_engine.submit(prompts, SamplingParams(100))
     first: dict[int, Completion] = {}
     while not first:
         first = open_engine.poll()
     assert first.keys() == ({short} if case.ends_one_by_one else {long, short})
     while open_engine.is_busy:
         first |= open_engine.poll()
-    assert [len(first[number].token_ids) for number in (long, short)] == [40, 2]
+    assert [len(first[number].token_ids) for number in (long, short)] == [100, 2]
 
 
 def test_progress_is_the_beginning_of_what_a_turn_will_be(open_engine):
