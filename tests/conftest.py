@@ -85,9 +85,9 @@ def pytest_runtest_setup():
 
 
 def state_of_process() -> dict[str, Any]:
-    """What one test could leave to the next. Environment variables and SIGTERM's handler are not among it:
-    libraries such as Ray set them when they are first used, in whichever test that is."""
-    numbers = (signal.SIGINT, signal.SIGALRM, signal.SIGVTALRM)
+    """What one test could leave to the next. Environment variables and the other handlers are not among it:
+    Ray and scripts of TRL's set them when they are first used, in whichever test that is."""
+    numbers = (signal.SIGINT, signal.SIGVTALRM)
     return {
         **{f"the handler of {number.name}": signal.getsignal(number) for number in numbers},
         "blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),

@@ -16,7 +16,7 @@ import pytest
 from transformers import AutoConfig
 
 from colocate import cli
-from colocate.commands.train import _launch_options
+from colocate.commands.train import _ask
 from colocate.run_config import parse_run
 from colocate.run_file import read_overrides
 from processes import SOURCE
@@ -87,9 +87,9 @@ def test_every_command_of_the_page_is_read_by_its_own_parser(monkeypatch):
         if words[0] == "colocate":
             known, (file, *rest) = cli._build_parser().parse_known_args(words[1:])
             _, options = parse_run(read_overrides(rest))
-            launch = _launch_options(known, options.get("engine"))
-            assert file == "run.yaml" and launch is not None and launch.ask.ranks_per_node == 8
-            assert launch.ask.shares == (2 if options.get("engine") == "trtllm" else 1)
+            ask = _ask(known, options.get("engine"))
+            assert file == "run.yaml" and ask is not None and ask.ranks_per_node == 8
+            assert ask.shares == (2 if options.get("engine") == "trtllm" else 1)
         elif words[0] == "make":
             targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert words[1] in targets
@@ -159,7 +159,7 @@ def test_the_quick_start_takes_the_engine_that_is_installed(tmp_path, packages, 
     assert words.count("--gpus_per_node") == 1
     known, rest = cli._build_parser().parse_known_args(words)
     run, options = parse_run(read_overrides(rest))
-    assert _launch_options(known, options["engine"]).ask.ranks_per_node == 8
+    assert _ask(known, options["engine"]).ranks_per_node == 8
     assert (run.dataset_name, run.reward_funcs) == ("trl-lib/DeepMath-103K", ["accuracy_reward"])
     assert options["max_steps"] == 3
 

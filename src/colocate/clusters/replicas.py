@@ -75,8 +75,9 @@ class Replica(Process):
             ending = await self.run(arguments, variables)
             watch.cancel()
             if self._is_hung:
-                more = " any more" if self.is_ready else ""
-                ending = self.ending(f"did not answer{more}, though it ran, and was killed")
+                late = "did not answer for half an hour, and was killed"
+                lost = "did not answer any more, though it ran, and was killed"
+                ending = self.ending(lost if self.is_ready else late)
             was_ready = was_ready or self.is_ready
             if not was_ready:
                 return Ending(1, ending.text)
