@@ -140,8 +140,8 @@ def fleets_of(make: MakeFleet, monkeypatch: pytest.MonkeyPatch, directory: Path)
     assert list(directory.iterdir()) == [], "pushed files must not stay behind"
 
 
-def drain(engine: Any) -> dict[int, Completion]:
-    deadline_s, turns = time.monotonic() + LIMIT_S, {}
+def drain(engine: Any, limit_s: float = LIMIT_S) -> dict[int, Completion]:
+    deadline_s, turns = time.monotonic() + limit_s, {}
     while engine.is_busy:
         turns |= engine.poll()
         assert time.monotonic() < deadline_s, "a turn does not come"
@@ -212,11 +212,8 @@ def check_schedules(make_fleet: MakeFleet, num_examples: int, faults: Sequence[A
     @settings(
         max_examples=num_examples,
         deadline=None,
-        phases=[
-            Phase.explicit,
-            Phase.reuse,
-            Phase.generate,
-        ],  # a schedule takes seconds, too long to shrink it
+        # A schedule takes seconds, too long to shrink it.
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(num_servers=st.integers(1, 3), takes_turns=st.booleans(), data=st.data())

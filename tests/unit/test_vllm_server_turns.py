@@ -6,8 +6,10 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import fault_schedules
 import pytest
 from engine_models import make_model, make_prompts
 from fake_server import (  # noqa: F401
@@ -28,19 +30,12 @@ from tool_chat import call
 COMPLETIONS = "/v1/completions"
 SAMPLING = SamplingParams(max_tokens=6, seed=3)
 LIMIT_S = 20.0
+drain = partial(fault_schedules.drain, limit_s=LIMIT_S)
 
 
 @pytest.fixture(scope="module", name="model")
 def model_of_a_chat() -> Any:
     return make_model("qwen3", vocab_size=128, max_position_embeddings=1024)
-
-
-def drain(engine: Any) -> dict[int, Completion]:
-    deadline_s, turns = time.monotonic() + LIMIT_S, {}
-    while engine.is_busy:
-        turns |= engine.poll()
-        assert time.monotonic() < deadline_s, "a turn does not come"
-    return turns
 
 
 def wait_for(condition: Callable[[], object], poll: Callable[[], object] = lambda: None) -> None:

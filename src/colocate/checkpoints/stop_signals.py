@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
@@ -23,9 +23,14 @@ def stop_event() -> Iterator[threading.Event]:
     try:
         yield is_over
     finally:
-        for number, handler in before.items():
-            # None: the handler was not installed from Python, which cannot install it again.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        restore(before)
+
+
+def restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Install handlers that `signal.signal` or `signal.getsignal` has returned."""
+    for number, handler in handlers.items():
+        # None: the handler was not installed from Python, which cannot install it again.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class StopSignals:
@@ -52,9 +57,7 @@ class StopSignals:
 
     def restore_handlers(self) -> None:
         """Restore the handlers that the signals had before the block."""
-        for number, previous in self._previous.items():
-            # None: the handler was not installed from Python, which cannot install it again.
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        restore(self._previous)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal.

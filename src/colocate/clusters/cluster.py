@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from colocate.checkpoints.stop_signals import restore
 from colocate.parallel.ask import Ask
 from colocate.redaction import redacted
 
@@ -65,7 +66,7 @@ def connected(run_id: str) -> Iterator[bool]:
     finally:
         ray.shutdown()  # it may have come half-way
         if threading.current_thread() is threading.main_thread():  # where Ray installs a handler of its own
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
+            restore({signal.SIGTERM: on_sigterm})
 
 
 def _check_address(given: str) -> None:

@@ -16,6 +16,7 @@ from types import FrameType
 
 from packaging.version import Version
 
+from colocate.checkpoints.stop_signals import restore
 from colocate.engines.rollout_server.key import VARIABLE, ServerKey, key_of_new_server, say_who_may_use_it
 from colocate.engines.vllm.arguments import MAX_NUM_SEQS
 from colocate.engines.vllm.environment import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
@@ -94,8 +95,7 @@ def serve(
             time.sleep(_POLL_S)
         code = process.wait()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore(before)
         if process.poll() is None:  # an error of ours: leave no server behind
             process.terminate()
     return code if code >= 0 else 128 - code
