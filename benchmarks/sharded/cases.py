@@ -51,8 +51,8 @@ STEPS: dict[str, tuple[StepCase, ...]] = {
 """Steps by part of the suite, in the order in which they take turns."""
 
 CONTEXTS: dict[str, tuple[Case, int]] = {
-    "full_7b_2x80gb_context": (Case("7b", "full", 8, CAP_80GB), 1),
-    "full_14b_2xh200_context": (Case("qwen2.5-14b", "full", 8), 1),
+    "full_7b_2x80gb_context": (Case("7b", "full", 8, CAP_80GB), 2),
+    "full_14b_2xh200_context": (Case("qwen2.5-14b", "full", 8), 2),
     "lora_72b_2xh200_context": (Case("qwen2.5-72b", "lora", 8), 2),
 }
 """Per claim: one step of 8 completions, under a cap for each GPU, and the parts of the weights t."""
