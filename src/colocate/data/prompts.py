@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import datasets
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,9 @@ def decode_completions(
         completion_ids: N sequences of token ids, the stop token included or not.
         prompts: N prompts, one per completion.
     """
-    texts = [str(tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in completion_ids]
+    # As an array, since `decode` asks of every element of a list what it is, for as long as decoding takes.
+    arrays = (np.array(ids, dtype=np.int64) for ids in completion_ids)
+    texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in arrays]
     return [
         [{"role": "assistant", "content": text}] if is_conversational(prompt) else text
         for text, prompt in zip(texts, prompts, strict=True)
