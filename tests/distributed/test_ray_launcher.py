@@ -276,6 +276,10 @@ RAY_HERE = ("--launcher", "ray", "--ranks_per_node", "2")
         ([*RAY_HERE, "--replica_gpus", "2"], "--replica_gpus is read with --num_replicas"),
         ([*RAY_HERE, "--num_replicas", "1", "--engine", "native"], "engine='native' asks none"),
         (
+            [*RAY_HERE, "--num_replicas", "1", "--rollout_server_base_url", "http://a:1"],
+            "rollout_server_base_url='http://a:1' names others",
+        ),
+        (
             [*RAY_HERE, "--num_replicas", "1", "--vllm_server_base_url", "http://a:1"],
             "vllm_server_base_url='http://a:1' names others",
         ),

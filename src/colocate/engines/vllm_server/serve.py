@@ -179,7 +179,7 @@ def _check_port(host: str, port: int) -> None:
             raise ValueError(
                 f"Port {port} of {host} cannot be had ({error.strerror}): something listens there already, "
                 "or the address is not this machine's. End the other server or choose another --port, and "
-                "give the trainer the same vllm_server_port."
+                "give the trainer the same rollout_server_port."
             ) from error
 
 
