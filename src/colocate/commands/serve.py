@@ -68,6 +68,7 @@ def add_parser(commands: Any) -> None:
     add("--chat_template_kwargs", help="arguments for the chat template, as a JSON object")
     add(
         *("--rollout_server_base_url", "--vllm_server_base_url"),
+        metavar="URL",
         help="with --engine rollout_server: the servers, with commas between them",
     )
     add("--trust_remote_code", action="store_true", help="run code that comes with the model")
