@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import read_metrics
 
 from colocate.cli import main
 from colocate.clusters import replica as replica_module
@@ -30,7 +29,7 @@ from colocate.clusters.replica import Replica
 from colocate.clusters.start import Start
 from colocate.parallel.ask import Ask
 from processes import SOURCE
-from ray_runs import launch_here
+from ray_runs import launch_here, rewards
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
 
@@ -118,7 +117,7 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
         def are_killed() -> bool:
             if first.is_ready and second.is_ready:
                 before.extend((first.pid, second.pid))
-                urls.extend(start._variables(0)["COLOCATE_REPLICAS"].split(","))
+                urls.extend(start.variables(0)["COLOCATE_REPLICAS"].split(","))
                 os.killpg(first.pid, signal.SIGKILL)
                 ray.kill(second.actor)
             return bool(before)
@@ -196,9 +195,8 @@ def test_two_native_servers_draw_what_the_engine_in_the_trainer_draws(make_run, 
     assert launch_here(words, directory, cluster, monkeypatch) == 0
     alone = ["--engine", "native", "--per_device_train_batch_size", "8", "--output_dir", "alone"]
     assert main(["train", "run.yaml", *alone]) == 0
-    found, expected = (read_metrics(directory / name) for name in ("out", "alone"))
-    assert [record["reward"] for record in found] == [record["reward"] for record in expected]
-    assert len(found) == 4
+    found = rewards(directory)
+    assert found == rewards(directory, "alone") and list(found) == [1, 2, 3, 4]
     for number in range(2):
         assert "is ready at" in (directory / "out" / f"replica-{number}.log").read_text()
 

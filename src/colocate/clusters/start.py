@@ -71,9 +71,9 @@ class Start:
             ) from error
         seats = []
         for each in slices:
-            group, bundle = each.bundles[0]
-            beside = [self.ranks[node * ask.ranks_per_node + number] for node, number in each.bundles]
-            seats.append((seat(self._groups[group], bundle, 0), beside))
+            (first, number), *_ = each.bundles
+            beside = [self.ranks[group * ask.ranks_per_node + bundle] for group, bundle in each.bundles]
+            seats.append((seat(self._groups[first], number, 0), beside))
         return seats
 
     async def run(self, arguments: Sequence[str]) -> Ending:
@@ -118,7 +118,7 @@ class Start:
             await asyncio.sleep(_LOOK_S)
         going: dict[asyncio.Task[Ending], Rank] = {}
         for number, rank in enumerate(self.ranks):
-            going[asyncio.create_task(rank.run(arguments, self._variables(number)))] = rank
+            going[asyncio.create_task(rank.run(arguments, self.variables(number)))] = rank
         failures: list[Ending] = []
         until_s, num_passed_on = float("inf"), 0
         with StopSignals() as stop:
@@ -139,7 +139,7 @@ class Start:
         failures.sort(key=lambda failure: (not failure.was_lost, not failure.has_words))
         return replace([*failures, Ending(0)][0], was_stopped=bool(stop.noted))
 
-    def _variables(self, number: int) -> dict[str, str]:
+    def variables(self, number: int) -> dict[str, str]:
         """What torchrun would tell a rank, the GPUs of the node's ranks, which all of them see (LOCAL_RANK is
         the number of a rank's own), and where the servers are."""
         places, per_node = [rank.place for rank in self.ranks], self._ask.ranks_per_node
