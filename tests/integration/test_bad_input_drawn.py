@@ -31,6 +31,7 @@ import datasets
 import pytest
 import torch
 import trl
+from small_runs import make_config, make_dataset, make_model, make_tokenizer, share_of_early_letters
 from transformers import TrainerCallback
 
 from colocate import GRPOConfig, GRPOTrainer
@@ -38,7 +39,6 @@ from colocate.cli import main
 from colocate.data import mixture
 from colocate.option_names import ALIASES
 from colocate.requirements import Requirement, choices_of, ranges_of
-from small_runs import make_config, make_dataset, make_model, make_tokenizer, share_of_early_letters
 
 SEED = 20_261
 LIMIT_S = 100.0
