@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def write_run(directory: Path, **options: Any) -> Path:
     (directory / "rewards.py").write_text(REWARDS)
     (directory / "run.yaml").write_text(yaml.safe_dump(RUN | options))
     return directory
+
+
+def rewards(directory: Path, output_dir: str = "out") -> dict[int, float]:
+    """The mean reward of each step, as the run's record has it."""
+    lines = (directory / output_dir / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: record["reward"] for record in records if "reward" in record}
 
 
 def launch_here(

@@ -26,12 +26,12 @@ from colocate.engines.build import ENGINES, OLDER_NAMES
 from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
+from colocate.option_names import resolve
 from colocate.option_values import coerce, types_of
 from colocate.options import (
     CHOICES,
     MAY_BE_INFINITE,
     RANGES,
-    RENAMED,
     check_report_to,
     check_support,
     default_of,
@@ -242,12 +242,14 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
 
     # ── Rollout by servers (engine="rollout_server") ───────────────────────────────────────────────────────
 
-    vllm_server_base_url: str | None = None
+    rollout_server_base_url: str | None = None
     """The server's address, such as "http://node7:8000", or those of several, separated by commas. None:
-    `vllm_server_host` and `vllm_server_port`."""
-    vllm_server_host: str = "0.0.0.0"
-    vllm_server_port: Annotated[int, PORT] = 8000
-    vllm_server_timeout: Annotated[float, _TIMEOUT] = 240.0
+    `rollout_server_host` and `rollout_server_port`."""
+    rollout_server_host: str = "0.0.0.0"
+    """The server's host, if no address is given; 0.0.0.0: this machine."""
+    rollout_server_port: Annotated[int, PORT] = 8000
+    """The server's port, if no address is given."""
+    rollout_server_timeout: Annotated[float, _TIMEOUT] = 240.0
     """Seconds to wait for the server: until it answers at the start, until it is back after a failure, and
     until it goes on after somebody has paused it."""
     vllm_on_server_loss: Annotated[str, OneOf(("error", "wait"))] = "error"
@@ -374,7 +376,11 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     use_transformers_continuous_batching: bool = False
     transformers_continuous_batching_config: dict | str | None = None
     use_transformers_paged: bool = False
-    # Older than TRL 1.16
+    # TRL's names, and after them those older than TRL 1.16: `option_names.py`
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str | None = None
+    vllm_server_port: Annotated[int | None, PORT] = None
+    vllm_server_timeout: Annotated[float | None, _TIMEOUT] = None
     vllm_importance_sampling_cap: float | None = None
     vllm_max_model_len: int | None = None
     vllm_guided_decoding_regex: str | None = None
@@ -389,7 +395,7 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         check_complete(vars(self))
         self._read_values()
         self.engine = OLDER_NAMES.get(self.engine, self.engine)
-        notices = translate(self, os.environ) + self._resolve_renamed()
+        notices = translate(self, os.environ) + resolve(self, {f.name: default_of(f) for f in fields(self)})
         if self.engine == "auto" and self.use_vllm and self.vllm_mode == "server":
             self.engine = "rollout_server"
         notices += check_support(self)
@@ -431,15 +437,6 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         if self.process_index == 0:
             for notice in (*notices, *self.unusual_pairs()):
                 logger.warning(notice)
-
-    def _resolve_renamed(self) -> list[str]:
-        notices = []
-        for old, new in RENAMED.items():
-            if (value := getattr(self, old)) is not None:
-                notices.append(f"{old} is an older name: read as {new}={value!r}.")
-                setattr(self, new, value)
-                setattr(self, old, None)
-        return notices
 
     def _check_best(self, is_metric_given: bool) -> list[str]:
         """Check the options that keep the best checkpoint, beyond transformers' checks; returns notices.

@@ -5,7 +5,7 @@ ignored costs its user days, so every one of them is in exactly one row here:
 
 - honoured: does what TRL's or transformers' documentation says. These are the options that a class of
   colocate declares and that are in no other row, and the options in `HONOURED_OF_TRANSFORMERS`;
-- RENAMED: an older name, moved to the new one;
+- ALIASES (`option_names.py`): an older name, or one of TRL's, moved to the one here;
 - UNNECESSARY: what it asks for happens anyway or cannot matter here; setting it prints one line saying why;
 - REFUSED: any value but the default is a `ValueError` with the reason and what to do instead.
 
@@ -22,6 +22,7 @@ from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from colocate.option_names import ALIASES
 from colocate.option_values import shown
 from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
 from colocate.requirements import (
@@ -60,14 +61,6 @@ HONOURED_OF_TRANSFORMERS: frozenset[str] = _names(
 )
 """Options of `TrainingArguments` that are honoured as its documentation says."""
 
-RENAMED: dict[str, str] = {
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-    "vllm_max_model_len": "vllm_max_model_length",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "wandb_log_unique_prompts": "log_unique_prompts",
-    "warmup_ratio": "warmup_steps",
-}
-
 _SHARED = "the native engine shares the trainer's weights and memory; nothing to set"
 _ONLY_VLLM = "only vLLM reads it; set engine='vllm' to generate with vLLM"
 _ONLY_SERVER = "only a rollout server needs it; set engine='rollout_server' to generate with one"
@@ -92,10 +85,10 @@ UNNECESSARY: dict[str, str] = {
     "vllm_device": _SHARED,
     "vllm_dtype": _SHARED,
     "vllm_enable_prefix_caching": "a prompt is always stored and read once for its whole group",
-    "vllm_server_base_url": _ONLY_SERVER,
-    "vllm_server_host": _ONLY_SERVER,
-    "vllm_server_port": _ONLY_SERVER,
-    "vllm_server_timeout": _ONLY_SERVER,
+    "rollout_server_base_url": _ONLY_SERVER,
+    "rollout_server_host": _ONLY_SERVER,
+    "rollout_server_port": _ONLY_SERVER,
+    "rollout_server_timeout": _ONLY_SERVER,
     "vllm_on_server_loss": _ONLY_SERVER,
     "vllm_group_host": _ONLY_SERVER,
     "vllm_group_port": _ONLY_SERVER,
@@ -192,8 +185,8 @@ HONOURED_BY: dict[str, frozenset[str]] = {
     ),
     "rollout_server": _names(
         """
-        use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout
-        vllm_on_server_loss vllm_group_host vllm_group_port
+        use_vllm vllm_mode rollout_server_base_url rollout_server_host rollout_server_port
+        rollout_server_timeout vllm_on_server_loss vllm_group_host vllm_group_port
         """
     ),
     "trtllm": _names("trtllm_tensor_parallel_size trtllm_engine_kwargs trtllm_python"),
@@ -294,7 +287,7 @@ def honoured(config_class: type, *engines: str) -> frozenset[str]:
     """
     own = [cls for cls in config_class.__mro__ if cls.__module__.startswith("colocate.")]
     declared = {name for cls in own for name in inspect.get_annotations(cls)}
-    excepted = {*RENAMED, *UNNECESSARY, *REFUSED}
+    excepted = {*ALIASES, *UNNECESSARY, *REFUSED}
     return (HONOURED_OF_TRANSFORMERS | (declared - excepted)).union(
         *(HONOURED_BY.get(engine, frozenset()) for engine in engines)
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from colocate.declared_options import check_names
+from colocate.option_names import override
 from colocate.option_values import shown
 from colocate.yaml_text import read_yaml
 
@@ -28,7 +29,7 @@ def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
     has_file = bool(arguments) and not arguments[0].startswith("--")
     file = Path(arguments[0]) if has_file else None
     values = {} if file is None else read_file(file)
-    values |= read_overrides(arguments[1:] if has_file else arguments)
+    values = override(values, read_overrides(arguments[1:] if has_file else arguments))
     check_names(values)
     return file, values
 

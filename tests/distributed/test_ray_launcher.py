@@ -28,7 +28,7 @@ from colocate.parallel.launcher_variables import without_launchers
 from colocate.version import __version__
 from processes import TORCHRUN
 from ray_homes import FOREIGN, home_of_ray, marked, wait_for_end
-from ray_runs import launch_here
+from ray_runs import launch_here, rewards
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
 
@@ -50,13 +50,6 @@ def run_ray(directory: Path, environment: dict[str, str], *options: str) -> subp
     return subprocess.run(
         command(*options), cwd=directory, env=environment, capture_output=True, text=True, timeout=280
     )
-
-
-def rewards(directory: Path, output_dir: str = "out") -> dict[int, float]:
-    """The mean reward of each step, as the run's record has it."""
-    lines = (directory / output_dir / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {record["step"]: record["reward"] for record in records if "reward" in record}
 
 
 def test_a_run_that_loses_ranks_comes_to_the_weights_and_rewards_of_torchruns(make_run, cluster):
@@ -275,6 +268,10 @@ RAY_HERE = ("--launcher", "ray", "--ranks_per_node", "2")
         (["--num_replicas", "2"], "--num_replicas is read with --launcher ray"),
         ([*RAY_HERE, "--replica_gpus", "2"], "--replica_gpus is read with --num_replicas"),
         ([*RAY_HERE, "--num_replicas", "1", "--engine", "native"], "engine='native' asks none"),
+        (
+            [*RAY_HERE, "--num_replicas", "1", "--rollout_server_base_url", "http://a:1"],
+            "rollout_server_base_url='http://a:1' names others",
+        ),
         (
             [*RAY_HERE, "--num_replicas", "1", "--vllm_server_base_url", "http://a:1"],
             "vllm_server_base_url='http://a:1' names others",

@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import read_metrics
 
 from colocate.cli import main
-from colocate.clusters import replicas as replicas_module
+from colocate.clusters import replica as replica_module
 from colocate.clusters.cluster import connected, places
 from colocate.clusters.process import Ending, present
-from colocate.clusters.ranks import Ranks
-from colocate.clusters.replicas import Replica, Replicas
+from colocate.clusters.replica import Replica
+from colocate.clusters.start import Start
 from colocate.parallel.ask import Ask
 from processes import SOURCE
-from ray_runs import launch_here
+from ray_runs import launch_here, rewards
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.early]
 
@@ -72,22 +71,20 @@ def vllm(tmp_path, monkeypatch) -> None:
 @contextmanager
 def replicas_of(
     ask: Ask, directory: Path, cluster: dict[str, str], monkeypatch: Any, *vllm_options: str
-) -> Iterator[Replicas]:
-    """Replicas of a run with a rank on each of two nodes."""
+) -> Iterator[Start]:
+    """The processes of a run with replicas and a rank on each of two nodes, of which none runs."""
     monkeypatch.chdir(directory)
     for name in ("HOME", "RAY_TMPDIR", "RAY_ADDRESS"):
         monkeypatch.setenv(name, cluster[name])
     ask = replace(ask, vllm_options=vllm_options, max_restarts=2, timeout_s=60.0)
     values = dict(model_name_or_path="./model", output_dir="out")
-    with connected("test"), places(ask, "test", is_embedded=False) as (of_ranks, of_servers):
-        ranks = Ranks(of_ranks, ask)
-        with present(ranks.all):
-            replicas = Replicas(ask, values, ranks.places, of_ranks, of_servers)
-            with present(replicas.all):
-                yield replicas
+    with connected("test"), places(ask, "test", is_embedded=False) as groups:
+        start = Start(ask, values, *groups)
+        with present([*start.ranks, *start.replicas]):
+            yield start
 
 
-def watched(replicas: Replicas, *states: Callable[[], bool]) -> Ending | None:
+def watched(start: Start, *states: Callable[[], bool]) -> Ending | None:
     """Keep the replicas until each of the states has come, one after the other.
 
     Each state is a question, and may do something where its answer is yes. Returns how a replica has ended
@@ -95,7 +92,7 @@ def watched(replicas: Replicas, *states: Callable[[], bool]) -> Ending | None:
     """
 
     async def watch() -> Ending | None:
-        tasks, end_s = replicas.keep(), time.monotonic() + 300
+        tasks, end_s = start.keep_replicas(), time.monotonic() + 300
         for is_there in states:
             while not is_there():
                 assert time.monotonic() < end_s
@@ -113,14 +110,14 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
     import ray
 
     ask = Ask(2, 1, on_gpus=False, num_replicas=2)
-    with replicas_of(ask, make_run("replaced"), cluster, monkeypatch) as replicas:
-        first, second = replicas.all
+    with replicas_of(ask, make_run("replaced"), cluster, monkeypatch) as start:
+        first, second = start.replicas
         before, urls = [], []
 
         def are_killed() -> bool:
             if first.is_ready and second.is_ready:
                 before.extend((first.pid, second.pid))
-                urls.extend(replicas.variables["COLOCATE_REPLICAS"].split(","))
+                urls.extend(start.variables(0)["COLOCATE_REPLICAS"].split(","))
                 os.killpg(first.pid, signal.SIGKILL)
                 ray.kill(second.actor)
             return bool(before)
@@ -128,8 +125,8 @@ def test_a_replica_that_is_lost_is_started_again_in_its_place(make_run, cluster,
         def are_back() -> bool:
             return not {first.pid, second.pid} & {*before} and first.is_ready and second.is_ready
 
-        assert watched(replicas, are_killed, are_back) is None
-        assert [each.url for each in replicas.all] == urls and len(set(urls)) == 2
+        assert watched(start, are_killed, are_back) is None
+        assert [each.url for each in start.replicas] == urls and len(set(urls)) == 2
         for url in urls:
             assert urllib.request.urlopen(f"{url}/health").status == 200
     said = capsys.readouterr().err
@@ -146,11 +143,11 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
     make_run, cluster, vllm, monkeypatch, capsys
 ):
     """Its whole process group is stopped: its port takes connections, and nobody answers."""
-    monkeypatch.setattr(replicas_module, "ANSWER_S", 3.0)
-    monkeypatch.setattr(replicas_module, "PATIENCE", 2)
+    monkeypatch.setattr(replica_module, "ANSWER_S", 3.0)
+    monkeypatch.setattr(replica_module, "PATIENCE", 2)
     ask = Ask(2, 1, on_gpus=False, num_replicas=1)
-    with replicas_of(ask, make_run("hanging"), cluster, monkeypatch) as replicas:
-        (replica,) = replicas.all
+    with replicas_of(ask, make_run("hanging"), cluster, monkeypatch) as start:
+        (replica,) = start.replicas
         before, urls = [], []
 
         def is_stopped() -> bool:
@@ -165,7 +162,7 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
         def is_back() -> bool:
             return replica.pid not in before and replica.is_ready
 
-        assert watched(replicas, is_stopped, is_back) is None
+        assert watched(start, is_stopped, is_back) is None
         assert [replica.url] == urls and urllib.request.urlopen(f"{replica.url}/health").status == 200
         (line,) = (Path(f"/proc/{pid}/cmdline") for pid in before)
         assert not line.exists() or not line.read_bytes()
@@ -179,8 +176,8 @@ def test_a_replica_that_hangs_is_killed_and_started_again_in_its_place(
 
 def test_a_replica_that_never_starts_ends_the_run_with_its_last_words(make_run, cluster, vllm, monkeypatch):
     ask = Ask(2, 1, on_gpus=False, num_replicas=1, is_colocated=False)
-    with replicas_of(ask, make_run("failing"), cluster, monkeypatch, "--fail") as replicas:
-        ending = watched(replicas, lambda: False)
+    with replicas_of(ask, make_run("failing"), cluster, monkeypatch, "--fail") as start:
+        ending = watched(start, lambda: False)
         assert ending is not None and not ending.was_lost and ending.code == 1
         assert re.match(
             r"replica 0 \(.*\) ended with exit code 1\. Its last lines, of out/replica-0", ending.text
@@ -198,9 +195,8 @@ def test_two_native_servers_draw_what_the_engine_in_the_trainer_draws(make_run, 
     assert launch_here(words, directory, cluster, monkeypatch) == 0
     alone = ["--engine", "native", "--per_device_train_batch_size", "8", "--output_dir", "alone"]
     assert main(["train", "run.yaml", *alone]) == 0
-    found, expected = (read_metrics(directory / name) for name in ("out", "alone"))
-    assert [record["reward"] for record in found] == [record["reward"] for record in expected]
-    assert len(found) == 4
+    found = rewards(directory)
+    assert found == rewards(directory, "alone") and list(found) == [1, 2, 3, 4]
     for number in range(2):
         assert "is ready at" in (directory / "out" / f"replica-{number}.log").read_text()
 

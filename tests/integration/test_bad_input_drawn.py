@@ -37,6 +37,7 @@ from transformers import TrainerCallback
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.cli import main
 from colocate.data import mixture
+from colocate.option_names import ALIASES
 from colocate.requirements import Requirement, choices_of, ranges_of
 
 SEED = 20_261
@@ -78,12 +79,13 @@ for names, domain in (
     ("tool_workers", whole(0, 1025)),
     ("top_k", whole(-1)),  # transformers: 0 keeps all; vLLM: -1
     ("seed", whole(0, 2**32)),
-    ("vllm_server_port vllm_group_port agent_port", whole(1, 65536)),
+    ("rollout_server_port vllm_server_port vllm_group_port agent_port", whole(1, 65536)),
     ("learning_rate weight_decay eval_delay beta epsilon_high router_aux_loss_coef", real(0)),
     ("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", real(0)),
     ("vespo_k_pos vespo_k_neg", real(0)),
     ("entropy_coef max_grad_norm", real(-math.inf)),
-    ("num_train_epochs temperature repetition_penalty adam_epsilon vllm_server_timeout", real(0, above=True)),
+    ("num_train_epochs temperature repetition_penalty adam_epsilon", real(0, above=True)),
+    ("rollout_server_timeout vllm_server_timeout", real(0, above=True)),
     ("sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg", real(0, above=True)),
     ("off_policy_mask_threshold", real(0, above=True)),
     ("reward_timeout_s tool_timeout_s agent_timeout_s", real(0, 1e9, above=True, below=False)),
@@ -115,11 +117,6 @@ UNBOUNDED = (
 )
 """Upper bounds that infinity takes away."""
 
-RENAMED = {
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
-    "vllm_max_model_len": "vllm_max_model_length",
-    "warmup_ratio": "warmup_steps",
-}
 DERIVED = ("steps_per_generation", "generation_batch_size", "eval_steps", "pad_to_multiple_of")
 """What a configuration may replace after it has read it."""
 
@@ -266,7 +263,7 @@ def has_value(name: str, value: Any) -> Callable[[Any], bool]:
             return False
         if value is None or name in DERIVED or name in UNREAD:
             return True
-        return getattr(config, RENAMED.get(name, name)) == value
+        return getattr(config, ALIASES.get(name, name)) == value
 
     return holds
 
@@ -274,7 +271,7 @@ def has_value(name: str, value: Any) -> Callable[[Any], bool]:
 def number_cases(directory: Path, command_line: CommandLine) -> Iterator[Case]:
     for name in (*DOMAINS, *UNREAD, *REFUSED):
         for value in VALUES:
-            must_name = (f"{name}|{RENAMED.get(name, name)}", spellings(value))
+            must_name = (f"{name}|{ALIASES.get(name, name)}", spellings(value))
             yield Case(
                 "number, Python",
                 f"{name}={str(value)[:20]!r}",

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from colocate import cli
-from colocate.clusters import replicas
+from colocate.clusters import replica
 from colocate.commands.rollout_serve import MEMORY_SHARE, serve_command
 from colocate.commands.train import _ask
 from colocate.engines.vllm_server.serve import _check_options
@@ -164,7 +164,7 @@ def test_the_page_says_what_the_arithmetic_says():
     assert f"`{said}`" in PAGE
     own = Ask(2, 8, on_gpus=True, num_replicas=2, replica_size=2, is_colocated=False)
     assert f"`{own.shortage([8, 8], 'GPU')}`" in PAGE
-    assert (replicas.QUESTION_S, replicas.ANSWER_S, replicas.PATIENCE) == (1.0, 10.0, 6), "as the page says"
+    assert (replica.QUESTION_S, replica.ANSWER_S, replica.PATIENCE) == (1.0, 10.0, 6), "as the page says"
     with pytest.raises(ValueError) as raised:
         cut([["a"] * 8, ["b"] * 4], size=4, count=4)
     assert f"`{raised.value}`" in " ".join(PAGE.split())

@@ -47,7 +47,7 @@ def digits(completions, trainer_state, **_):
         port = os.environ["COLOCATE_REPLICAS"].rpartition(":")[2]
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "colocate.clusters.child" in words and port in words:
+            if {"colocate", "rollout-serve", port} <= {*words}:
                 with suppress(ProcessLookupError):  # the guard of the server's group is no group of its own
                     if death.read_text() == "kill":
                         os.killpg(process.pid, signal.SIGKILL)  # vLLM, too

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 from colocate.config import GRPOConfig
+from colocate.option_names import OF_TRL
 
 OWN = {
     **dict.fromkeys(
@@ -23,6 +24,7 @@ OWN = {
         ("trtllm_tensor_parallel_size", "trtllm_engine_kwargs", "trtllm_python"),
         "an engine that TRL does not have",
     ),
+    **dict.fromkeys(OF_TRL.values(), "servers that need not be vLLM's; TRL's names are taken as well"),
     **dict.fromkeys(
         ("vllm_on_server_loss", "vllm_group_host"),
         "what to do without the server, and how it finds the trainer",
@@ -66,7 +68,9 @@ OWN = {
     ),
 }
 
+OF_TRL_HERE = "TRL's default is that of the name that begins with rollout_server_"
 OTHER_DEFAULTS = {
+    **dict.fromkeys(("vllm_server_host", "vllm_server_port", "vllm_server_timeout"), OF_TRL_HERE),
     "vllm_gpu_memory_utilization": "TRL: 0.3; here vLLM gets what training leaves",
     "vllm_enable_sleep_mode": "TRL: False; here vLLM's memory is training's in turn",
 }
@@ -90,6 +94,13 @@ def test_declared_defaults_are_trls():
     ours, theirs = declared(GRPOConfig), declared(trl.GRPOConfig)
     different = {name for name in theirs if default(ours[name]) != default(theirs[name])}
     assert different == set(OTHER_DEFAULTS)
+
+
+def test_servers_have_trls_defaults_under_the_names_here():
+    ours, theirs = declared(GRPOConfig), declared(trl.GRPOConfig)
+    assert {name: default(ours[name]) for name in OF_TRL.values()} == {
+        name: default(theirs[of_trl]) for of_trl, name in OF_TRL.items()
+    }
 
 
 def test_resolved_defaults_are_trls(tmp_path):

@@ -21,7 +21,7 @@ from colocate.data import mixture
 from colocate.option_values import coerce
 from colocate.rewards import accuracy_reward
 from colocate.run_config import RunConfig, RunFileWriter, parse_run, resolved, save_run
-from colocate.run_file import LAUNCH, read_file, read_overrides
+from colocate.run_file import LAUNCH, read_file, read_overrides, read_values
 
 # ── Reading options ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -40,6 +40,14 @@ def test_overrides():
         "run_name": "a=b",
         "log_completions": True,
     }
+
+
+def test_the_command_line_wins_over_the_file_under_either_name_of_an_option(tmp_path):
+    file = tmp_path / "run.yaml"
+    for alias, name in (("vllm_server_port", "rollout_server_port"), ("warmup_ratio", "warmup_steps")):
+        for one, other in ((alias, name), (name, alias), (name, name)):
+            file.write_text(f"{one}: 0.5\nseed: 3\n")
+            assert read_values([str(file), f"--{other}", "0.25"])[1] == {"seed": 3, other: "0.25"}
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from colocate.clusters import replicas
+from colocate.clusters import replica as replica_module
 from colocate.clusters.actor import ProcessActor
 from colocate.clusters.process import Ending
-from colocate.clusters.replicas import VARIABLE, Replica
+from colocate.clusters.replica import VARIABLE, Replica
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def replica(answers, tmp_path, monkeypatch) -> Iterator[Replica]:
     actor = ProcessActor()
     actor._process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     monkeypatch.setattr(Replica, "_sit", lambda self: setattr(self, "actor", Handle(actor)))
-    monkeypatch.setattr(replicas, "ANSWER_S", 20.0)
-    monkeypatch.setattr(replicas, "QUESTION_S", 0.01)
-    monkeypatch.setattr(replicas, "PATIENCE", 3)
+    monkeypatch.setattr(replica_module, "ANSWER_S", 20.0)
+    monkeypatch.setattr(replica_module, "QUESTION_S", 0.01)
+    monkeypatch.setattr(replica_module, "PATIENCE", 3)
     replica = Replica(0, {}, (), tmp_path / "log")
     replica.url, replica.process = answers[0], actor._process
     yield replica
@@ -76,15 +76,21 @@ def test_a_server_that_was_ready_and_does_not_answer_any_more_is_killed(answers,
     _, statuses = answers
     statuses += [503] * 5 + [200] + [500] * 2 + [200] + [500] * 3 + [200]
     asyncio.run(replica._watch("the key"))
-    assert replica.is_ready and replica._is_hung and replica.process.poll() == -9
+    assert replica.is_ready and replica.process.poll() == -9
+    assert replica.ending("was ended by SIGKILL").text.startswith(
+        "replica 0 did not answer any more, though it ran, and was killed. "
+    )
     assert statuses == [200], "it was asked until the third of three"
 
 
 def test_a_server_that_is_never_ready_is_killed_in_the_end(answers, replica, monkeypatch):
-    monkeypatch.setattr(replicas, "START_S", 0.0)
+    monkeypatch.setattr(replica_module, "START_S", 0.0)
     answers[1].extend([503] * 1000)
     asyncio.run(replica._watch("the key"))
-    assert replica._is_hung and not replica.is_ready and replica.process.poll() == -9
+    assert not replica.is_ready and replica.process.poll() == -9
+    assert replica.ending("was ended by SIGKILL").text.startswith(
+        "replica 0 did not answer for half an hour, and was killed. "
+    )
 
 
 def test_a_server_that_never_was_ready_is_asked_as_long_as_it_is_watched(answers, replica):
@@ -99,7 +105,7 @@ def test_a_server_that_never_was_ready_is_asked_as_long_as_it_is_watched(answers
         task.cancel()
 
     asyncio.run(watch())
-    assert not replica.is_ready and not replica._is_hung and replica.process.poll() is None
+    assert not replica.is_ready and not replica.fault and replica.process.poll() is None
 
 
 @pytest.mark.parametrize(

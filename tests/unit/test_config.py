@@ -13,13 +13,13 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from colocate import launchers
 from colocate.config import GRPOConfig
+from colocate.option_names import ALIASES, OF_TRL
 from colocate.option_values import coerce, shown, types_of
 from colocate.options import (
     CHOICES,
     HONOURED_BY,
     RANGES,
     REFUSED,
-    RENAMED,
     UNNECESSARY,
     check_support,
     default_of,
@@ -28,7 +28,7 @@ from colocate.options import (
 from colocate.run_engine import sampling_params
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
-CLASSES = (honoured(GRPOConfig), set(RENAMED), set(UNNECESSARY), set(REFUSED))
+CLASSES = (honoured(GRPOConfig), set(ALIASES), set(UNNECESSARY), set(REFUSED))
 
 
 def other_than(name):
@@ -160,10 +160,10 @@ def test_vllms_options_wait_for_the_model_where_it_chooses_the_engine(make, capl
 SERVER_OPTIONS = {
     "use_vllm": True,
     "vllm_mode": "server",
-    "vllm_server_base_url": "http://node7:9000",
-    "vllm_server_host": "node7",
-    "vllm_server_port": 9000,
-    "vllm_server_timeout": 10.0,
+    "rollout_server_base_url": "http://node7:9000",
+    "rollout_server_host": "node7",
+    "rollout_server_port": 9000,
+    "rollout_server_timeout": 10.0,
     "vllm_on_server_loss": "wait",
     "vllm_group_host": "node6",
     "vllm_group_port": 9001,
@@ -207,6 +207,24 @@ def test_renamed_options_move_with_a_line(old, new, value, make, caplog):
     with caplog.at_level(logging.WARNING, "colocate"):
         assert getattr(make(**{old: value}), new) == value
     assert caplog.messages == [f"{old} is an older name: read as {new}={value!r}."]
+
+
+@pytest.mark.parametrize(("of_trl", "name"), OF_TRL.items())
+def test_trls_options_of_servers_are_taken_without_a_word(of_trl, name, make, caplog):
+    value, other = ("http://a", "http://b") if name.endswith(("url", "host")) else (7, 8)
+    with caplog.at_level(logging.WARNING, "colocate"):
+        config = make(engine="rollout_server", **{of_trl: value})
+        both = make(engine="rollout_server", **{of_trl: value, name: value})
+    assert caplog.messages == []
+    assert getattr(config, name) == getattr(both, name) == value and getattr(config, of_trl) is None
+    with pytest.raises(ValueError, match=rf"{of_trl}=.* and {name}=.* are two names of one option.*Set one"):
+        make(engine="rollout_server", **{of_trl: value, name: other})
+
+
+@pytest.mark.parametrize(("old", "new", "values"), [("warmup_ratio", "warmup_steps", (0.1, 5))])
+def test_an_older_name_does_not_silently_win_over_the_present_one(old, new, values, make):
+    with pytest.raises(ValueError, match=rf"{old}=0\.1 and {new}=5.* are two names of one option"):
+        make(**dict(zip((old, new), values, strict=True)))
 
 
 def test_guided_decoding_is_refused_under_its_new_name(make):

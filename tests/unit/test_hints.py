@@ -19,7 +19,8 @@ from colocate.algorithms.ratios import RATIOS
 from colocate.config import GRPOConfig
 from colocate.engines.vllm.environment import NEWEST, OLDEST
 from colocate.option_help import option_help
-from colocate.options import HONOURED_BY, REFUSED, RENAMED, UNNECESSARY, honoured
+from colocate.option_names import ALIASES
+from colocate.options import HONOURED_BY, REFUSED, UNNECESSARY, honoured
 from colocate.run_config import RunConfig
 
 
@@ -44,7 +45,7 @@ def test_help_lists_every_option_with_its_default():
     honoured_by_vllm = frozenset().union(*HONOURED_BY.values())
     assert not (listed.keys() & REFUSED.keys()) - honoured_by_vllm
     unlisted = declared.keys() & own - listed.keys()
-    assert unlisted <= {"use_vllm", "vllm_mode"} | RENAMED.keys() | UNNECESSARY.keys() | REFUSED.keys()
+    assert unlisted <= {"use_vllm", "vllm_mode"} | ALIASES.keys() | UNNECESSARY.keys() | REFUSED.keys()
 
 
 def test_help_lists_the_names_of_each_table():

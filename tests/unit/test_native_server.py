@@ -516,7 +516,7 @@ def test_the_pages_commands_are_ones_that_are_taken(monkeypatch):
         _, _, file, *options = shlex.split(line)
         _, values = parse_run(read_overrides(options))
         assert file == "run.yaml" and values["engine"] == "rollout_server"
-        assert server_urls(values["vllm_server_base_url"])[0] == "http://localhost:8001"
+        assert server_urls(values["rollout_server_base_url"])[0] == "http://localhost:8001"
 
 
 def test_the_pages_refusal_is_the_servers():

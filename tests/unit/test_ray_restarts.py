@@ -52,17 +52,28 @@ def play(monkeypatch, tmp_path):
             yield "of ranks", "of servers"
             ended.append(name)
 
-        def run(asked: Ask, values: Any, arguments: list[str], *groups: str) -> Ending:
-            assert asked == ask and groups == ("of ranks", "of servers")
-            seen.append(arguments)
-            ending, steps = next(script)
-            for step in steps:
-                written = output_dir / f"checkpoint-{step}"
-                seal(written)
-                os.utime(written, ns=(2, 2 + len(seen)))
-            return ending
+        @contextmanager
+        def present(processes: list[str]):
+            assert processes == ["a rank", "a server"]
+            yield
 
-        stand_ins = dict(connected=connected, places=places, _run=run, run_directory=lambda: "here")
+        class Start:
+            ranks, replicas = ("a rank",), ("a server",)
+
+            def __init__(self, asked: Ask, values: Any, *groups: str) -> None:
+                assert asked == ask and groups == ("of ranks", "of servers")
+
+            async def run(self, arguments: list[str]) -> Ending:
+                seen.append(arguments)
+                ending, steps = next(script)
+                for step in steps:
+                    written = output_dir / f"checkpoint-{step}"
+                    seal(written)
+                    os.utime(written, ns=(2, 2 + len(seen)))
+                return ending
+
+        stand_ins = dict(connected=connected, places=places, present=present, Start=Start)
+        stand_ins["run_directory"] = lambda: "here"
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(launch_module, name, stand_in)
         ask = Ask(1, 2, on_gpus=False, max_restarts=max_restarts)

@@ -404,7 +404,7 @@ def test_a_server_that_somebody_paused_is_noticed(make_engine, fake, caplog, han
     fake.faults["/v1/completions"] = [hang] * 9
     fake.is_paused = True
     started_s = time.monotonic()
-    with pytest.raises(ServerPaused, match=r"paused for 1 s \(vllm_server_timeout\).*POST /resume"):
+    with pytest.raises(ServerPaused, match=r"paused for 1 s \(rollout_server_timeout\).*POST /resume"):
         engine.generate(make_prompts([3]), SAMPLING)
     assert time.monotonic() - started_s < 30  # who waits for an answer waits for a minute
     assert "is paused in the middle of a rollout" in caplog.text

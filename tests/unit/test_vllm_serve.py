@@ -23,6 +23,8 @@ from colocate.cli import main
 from colocate.engines.rollout_server.key import key_of_new_server, say_who_may_use_it
 from colocate.engines.vllm.environment import free_port
 from colocate.engines.vllm_server import serve as serve_module
+from processes import SOURCE
+from ray_homes import marked, wait_for_end
 
 
 @pytest.fixture
@@ -142,6 +144,25 @@ def test_a_server_that_loses_the_signal_while_it_starts_is_not_left_behind(stand
     assert serve("--", "--deaf", port=free_port()) == 128 + signal.SIGKILL
 
 
+def test_killed_it_leaves_no_vllm_behind(stand_in):
+    mark = str(stand_in)  # in the environment of all that it starts
+    script = f"""
+from packaging.version import Version
+from colocate.cli import main
+from colocate.engines.vllm_server import serve as serve_module
+serve_module._entry_point = lambda model: ("stand_in", model)
+serve_module.installed_version = lambda: Version("0.30.1")
+main(["vllm-serve", "some/model", "--port", "{free_port()}"])
+"""
+    paths = os.pathsep.join([str(SOURCE), os.environ["PYTHONPATH"]])
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}) as server:
+        assert server.stdout is not None and b"is ready at" in server.stdout.readline()
+        assert len(marked(mark)) == 3, "the command, vLLM, and what watches over it"
+        server.kill()
+    assert wait_for_end(mark) == []
+
+
 def test_an_address_that_others_reach_is_said_to_be_one(stand_in, capfd, monkeypatch):
     monkeypatch.setenv("COLOCATE_SERVER_KEY", "a-key-from-the-environment")
     monkeypatch.setenv("VLLM_API_KEY", "which would lock the trainer out")
@@ -171,7 +192,7 @@ def test_port_taken(stand_in, capsys):
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
         assert serve(port=other.server_port) == 1
         assert f"Port {other.server_port} of 127.0.0.1 cannot be had" in (said := capsys.readouterr().err)
-        assert "--port" in said and "vllm_server_port" in said
+        assert "--port" in said and "rollout_server_port" in said
     assert not (stand_in / "called.json").exists()
 
 

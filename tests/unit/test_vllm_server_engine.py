@@ -268,7 +268,7 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_said(make_engine,
     engine.generate(make_prompts([3]), SAMPLING)
     fake.faults["/health"] = [error_500] * 1000
     fake.faults[COMPLETIONS] = [nothing] * 1000
-    with pytest.raises(ServerUnreachable, match="vllm_server_timeout=2 s"):
+    with pytest.raises(ServerUnreachable, match="rollout_server_timeout=2 s"):
         engine.generate(make_prompts([3]), SAMPLING)
 
 
@@ -293,7 +293,7 @@ def test_a_server_that_always_falls_is_given_up(make_engine, fake):
 
 
 def test_no_server(model, caplog):
-    with pytest.raises(ServerUnreachable, match=r"vllm_server_timeout=1\.2 s.*colocate rollout-serve"):
+    with pytest.raises(ServerUnreachable, match=r"rollout_server_timeout=1\.2 s.*colocate rollout-serve"):
         RolloutServerEngine(model, base_url="http://127.0.0.1:9", server_timeout_s=1.2)
     assert caplog.text.count("waiting for it for up to 1.2 s") == 1
 

@@ -7,31 +7,30 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import sys
 import termios
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from http.client import HTTPException
 from typing import NamedTuple
 
+from colocate.engines.rollout_server.connection import answers
+from colocate.engines.vllm.environment import free_port
 from colocate.parallel.launcher_variables import without_launchers
+from colocate.parallel.process_group import ProcessGroup
 from colocate.version import __version__
 
 _CHUNK_BYTES = 2**16
 _FOLLOW_S = 1.0
-_START_S = 1800.0
-"""Seconds after which a server hangs that has not answered yet: a large model is loaded in less."""
+
+Size = tuple[int, int] | None
+"""Rows and columns of a terminal; None: there is none."""
 
 
 class Place(NamedTuple):
     """Where an actor is."""
 
-    node_id: str
-    """Ray's name of the node."""
     host: str
     address: str
     gpu_ids: tuple[str, ...]
@@ -45,8 +44,6 @@ class ProcessActor:
         self._process: subprocess.Popen[bytes] | None = None
         self._output = selectors.DefaultSelector()
         self._terminal: int | None = None
-        self._held: int | None = None
-        """The end of the pipe that ends the process when it is closed."""
 
     def place(self, directory: str | None, version: str) -> Place:
         """Say where this is.
@@ -61,33 +58,25 @@ class ProcessActor:
         """
         import ray
 
+        host = socket.gethostname()
         if version != __version__:
             raise ValueError(
-                f"{socket.gethostname()} has colocate {__version__}, and the run was started with {version}: "
-                "install one version on all nodes."
+                f"{host} has colocate {__version__}, and the run was started with {version}: install one "
+                "version on all nodes."
             )
         try:
             os.chdir(directory or ".")
         except OSError as error:
             raise ValueError(
-                f"{socket.gethostname()} cannot enter {directory}, where the run was started: "
-                f"{error.strerror}. Start it in a directory that all nodes share, or with "
-                "`ray job submit --working-dir .`, which copies one to them."
+                f"{host} cannot enter {directory}, where the run was started: {error.strerror}. Start it in "
+                "a directory that all nodes share, or with `ray job submit --working-dir .`, which copies "
+                "one to them."
             ) from error
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        context = ray.get_runtime_context()
-        gpu_ids = tuple(context.get_accelerator_ids().get("GPU", []))
-        address = ray.util.get_node_ip_address()
-        return Place(context.get_node_id(), socket.gethostname(), address, gpu_ids, port)
+        gpu_ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return Place(host, ray.util.get_node_ip_address(), tuple(gpu_ids), free_port(""))
 
     def start(
-        self,
-        directory: str | None,
-        arguments: Sequence[str],
-        variables: Mapping[str, str],
-        size: tuple[int, int] | None,
+        self, directory: str | None, arguments: Sequence[str], variables: Mapping[str, str], size: Size
     ) -> int:
         """Start the process, after ending what an earlier one has left behind; returns its id.
 
@@ -95,37 +84,38 @@ class ProcessActor:
             directory: see `place`.
             arguments: what follows `colocate`.
             variables: what the process's environment has beside the node's.
-            size: rows and columns of the terminal to give it, on which it draws its panel; None: pipes.
+            size: of the terminal to give it, on which it draws its panel; None: it gets pipes.
         """
         self.end()
-        ours, self._held = os.pipe()
-        command = [sys.executable, "-m", "colocate.clusters.child", str(ours), *arguments]
-        if size is None:
-            (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-            ends, streams = (os.open(os.devnull, os.O_RDONLY), out_end, err_end), {1: out, 2: err}
-        else:
-            self._terminal, end = os.openpty()
-            self.resize(size)
-            ends, streams = (end, end, end), {1: self._terminal}
-        environment = without_launchers(os.environ) | dict(variables)
-        self._process = subprocess.Popen(
-            command, -1, None, *ends, cwd=directory, env=environment, pass_fds=(ours,), start_new_session=True
+        pairs = [os.pipe(), os.pipe()] if size is None else [os.openpty()]
+        self._terminal = None if size is None else pairs[0][0]
+        self._resize(size)
+        self._process = ProcessGroup(
+            [sys.executable, "-m", "colocate", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=pairs[0][1],
+            stderr=pairs[-1][1],
+            cwd=directory,
+            env=without_launchers(os.environ) | {"PYTHONUNBUFFERED": "1"} | dict(variables),
         )
-        for descriptor in {ours, *ends}:
-            os.close(descriptor)
-        for number, descriptor in streams.items():
-            self._output.register(descriptor, selectors.EVENT_READ, number)
+        for number, (ours, its) in enumerate(pairs, start=1):
+            os.close(its)
+            self._output.register(ours, selectors.EVENT_READ, number)
         return self._process.pid
 
-    def follow(self) -> tuple[list[tuple[int, bytes]], int | None]:
+    def follow(self, size: Size) -> tuple[list[tuple[int, bytes]], int | None]:
         """Wait for output or the end, a second at most. Who writes faster than this is asked waits, as for a
         slow terminal.
+
+        Args:
+            size: that the terminal has by now, if the process has one.
 
         Returns:
             File descriptors (1: stdout, 2: stderr) and bytes that were written to them, and the exit code,
             minus the signal's number if a signal ended the process; None: it goes on.
         """
         assert self._process is not None, "start comes first"
+        self._resize(size)
         chunks: list[tuple[int, bytes]] = []
         for key, _ in self._output.select(_FOLLOW_S if self._output.get_map() else 0):
             with suppress(OSError):  # a terminal whose last user has gone
@@ -134,36 +124,27 @@ class ProcessActor:
                     continue
             self._output.unregister(key.fd)
             os.close(key.fd)
+            self._terminal = None
         code = None
         if not chunks:  # a child that it has forgotten may keep a pipe open
             with suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(0 if self._output.get_map() else _FOLLOW_S)
         return chunks, code
 
-    def answers(self, url: str, key: str, timeout_s: float) -> bool:
-        """Ask the process, a server, whether it works."""
-        question = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know it
-        with suppress(OSError, HTTPException), opener.open(question, timeout=timeout_s):
-            return True
-        return False
+    def _resize(self, size: Size) -> None:
+        if self._terminal is not None and size is not None:
+            termios.tcsetwinsize(self._terminal, size)
+
+    answers = staticmethod(answers)
+    """Asks the process, a server, whether it works."""
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the process, if it has begun and not ended."""
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None:
             self._process.send_signal(number)
-
-    def resize(self, size: tuple[int, int]) -> None:
-        """Give the process's terminal other rows and columns."""
-        if self._terminal is not None:
-            termios.tcsetwinsize(self._terminal, size)
 
     def end(self) -> None:
         """Kill the process and what it has started, and wait until it is gone."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None

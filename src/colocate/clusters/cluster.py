@@ -43,30 +43,32 @@ def connected(run_id: str) -> Iterator[bool]:
         raise ImportError(
             'The launcher "ray" needs the package ray, which is not installed: pip install "ray>=2.40"'
         ) from error
-    given = os.environ.get("RAY_ADDRESS")
-    if given not in (None, "", "auto", "local"):
-        _check_address(given)
-    options: dict[str, Any] = dict(
-        namespace=f"colocate-{run_id}", log_to_driver=False, logging_level="ERROR", include_dashboard=False
-    )
-    is_embedded, on_sigterm = given == "local", signal.getsignal(signal.SIGTERM)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        try:
-            try:
-                ray.init(address=given or "auto", **options)
-            except ConnectionError:
-                if given:
-                    raise
-                is_embedded = True
-                ray.init(address="local", object_store_memory=_STORE_BYTES, **options)
-        except (RuntimeError, ValueError, OSError) as error:
-            where = f"at RAY_ADDRESS={given}" if given else "on this machine"
-            raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
-        yield is_embedded
+        yield _connect(os.environ.get("RAY_ADDRESS", ""), f"colocate-{run_id}")
     finally:
         ray.shutdown()  # it may have come half-way
         if threading.current_thread() is threading.main_thread():  # where Ray installs a handler of its own
             restore({signal.SIGTERM: on_sigterm})
+
+
+def _connect(given: str, namespace: str) -> bool:
+    """Connect with the cluster at a RAY_ADDRESS; returns whether it was started for this."""
+    import ray
+
+    if given not in ("", "auto", "local"):
+        _check_address(given)
+    options: dict[str, Any] = dict(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+    if given == "local":
+        options["object_store_memory"] = _STORE_BYTES
+    try:
+        ray.init(address=given or "auto", namespace=namespace, **options)
+    except (RuntimeError, ValueError, OSError) as error:
+        if not given and isinstance(error, ConnectionError):
+            return _connect("local", namespace)
+        where = "on this machine" if given in ("", "local") else f"at RAY_ADDRESS={given}"
+        raise RuntimeError(f"The Ray cluster {where} cannot be used: {redacted(str(error))}") from error
+    return given == "local"
 
 
 def _check_address(given: str) -> None:
@@ -141,8 +143,8 @@ def _arithmetic(ask: Ask, is_ready: Sequence[bool]) -> str:
 
     free, parts = ray.available_resources(), []
     for kind in ask.kinds:
-        own = sum(itertools.compress(ask.sizes(kind), is_ready))
-        parts.append(f"{ask.shortage(_per_node(kind), kind)} (free: {int(free.get(kind, 0)) + own})")
+        num_free = int(free.get(kind, 0)) + sum(itertools.compress(ask.sizes(kind), is_ready))
+        parts.append(f"{ask.shortage(_per_node(kind), kind)} (free: {num_free})")
     return ", and ".join(parts)
 
 
@@ -152,19 +154,29 @@ def _per_node(kind: str) -> list[int]:
     return [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
 
 
-def seat(group: Any, bundle: int, num_cpus: float, num_gpus: float) -> dict[str, Any]:
-    """Ray's options of an actor in a bundle of a placement group, and of what it takes there."""
+def seat(group: Any, bundle: int, share: float) -> dict[str, Any]:
+    """Ray's options of an actor in a bundle of a placement group, of which it takes a share."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    strategy = PlacementGroupSchedulingStrategy(group, bundle)
-    return dict(num_cpus=num_cpus, num_gpus=num_gpus, scheduling_strategy=strategy)
+    taken = group.bundle_specs[bundle]
+    return dict(
+        num_cpus=taken["CPU"] * share,
+        num_gpus=taken.get("GPU", 0) * share,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+    )
+
+
+def nodes_of(group: Any) -> list[str]:
+    """The node of each bundle of a placement group, which is one for all of them."""
+    from ray.util.placement_group import placement_group_table
+
+    return list(placement_group_table(group)["bundles_to_node_id"].values())
 
 
 def _order(group: Any) -> tuple[bool, str, str]:
     """Sorts this machine first, and other nodes by their addresses."""
     import ray
-    from ray.util.placement_group import placement_group_table
 
-    node_id = placement_group_table(group)["bundles_to_node_id"][0]
+    node_id = nodes_of(group)[0]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return node_id != ray.get_runtime_context().get_node_id(), addresses[node_id], node_id

@@ -12,11 +12,9 @@ from typing import Any
 
 from colocate.checkpoints.sealed import list_checkpoints
 from colocate.clusters.cluster import connected, places
-from colocate.clusters.process import Ending, present, run_directory
-from colocate.clusters.ranks import Ranks
-from colocate.clusters.replicas import Replicas
+from colocate.clusters.process import present, run_directory
+from colocate.clusters.start import Start
 from colocate.parallel.ask import Ask
-from colocate.run_file import LAUNCH
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a run that was saved when it was asked to stop."""
@@ -54,8 +52,10 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], ask: Ask) -> int
             # The newest is this run's if there is a new one. Else it would be one of an earlier run.
             found = _checkpoints(output_dir)
             own = ["--resume_from_checkpoint", "auto"] if found - before else []
-            with places(ask, f"{run_id}-{attempt}", is_embedded=is_embedded) as (of_ranks, of_servers):
-                ending = _run(ask, values, [*arguments, *own], of_ranks, of_servers)
+            with places(ask, f"{run_id}-{attempt}", is_embedded=is_embedded) as groups:
+                start = Start(ask, values, *groups)
+                with present([*start.ranks, *start.replicas]):
+                    ending = asyncio.run(start.run([*arguments, *own]))
             if ending.code == 0 or (ending.was_stopped and ending.code in _STOPPED):
                 return ending.code
             is_new = bool(_checkpoints(output_dir) - found)
@@ -66,30 +66,6 @@ def launch(arguments: Sequence[str], values: Mapping[str, Any], ask: Ask) -> int
             said = f"The ranks are started again ({attempt + 1} of {ask.max_restarts} times)."
             print(f"\n{ending.text}\n{said}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _run(
-    ask: Ask, values: Mapping[str, Any], arguments: Sequence[str], of_ranks: list[Any], of_servers: list[Any]
-) -> Ending:
-    """One start of all ranks and replicas, in their placement groups, until one of them ends the run; none is
-    left then."""
-    ranks = Ranks(of_ranks, ask)
-    with present(ranks.all):
-        replicas = Replicas(ask, values, ranks.places, of_ranks, of_servers)
-        with present(replicas.all):
-            return asyncio.run(_watch(ranks, replicas, arguments, ask.words))
-
-
-async def _watch(ranks: Ranks, replicas: Replicas, arguments: Sequence[str], words: str) -> Ending:
-    """Keep the replicas, and run the ranks beside them: whichever ends first, ends the run."""
-
-    async def run_ranks() -> Ending:
-        await replicas.started()
-        return await ranks.run(arguments, {LAUNCH: words, **replicas.variables})
-
-    parts = [*replicas.keep(), asyncio.create_task(run_ranks())]
-    ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-    return ended.pop().result()
 
 
 def _checkpoints(output_dir: Path) -> set[tuple[Path, int]]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from colocate.clusters.actor import Place, ProcessActor
+from colocate.clusters.actor import Place, ProcessActor, Size
 from colocate.parallel.tail import Tail
 from colocate.redaction import redacted
 from colocate.version import __version__
@@ -52,6 +52,10 @@ class Process:
     pid = 0
     url = ""
     """Its address, if it is a server."""
+    fault = ""
+    """What it was killed for by this run, as messages say it."""
+    size: Size = None
+    """The rows and columns that its terminal must have now."""
 
     def __init__(self, name: str, seat: Mapping[str, Any], output: str = "") -> None:
         self.name, self._seat, self._output = name, seat, output
@@ -73,9 +77,7 @@ class Process:
         self.actor: Any = remote.options(**self._seat, **limits).remote()
         self._is_seated = True
 
-    async def run(
-        self, arguments: Sequence[str], variables: Mapping[str, str], size: tuple[int, int] | None = None
-    ) -> Ending:
+    async def run(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Ending:
         """Start the process, again if it has ended; hear what it says, and return how it has ended.
 
         See `ProcessActor.start`.
@@ -85,10 +87,10 @@ class Process:
         if not self._is_seated:
             self._sit()
         try:
-            self.pid = await self.actor.start.remote(run_directory(), arguments, variables, size)
+            self.pid = await self.actor.start.remote(run_directory(), arguments, variables, self.size)
             code = None
             while code is None:
-                chunks, code = await self.actor.follow.remote()
+                chunks, code = await self.actor.follow.remote(self.size)
                 self.heard_s = time.monotonic()
                 for number, chunk in chunks:
                     self.say(number, self._decoders[number].decode(chunk))
@@ -112,7 +114,7 @@ class Process:
     def ending(self, how: str, code: int = 1, *, was_lost: bool = True) -> Ending:
         """How it has ended, with its last words; unless the caller says so, not by an error of its own."""
         words = self.last_words()
-        text = f"{self} {how}. {words or 'It had said nothing.'}"
+        text = f"{self} {self.fault or how}. {words or 'It had said nothing.'}"
         return Ending(code, text, was_lost, has_words=bool(words))
 
 
@@ -128,21 +130,20 @@ def present(processes: Sequence[Process]) -> Iterator[None]:
     import ray
 
     try:
-        try:
-            asked = [process.actor.place.remote(run_directory(), __version__) for process in processes]
-            places = ray.get(asked, timeout=_START_S)
-        except ray.exceptions.RayError as error:
-            raise RuntimeError(
-                f"One of {len(processes)} processes ({processes[0]}, ...) could not be started within "
-                f"{_START_S:.0f} s: {_brief(getattr(error, 'cause', error))}"
-            ) from error
-        for process, place in zip(processes, places, strict=True):
+        asked = [process.actor.place.remote(run_directory(), __version__) for process in processes]
+        for process, place in zip(processes, ray.get(asked, timeout=_START_S), strict=True):
             process.place = place
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(
+            f"One of {len(processes)} processes ({processes[0]}, ...) could not be started within "
+            f"{_START_S:.0f} s: {_brief(getattr(error, 'cause', error))}"
+        ) from error
+    else:
         yield
     finally:
         with suppress(ray.exceptions.RayError):  # the cluster may be gone
-            if ends := [process.actor.end.remote() for process in processes]:
-                ray.wait(ends, num_returns=len(ends), timeout=ANSWER_S)
+            ends = [process.actor.end.remote() for process in processes]
+            ray.wait(ends, num_returns=len(ends), timeout=ANSWER_S)
             for process in processes:
                 ray.kill(process.actor)
 

@@ -151,7 +151,7 @@ def _serve_native(known: argparse.Namespace) -> int:
         raise ValueError(
             f"--tensor-parallel-size={known.tensor_parallel_size} needs --engine vllm: a native server has "
             "its whole model on one GPU. For more GPUs start a server on each, and name all of them in "
-            "vllm_server_base_url."
+            "rollout_server_base_url."
         )
     for name in ("max_model_len", "max_num_seqs", "kv_cache_tokens"):
         check_range(f"--{name}", getattr(known, name), AT_LEAST_ONE)

@@ -66,7 +66,11 @@ def add_parser(commands: Any) -> None:
     add("--max_wait", type=float, default=60.0, help="seconds that a request may wait (default: %(default)s)")
     add("--chat_template", type=Path, help="a file with the chat template (Jinja), in place of the model's")
     add("--chat_template_kwargs", help="arguments for the chat template, as a JSON object")
-    add("--vllm_server_base_url", help="with --engine vllm_server: the servers, with commas between them")
+    add(
+        *("--rollout_server_base_url", "--vllm_server_base_url"),
+        metavar="URL",
+        help="with --engine rollout_server: the servers, with commas between them",
+    )
     add("--trust_remote_code", action="store_true", help="run code that comes with the model")
     add("--use_cpu", action="store_true", help="use no GPU")
 
@@ -197,9 +201,9 @@ def _options(known: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"--kv_cache_tokens is for the native engine; --engine {known.engine} does not read it."
         )
-    if (known.engine == "rollout_server") != (known.vllm_server_base_url is not None):
+    if (known.engine == "rollout_server") != (known.rollout_server_base_url is not None):
         raise ValueError(
-            "--vllm_server_base_url and --engine vllm_server belong together: give both, or none."
+            "--rollout_server_base_url and --engine rollout_server belong together: give both, or none."
         )
     return dict(
         engine=known.engine,
@@ -209,7 +213,7 @@ def _options(known: argparse.Namespace) -> dict[str, Any]:
         max_num_seqs=known.max_num_seqs,
         kv_cache_tokens=tokens,
         vllm_max_model_length=known.max_model_len,
-        vllm_server_base_url=known.vllm_server_base_url,
+        rollout_server_base_url=known.rollout_server_base_url,
     )
 
 

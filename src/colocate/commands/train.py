@@ -185,13 +185,14 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
             f"--num_replicas starts rollout servers, and engine={engine!r} asks none. Set "
             "engine='rollout_server', or leave --num_replicas out."
         )
-    if values.get("vllm_server_base_url"):
-        raise ValueError(
-            f"--num_replicas starts servers, and vllm_server_base_url="
-            f"{redacted(str(values['vllm_server_base_url']))!r} names others. Set one of the two."
-        )
+    for name in ("rollout_server_base_url", "vllm_server_base_url"):
+        if values.get(name):
+            raise ValueError(
+                f"--num_replicas starts servers, and {name}={redacted(str(values[name]))!r} names others. "
+                "Set one of the two."
+            )
     on_loss = [] if values.get("vllm_on_server_loss") else ["--vllm_on_server_loss", "wait"]
-    return ["--engine", "vllm_server", *on_loss]
+    return ["--engine", "rollout_server", *on_loss]
 
 
 def _train(values: Mapping[str, Any], is_main: bool) -> None:

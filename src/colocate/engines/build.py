@@ -44,10 +44,10 @@ class EngineOptions(Protocol):
     vllm_model_impl: str
     vllm_weights: str
     vllm_engine_kwargs: dict[str, Any] | None
-    vllm_server_base_url: str | None
-    vllm_server_host: str
-    vllm_server_port: int
-    vllm_server_timeout: float
+    rollout_server_base_url: str | None
+    rollout_server_host: str
+    rollout_server_port: int
+    rollout_server_timeout: float
     vllm_on_server_loss: str
     vllm_group_host: str | None
     vllm_group_port: int
@@ -124,8 +124,8 @@ def _rollout_server(parts: EngineParts) -> RolloutEngine:
 
     options, accelerator = parts.options, parts.accelerator
     # The launcher that has started servers for this run knows best.
-    urls = server_urls(os.environ.get(REPLICAS) or options.vllm_server_base_url) or [
-        f"http://{options.vllm_server_host}:{options.vllm_server_port}"
+    urls = server_urls(os.environ.get(REPLICAS) or options.rollout_server_base_url) or [
+        f"http://{options.rollout_server_host}:{options.rollout_server_port}"
     ]
     is_alone = len(urls) == 1
     # All processes push to one server, under one name.
@@ -141,7 +141,7 @@ def _rollout_server(parts: EngineParts) -> RolloutEngine:
                 run_id=run_id,
                 output_dir=os.path.abspath(options.output_dir or "."),
                 on_server_loss=options.vllm_on_server_loss,  # type: ignore[arg-type]  # the option's range
-                server_timeout_s=options.vllm_server_timeout,
+                server_timeout_s=options.rollout_server_timeout,
                 group_host=options.vllm_group_host,
                 group_port=options.vllm_group_port and options.vllm_group_port + number,
                 max_in_flight=options.max_num_seqs or MAX_IN_FLIGHT,
@@ -159,7 +159,7 @@ def _rollout_server(parts: EngineParts) -> RolloutEngine:
         rank=accelerator.process_index,
         barrier=accelerator.wait_for_everyone,
         on_loss=options.vllm_on_server_loss,  # type: ignore[arg-type]  # the option's range
-        timeout_s=options.vllm_server_timeout,
+        timeout_s=options.rollout_server_timeout,
     )
 
 
@@ -223,7 +223,7 @@ def _transformers(parts: EngineParts) -> RolloutEngine:
 
 
 def server_urls(text: str | None) -> list[str]:
-    """The addresses in the option `vllm_server_base_url`.
+    """The addresses in the option `rollout_server_base_url`.
 
     Raises:
         ValueError: there is none in a text, or one is there twice.
@@ -231,14 +231,14 @@ def server_urls(text: str | None) -> list[str]:
     urls = [url.strip().rstrip("/") for url in (text or "").split(",") if url.strip()]
     if text is not None and not urls:
         raise ValueError(
-            f"vllm_server_base_url={text!r} names no server. Set an address such as http://node7:8000, "
-            "several with commas between them, or None for vllm_server_host and vllm_server_port."
+            f"rollout_server_base_url={text!r} names no server. Set an address such as http://node7:8000, "
+            "several with commas between them, or None for rollout_server_host and rollout_server_port."
         )
     for url in urls:
         if urls.count(url) > 1:
             raise ValueError(
-                f"vllm_server_base_url names {redacted(url)} {urls.count(url)} times, and a server is asked "
-                "once for each sequence. Name every server once."
+                f"rollout_server_base_url names {redacted(url)} {urls.count(url)} times, and a server is "
+                "asked once for each sequence. Name every server once."
             )
     return urls
 

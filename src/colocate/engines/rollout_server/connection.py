@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import urlsplit
 
 _CONNECT_S = 5.0
 _MAX_LINE_BYTES = 2**16
@@ -102,6 +103,26 @@ class Connection:
         if remaining_s <= 0:
             raise TimeoutError("the deadline has passed")
         return remaining_s
+
+
+def answers(url: str, key: str, timeout_s: float) -> bool:
+    """Whether a server answers a GET request with status 200, whole and in time.
+
+    Args:
+        url: such as "http://localhost:8000/health".
+        key: the server's, which is sent as it is; empty: none.
+    """
+    address = urlsplit(url)
+    assert address.hostname is not None and address.port is not None, url
+    connection = Connection(address.hostname, address.port)
+    connection.deadline = time.monotonic() + timeout_s
+    try:
+        connection.send("GET", address.path, None, {"Authorization": f"Bearer {key}"} if key else {})
+        return connection.receive().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 class _DeadlineSocket(socket.socket):

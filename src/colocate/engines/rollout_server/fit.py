@@ -159,7 +159,7 @@ def check_fit(model: nn.Module, worker: dict[str, Any], served_name: str, url: s
         raise ValueError(
             f"The server at {url} runs {worker['num_replicas']} replicas, of which weights would reach one "
             "for sure. Start it without --data-parallel-size; for more GPUs there is --tensor-parallel-size, "
-            "and vllm_server_base_url may name several servers."
+            "and rollout_server_base_url may name several servers."
         )
     for setting, suitable in (("logprobs_mode", MODES), ("generation_config", ("vllm",))):
         if worker[setting] not in suitable:

@@ -61,12 +61,12 @@ class Watch:
             self._paused_since_s = time.monotonic()
             logger.warning(
                 f"The server at {self._base_url} is paused in the middle of a rollout, and not by this "
-                f"run; waiting for up to {self._patience_s:g} s (vllm_server_timeout)."
+                f"run; waiting for up to {self._patience_s:g} s (rollout_server_timeout)."
             )
         elif time.monotonic() - self._paused_since_s > self._patience_s:
             raise ServerPaused(
                 f"The server at {self._base_url} has been paused for {self._patience_s:g} s "
-                "(vllm_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
+                "(rollout_server_timeout) in the middle of a rollout, and not by this run: somebody else has "
                 "its key. POST /resume lets it go on. Start it with a new key and resume from the last "
                 "checkpoint."
             )
@@ -94,14 +94,15 @@ def await_ready(
         except (ServerUnreachable, RequestRefused) as error:
             if time.monotonic() + 0.5 > deadline:
                 raise ServerUnreachable(
-                    f"No rollout server answered at {base_url} within vllm_server_timeout={timeout_s:g} s. "
-                    f"{error} {HOW_TO_START}; if it is only slow to load, raise vllm_server_timeout."
+                    f"No rollout server answered at {base_url} within "
+                    f"rollout_server_timeout={timeout_s:g} s. {error} {HOW_TO_START}; if it is only slow to "
+                    "load, raise rollout_server_timeout."
                 ) from error
             if is_silent and is_main:
                 is_silent = False
                 logger.warning(
                     f"No rollout server answers at {base_url} yet; waiting for it for up to {timeout_s:g} s "
-                    "(vllm_server_timeout)."
+                    "(rollout_server_timeout)."
                 )
         time.sleep(0.5)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import signal
 import socket
@@ -10,16 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import metadata
 from types import FrameType
 
 from packaging.version import Version
 
 from colocate.checkpoints.stop_signals import restore
+from colocate.engines.rollout_server.connection import answers
 from colocate.engines.rollout_server.key import VARIABLE, ServerKey, key_of_new_server, say_who_may_use_it
 from colocate.engines.vllm.arguments import MAX_NUM_SEQS
 from colocate.engines.vllm.environment import HOW_TO_INSTALL, NEWEST, OLDEST, check_version, installed_version
+from colocate.parallel.process_group import ProcessGroup
 from colocate.run_file import LAUNCH
 
 _POLL_S = 0.25
@@ -67,8 +67,9 @@ def serve(
     key = key_of_new_server(port)
     command = _command(model, host, port, tensor_parallel_size, vllm_options)
     # In a session of its own, so that a Ctrl-C reaches vLLM once, from here, and not also from the terminal.
-    # Below a launcher there is no terminal, and the launcher ends this process's whole group.
-    process = subprocess.Popen(command, env=_environment(key), start_new_session=LAUNCH not in os.environ)
+    # Below a launcher there is no terminal, and the launcher ends this process's group, with vLLM in it.
+    start = subprocess.Popen if LAUNCH in os.environ else ProcessGroup
+    process = start(command, env=_environment(key))
     signalled_s: list[float] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -96,8 +97,7 @@ def serve(
         code = process.wait()
     finally:
         restore(before)
-        if process.poll() is None:  # an error of ours: leave no server behind
-            process.terminate()
+        process.kill()  # leave nothing behind that it has started
     return code if code >= 0 else 128 - code
 
 
@@ -179,15 +179,14 @@ def _check_port(host: str, port: int) -> None:
             raise ValueError(
                 f"Port {port} of {host} cannot be had ({error.strerror}): something listens there already, "
                 "or the address is not this machine's. End the other server or choose another --port, and "
-                "give the trainer the same vllm_server_port."
+                "give the trainer the same rollout_server_port."
             ) from error
 
 
 def _is_running(process: subprocess.Popen[bytes], signalled_s: list[float]) -> bool:
     """Whether the server runs. `STOP_S` after the first signal this kills it."""
     if process.poll() is None and signalled_s and time.monotonic() > signalled_s[0] + STOP_S:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
     return process.poll() is None
 
@@ -195,14 +194,6 @@ def _is_running(process: subprocess.Popen[bytes], signalled_s: list[float]) -> b
 def _await_ready(process: subprocess.Popen[bytes], signalled_s: list[float], host: str, port: int) -> None:
     """Wait until the server answers or has ended."""
     address = "127.0.0.1" if host in ("0.0.0.0", "") else host
-    while _is_running(process, signalled_s):
-        connection = http.client.HTTPConnection(address, port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass  # not listening yet
-        finally:
-            connection.close()
+    url = f"http://{address}:{port}/health"
+    while _is_running(process, signalled_s) and not answers(url, "", timeout_s=5.0):
         time.sleep(_POLL_S)

@@ -1,0 +1,72 @@
+"""A process that ends with the one that has started it, together with all that it has started itself.
+
+Run as a program (`python process_group.py FD COMMAND ...`) this file starts a guard and becomes the command.
+FD is a pipe whose other end only the starter has, so that its end is seen however it ended. The guard sees
+it: a process of the command's group, which it kills then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+_OF_TERMINALS = {signal.SIGINT, signal.SIGTERM}
+
+
+class ProcessGroup(subprocess.Popen[bytes]):
+    """A command in a session of its own, killed with all that it has started when this process has ended.
+
+    SIGINT and SIGTERM act on it as on a shell's command, also where this process blocks or ignores them.
+
+    Args:
+        command: the program, which may be a name on PATH, and its arguments.
+        options: of `subprocess.Popen`, such as stdin, stdout, stderr, cwd and env.
+    """
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        guarded, held = os.pipe()
+        self._held: int | None = held
+        words = [sys.executable, "-IS", __file__, str(guarded), *command]
+        try:
+            super().__init__(words, pass_fds=(guarded,), start_new_session=True, **options)
+        finally:
+            os.close(guarded)
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started, also if itself has ended already."""
+        if self._held is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            os.close(self._held)
+            self._held = None
+
+
+def _become(guarded: int, command: list[str]) -> None:
+    # A process inherits what the one above blocks and ignores, as Ray's processes do with SIGINT.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_TERMINALS)
+    for number in _OF_TERMINALS:
+        signal.signal(number, signal.SIG_DFL)
+    if os.fork() == 0:
+        _guard(guarded)
+    os.close(guarded)
+    os.execvp(command[0], command)
+
+
+def _guard(guarded: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):  # their readers wait for the last one who could write
+        os.dup2(nothing, stream)
+    for number in _OF_TERMINALS:  # they end the command, which may take its time
+        signal.signal(number, signal.SIG_IGN)
+    while os.read(guarded, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _become(int(sys.argv[1]), sys.argv[2:])
