@@ -10,7 +10,7 @@ Where completions have several turns, or histories that fork, they are made into
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -101,6 +101,10 @@ class Completion:
     policy_versions: tuple[int, ...] | None = None
     """[C] the version that drew each token, where the engine got new weights in between. None: there was only
     `policy_version`."""
+    num_cached_tokens: int | None = field(default=None, compare=False)
+    """Tokens before the completion that earlier turns or other prompts had left in the engine's KV cache, so
+    that they were not read for it. None when the engine cannot tell. Completions that differ in this alone
+    are equal."""
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -350,6 +350,34 @@ def test_what_is_set_aside_goes_on_with_its_pages(start_engine, max_num_seqs):
     assert [list(turns[number].token_ids) for number in numbers] == expected
 
 
+@pytest.mark.parametrize("kv_cache_tokens", [None, 4096])
+def test_a_conversation_finds_its_earlier_turns(start_engine, kv_cache_tokens):
+    """Each turn is a prompt of its own, on a cache that grows with it or was taken whole."""
+    model = make_model("qwen3", max_position_embeddings=512).cuda()
+    engine = start_engine(model, max_num_seqs=8, kv_cache_tokens=kv_cache_tokens)
+    context, sampling = make_prompts([70])[0].token_ids, SamplingParams(40, temperature=0.0)
+    for version in range(2):
+        drawn: list[tuple[Prompt, Completion]] = []
+        for turn in range(4):
+            prompt, turns = Prompt(context, turn), {}
+            (number,) = engine.submit([prompt], sampling)
+            while engine.is_busy:
+                turns |= engine.poll()
+            whole_pages = 0 if turn == 0 else (len(context) - 3 - 1) // 16 * 16
+            assert turns[number].num_cached_tokens == whole_pages
+            drawn.append((prompt, turns[number]))
+            context += (*turns[number].token_ids, 1, 2, 3)
+        for prompt, completion in drawn:
+            (expected,) = engine.generate([prompt], sampling)  # which reads every token
+            assert completion.token_ids == expected.token_ids
+            assert completion.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        engine.update_weights((), version + 1)
+        context = context[:70]
+
+
 def test_what_cannot_fit_is_refused_and_the_engine_lives_on(start_engine):
     engine = start_engine(make_model("llama3").cuda(), kv_cache_tokens=48)
     with pytest.raises(ValueError, match=r"kv_cache_tokens"):

@@ -167,6 +167,11 @@ def test_a_rewritten_history_is_another_row(tmp_path):
     assert [[node.parent for node in episode.nodes] for episode in episodes] == [[None, None, 1]] * 8
     assert [len(episode.rows()) for episode in episodes] == [2] * 8
     assert logged(trainer, "episodes/forks") == [1.0, 1.0]
+    # The third call goes on where the second has ended; members of a group share their prompt besides.
+    for episode in episodes:
+        _, second, third = episode.nodes
+        assert third.num_cached_tokens >= len(second.given_ids) + len(second.sampled_ids) - 1
+    assert all(0 < share < 1 for share in logged(trainer, "episodes/cached_tokens"))
 
 
 async def asking_twice(row: dict[str, Any], endpoint: Any) -> None:

@@ -162,6 +162,38 @@ def test_choices_and_prompts_are_those_of_the_engine(plain):
     assert answer.usage.prompt_tokens == 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_found_in_the_cache_is_told(stream):
+    """OpenAI's client is told how much of each prompt of a conversation the engine had read before."""
+    engine = NativeEngine(random_model(), max_num_seqs=8, page_size=4, kv_cache_tokens=2048)
+    with serving(engine, stops=()) as served:
+        client, prompt, told = served.client(), "a question of some length", []
+        for _ in range(3):
+            options: dict[str, Any] = dict(model=MODEL, prompt=prompt, max_tokens=9, temperature=0, n=2)
+            answer = client.completions.create(**options)
+            if stream:
+                chunks = client.completions.create(
+                    **options, stream=True, stream_options={"include_usage": True}
+                )
+                answer = [answer, *chunks][-1]
+            usage = answer.usage
+            told.append((usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens))
+            prompt += " and more"
+    whole = [(length - 1) // 4 * 4 for length, _ in told]  # of the same prompt, asked a second time
+    before = [0, *((length // 4 * 4) for length, _ in told[:-1])]
+    assert [cached for _, cached in told] == (whole if stream else before)
+
+
+def test_of_an_answer_that_a_stop_text_has_cut_it_is_told_too():
+    engine = NativeEngine(random_model(), max_num_seqs=8, page_size=4, kv_cache_tokens=2048)
+    with serving(engine, stops=()) as served:
+        client, options = served.client(), dict(model=MODEL, prompt="a question", max_tokens=30, seed=5)
+        text = client.completions.create(**options).choices[0].text
+        usage = client.completions.create(**options, stop=text[9:12]).usage
+    assert usage.prompt_tokens_details.cached_tokens == (usage.prompt_tokens - 1) // 4 * 4
+    assert usage.completion_tokens < 30
+
+
 def test_token_ids_in_and_out_of_a_chat(plain):
     client = plain.client()
     chat = client.chat.completions.create(

@@ -34,6 +34,15 @@ COMMANDS = [
 NAMED = "Qwen/Qwen2.5-0.5B-Instruct"
 
 
+def test_the_conversations_figures_are_those_of_the_result():
+    result = json.loads((ROOT / "benchmarks/results/conversation-cpu.json").read_text())
+    claims, page = result["claims"], " ".join(PAGE.split())
+    read = f"{claims['tokens_read_found']:.0f} tokens are read instead of {claims['tokens_read_anew']:,.0f}"
+    assert read in page and result["setup"]["num_turns"] == 6
+    found, anew = (claims[f"last_first_token_s_{name}"] for name in ("found", "anew"))
+    assert f"the sixth answer begins after {found:.2f} s instead of {anew:.2f}" in page
+
+
 @pytest.fixture(scope="module")
 def chat_model_dir(tmp_path_factory) -> str:
     directory = str(tmp_path_factory.mktemp("model"))

@@ -21,7 +21,7 @@ class Pressure:
     def __init__(self, monkeypatch) -> None:
         self.num_preempted = 0
         self.num_prefilled_tokens = 0
-        self.min_free: dict[PagePool, int] = {}
+        self.most_pages_used = 0
         make_room, prefill, allocate = Scheduler.make_room, ModelRunner.prefill, PagePool.allocate
 
         def counted_make_room(scheduler, num_steps):
@@ -35,16 +35,12 @@ class Pressure:
 
         def counted_allocate(pool, count):
             pages = allocate(pool, count)
-            self.min_free[pool] = min(self.min_free.get(pool, pool.num_pages), pool.num_free)
+            self.most_pages_used = max(self.most_pages_used, pool.num_pages - pool.num_free)
             return pages
 
         monkeypatch.setattr(Scheduler, "make_room", counted_make_room)
         monkeypatch.setattr(ModelRunner, "prefill", counted_prefill)
         monkeypatch.setattr(PagePool, "allocate", counted_allocate)
-
-    @property
-    def most_pages_used(self) -> int:
-        return max(pool.num_pages - free for pool, free in self.min_free.items())
 
 
 class Windowed(TorchBackend):

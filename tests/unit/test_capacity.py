@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from colocate.engines.native.capacity import pages_of_longest, useful_pages
 from colocate.engines.native.pages import PagePool
+from colocate.engines.native.prefix_cache import PrefixCache
 from colocate.engines.native.scheduler import Scheduler
 from colocate.engines.native.sequences import Group, Sequence
 from colocate.types import Prompt
@@ -38,7 +39,7 @@ def roll_out(
 ) -> Pages:
     """Every sequence stops after its length, which the host learns `windows_in_flight` windows later."""
     pool, pages = PagePool(num_pages), Pages()
-    scheduler = Scheduler(pool=pool, page_size=page_size, max_num_seqs=max_num_seqs)
+    scheduler = Scheduler(PrefixCache(pool, page_size), max_num_seqs=max_num_seqs)
     sequences = []
     for prompt in prompts:
         group, limits = Group(prompt, len(prompt.samples)), prompt.limits(max(lengths.values()))

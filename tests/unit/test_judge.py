@@ -81,17 +81,18 @@ def judged(tokenizer, *reward_functions, **options) -> tuple[Rollout, list[Episo
     """Two groups of two. Of the first, one episode calls a tool twice and forks, the other is cut short in
     its second turn; of the second, one was given a prompt of its own by its environment."""
 
-    def turn(*ids: int, reason: str = "stop") -> Completion:
-        return Completion(ids, tuple(-float(x) for x in ids), reason, 0)
+    def turn(*ids: int, reason: str = "stop", cached: int | None = None) -> Completion:
+        logprobs = tuple(-float(x) for x in ids)
+        return Completion(ids, logprobs, reason, 0, num_cached_tokens=cached)
 
     counts = dict(tool_calls=2, tool_failures=1, tool_timeouts=1, tool_s=2.5)
     forked = Episode(**counts, messages=[{"role": "assistant", "content": "a"}])
     forked.add(None, (5, 6), turn(20, 21))
-    forked.add(0, (9,), turn(22))
+    forked.add(0, (9,), turn(22, cached=4))
     forked.add(0, (9, 9), turn(23, 24, 25))
     cut = Episode(tool_calls=1, tool_s=0.5)
     cut.add(None, (5, 6), turn(30))
-    cut.add(0, (9, 9, 9), turn(31, 32, reason="length"))
+    cut.add(0, (9, 9, 9), turn(31, 32, reason="length", cached=2))
     alone = Episode(environment="room", prompt="a room", extra={"score": 3})
     alone.add(None, (7, 8), turn(40, 41))
     episodes = [forked, cut, alone, Episode.of_turn((7,), turn(42))]
@@ -141,6 +142,8 @@ def test_rows_of_an_episode_are_one_member_of_its_group(mask_truncated):
     assert metrics["tools/failure_frequency"] == pytest.approx(1 / 3)
     assert (metrics["tools/timeouts"], metrics["tools/seconds"]) == (pytest.approx(1 / 3), 1.0)
     assert metrics["episodes/forks"] == 0.25
+    # Of two calls it is known: 4 of 2 + 2 + 1 tokens, and 2 of 2 + 1 + 3.
+    assert metrics["episodes/cached_tokens"] == (4 + 2) / (5 + 6)
     assert rollout.num_tokens == (2 + 6) + (2 + 3) + (2 + 2) + (1 + 1)
 
 
@@ -162,7 +165,9 @@ def test_reward_functions_see_messages_and_what_episodes_add():
     assert seen["ids"][:2] == [[20, 21, 9, 9, 23, 24, 25], [30, 9, 9, 9, 31, 32]]
     assert (seen["label"], seen["score"]) == (["x", "x", "y", "y"], [None, None, 3, None])
     assert seen["environments"] == [None, None, "room", None]
-    assert not {"tools/call_frequency", "tools/seconds", "episodes/forks"} & set(rollout.metrics)
+    assert not {"tools/call_frequency", "tools/seconds", "episodes/forks", "episodes/cached_tokens"} & set(
+        rollout.metrics
+    )
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

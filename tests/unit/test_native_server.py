@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from engine_models import greedy_completions, greedy_references, make_gpt2, make_model, make_prompts
+from engine_pressure import Pressure
 from native_server_case import NativeServer, config_only
 
 from colocate.cli import main
@@ -35,7 +36,7 @@ from colocate.run_file import read_overrides
 from colocate.serving import stepper as stepper_module
 from colocate.serving.rollout import serve as serve_module
 from colocate.serving.stepper import NUM_FIRST_STEPS, STEP_S
-from colocate.types import SamplingParams
+from colocate.types import Prompt, SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 40
@@ -206,6 +207,35 @@ def test_weights_are_those_of_the_trainer_by_messages_alone(server, model, make_
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.manual_seed(seed)))
         published(engine, model, seed)
         assert greedy_completions(engine, prompts, 9) == greedy_references(model, prompts, 9)
+
+
+def test_a_conversation_is_read_once_and_never_with_other_weights(server, model, make_engine, monkeypatch):
+    """Each turn is a request of its own. The tokens that the server's engine reads are counted there."""
+    engine, pressure = make_engine(server), Pressure(monkeypatch)
+    client = Client(server, engine._run_id)
+    with torch.no_grad():  # other weights than those that other tests have left at the server
+        model.model.norm.weight.mul_(1.1)
+    published(engine, model, 1)
+    context = make_prompts([40])[0].token_ids
+    for turn in range(3):
+        before = pressure.num_prefilled_tokens
+        status, answer = client.complete(prompt=list(context), max_tokens=9, temperature=0)
+        assert status == 200
+        num_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert num_cached == (0 if turn == 0 else (len(context) - 2 - 1) // 16 * 16), "whole pages of 16"
+        assert pressure.num_prefilled_tokens - before == len(context) - num_cached
+        assert answer["usage"]["prompt_tokens"] == len(context)
+        context += (*answer["choices"][0]["token_ids"], 7, 7)
+    assert greedy_completions(engine, [Prompt(context, 1)], 5) == greedy_references(
+        model, [Prompt(context, 1)], 5
+    )
+    (completion,) = engine.generate([Prompt(context, 1)], SamplingParams(3))
+    assert completion.num_cached_tokens == (len(context) - 1) // 16 * 16
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.1)
+    published(engine, model, 2)
+    (completion,) = engine.generate([Prompt(context, 1)], SamplingParams(3))
+    assert completion.num_cached_tokens == 0
 
 
 def test_asleep_the_weights_have_no_memory_and_awake_they_are_the_trainers(server, model, make_engine):

@@ -103,6 +103,11 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def num_cached_tokens(self, sequence: int) -> int | None:
+        """`Completion.num_cached_tokens` of a turn under way; None: it is not known, or there is no such
+        turn."""
+        ...
+
     def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
         """Begin the next turn of a sequence that was kept: append tokens, then draw up to `max_tokens`.
 
@@ -182,6 +187,10 @@ class BaseEngine:
     def progress(self, sequence: int, start: int = 0) -> tuple[tuple[int, ...], tuple[float, ...] | None]:
         """Tell nothing of a turn before it has ended. See `RolloutEngine.progress`."""
         return (), None
+
+    def num_cached_tokens(self, sequence: int) -> int | None:
+        """Tell nothing. See `RolloutEngine.num_cached_tokens`."""
+        return None
 
     def sleep(self, keep_bytes: int = 0) -> None:
         """Refuse `generate`; there is no memory to give back."""

@@ -40,6 +40,8 @@ class Node:
     policy_versions: tuple[int, ...]
     """The versions of the weights that sampled each of the tokens."""
     finish_reason: Literal["stop", "length"]
+    num_cached_tokens: int | None = None
+    """The tokens of its context that the engine did not read, as in `Completion`."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class Episode:
                 f"A completion of {len(ids)} tokens has {len(logprobs)} log-probs: it needs one each."
             )
         versions, reason = completion.versions, completion.finish_reason
-        self.nodes.append(Node(parent, tuple(given_ids), ids, logprobs, versions, reason))
+        cached = completion.num_cached_tokens
+        self.nodes.append(Node(parent, tuple(given_ids), ids, logprobs, versions, reason, cached))
         self.is_truncated = reason == "length"
         return len(self.nodes) - 1
 
@@ -156,6 +159,18 @@ class Episode:
                     ends[number] = start + len(own)
         parent = max(ends, key=lambda number: ends[number])
         return parent, context[ends[parent] :]
+
+    def context_tokens(self) -> tuple[int, int]:
+        """The tokens of the contexts of all calls of which the engine has told how many it had in its cache,
+        and how many these were."""
+        ends: list[int] = []
+        num_tokens = num_cached = 0
+        for node in self.nodes:
+            context = (0 if node.parent is None else ends[node.parent]) + len(node.given_ids)
+            ends.append(context + len(node.sampled_ids))
+            if node.num_cached_tokens is not None:
+                num_tokens, num_cached = num_tokens + context, num_cached + node.num_cached_tokens
+        return num_tokens, num_cached
 
     def returns(self) -> tuple[float, ...]:
         """For each node, what its turn and those after it have earned by themselves."""

@@ -125,7 +125,10 @@ class Session:
         start: _Start = place.note
         logprobs = None if turn.logprobs is None else tuple(turn.logprobs)
         version = self._drawing.version()
-        completion = Completion(tuple(turn.token_ids), logprobs, turn.finish_reason, version)
+        completion = Completion(
+            tuple(turn.token_ids), logprobs, turn.finish_reason, version,
+            num_cached_tokens=turn.num_cached_tokens,
+        )  # fmt: skip
         with self._lock:
             if self._is_over:
                 return

@@ -88,6 +88,8 @@ class EpisodeFacts(NamedTuple):
     """The sum over its sampled tokens of the updates that the weights have had since they were sampled."""
     num_stale: int = 0
     """The number of its sampled tokens that older weights have sampled."""
+    context_tokens: tuple[int, int] = (0, 0)
+    """`Episode.context_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class _Entry:
             self.episode.returns(),
             sum(lags),
             len(lags),
+            self.episode.context_tokens(),
         )
 
 
@@ -167,7 +170,7 @@ class Judge:
         device: the device that samples are put on.
         mask_stale_tokens: whether tokens that older weights have sampled are left out of the loss.
         policy_version: called for the version of the present weights; None: all episodes are theirs.
-        has_turns: whether episodes may have several turns; then there is a metric of forks.
+        has_turns: whether episodes may have several turns; then there are metrics of them.
         calls_tools: whether tools are called here; then there are metrics of them.
         trainer_state: called for the value that reward functions receive as `trainer_state`.
         rank: this process's number.
@@ -237,7 +240,7 @@ class Judge:
         ]
         metrics = {
             **_length_metrics([x.num_sampled for x in facts], [x.is_truncated for x in facts]),
-            **({"episodes/forks": fmean(x.num_forks for x in facts)} if self._has_turns else {}),
+            **(_turn_metrics(facts) if self._has_turns else {}),
             **(_tool_metrics(facts) if self._calls_tools else {}),
             **({} if version is None else _lag_metrics(facts)),
             **compared.metrics(),
@@ -342,6 +345,12 @@ def _table(shares: Sequence[RankShare], compared: Comparison) -> CompletionTable
             [share.scores.extra_columns for share in shares], [len(share.facts) for share in shares]
         ),
     )
+
+
+def _turn_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:
+    num_tokens, num_cached = map(sum, zip(*(x.context_tokens for x in facts), strict=True))
+    cached = {"episodes/cached_tokens": num_cached / num_tokens} if num_tokens else {}
+    return {"episodes/forks": fmean(x.num_forks for x in facts), **cached}
 
 
 def _tool_metrics(facts: Sequence[EpisodeFacts]) -> dict[str, float]:

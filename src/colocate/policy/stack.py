@@ -38,7 +38,6 @@ from colocate.policy.output_head import OutputHead
 from colocate.policy.pack import Pack
 from colocate.policy.projections import Gradients, Projection
 from colocate.types import Sample
-from colocate.weights.adapters import adapter_state
 from colocate.weights.layouts import Layout, has_layout, layout_for
 from colocate.weights.shared_views import fuse_parameters
 
@@ -191,10 +190,8 @@ class DecoderStack:
 
 def _state(layout: Layout, *, is_training: bool) -> tuple[object, ...]:
     """What a stack depends on beside its modules: where parameters lie and which adapters are on."""
-    projections = (module for layer in layout.layers for g in layer.projection_groups() for module in g)
-    adapters = [adapter_state(module) for module in projections if hasattr(module, "get_base_layer")]
     addresses = [part.data_ptr() for part in layout.parts if isinstance(part, Tensor)]
-    return is_training, addresses, adapters
+    return is_training, addresses, layout.adapter_states()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ TRAINER_METRICS = RESERVED_KEYS.union(
     (f"completions/{name}_length" for name in ("mean", "min", "max")),
     (f"completions/{name}_terminated_length" for name in ("mean", "min", "max")),
     (f"tools/{name}" for name in ("call_frequency", "failure_frequency", "timeouts", "seconds")),
-    ("completions/clipped_ratio", "episodes/forks"),
+    ("completions/clipped_ratio", "episodes/forks", "episodes/cached_tokens"),
     ("refill/dull_groups", "refill/unused_groups", "refill/rounds"),
     ("policy_lag/mean", "policy_lag/stale_tokens"),
     (f"rewards/{TURN_REWARDS}/{name}" for name in ("mean", "std")),

@@ -122,8 +122,12 @@ class Answer:
         # A prompt is read once for all its choices.
         prompts = {id(choice.place): len(choice.place.prompt.token_ids) for choice in choices}
         num_prompt, num_drawn = sum(prompts.values()), sum(len(choice.turn.token_ids) for choice in choices)
-        return {
+        usage: Json = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_drawn,
             "total_tokens": num_prompt + num_drawn,
         }
+        told = [(id(choice.place), choice.turn.num_cached_tokens) for choice in choices]
+        if cached := {place: number for place, number in told if number is not None}:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(cached.values())}
+        return usage

@@ -40,6 +40,8 @@ class Drawn:
     """Why it has ended; None: it goes on."""
     sequence: int | None = None
     """The number of the sequence, where it has ended and was kept."""
+    num_cached_tokens: int | None = None
+    """See `Completion.num_cached_tokens`; told with the first tokens and at the end."""
 
 
 @dataclass(frozen=True)
@@ -293,8 +295,9 @@ class Driver:
         """Hand out what a turn under way has drawn."""
         token_ids, logprobs = self._engine.progress(number, len(running.sent))
         if token_ids:
+            num_cached = None if running.sent else self._engine.num_cached_tokens(number)
             running.sent += token_ids
-            running.job.put(Drawn(running.choice, token_ids, logprobs))
+            running.job.put(Drawn(running.choice, token_ids, logprobs, num_cached_tokens=num_cached))
 
     def _end(self, batch: _Batch, number: int, completion: Completion) -> None:
         """Hand out the end of a turn."""
@@ -311,7 +314,8 @@ class Driver:
         kept = number if job.keep else None
         if kept is not None:
             batch.kept.add(kept)
-        job.put(Drawn(running.choice, token_ids[num_sent:], logprobs, completion.finish_reason, kept))
+        reason, num_cached = completion.finish_reason, completion.num_cached_tokens
+        job.put(Drawn(running.choice, token_ids[num_sent:], logprobs, reason, kept, num_cached))
 
 
 def _nothing() -> None:

@@ -31,7 +31,12 @@ from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
-from colocate.weights.adapters import base_linear, prompt_learning_adapter, unsupported_adapters
+from colocate.weights.adapters import (
+    adapter_state,
+    base_linear,
+    prompt_learning_adapter,
+    unsupported_adapters,
+)
 from colocate.weights.quantized import compute_dtype, is_4bit
 
 ARCHITECTURES: dict[type[nn.Module], tuple[type[nn.Module], type[nn.Module]]] = {
@@ -143,6 +148,11 @@ class Layout:
     @property
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
+
+    def adapter_states(self) -> list[tuple[object, ...]]:
+        """Which adapters are on, and their settings; switching an adapter changes them."""
+        projections = (module for layer in self.layers for g in layer.projection_groups() for module in g)
+        return [adapter_state(module) for module in projections if hasattr(module, "get_base_layer")]
 
     def rotary_table(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions 0 .. num_positions - 1, each [num_positions, D] in the model's

@@ -120,8 +120,10 @@ def take_pages(cache: KVCache, num_pages: int, dtype: torch.dtype, device: torch
     if affordable < num_pages:
         logger.info(f"A KV cache of {num_pages} pages would be of use; memory allows {affordable}.")
         num_pages = affordable
+    # On a CPU, pages that are still of use are copied if the old cache and the new one have room together.
+    has_room = num_pages * cache.page_bytes(dtype) <= _usable_bytes(0, device)
     try:
-        cache.allocate(num_pages, dtype, device)
+        cache.allocate(num_pages, dtype, device, has_room_to_copy=has_room)
     except ArenaExhausted as error:
         # Another process took memory in the meantime, or it is too fragmented for whole handles.
         left_bytes = error.mapped_bytes + error.free_bytes

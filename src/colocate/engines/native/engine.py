@@ -24,6 +24,7 @@ from colocate.engines.native.capacity import (
 from colocate.engines.native.decoder import Decoder, capacity_for
 from colocate.engines.native.kept_pages import HostRoom
 from colocate.engines.native.kv_cache import KVCache
+from colocate.engines.native.prefix_cache import salt_of
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.submissions import Submissions
@@ -164,7 +165,7 @@ class NativeEngine(BaseEngine):
         prompts, own = self._parallel.share(prompts, sampling)
         if self._parallel.num_parts > 1:
             prompts = joined_groups(prompts, sampling.max_tokens)
-        numbers = self._submit(prompts, sampling, keep=False)
+        numbers = self._submit(prompts, sampling, keep=False, is_findable=False)
         try:
             # One agreement for all windows: ranks that decode together then meet only within steps.
             self._recovery.run(partial(self._parallel.together, self._finish))
@@ -178,7 +179,9 @@ class NativeEngine(BaseEngine):
 
         The KV cache gets the size that is of use to the sequences which are there when the first `poll`
         begins, so those that are known are best submitted at once. If those that come later could use more
-        than twice as much, the next `poll` takes it, and computes again what was in the cache.
+        than twice as much, the next `poll` takes it, and computes again what it does not find in it.
+
+        Prompts begin with pages that earlier ones have left in the cache. See `PrefixCache`.
 
         Raises:
             ValueError: a request is refused, or ranks split the weights: they generate together.
@@ -188,7 +191,7 @@ class NativeEngine(BaseEngine):
                 f"{self._parallel.num_parts} ranks split the weights and decode together, which only "
                 "`generate` can do. Set shard to 1 or 'none' for rollouts of several turns."
             )
-        return self._submit(prompts, sampling, keep=keep)
+        return self._submit(prompts, sampling, keep=keep, is_findable=True)
 
     def poll(self) -> dict[int, Completion]:
         """Launch a window of steps, read the one before, and return the turns that have ended.
@@ -209,6 +212,11 @@ class NativeEngine(BaseEngine):
         if running is None or running.is_resting:
             return (), None
         return tuple(running.token_ids[start:]), tuple(running.logprobs[start:])
+
+    def num_cached_tokens(self, sequence: int) -> int | None:
+        """Tokens before a turn under way that were in the cache. See `RolloutEngine.num_cached_tokens`."""
+        running = self._submissions.sequences.get(sequence)
+        return None if running is None else running.num_found
 
     def extend(self, sequence: int, token_ids: Sequence[int], max_tokens: int) -> None:
         """Begin the next turn on the pages of the turns before. See `RolloutEngine.extend`."""
@@ -260,10 +268,12 @@ class NativeEngine(BaseEngine):
             )
         self._submissions = aside
 
-    def _submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool) -> list[int]:
+    def _submit(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool, is_findable: bool
+    ) -> list[int]:
         submissions = self._submissions
         self._check_submission(prompts, sampling, submissions.sampling)
-        added = submissions.add(prompts, sampling, keep=keep)
+        added = submissions.add(prompts, sampling, keep=keep, is_findable=is_findable)
         if self._rollout is not None:
             if self._is_outgrown(submissions.prompts(self._max_len), sampling.max_tokens):
                 self._suspend()
@@ -273,8 +283,8 @@ class NativeEngine(BaseEngine):
 
     def _is_outgrown(self, prompts: Sequence[Prompt], max_tokens: int) -> bool:
         """Whether the rollout is too small for its sequences. Where no size of the cache was given it is also
-        too small if they could use more than twice what its cache was asked for: the cost of computing them
-        again then comes at most once for each doubling."""
+        too small if they could use more than twice what its cache was asked for: the cost of beginning anew
+        then comes at most once for each doubling."""
         assert self._rollout is not None
         if not self._rollout.fits(longest_sequence(prompts, max_tokens)):
             return True
@@ -287,9 +297,13 @@ class NativeEngine(BaseEngine):
 
     def _advance(self) -> None:
         """Generate a little further. What an error loses of a turn is drawn again, with equal tokens."""
-        rollout, self._rollout = self._rollout or self._open_rollout(), None
+        rollout, self._rollout = self._rollout, None
         try:
+            rollout = rollout or self._open_rollout()
             rollout.advance()
+        except BaseException:
+            self._cache.forget()  # pages may have names of what was to be written there
+            raise
         finally:
             self._submissions.end_turns(self.policy_version)
         self._rollout = rollout
@@ -316,15 +330,17 @@ class NativeEngine(BaseEngine):
         if not parallel.least(0 if decoder is None else decoder.num_graphs) and decoder is not None:
             decoder.forget_graphs()  # or one rank would capture a step where another one replays it
         assert decoder is not None, "a rank without a decoder raises before"
-        rollout = Rollout(decoder, sampling, num_pages=num_pages, finished=submissions.finished)
+        salt = salt_of(self._layout, self.policy_version)
+        rollout = Rollout(decoder, sampling, num_pages=num_pages, salt=salt, finished=submissions.finished)
         rollout.restart(submissions.sequences.values(), submissions.kept)
         submissions.kept = None
         return rollout
 
     def _suspend(self) -> None:
-        """End the rollout, so that the next `poll` opens one in which its sequences are recomputed."""
+        """End the rollout, so that the next `poll` opens one in which its sequences are recomputed, but for
+        what is still found in the cache."""
         if self._rollout is not None:
-            self._rollout.settle()
+            self._rollout.close()
             self._submissions.end_turns(self.policy_version)
             self._submissions.note_version(self.policy_version)  # what comes next others may draw
         self._rollout = None
@@ -388,6 +404,7 @@ class NativeEngine(BaseEngine):
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Note the version; keys and values of older weights are computed again. See `RolloutEngine`."""
         self._suspend()
+        self._cache.forget()
         super().update_weights(named_tensors, version)
 
     def close(self) -> None:

@@ -17,9 +17,14 @@ logger = logging.getLogger(__name__)
 
 class KeptPages:
     """Copies of pages, in slabs: PyTorch's allocator of pinned memory rounds every block up to a power of
-    two, and keeps it for the next copies when these are given up."""
+    two, and keeps it for the next copies when these are given up.
 
-    def __init__(self, cache: KVCache, numbers: Sequence[int]) -> None:
+    Args:
+        salt: what the keys and values depend on beside tokens. See `PrefixCache`.
+    """
+
+    def __init__(self, cache: KVCache, numbers: Sequence[int], salt: bytes) -> None:
+        self.salt = salt
         num_together = max(1, SLAB_BYTES // cache.bytes_of(1))
         parts = [numbers[first : first + num_together] for first in range(0, len(numbers), num_together)]
         self._slabs: list[tuple[Sequence[int], Tensor]] = [(part, cache.read_pages(part)) for part in parts]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from colocate.engines.native.pages import PagePool
 from colocate.memory.arena import Arena
 
 SCRATCH_ALIGNMENT_BYTES = 512
@@ -23,6 +24,9 @@ class KVCache:
     On a GPU it lies in the device's arena, page after page: [num_pages, layers, 2, K, page_size, D] behind
     `scratch_bytes`. A smaller cache maps a shorter part of the same addresses. So a CUDA graph that has
     captured them stays valid when the cache shrinks, grows, or is freed and taken again.
+
+    Pages that have names in `pool` keep what is in them until they are handed out anew, the memory is given
+    back or `forget` is called.
 
     Args:
         scratch_bytes: memory for the engine's own buffers, taken and freed with the cache.
@@ -46,6 +50,7 @@ class KVCache:
         self.scratch_bytes = scratch_bytes
         self._arena: Arena | None = None
         self._num_pages = 0
+        self.pool = PagePool(0)
         # [layers, 2, pages, K, page_size, D]; on a GPU a view of all pages that the whole device could hold.
         self._data: Tensor | None = None
         self._scratch: Tensor | None = None
@@ -83,24 +88,42 @@ class KVCache:
         assert self._data is not None, "the KV cache has no storage"
         return num_pages * self.page_bytes(self._data.dtype)
 
-    def allocate(self, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Take memory for `num_pages` pages. The contents of all pages, old ones too, are undefined then.
+    def allocate(
+        self, num_pages: int, dtype: torch.dtype, device: torch.device, *, has_room_to_copy: bool = False
+    ) -> None:
+        """Take memory for `num_pages` pages, of which nobody holds any.
 
-        On a GPU only the pages that are missing are mapped, and those beyond `num_pages` are unmapped.
+        On a GPU only the pages that are missing are mapped, and those beyond `num_pages` are unmapped. Old
+        pages with names keep them if what is in them has stayed: on a GPU always, on a CPU if it is copied.
+
+        Args:
+            has_room_to_copy: on a CPU, whether there is memory for the old pages beside the new ones.
 
         Raises:
             ArenaExhausted: the device has too little free memory; the cache is as it was.
         """
+        pool, old = self.pool, self._data
+        stays = self.is_on(dtype, device) and pool.has_names
         arena = self._arena_on(device)
         if arena is not None:
             self._map(arena, num_pages, dtype)
         else:
+            num_kept = min(self._num_pages, num_pages)
+            stays = stays and has_room_to_copy
             self.close()
             shape = (self.num_layers, 2, num_pages, self.num_kv_heads, self.page_size, self.head_dim)
             # Zeros, because attention on a CPU multiplies masked positions by 0, and 0 * NaN would be NaN.
             self._data = torch.zeros(shape, dtype=dtype, device=device)
+            if stays and old is not None:
+                self._data[:, :, :num_kept].copy_(old[:, :, :num_kept])
             self._scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
         self._num_pages = num_pages
+        self.pool = pool if stays else PagePool(0)
+        self.pool.resize(num_pages)
+
+    def forget(self) -> None:
+        """Have all pages free and without names, whoever held them."""
+        self.pool = PagePool(self._num_pages)
 
     def free(self, keep_bytes: int = 0) -> None:
         """Give the memory back, on a GPU all but `keep_bytes` (rounded down to whole handles)."""
@@ -111,6 +134,7 @@ class KVCache:
         self._arena.resize(min(keep_bytes // handle_bytes * handle_bytes, self._arena.mapped_bytes))
         kept_bytes = max(0, self._arena.mapped_bytes - self.scratch_bytes)
         self._num_pages = min(self._num_pages, kept_bytes // self.page_bytes(self._data.dtype))
+        self.forget()
 
     def close(self) -> None:
         """Give the memory back, and on a GPU the reserved addresses, too."""
@@ -118,6 +142,7 @@ class KVCache:
             self._arena.close()
         self._arena = self._data = self._scratch = None
         self._num_pages = 0
+        self.forget()
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each [pages, K, page_size, D].

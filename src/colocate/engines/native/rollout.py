@@ -10,7 +10,8 @@ import torch
 from colocate.engines.native.batch import Window
 from colocate.engines.native.decoder import Decoder
 from colocate.engines.native.kept_pages import HostRoom, KeptPages
-from colocate.engines.native.pages import PagePool, pages_for
+from colocate.engines.native.pages import pages_for
+from colocate.engines.native.prefix_cache import PrefixCache
 from colocate.engines.native.scheduler import Scheduler
 from colocate.engines.native.sequences import Sequence as RunningSequence
 from colocate.types import SamplingParams
@@ -20,27 +21,34 @@ MAX_ROWS_PER_START = 64
 
 
 class Rollout:
-    """Draws turns of sequences on `num_pages` pages of the decoder's cache.
+    """Draws turns of sequences on the first `num_pages` pages of the decoder's cache.
 
     The host reads tokens later than the device draws them. It launches a window of steps first and then reads
     the tokens of the window before, so that the device never waits for the host. In return a row whose
     sequence has finished idles until the host has read its last token and removes it.
 
     Args:
+        salt: what keys and values depend on beside tokens. See `PrefixCache`.
         finished: where sequences are put whose turn has ended. It outlives the rollout.
     """
 
     def __init__(
-        self, decoder: Decoder, sampling: SamplingParams, *, num_pages: int, finished: list[RunningSequence]
+        self,
+        decoder: Decoder,
+        sampling: SamplingParams,
+        *,
+        num_pages: int,
+        salt: bytes,
+        finished: list[RunningSequence],
     ) -> None:
         cache, self.backend = decoder.cache, decoder.backend
         self.decoder = decoder
         self.batch = decoder.batch
         self.cache = cache
-        self.pool = PagePool(num_pages)
-        self.scheduler = Scheduler(
-            pool=self.pool, page_size=cache.page_size, max_num_seqs=decoder.max_num_seqs
-        )
+        self.pool = cache.pool
+        self.pool.resize(num_pages)
+        self._prefixes = PrefixCache(self.pool, cache.page_size, salt)
+        self.scheduler = Scheduler(self._prefixes, max_num_seqs=decoder.max_num_seqs)
         self.finished = finished
         self._stop_token_ids = set(sampling.stop_token_ids)
         self._windows: deque[Window] = deque()
@@ -59,6 +67,8 @@ class Rollout:
         groups = {sequence.group for sequence in adopted}
         for group in {sequence.group: None for sequence in sequences}:
             group.leave() if group in groups else group.forget()
+            if group in groups and kept is not None and kept.salt != self._prefixes.salt:
+                group.is_findable = False  # its pages are another policy's, in part
         if kept is not None and adopted:
             kept.restore(self.cache, self.scheduler.adopt(adopted))
         for sequence in sequences:
@@ -104,7 +114,14 @@ class Rollout:
         """Stop all sequences, and copy their pages to the host; None if it has no room for them."""
         self.settle()
         numbers = sorted({page for sequence in self.scheduler.stop_all() for page in sequence.pages})
-        return KeptPages(self.cache, numbers) if room.has(self.cache.bytes_of(len(numbers))) else None
+        if not room.has(self.cache.bytes_of(len(numbers))):
+            return None
+        return KeptPages(self.cache, numbers, self._prefixes.salt)
+
+    def close(self) -> None:
+        """Stop all sequences, and give their pages back to the cache, where later rollouts may find them."""
+        self.settle()
+        self.scheduler.give_back()
 
     @torch.inference_mode()
     def drop(self, sequences: Sequence[RunningSequence]) -> None:

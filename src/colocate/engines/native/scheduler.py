@@ -10,6 +10,10 @@ youngest running sequence is preempted: it gives its pages back and waits at the
 tokens that it has, to be recomputed by one prefill. The youngest usually has the fewest tokens to recompute,
 and the oldest always advances, so that every rollout ends.
 
+A prompt that may share pages with others (`Group.is_findable`) begins with the pages that the prefix cache
+finds for it, and so does what is recomputed. What a sequence has filled can be found from when it stops or
+rests, and its prompt from when it is read.
+
 A sequence that is kept rests after a turn, without a row but with its pages, until it is extended by tokens
 that it has not drawn. Then it waits before those that have not started, and only the new tokens are
 prefilled. Pages of sequences that do not run are taken away last, when one sequence alone lacks pages.
@@ -22,7 +26,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
 
-from colocate.engines.native.pages import PagePool, pages_for
+from colocate.engines.native.pages import pages_for
+from colocate.engines.native.prefix_cache import PrefixCache
 from colocate.engines.native.sequences import Group, Sequence
 
 
@@ -52,9 +57,10 @@ class Admission:
 class Scheduler:
     """Continuous batching over `max_num_seqs` rows and a pool of pages; it decides without randomness."""
 
-    def __init__(self, *, pool: PagePool, page_size: int, max_num_seqs: int) -> None:
-        self.pool = pool
-        self.page_size = page_size
+    def __init__(self, prefixes: PrefixCache, *, max_num_seqs: int) -> None:
+        self.prefixes = prefixes
+        self.pool = prefixes.pool
+        self.page_size = page_size = prefixes.page_size
         self.max_num_seqs = max_num_seqs
         self.running: list[Sequence] = []
         """Running sequences by row, which is the order in which they started: the last is the youngest."""
@@ -198,6 +204,14 @@ class Scheduler:
         self._note_running()
         return list(self._idle)
 
+    def give_back(self) -> None:
+        """Stop what runs, and give all pages back; what is in them can still be found.
+
+        The host must have read all tokens before, and this scheduler is of no use afterwards.
+        """
+        for sequence in self.stop_all():
+            self.pool.release(sequence.pages)
+
     def adopt(self, sequences: SequenceABC[Sequence]) -> dict[int, int]:
         """Give sequences of another scheduler as many pages as they had there; the pool must have these.
 
@@ -261,10 +275,10 @@ class Scheduler:
             self._take_idle_pages(sequence)
         return True
 
-    def _has_room(self, num_pages: int) -> bool:
+    def _has_room(self, num_pages: int, found: SequenceABC[int] = ()) -> bool:
         # One free page per running sequence is held in reserve. Without it the newcomer, as the youngest,
         # would be preempted within a few steps, when the others need their next pages.
-        return self.pool.num_free - num_pages >= len(self.running)
+        return self.pool.num_free - self.pool.count_free(found) - num_pages >= len(self.running)
 
     def _start_fresh(self, sequence: Sequence, admission: Admission, force: bool) -> bool:
         """Start a sequence without tokens on its group's prompt; see `_try_start`.
@@ -277,17 +291,18 @@ class Scheduler:
         group = sequence.group
         num_full, has_tail = divmod(len(sequence.prompt), self.page_size)
         takes_over = group.num_unstarted == 1 or force
+        found = self._find_prompt(group) if group.num_holders == 0 else []
         num_pages = 0
         if not group.is_retained:
-            num_pages = (num_full if group.num_holders == 0 else 0) + bool(has_tail)
+            num_pages = (num_full - len(found) if group.num_holders == 0 else 0) + bool(has_tail)
         if has_tail and not takes_over:
             num_pages += 1
         if force:
             self._drop_retained(keep=group)
-        if not self._has_room(num_pages):
+        if not self._has_room(num_pages, found):
             return False
         if not group.is_retained:
-            self._retain(group, admission)
+            self._retain(group, found, admission)
         if takes_over:
             # The sequence becomes the holder of the pages in place of the group.
             group.is_retained = False
@@ -302,29 +317,37 @@ class Scheduler:
                 admission.page_copies.append((group.tail_page, page))
                 sequence.pages.append(page)
         group.num_unstarted -= 1
+        sequence.num_found = group.num_found
         return True
 
     def _start_resumed(self, sequence: Sequence, admission: Admission, force: bool) -> bool:
         """Start a preempted sequence again by a prefill of prompt and tokens; see `_try_start`.
 
-        If the prompt's full pages are still in the cache, it shares them and prefills only what follows.
+        It shares the prompt's full pages, if its group has them, and those that the prefix cache finds, and
+        prefills only what follows.
         """
         if force:
             self._drop_retained()
         group, context = sequence.group, sequence.context
         num_full = len(sequence.prompt) // self.page_size
         is_cached = group.num_holders > 0
-        num_pages = pages_for(len(context), self.page_size) - (num_full if is_cached else 0)
-        if not self._has_room(num_pages):
+        num_held = num_full if is_cached else 0
+        names = self._names(group, context)
+        found = self.prefixes.find(names, len(context), num_held)
+        num_pages = pages_for(len(context), self.page_size) - num_held - len(found)
+        if not self._has_room(num_pages, found):
             return False
-        new_pages = self.pool.allocate(num_pages)
+        self.pool.share(found)
+        pages = found + self.pool.allocate(num_pages)
         if is_cached:
             self._hold(group)
-            sequence.pages = group.pages + new_pages
+            sequence.pages = group.pages + pages
         else:
-            group.pages, group.num_holders = new_pages[:num_full], 1
-            sequence.pages = new_pages
-        num_cached = num_full * self.page_size if is_cached else 0
+            group.pages, group.num_holders = pages[:num_full], 1
+            sequence.pages = pages
+        num_cached = (num_held + len(found)) * self.page_size
+        if sequence.num_found is None:
+            sequence.num_found = num_cached
         admission.prefills.append((Prefill(context, num_cached, list(sequence.pages)), sequence))
         return True
 
@@ -338,26 +361,49 @@ class Scheduler:
             return False
         sequence.pages += self.pool.allocate(num_pages)
         del self._idle[sequence]
+        if sequence.num_found is None:
+            sequence.num_found = sequence.num_cached
         prefill = Prefill(sequence.context, sequence.num_cached, list(sequence.pages))
         admission.prefills.append((prefill, sequence))
         return True
 
-    def _retain(self, group: Group, admission: Admission) -> None:
-        """Bring a prompt's pages into the cache, and let the group itself hold them."""
+    def _find_prompt(self, group: Group) -> list[int]:
+        """Pages for the beginning of a prompt that its group does not have."""
+        return self.prefixes.find(self._names(group, ()), len(group.prompt.token_ids))
+
+    def _names(self, group: Group, token_ids: SequenceABC[int]) -> list[bytes]:
+        """The names of the pages that the prompt fills, or `token_ids`, which begin with it; none if they are
+        not to be found."""
+        if not group.is_findable:
+            return []
+        if group.names is None:
+            group.names = self.prefixes.names(group.prompt.token_ids)
+        return self.prefixes.names(token_ids, group.names) if token_ids else group.names
+
+    def _retain(self, group: Group, found: list[int], admission: Admission) -> None:
+        """Bring a prompt's pages into the cache, and let the group itself hold them.
+
+        Args:
+            found: `_find_prompt`, if the group has no pages.
+        """
         prompt = group.prompt.token_ids
         num_full, has_tail = divmod(len(prompt), self.page_size)
         is_cached = group.num_holders > 0
         if is_cached:
             self._hold(group)
         else:
-            group.pages, group.num_holders = self.pool.allocate(num_full), 1
+            self.pool.share(found)
+            group.pages, group.num_holders = found + self.pool.allocate(num_full - len(found)), 1
+            self.prefixes.enter(self._names(group, ()), group.pages)
         group.tail_page = self.pool.allocate(1)[0] if has_tail else None
         group.is_retained = True
         self._retained.append(group)
+        # Its last token is read in any case, for the logits after it.
+        num_cached = min((num_full if is_cached else len(found)) * self.page_size, len(prompt) - 1)
+        if group.num_found is None:
+            group.num_found = num_cached
         if has_tail or not is_cached or group.logits is None:
             pages = group.pages + ([] if group.tail_page is None else [group.tail_page])
-            # Its last token is read in any case, for the logits after it.
-            num_cached = min(num_full * self.page_size, len(prompt) - 1) if is_cached else 0
             admission.prefills.append((Prefill(prompt, num_cached, pages), group))
 
     def _hold(self, group: Group) -> None:
@@ -392,7 +438,7 @@ class Scheduler:
         self._release(youngest)
 
     def _stop(self, sequence: Sequence) -> None:
-        del self._by_phase[-sequence.offset % self.page_size][sequence]
+        self._leave(sequence)
         self._release(sequence)
 
     def _rest(self, sequence: Sequence) -> None:
@@ -401,13 +447,20 @@ class Scheduler:
 
     def _keep_pages(self, sequence: Sequence) -> None:
         """Let a sequence that ran hold the pages of what it has read."""
-        del self._by_phase[-sequence.offset % self.page_size][sequence]
-        # The last token drawn was never fed: it has no key and value. Pages beyond were taken for a window.
-        sequence.num_cached = sequence.num_context - 1
-        num_pages = pages_for(sequence.num_cached, self.page_size)
+        self._leave(sequence)
+        num_pages = pages_for(sequence.num_cached, self.page_size)  # those beyond were taken for a window
         self.pool.release(sequence.pages[num_pages:])
         del sequence.pages[num_pages:]
         self._idle[sequence] = None
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of those that run, and let what it has read be found."""
+        del self._by_phase[-sequence.offset % self.page_size][sequence]
+        # The last token drawn was never fed: it has no key and value.
+        sequence.num_cached = sequence.num_context - 1
+        if sequence.group.is_findable:
+            names = self._names(sequence.group, sequence.context[: sequence.num_cached])
+            self.prefixes.enter(names, sequence.pages)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.pages)

@@ -27,6 +27,12 @@ class Group:
     """While the group is retained, the page with the prompt's last tokens; None: they fill whole pages."""
     logits: Tensor | None = None
     """Logits [V] after the prompt, from which each member draws its first token."""
+    is_findable: bool = False
+    """Whether other prompts may find pages of its members, and its members theirs. See `PrefixCache`."""
+    names: list[bytes] | None = None
+    """The names of `pages`; None: not worked out since the cache was lost."""
+    num_found: int | None = None
+    """Tokens of the prompt that earlier prompts had left in the cache; None: it has not been read."""
 
     def forget(self) -> None:
         """Count no page as held, and no member as waiting: the cache has been lost."""
@@ -36,7 +42,7 @@ class Group:
     def leave(self) -> None:
         """Count no holder and no member: they are counted anew where the pages are adopted."""
         self.num_holders, self.is_retained, self.tail_page = 0, False, None
-        self.num_unstarted, self.logits = 0, None
+        self.num_unstarted, self.logits, self.names = 0, None, None
 
 
 @dataclass(eq=False)
@@ -66,6 +72,9 @@ class Sequence:
     """Decode step t of the rollout feeds the token at position `offset` + t, as long as the sequence runs."""
     num_cached: int = 0
     """Leading tokens whose keys and values are in `pages`, while it has pages and does not run."""
+    num_found: int | None = None
+    """Tokens that were in the cache when the present turn began, and not read for it; None: it has yet to
+    begin."""
     logits: Tensor | None = None
     """Logits [V] after all its tokens, if it starts with more than its prompt."""
     is_resting: bool = False
@@ -121,6 +130,7 @@ class Sequence:
             finish_reason="stop" if is_stopped else "length",
             policy_version=self.versions[-1],
             policy_versions=tuple(self.versions) if has_older else None,
+            num_cached_tokens=self.num_found,
         )
 
     def begin_turn(self, token_ids: list[int], limit: int) -> None:
@@ -128,6 +138,7 @@ class Sequence:
         self.given += self.token_ids + token_ids
         self.token_ids, self.logprobs, self.versions, self.limit = [], [], [], limit
         self.turn += 1
+        self.num_found = None
         self.is_resting = False
 
     def forget(self) -> None:

@@ -11,7 +11,10 @@ from colocate.engines.native.sequences import Group
 from colocate.engines.native.sequences import Sequence as RunningSequence
 from colocate.types import Completion, Prompt, SamplingParams
 
-_SAVED = ("sample", "limit", "is_kept", "turn", "given", "token_ids", "logprobs", "versions", "is_resting")
+_SAVED = (
+    *("sample", "limit", "is_kept", "turn", "given", "token_ids", "logprobs", "versions", "num_found"),
+    "is_resting",
+)
 """What is saved of a sequence, beside its prompt."""
 
 
@@ -40,13 +43,17 @@ class Submissions:
         return any(not sequence.is_resting for sequence in self.sequences.values())
 
     def add(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, keep: bool, is_findable: bool
     ) -> dict[int, RunningSequence]:
-        """Sequences for the samples of `prompts`, by their new numbers, in order."""
+        """Sequences for the samples of `prompts`, by their new numbers, in order.
+
+        Args:
+            is_findable: see `Group.is_findable`.
+        """
         self._sampling = sampling
         added = {}
         for prompt in prompts:
-            group = Group(prompt, len(prompt.samples))
+            group = Group(prompt, len(prompt.samples), is_findable=is_findable)
             for sample, limit in zip(prompt.samples, prompt.limits(sampling.max_tokens), strict=True):
                 added[self._num_submitted] = RunningSequence(group, sample, limit, is_kept=keep)
                 self._num_submitted += 1
@@ -122,7 +129,7 @@ class Submissions:
 
     def load_state_dict(self, state: dict[str, Any], sampling: SamplingParams) -> None:
         """Have the sequences of a `state_dict`, in their order, to be drawn by `sampling`."""
-        groups = [Group(Prompt(tuple(ids), key), 0) for ids, key in state["prompts"]]
+        groups = [Group(Prompt(tuple(ids), key), 0, is_findable=True) for ids, key in state["prompts"]]
         self.sequences = {
             number: RunningSequence(**{**fields, "group": groups[fields["group"]]})
             for number, fields in state["sequences"].items()

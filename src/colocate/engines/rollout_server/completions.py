@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from colocate.engines.requests import derived_seed
@@ -90,7 +90,22 @@ def completions_in(
             f"indices {[choice.get('index') for choice in choices]}"
         )
     ordered = sorted(choices, key=lambda choice: choice["index"])
-    return [_completion(choice, request.max_tokens, sampling, policy_version) for choice in ordered]
+    num_cached = _num_cached_tokens(answer)
+    return [
+        replace(
+            _completion(choice, request.max_tokens, sampling, policy_version), num_cached_tokens=num_cached
+        )
+        for choice in ordered
+    ]
+
+
+def _num_cached_tokens(answer: dict[str, Any]) -> int | None:
+    """Tokens of the prompt that the server had in its cache; None: it does not tell (vLLM does with
+    --enable-prompt-tokens-details)."""
+    usage = answer.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    number = details.get("cached_tokens") if isinstance(details, dict) else None
+    return number if type(number) is int else None
 
 
 def _completion(

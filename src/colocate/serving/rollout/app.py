@@ -17,7 +17,7 @@ from colocate.serving.disconnect import unless_gone
 from colocate.serving.driver import Begun, Job, Update
 from colocate.serving.refusal import Refusal
 from colocate.serving.rollout.engine_loop import Aborted, EngineLoop
-from colocate.serving.rollout.requests import Asked, Choice, asked_in
+from colocate.serving.rollout.requests import Asked, Choice, asked_in, usage
 from colocate.version import __version__
 
 
@@ -76,7 +76,8 @@ class RolloutApp:
     async def _completions(self, request: Request) -> Response:
         asked = asked_in(request.scope[CONTENT], self._model, self._max_len)
         choices = await unless_gone(request.receive, self._drawn(asked))
-        return JSONResponse({"model": self._model, "choices": [choice.content() for choice in choices]})
+        answer = {"model": self._model, "choices": [choice.content() for choice in choices]}
+        return JSONResponse({**answer, "usage": usage(asked, choices)})
 
     async def _drawn(self, asked: Asked) -> list[Choice]:
         """The completions of a request.
@@ -106,6 +107,7 @@ class RolloutApp:
                 choice = choices[update.choice]
                 choice.token_ids += update.token_ids
                 choice.logprobs += update.logprobs or ()
+                choice.num_cached_tokens = update.num_cached_tokens
                 if update.finish_reason is not None:
                     choice.finish_reason = update.finish_reason
                     left -= 1
@@ -136,7 +138,8 @@ class RolloutApp:
         return JSONResponse({"status": "resumed"})
 
     async def _reset_prefix_cache(self, request: Request) -> Response:
-        """Nothing is left to reset: a push has the engine forget all that was computed before."""
+        """Nothing is left to reset: a push has the engine forget all that was computed before, and pages are
+        found by prompts for the weights that have filled them alone."""
         return JSONResponse({"success": True})
 
     async def _sleep(self, request: Request) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,8 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str = "abort"
     """Why it has ended, in vLLM's words: "abort" if it did not come to its end."""
+    num_cached_tokens: int | None = None
+    """See `Completion.num_cached_tokens`."""
 
     def content(self) -> dict[str, Any]:
         """The completion in an answer, in the shape that vLLM gives it."""
@@ -88,6 +90,18 @@ class Choice:
             "token_ids": self.token_ids,
             "logprobs": {"token_logprobs": self.logprobs},
         }
+
+
+def usage(asked: Asked, choices: Sequence[Choice]) -> dict[str, Any]:
+    """How many tokens were read, found in the cache and drawn for a request, under OpenAI's names."""
+    num_prompt, num_drawn = len(asked.prompt.token_ids), sum(len(choice.token_ids) for choice in choices)
+    num_cached = max((choice.num_cached_tokens or 0 for choice in choices), default=0)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_drawn,
+        "total_tokens": num_prompt + num_drawn,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
 
 
 class _Fields:
