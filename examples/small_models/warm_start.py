@@ -78,8 +78,8 @@ class Task:
     """Draws a row of one side of the split, `held_out` or not; None: the run file generates its data."""
     tools: list[Any] = field(default_factory=list)
     num_steps: int = 250
-    """Steps of imitation. After too few the model knows the form, but does not yet look at what it answers to, and
-    reward finds nothing to strengthen."""
+    """Steps of imitation. After too few the model knows the form, but does not yet look at what it answers
+    to, and reward finds nothing to strengthen."""
 
 
 def addition_task(num_digits: int) -> Task:

@@ -26,8 +26,8 @@ NUMBERS = range(1, 8)
 NUM_GUESSES = 3
 SHARE_OF_HALVING = 0.4
 NUM_IMITATION_STEPS = 600
-"""In the first two or three hundred steps the model learns how to call and which numbers are frequent, but not yet
-to look at the answers. Reward has nothing to strengthen in a model that never does."""
+"""In its first two or three hundred steps the model learns how to call and which numbers are frequent, but
+not yet to look at the answers. Reward has nothing to strengthen in a model that never does."""
 PROMPT: list[Message] = [{"role": "user", "content": "Play."}]
 
 
