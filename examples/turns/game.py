@@ -25,7 +25,7 @@ PHRASES = ['{"name": "guess", "arguments": {"number": ', "}}", "guess", " to ", 
 NUMBERS = range(1, 8)
 NUM_GUESSES = 3
 SHARE_OF_HALVING = 0.4
-NUM_IMITATION_STEPS = 600
+NUM_IMITATION_STEPS = 900
 """In its first two or three hundred steps the model learns how to call and which numbers are frequent, but
 not yet to look at the answers. Reward has nothing to strengthen in a model that never does."""
 PROMPT: list[Message] = [{"role": "user", "content": "Play."}]
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--output_dir", default="runs/game")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--imitation_steps", type=int, default=NUM_IMITATION_STEPS)
-    parser.add_argument("--max_steps", type=int, default=80)
+    parser.add_argument("--max_steps", type=int, default=100)
     arguments = parser.parse_args()
 
     rng = random.Random(arguments.seed)
