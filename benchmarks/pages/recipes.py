@@ -77,13 +77,16 @@ def expectations_table(records: list[Record]) -> list[str]:
     for (recipe, framework, algorithm), runs in groups(records).items():
         if (framework, algorithm) != ("colocate", "grpo"):
             continue
-        imitation = runs[0]["imitation"]
+        # Runs of before this was recorded do not have it.
+        imitation = runs[0].get("imitation")
         before, after = ([run["evaluations"]["value"][place] for run in runs] for place in (0, -1))
         cells = [
             f"`{recipe}`",
-            f"{imitation['num_steps']} steps",
-            f"{imitation['loss']:.3f}",
-            f"{imitation['core_s']:.0f}",
+            *(
+                (f"{imitation['num_steps']} steps", f"{imitation['loss']:.3f}", f"{imitation['core_s']:.0f}")
+                if imitation
+                else ("–", "–", "–")
+            ),
             *(f"{min(values):.0%} to {max(values):.0%}" for values in (before, after)),
             f"{statistics.median(run['core_s'] for run in runs):.0f}",
         ]

@@ -1,6 +1,6 @@
 """A model learns to use what a game tells it: GRPO in an environment of three turns.
 
-    python examples/turns/game.py [--output_dir runs/game] [--seed 0]    # two minutes on a CPU
+    python examples/turns/game.py [--output_dir runs/game] [--seed 0]    # three minutes on a CPU
 
 The environment thinks of a number from 1 to 7 and answers each of three guesses with what is left: "5 to 7".
 Whoever ignores the answers has guessed at most three of the seven numbers, and wins at most 3/7 = 43% of the
