@@ -71,7 +71,7 @@ def expectations_table(records: list[Record]) -> list[str]:
     """A row for each recipe: what its warm start took, and how far our GRPO comes from there: the least and
     the greatest of its seeds."""
     lines = [
-        "| recipe | imitation | its last loss | seconds | accuracy before | after | seconds |",
+        "| recipe | imitation | its last loss | its seconds | accuracy before | after | training seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     for (recipe, framework, algorithm), runs in groups(records).items():

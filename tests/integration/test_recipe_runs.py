@@ -247,6 +247,9 @@ def check_what_is_said_of_the_runs(claims: dict[str, float]) -> None:
     ours, theirs = after["grpo"], claims["accuracy_after_addition_trl_grpo"]
     assert f"{ours:.0%} with ours and {theirs:.0%} with TRL" in text
     assert f"TRL takes {claims['core_s_ratio_addition_trl']:.2f} times our seconds" in text
+    for recipe in ("chain_sum", "calculator", "game"):
+        means = [claims[f"accuracy_{when}_{recipe}_colocate_grpo"] for when in ("before", "after")]
+        assert "`{}` from {:.0%} to {:.0%}".format(recipe, *means) in text
 
 
 def test_the_page_has_the_seconds_of_the_first_steps() -> None:
