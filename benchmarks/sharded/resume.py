@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, set_seed
 
 from benchmarks.common.random_model import make_tokenizer
@@ -25,6 +24,7 @@ from benchmarks.memory.cases import config_of
 from benchmarks.step.run import is_main_process, num_processes, reward
 from colocate import GRPOConfig, GRPOTrainer
 from colocate.checkpoints.snapshot import checksum
+from colocate.weights.weight_parts import whole_tensor
 
 NUM_COMPLETIONS, NUM_STEPS = 8, 2
 
@@ -56,7 +56,7 @@ def make_trainer(directory: Path, shape: str, shard: Any) -> GRPOTrainer:
 def checksums(trainer: GRPOTrainer) -> dict[str, str]:
     """Of every whole weight and moment; all ranks must call it together."""
     tensors = trainer.policy.optimizer.tensors()
-    wholes = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+    wholes = {name: whole_tensor(tensor) for name, tensor in tensors.items()}
     return {name: checksum([tensor]) for name, tensor in sorted(wholes.items())}
 
 

@@ -202,11 +202,15 @@ def longest_context(records: list[Record], claim: str) -> int | None:
 
 
 def plan_error(records: list[Record]) -> float | None:
-    """The largest relative error of a predicted peak, over the contexts that passed and their GPUs."""
+    """The largest relative error of a predicted peak, over the contexts that passed and their GPUs.
+
+    Only decoded runs count, as in the memory benchmark: a teacher-forced run leaves out the rollout, and the
+    plan has the rollout's memory.
+    """
     errors = [
         abs(record["predicted_peak_bytes"] - peak) / peak
         for record in records
-        if record["kind"] == "context" and record["passed"] and "predicted_peak_bytes" in record
+        if record["kind"] == "context" and record["passed"] and not record["teacher_forced"]
         for peak in record["driver_peak_bytes"]
     ]
     return max(errors, default=None)

@@ -11,26 +11,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.common.results import origin
 from benchmarks.rollout.cases import LOGPROBS_CASE, Case, tiny
 from benchmarks.rollout.logprobs import ask_trainer, complete_natively, gap, load_model
+from colocate.engines.native.all_reduce import GroupSum, SymmetricSum
 from colocate.engines.native.engine import NativeEngine
 from colocate.parallel.mesh import Mesh
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import WeightPart
 from colocate.weights.weight_parts import split_weights
 
-SUMS = ("shot_all_reduce", "AllReduce", "allreduce")
-"""What is in the names of kernels that add up over GPUs."""
-PROFILED = Case("7b", 64, 8, 256, 64)
+TIMED = Case("7b", 64, 8, 256, 256)
+NUM_ROLLOUTS = 3
 
 
 def prompts_of(case: Case, rank: int, num_ranks: int) -> list[Prompt]:
@@ -49,18 +54,45 @@ def generate(engine: NativeEngine, prompts: list[Prompt], num_tokens: int) -> li
     return completions
 
 
-def share_of_sums(engine: NativeEngine, prompts: list[Prompt], num_tokens: int) -> dict[str, float]:
-    """Seconds of kernels that add up over GPUs, and of all kernels, in the second of two rollouts."""
-    generate(engine, prompts, num_tokens)  # captures the graphs
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        generate(engine, prompts, num_tokens)
-    kernels = [event for event in profiler.key_averages() if event.self_device_time_total]
-    total_s = sum(event.self_device_time_total for event in kernels) / 1e6
-    sums_s = sum(e.self_device_time_total for e in kernels if any(name in e.key for name in SUMS)) / 1e6
-    return {"sums_s": sums_s, "kernels_s": total_s, "share": sums_s / total_s}
+def step_s(engine: NativeEngine, prompts: list[Prompt], num_tokens: int) -> float:
+    """Seconds of a decode step: what a rollout takes longer than one of few tokens, by its further tokens."""
+    few_tokens = max(1, num_tokens // 16)
+    for count in (num_tokens, few_tokens):  # captures the graphs
+        generate(engine, prompts, count)
+    seconds: dict[int, list[float]] = {num_tokens: [], few_tokens: []}
+    for _ in range(NUM_ROLLOUTS):
+        for count, found in seconds.items():
+            dist.barrier()
+            begin_s = time.perf_counter()
+            generate(engine, prompts, count)
+            found.append(time.perf_counter() - begin_s)
+    long_s, short_s = (statistics.median(found) for found in seconds.values())
+    return (long_s - short_s) / (num_tokens - few_tokens)
 
 
-def measure(directory: Path, case: Case, profiled: Case, device: torch.device) -> dict[str, Any]:
+def share_of_sums(
+    make_engine: Callable[[], NativeEngine], prompts: list[Prompt], num_tokens: int
+) -> dict[str, float]:
+    """Seconds of a decode step, of one that leaves out the sums over GPUs, and the share that the sums take.
+
+    Without sums the tokens are other ones, which takes no other time: every completion has `num_tokens`.
+    """
+
+    def measured() -> float:
+        engine = make_engine()
+        seconds = step_s(engine, prompts, num_tokens)
+        engine.close()
+        return seconds
+
+    with_s = measured()
+    with ExitStack() as without:
+        for kind in (GroupSum, SymmetricSum):
+            without.enter_context(mock.patch.object(kind, "sum", lambda _, own: own))
+        without_s = measured()
+    return {"step_s": with_s, "step_without_s": without_s, "share": 1 - without_s / with_s}
+
+
+def measure(directory: Path, case: Case, timed: Case, device: torch.device) -> dict[str, Any]:
     mesh = Mesh.of(device.type, 2)
     model = load_model(directory)
     split_weights(model, WeightPart(mesh.weight_part, 2))
@@ -73,12 +105,13 @@ def measure(directory: Path, case: Case, profiled: Case, device: torch.device) -
         {"prompt": prompt.token_ids, "completion": completion.token_ids, "engine": completion.logprobs}
         for prompt, completion in zip(owners, completions, strict=True)
     ]
-    found: dict[str, Any] = {}
-    if device.type == "cuda":
-        engine = NativeEngine(model, group=mesh.weight_group, max_num_seqs=profiled.num_seqs)
-        share = prompts_of(profiled, mesh.weight_part, 2)
-        found["decode"] = share_of_sums(engine, share, profiled.completion_tokens)
-        engine.close()
+    found: dict[str, Any] = {
+        "decode": share_of_sums(
+            partial(NativeEngine, model, group=mesh.weight_group, max_num_seqs=timed.num_seqs),
+            prompts_of(timed, mesh.weight_part, 2),
+            timed.completion_tokens,
+        )
+    }
     del engine, model
     whole = load_model(directory)
     ask_trainer(whole, own)
@@ -96,9 +129,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     state = PartialState(cpu=not torch.cuda.is_available())
-    cases = [tiny(case) if options.tiny else case for case in (LOGPROBS_CASE, PROFILED)]
+    case, timed = (tiny(case) if options.tiny else case for case in (LOGPROBS_CASE, TIMED))
     record = {"kind": "tensor_parallel", "label": "tp2", **origin(), "model": options.model_dir.name}
-    record |= measure(options.model_dir, *cases, state.device)
+    record |= measure(options.model_dir, case, timed, state.device)
     if state.is_main_process:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
         print(json.dumps(record))

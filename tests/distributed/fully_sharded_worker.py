@@ -37,7 +37,7 @@ from colocate.policy.reference import make_reference
 from colocate.weights.buckets import buckets, tied_head
 from colocate.weights.fully_sharded import shard_fully
 from colocate.weights.layouts import WeightPart
-from colocate.weights.weight_parts import local_part, splits_of
+from colocate.weights.weight_parts import local_part, splits_of, whole_tensor
 
 CPU = torch.device("cpu")
 COMMON = dict(vocab_size=97, max_position_embeddings=63, hidden_size=32, num_hidden_layers=3)
@@ -178,7 +178,7 @@ def bf16(mesh: Mesh) -> Iterator[tuple[str, float]]:
     expected, got = one.optimizer.state_dict()["weights"], policy.optimizer.tensors()
     change = max((expected[name] - before[name]).abs().max().item() for name in expected)
     assert change > 1e-2
-    wholes = {name: got[f"weights/{name}"].full_tensor() for name in expected}
+    wholes = {name: whole_tensor(got[f"weights/{name}"]) for name in expected}
     assert {p.dtype for p in parts.parameters()} == {torch.bfloat16}
     assert {w.dtype for w in wholes.values()} == {torch.float32}
     # Ranks sum gradients that were rounded to 8 bits one by one.

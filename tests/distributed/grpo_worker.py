@@ -17,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
@@ -28,6 +27,7 @@ from small_runs import make_trainer
 from colocate.checkpoints import snapshot
 from colocate.checkpoints.sealed import CheckpointError
 from colocate.policy.policy import Policy
+from colocate.weights.weight_parts import whole_tensor
 
 # The global batch: `dapo` has one group of four per rollout, split over two ranks; `grpo` three, of which the
 # second is split.
@@ -125,8 +125,7 @@ def load_checkpoint_of_another_temperature(trainer: Any, directory: Path) -> Non
 
 
 def save_state(trainer: Any, path: Path) -> None:
-    tensors = {name: x.full_tensor() if isinstance(x, DTensor) else x
-               for name, x in trainer.policy.optimizer.tensors().items()}  # fmt: skip
+    tensors = {name: whole_tensor(x) for name, x in trainer.policy.optimizer.tensors().items()}
     torch.save(tensors, f"{path}{trainer.accelerator.process_index}.pt")
 
 

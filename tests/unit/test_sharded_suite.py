@@ -23,7 +23,7 @@ def context(claim: str, length: int, teacher_forced: bool, passed: bool) -> dict
     run = {"kind": "context", "part": claim, "length": length, "teacher_forced": teacher_forced}
     return run | {
         "passed": passed,
-        "predicted_peak_bytes": 11 * GIB,
+        "predicted_peak_bytes": (15 if teacher_forced else 11) * GIB,  # of which one part never was there
         "driver_peak_bytes": [10 * GIB, 11 * GIB],
     }
 

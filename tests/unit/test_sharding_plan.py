@@ -264,7 +264,7 @@ def test_steps_of_two_gpus_are_near_those_measured(label):
     "label", ["7b-t1", "7b-t2", "1p5b-1gpu", "1p5b-2gpu-none", "1p5b-2gpu", "1p5b-2gpu-half"]
 )
 def test_phases_of_split_runs_are_near_those_measured(label):
-    (record,) = (r for r in result_of("sharded-h200x2")["repetitions"] if r["label"] == label)
+    (record,) = (r for r in result_of("sharded-h200x2")["repetitions"] if r.get("label") == label)
     work, num_ranks = record["work"], record["world_size"]
     shapes, shard = MEASURED_SHAPES[work["model"]], record["options"].get("shard", "none")
     rows = work["num_prompts"] * work["num_generations"] // num_ranks

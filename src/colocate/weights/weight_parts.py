@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from colocate.weights.adapters import Adapter, base_linear, projection_adapters
@@ -130,10 +130,17 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 def whole_tensor(parameter: Tensor) -> Tensor:
-    """The whole of a parameter, without autograd: gathered where FSDP2 has split it, by all ranks that share
-    it together; any other as it is."""
+    """The whole of a parameter, without autograd: gathered where it is a DTensor, by all ranks that share it
+    together; any other as it is."""
     detached = parameter.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+    if not isinstance(detached, DTensor):
+        return detached
+    # Inner rows first, one dimension of the mesh at a time: `full_tensor` of torch 2.11 fails on both at once
+    # in a mesh whose ranks are in another order than the whole mesh's (`Mesh.by_part`).
+    for dim in reversed(range(detached.device_mesh.ndim)):
+        placements = [*detached.placements[:dim], *[Replicate()] * (detached.device_mesh.ndim - dim)]
+        detached = detached.redistribute(placements=placements)
+    return detached.to_local()
 
 
 def storage_of(parameter: Tensor) -> Tensor:
