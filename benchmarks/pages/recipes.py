@@ -1,8 +1,8 @@
-"""The table and the picture of runs in docs/recipes.md, from the runs' files.
+"""The tables and the picture of runs in docs/recipes.md, from the runs' files.
 
     python -m benchmarks.pages.recipes cpu docs/recipes-cpu.svg
 
-prints the table and draws the picture.
+prints the tables and draws the picture.
 """
 
 from __future__ import annotations
@@ -67,6 +67,33 @@ def recipes_table(records: list[Record]) -> list[str]:
     return lines
 
 
+def expectations_table(records: list[Record]) -> list[str]:
+    """A row for each recipe: what its warm start took, and how far our GRPO comes from there: the least and
+    the greatest of its seeds."""
+    lines = [
+        "| recipe | imitation | its last loss | its seconds | accuracy before | after | training seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (recipe, framework, algorithm), runs in groups(records).items():
+        if (framework, algorithm) != ("colocate", "grpo"):
+            continue
+        # Runs of before this was recorded do not have it.
+        imitation = runs[0].get("imitation")
+        before, after = ([run["evaluations"]["value"][place] for run in runs] for place in (0, -1))
+        cells = [
+            f"`{recipe}`",
+            *(
+                (f"{imitation['num_steps']} steps", f"{imitation['loss']:.3f}", f"{imitation['core_s']:.0f}")
+                if imitation
+                else ("–", "–", "–")
+            ),
+            *(f"{min(values):.0%} to {max(values):.0%}" for values in (before, after)),
+            f"{statistics.median(run['core_s'] for run in runs):.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def recipes_panels(records: list[Record]) -> list[str]:
     """Held-out accuracy by step and, of recipes that TRL trains, too, by seconds: a faint line for each seed,
     and their mean in full."""
@@ -120,7 +147,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
     records = published_runs(options.hardware)
-    print(*recipes_table(records), sep="\n")
+    print(*expectations_table(records), "", *recipes_table(records), sep="\n")
     options.picture.write_text(picture(recipes_panels(records)), encoding="utf-8")
 
 

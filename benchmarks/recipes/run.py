@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.results import ROOT, Record, origin
-from benchmarks.recipes.cases import ALGORITHMS, FRAMEWORKS, run_file
+from benchmarks.recipes.cases import ALGORITHMS, FRAMEWORKS, IMITATION, run_file
 from benchmarks.recipes.clock import CoreClock
 from benchmarks.step.run import assignment
 from colocate.cli import main as colocate
@@ -204,6 +204,7 @@ def measure(
         **{"kind": "recipe", "framework": framework, "recipe": recipe, "algorithm": algorithm, "seed": seed},
         "options": {name: value for name, value in options.items() if not _is_place(name)},
         "num_parameters": _num_parameters(start / "model/model.safetensors"),
+        "imitation": json.loads((start / IMITATION).read_text()),
         "num_evaluated": num_evaluated,
         **wall,
         "num_tokens": num_tokens,

@@ -18,7 +18,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch
 
 from benchmarks.common.results import RESULTS, ROOT, Record, read_records, write_suite_result
 from benchmarks.common.suite import Claims, Suite
-from benchmarks.recipes.cases import CASES, CPU_CASES, Case, run_name, warm_start_words
+from benchmarks.recipes.cases import CASES, CPU_CASES, IMITATION, Case, run_name, warm_start_words
 
 RUN_S = 3600.0
 """A run that takes longer has failed."""
@@ -96,12 +95,10 @@ class RecipesSuite(Suite):
     def _warm_start(self, recipe: str) -> Path:
         """The directory of what a recipe's runs start from, made if it is not there."""
         directory = self.records / "starts" / recipe
-        if not (directory / "model/tokenizer.json").exists():  # written last but for the data
-            start_s = time.perf_counter()
+        if not (directory / IMITATION).exists():  # written last
             script, *words = warm_start_words(recipe)
             command = [sys.executable, str(ROOT / script), *words, "--output_dir", str(directory)]
             subprocess.run(command, check=True, env=self.environment | self._threads())
-            print(f"{' '.join(words)}: {time.perf_counter() - start_s:.1f} s", flush=True)
         return directory
 
     def _threads(self) -> dict[str, str]:

@@ -3,13 +3,15 @@
     user        State the final answer to the following arithmetic problem: 4 - 7 + 9 =
     assistant   4-7=-3,-3+9=6<answer>6</answer>
 
-Problems and verdicts are reasoning_gym's; only what a demonstrator writes is made here.
+Problems and verdicts are reasoning_gym's, but for partial credit; what a demonstrator writes is made here.
 """
 
 from __future__ import annotations
 
 import random
 from typing import Any
+
+from colocate.rewards import reasoning_gym_reward
 
 TASK = "chain_sum"
 PARAMETERS = {"min_terms": 5, "max_terms": 6, "min_digits": 1, "max_digits": 1}
@@ -52,3 +54,8 @@ class Demonstrations:
         entry = self._problems[rng.randrange(len(self._problems))]
         said = worked(entry["metadata"]["expression"], rng)
         return [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": said}]
+
+
+def solved(completions: list[list[Message]], entry: list[str], **columns: Any) -> list[float]:
+    """The reward: 1 for the right number, else 0. reasoning_gym gives 16 half a point where 6 is right."""
+    return [float(score == 1.0) for score in reasoning_gym_reward(completions, entry)]

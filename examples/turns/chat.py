@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -83,8 +84,13 @@ def imitate(
     num_steps: int,
     rng: random.Random,
     learning_rate: float = LEARNING_RATE,
-) -> None:
-    """Train on demonstrated conversations, on what the assistant says in them."""
+) -> list[float]:
+    """Train on demonstrated conversations, on what the assistant says in them.
+
+    Returns:
+        The loss of each step, in nats per token.
+    """
+    losses: list[float] = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 30, 1.0, 30)
     for step in range(1, num_steps + 1):
@@ -100,8 +106,10 @@ def imitate(
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
         if step % 100 == 0:
-            print(f"imitation: step {step}, loss {loss.item():.3f}", flush=True)
+            print(f"imitation: step {step}, loss {fmean(losses[-100:]):.3f}", flush=True)
+    return losses
 
 
 def said_by_the_assistant(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:

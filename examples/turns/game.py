@@ -5,8 +5,8 @@
 The environment thinks of a number from 1 to 7 and answers each of three guesses with what is left: "5 to 7".
 Whoever ignores the answers has guessed at most three of the seven numbers, and wins at most 3/7 = 43% of the
 games; whoever halves what is left, 7 → 3 → 1, wins them all. First a Qwen3 of 0.2 million random parameters
-imitates somebody who halves with four guesses in ten and is blind with the others. Then reward for winning
-teaches it to halve always.
+imitates somebody who halves with four guesses in ten and is blind with the others, until it does so as well,
+and wins every second game. Then reward for winning teaches it to halve always.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ PHRASES = ['{"name": "guess", "arguments": {"number": ', "}}", "guess", " to ", 
 NUMBERS = range(1, 8)
 NUM_GUESSES = 3
 SHARE_OF_HALVING = 0.4
+NUM_IMITATION_STEPS = 900
+"""In its first two or three hundred steps the model learns how to call and which numbers are frequent, but
+not yet to look at the answers. Reward has nothing to strengthen in a model that never does."""
 PROMPT: list[Message] = [{"role": "user", "content": "Play."}]
 
 
@@ -72,8 +75,8 @@ def main() -> None:
     )
     parser.add_argument("--output_dir", default="runs/game")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--imitation_steps", type=int, default=250)
-    parser.add_argument("--max_steps", type=int, default=180)
+    parser.add_argument("--imitation_steps", type=int, default=NUM_IMITATION_STEPS)
+    parser.add_argument("--max_steps", type=int, default=100)
     arguments = parser.parse_args()
 
     rng = random.Random(arguments.seed)

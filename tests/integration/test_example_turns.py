@@ -35,6 +35,7 @@ def test_the_calculator_is_used_once_it_is_rewarded(tmp_path, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_the_answers_of_a_game_are_used_once_winning_is_rewarded(tmp_path, seed):
-    """Three guesses that ignore the answers win at most three games in seven, 43 %."""
+    """Three guesses that ignore the answers win at most three games in seven, 43 %. The model begins above
+    that, since it has imitated until it looks at them."""
     first, last = shares("game.py", "--output_dir", str(tmp_path), "--seed", seed)
-    assert first < 60 and last > 90
+    assert 45 < first < 70 and last > 90

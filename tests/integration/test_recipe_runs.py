@@ -18,12 +18,14 @@ import pytest
 import torch
 
 from benchmarks.pages.pictures import picture
-from benchmarks.pages.recipes import recipes_panels, recipes_table
+from benchmarks.pages.recipes import expectations_table, recipes_panels, recipes_table
 from benchmarks.recipes import run as recipe_run
 from benchmarks.recipes import seconds
 from benchmarks.recipes.cases import ALGORITHMS, CASES, DIRECTORY, run_name, warm_start_words
 from benchmarks.recipes.suite import compute_claims, published_runs, runs_of
 from colocate.cli import main
+from colocate.data.loading import load_prompts
+from colocate.rewards import reasoning_gym_reward
 from colocate.rewards.registry import get_tool
 from colocate.run_file import read_file
 
@@ -87,6 +89,10 @@ def test_a_run_leaves_the_same_curves_of_both_frameworks(
     assert 16 * 12 < record["num_tokens"] <= 16 * (12 + 16)
     assert record["core_s"] > 0 and record["train_s"] < record["total_s"]
     assert 0.2e6 < record["num_parameters"] < 0.3e6
+    imitation = record["imitation"]
+    assert imitation["num_steps"] == 2 and imitation["core_s"] > 0
+    # After two steps the model still knows next to nothing of its vocabulary of 27 tokens.
+    assert imitation["loss"] == pytest.approx(math.log(27), abs=0.5)
 
 
 @pytest.mark.parametrize("recipe", ["calculator", "game"])
@@ -167,6 +173,27 @@ def test_running_totals_end_in_the_answer_of_reasoning_gym(warm_start: ModuleTyp
         assert problems.score_answer(answer, entry) == 1.0
 
 
+def test_a_part_of_the_right_number_is_not_rewarded(warm_start: ModuleType) -> None:
+    (row,) = load_prompts(
+        "reasoning_gym:chain_sum", size=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    right = json.loads(row["entry"])["problem"]["answer"]
+    answers = [right, f"{right}0", f"1{right}", ""]
+    completions = [[{"role": "assistant", "content": f"<answer>{answer}</answer>"}] for answer in answers]
+    entry = [row["entry"]] * len(answers)
+    assert reasoning_gym_reward(completions, entry)[:2] != [1.0, 0.0], "which is why"
+    assert sys.modules["chain_sum"].solved(completions, entry=entry) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_blind_player_wins_less_often_than_the_one_that_is_imitated(warm_start: ModuleType) -> None:
+    game, rng = sys.modules["game"], random.Random(0)
+    shown = [game.demonstration(rng) for _ in range(8000)]
+    won = sum(conversation[-1]["content"] == "right" for conversation in shown) / len(shown)
+    said = re.search(r"wins (\d+) % of\s+# the games", (DIRECTORY / "game.yaml").read_text())
+    # Three standard errors of 8,000 games are 0.017. Whoever ignores the answers wins 3/7 of the games.
+    assert abs(won - int(said[1]) / 100) < 0.02 and won - 3 / 7 > 0.05
+
+
 # ── Records ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -220,8 +247,9 @@ def check_what_is_said_of_the_runs(claims: dict[str, float]) -> None:
     ours, theirs = after["grpo"], claims["accuracy_after_addition_trl_grpo"]
     assert f"{ours:.0%} with ours and {theirs:.0%} with TRL" in text
     assert f"TRL takes {claims['core_s_ratio_addition_trl']:.2f} times our seconds" in text
-    game = [claims[f"accuracy_{when}_game_colocate_grpo"] for when in ("before", "after")]
-    assert "from {:.0%} to {:.0%} of the games".format(*game) in text
+    for recipe in ("chain_sum", "calculator", "game"):
+        means = [claims[f"accuracy_{when}_{recipe}_colocate_grpo"] for when in ("before", "after")]
+        assert "`{}` from {:.0%} to {:.0%}".format(recipe, *means) in text
 
 
 def test_the_page_has_the_seconds_of_the_first_steps() -> None:
@@ -248,9 +276,11 @@ def test_seconds_are_compared_by_medians_and_an_earlier_commit_may_be_missing() 
 def test_the_page_has_the_published_runs(hardware: str) -> None:
     records = published_runs(hardware)
     assert "\n".join(recipes_table(records)) in PAGE
+    assert "\n".join(expectations_table(records)) in PAGE
     for record in records:
         assert all(math.isfinite(reward) for reward in record["rollouts"]["reward"])
         assert record["evaluations"]["step"][-1] == record["options"]["max_steps"]
+        assert record["evaluations"]["low"][-1] > record["evaluations"]["high"][0], "nothing was learnt"
     check_what_is_said_of_the_runs(summary_of(hardware)["claims"])
     drawn = picture(recipes_panels(records))
     assert drawn == (ROOT / f"docs/recipes-{hardware}.svg").read_text(), "the picture is of other runs"
@@ -259,7 +289,7 @@ def test_the_page_has_the_published_runs(hardware: str) -> None:
     summary = summary_of(hardware)
     assert summary["claims"] == compute_claims(records)
     assert [run_name(run) for run in summary["repetitions"]] == [run_name(run) for run in records]
-    asked = {"-".join(map(str, run)) for name, case in CASES.items() for run in runs_of(name, case, 2)}
+    asked = {"-".join(map(str, run)) for name, case in CASES.items() for run in runs_of(name, case, 3)}
     assert {run_name(record) for record in records} <= asked
 
 
