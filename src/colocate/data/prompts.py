@@ -144,7 +144,7 @@ def tokenize_prompts(
             tools = None if schemas is None else schemas[index]
             ids = _apply_chat_template(row, tokenizer, chat_template_kwargs or {}, name, tools)
         else:
-            ids = tokenizer(text=prompt)["input_ids"]
+            ids = encoded(tokenizer, prompt, f"{name}: The prompt")
         if not ids:
             raise ValueError(
                 f"{name}: The prompt {prompt!r} has no tokens: a completion needs at least one to follow."
@@ -152,6 +152,25 @@ def tokenize_prompts(
         # The oldest tokens go, as with TRL's `max_prompt_length`: the question comes last.
         token_ids.append(tuple(ids if max_prompt_length is None else ids[-max_prompt_length:]))
     return token_ids
+
+
+def encoded(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:
+    """The token ids of a text, with the special tokens that the tokenizer adds to it.
+
+    Args:
+        what: the subject of the error's sentence, such as "The prompt".
+
+    Raises:
+        ValueError: the tokenizer has no token for a part of the text, as one without an unknown token may.
+    """
+    try:
+        return list(tokenizer(text=text)["input_ids"])
+    except Exception as error:  # tokenizers raises this very class
+        if type(error) is not Exception:
+            raise
+        raise ValueError(
+            f"{what} {text!r:.200} has characters that are no tokens of this model's tokenizer ({error})."
+        ) from error
 
 
 def _apply_chat_template(
@@ -164,8 +183,10 @@ def _apply_chat_template(
     if not tokenizer.chat_template:
         raise ValueError(
             "The dataset's prompts are conversations, but the tokenizer "
-            f"{tokenizer.name_or_path!r} has no chat template. Pass a `processing_class` that has one, "
-            "or give the prompts as strings."
+            f"{tokenizer.name_or_path!r} has no chat template. Take a model that was trained on one (the "
+            "names of many end in -Instruct), pass a `processing_class` that has one, or give the prompts as "
+            "strings. A text becomes a conversation by system_prompt and by apply_chat_template=True: leave "
+            "them out, and write the system prompt into prompt_template."
         )
     # Arrow gives every row all the keys that any row has and fills in None; those were never set.
     own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
