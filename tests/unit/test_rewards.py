@@ -8,6 +8,7 @@ import math
 import operator
 import os
 import pickle
+import re
 import sys
 import threading
 
@@ -235,6 +236,7 @@ def test_an_exception_names_the_function_and_the_completion_at_hand(is_async):
     with pytest.raises(RewardError, match=r"raised ValueError: could not convert.*'it'") as caught:
         score(awaited if is_async else plain)
     assert ("'awaited'" if is_async else "'plain'") in str(caught.value)
+    assert re.search(rf"'it', at {re.escape(__file__)}:\d+ in parse\n", str(caught.value))
     assert "working on completion 1 ('it is four' to the prompt 'what is two')" in str(caught.value)
     assert type(caught.value.__cause__) is ValueError
 

@@ -212,6 +212,7 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     config.dataset_weights = data.weights or config.dataset_weights
     if is_main:
         say_row("left out", "; ".join(data.left_out))
+        say_unnecessary(run, options)
     trainer = GRPOTrainer(
         model=run.model_name_or_path,
         reward_funcs=reward_funcs,
@@ -224,8 +225,6 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
         tools=[get_tool(name) for name in run.tools] or None,
         environment_factory=run.environment_factory and get_tool(run.environment_factory),
     )
-    if is_main:
-        say_unnecessary(options)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     with without_bars():  # one would stand between the lines that say where everything is
         trainer.save_model(str(config.run_dir))

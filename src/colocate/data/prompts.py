@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import datasets
 from transformers import PreTrainedTokenizerBase
 
+from colocate.data.encoding import encoded
+
 logger = logging.getLogger(__name__)
 
 TrainData = TypeVar("TrainData", bound=datasets.Dataset | datasets.IterableDataset)
@@ -152,25 +154,6 @@ def tokenize_prompts(
         # The oldest tokens go, as with TRL's `max_prompt_length`: the question comes last.
         token_ids.append(tuple(ids if max_prompt_length is None else ids[-max_prompt_length:]))
     return token_ids
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str, what: str) -> list[int]:
-    """The token ids of a text, with the special tokens that the tokenizer adds to it.
-
-    Args:
-        what: the subject of the error's sentence, such as "The prompt".
-
-    Raises:
-        ValueError: the tokenizer has no token for a part of the text, as one without an unknown token may.
-    """
-    try:
-        return list(tokenizer(text=text)["input_ids"])
-    except Exception as error:  # tokenizers raises this very class
-        if type(error) is not Exception:
-            raise
-        raise ValueError(
-            f"{what} {text!r:.200} has characters that are no tokens of this model's tokenizer ({error})."
-        ) from error
 
 
 def _apply_chat_template(

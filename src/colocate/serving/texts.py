@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from colocate.data.prompts import encoded
+from colocate.data.encoding import encoded
 from colocate.episodes.renderer import Message, Renderer
 from colocate.serving.calls import Call, ChatCall, CompletionCall
 from colocate.serving.message_stream import MessageStream
