@@ -133,7 +133,9 @@ def check_names(values: Mapping[str, object]) -> None:
     for name, value in values.items():
         if name not in types:
             if name == "config":
-                raise ValueError("There is no option 'config': a run file stands alone, colocate train RUN.yaml")
+                raise ValueError(
+                    "There is no option 'config': a run file stands alone, colocate train RUN.yaml"
+                )
             meant = _OFTEN_MEANT.get(name)
             hint = f"; did you mean {meant!r}?" if meant else nearest(name, types) or "."
             raise ValueError(f"There is no option {shown(name)}{hint}")

@@ -132,7 +132,7 @@ def needs_solution(completions, solution, weight=1.0, **_: Any) -> list[float]:
         # The dataset's own prompts and completions are not handed on.
         (
             {"reward_funcs": lambda prompt, completion, **_: []},
-            "needs the argument 'prompt' and 'completion', but functions get 'prompts' and 'completions', a list",
+            "'prompt' and 'completion', but functions get 'prompts' and 'completions', a list with one value",
         ),
     ],
 )

@@ -272,7 +272,10 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
         (["--dataset_name", "d", "--reward_funcs", "think_format_reward"], "model_name_or_path is not set"),
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
         (["--model", "m"], "There is no option 'model'; did you mean 'model_name_or_path'?"),
-        (["--config", "run.yaml"], "There is no option 'config': a run file stands alone, colocate train RUN.yaml"),
+        (
+            ["--config", "run.yaml"],
+            "There is no option 'config': a run file stands alone, colocate train RUN.yaml",
+        ),
         (["--fp16"], "fp16=True is not supported"),
         (["--learning_rate", "fast"], "learning_rate='fast' is not a number."),
         (["--lr_scheduler_type", "a", "b"], "is not one of 'linear', 'cosine'"),
@@ -644,6 +647,25 @@ def test_a_run_that_was_started_here_is_resumed_by_its_own_file(tmp_path, monkey
     assert writer.resume_command.startswith("torchrun --nproc_per_node 2 -m colocate train 'runs/a b/")
     monkeypatch.setenv(LAUNCH, "--launcher ray --num_nodes 2 --gpus_per_node 8")
     assert writer.resume_command.endswith("auto --launcher ray --num_nodes 2 --gpus_per_node 8")
+
+
+def test_a_run_directory_that_was_moved_is_not_begun_anew(calls, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *COMPLETE, "--output_dir", "runs/first", "--save_strategy", "no"]) == 0
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    moved = tmp_path / "elsewhere" / "first"
+    checkpoint = moved / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text("{}")
+    for value in (["auto"], []):
+        assert main(["train", "elsewhere/first/config.yaml", "--resume_from_checkpoint", *value]) == 1
+        told = capsys.readouterr().err
+        assert "output_dir='runs/first', where there is none" in told
+        assert "elsewhere/first/checkpoint-5 is beside the run file" in told
+        assert "add --output_dir elsewhere/first." in told
+    assert len(calls.trained) == 1
+    for go_on in (["--output_dir", "elsewhere/first", "--resume_from_checkpoint", "auto"], []):
+        assert main(["train", "elsewhere/first/config.yaml", *go_on]) == 0
 
 
 def test_exit_codes_of_the_program(tmp_path):

@@ -337,7 +337,10 @@ class Unreachable(Base):
     ("factory", "words"),
     [
         (NeedsSize, r"(?s)environment_factory is .*NeedsSize.* raised TypeError.*'size'.*without arguments"),
-        ({"a": Unreachable}, r"environment_factory\['a'\] is .* raised ConnectionError .*no server at port 7"),
+        (
+            {"a": Unreachable},
+            r"environment_factory\['a'\] is .* raised ConnectionError .*no server at port 7",
+        ),
     ],
 )
 def test_an_environment_that_cannot_be_constructed_is_named(factory, words):

@@ -84,8 +84,8 @@ _READ_WITH = {
 
 
 def say_unnecessary(run: RunConfig, options: dict[str, Any]) -> None:
-    """Print one line for each option that the user has set and nothing reads: a switch is off, or the model is
-    natively supported."""
+    """Print one line for each option that the user has set and nothing reads, because a switch is off or the
+    model is natively supported."""
     from dataclasses import fields
 
     from colocate.options import UNNECESSARY_WITH_LAYOUT, default_of

@@ -108,7 +108,7 @@ def run(known: argparse.Namespace) -> int:
         return launch(["train", *debug, *known.run_options, *own], values, ask)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
-        _train(values, is_main)
+        _train(file, values, is_main)
     return 0
 
 
@@ -194,7 +194,7 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
     return ["--engine", "vllm_server", *on_loss]
 
 
-def _train(values: Mapping[str, Any], is_main: bool) -> None:
+def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
     from colocate.reporting.messages import model_saved, say_row
     from colocate.reporting.panel import without_bars
@@ -206,6 +206,7 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     run, options = parse_run(values)
     _require_complete(vars(run))
     config = GRPOConfig(**with_model_options(run, options))
+    _refuse_moved(file, config)
     reward_funcs = _reward_functions(run)
     data = RunData(run, config)
     train_dataset, eval_dataset = data.load()
@@ -236,7 +237,24 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
                 str(run.model_name_or_path),
                 is_adapter=run.use_peft,
                 held_out=eval_dataset is not None and not several,
+                has_turns=bool(run.tools or run.environment_factory),
             )
+        )
+
+
+def _refuse_moved(file: Path | None, config: GRPOConfig) -> None:
+    """Raises ValueError: the run is to go on, but its checkpoints are beside its run file and not in output_dir,
+    as where its directory was copied or moved. The run would begin anew."""
+    from colocate.checkpoints.sealed import AUTO, list_checkpoints
+
+    if file is None or config.resume_from_checkpoint not in (True, AUTO) or list_checkpoints(config.run_dir):
+        return
+    if beside := list_checkpoints(file.parent):
+        raise ValueError(
+            f"resume_from_checkpoint={config.resume_from_checkpoint!r} looks for checkpoints in "
+            f"output_dir={str(config.output_dir)!r}, where there is none, and {beside[-1]} is beside the run "
+            f"file {file}. If the run's directory was moved or copied, add --output_dir "
+            f"{shlex.quote(str(file.parent))}."
         )
 
 

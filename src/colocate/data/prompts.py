@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from colocate.data.encoding import encoded
+from colocate.encoding import encoded
 
 logger = logging.getLogger(__name__)
 

@@ -254,9 +254,9 @@ class EnvironmentPool:
             instance = factory()
         except (Exception, SystemExit) as error:
             raise RuntimeError(
-                f"{_option(name)} is {factory!r:.100}, which has raised {type(error).__name__} where it was to "
-                f"construct an environment: {error}\nIt is called without arguments; bind those that it needs: "
-                "lambda: Game(size=4)."
+                f"{_option(name)} is {factory!r:.100}, which has raised {type(error).__name__} where it was "
+                f"to construct an environment: {error}\nIt is called without arguments; bind those that it "
+                "needs: lambda: Game(size=4)."
             ) from error
         if not _has(type(instance), "reset"):
             raise ValueError(

@@ -24,8 +24,9 @@ def ended_forks(function: str) -> Iterator[None]:
     finally:
         if os.getpid() != process_id:
             message = (
-                f"{function} has forked, and the child process returned from it, as process {os.getpid()}: it "
-                f"is ended, and the run goes on in process {process_id}. A child ends with os._exit().\n"
+                f"{function} has forked, and the child process returned from it. That process, "
+                f"{os.getpid()}, is ended, and the run goes on in process {process_id}. Let a child end with "
+                "os._exit().\n"
             )
             os.write(2, message.encode(errors="replace"))
             os._exit(EXIT_CODE)  # nothing of the parent's is flushed or cleaned up a second time

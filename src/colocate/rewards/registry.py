@@ -74,7 +74,9 @@ def _import_attribute(name: str, kind: str) -> Callable:
     """
     if name.endswith((".py", ".py:")):
         file = name.removesuffix(":")
-        raise ValueError(f"{name!r} names no {kind}, only a file: write {file}:NAME, with the name in that file.")
+        raise ValueError(
+            f"{name!r} names no {kind}, only a file: write {file}:NAME, with the name in that file."
+        )
     if ".py:" in name:
         path, _, attribute = name.rpartition(":")
         module = _import_file(Path(path).expanduser())
@@ -144,8 +146,8 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _module_name(file: Path) -> str:
-    """The name under which a file is imported: its own, unless that is another module's. A file called json.py
-    must not stand in for the real json."""
+    """The name under which a file is imported: its own, unless that is another module's. A file called
+    json.py must not stand in for the real json."""
     own = file.stem
     if own in sys.modules:
         found = getattr(sys.modules[own], "__file__", None)

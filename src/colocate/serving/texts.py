@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from colocate.data.encoding import encoded
+from colocate.encoding import encoded
 from colocate.episodes.renderer import Message, Renderer
 from colocate.serving.calls import Call, ChatCall, CompletionCall
 from colocate.serving.message_stream import MessageStream
@@ -68,8 +68,8 @@ class Texts:
             number: which of the request's prompts.
 
         Raises:
-            Refusal: the prompt has no token, or characters that are none, or there is no chat template, or none that carries tools, or one
-                that refuses the conversation.
+            Refusal: the prompt has no token, or characters that are none, or there is no chat template, or
+                none that carries tools, or one that refuses the conversation.
         """
         if isinstance(call, ChatCall):
             return self._conversation(call)
