@@ -243,8 +243,8 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
 
 
 def _refuse_moved(file: Path | None, config: GRPOConfig) -> None:
-    """Raises ValueError: the run is to go on, but its checkpoints are beside its run file and not in output_dir,
-    as where its directory was copied or moved. The run would begin anew."""
+    """Raises ValueError: the run is to go on, but its checkpoints are beside its run file and not in
+    output_dir, as where its directory was copied or moved. The run would begin anew."""
     from colocate.checkpoints.sealed import AUTO, list_checkpoints
 
     if file is None or config.resume_from_checkpoint not in (True, AUTO) or list_checkpoints(config.run_dir):

@@ -102,8 +102,8 @@ def _circumstances(
 
 
 def _place(places: Iterable[tuple[FrameType, int]]) -> str:
-    """The words ", at file:line in function" for the innermost call that is not within Python and, if there is
-    one, not within an installed package; "" if there is none."""
+    """The words ", at file:line in function" for the innermost call that is not within Python and, if there
+    is one, not within an installed package; "" if there is none."""
     users = [(frame, line) for frame, line in places if not _is_machinery(frame)]
     own = [place for place in users if "site-packages" not in place[0].f_code.co_filename] or users
     if not own:
