@@ -108,6 +108,21 @@ def _imported(module: str, name: str) -> Any:
     return _Names(_parsed(_file_of(module)))[name]
 
 
+_OFTEN_MEANT = {
+    "model": "model_name_or_path",
+    "model_name": "model_name_or_path",
+    "dataset": "dataset_name",
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "reward": "reward_funcs",
+    "lora": "use_peft",
+    "output": "output_dir",
+}
+"""What other programs call an option, where that is spelled like another one of ours."""
+
+
 def check_names(values: Mapping[str, object]) -> None:
     """Refuse a name that no option has, and an option without the value that it needs.
 
@@ -117,7 +132,13 @@ def check_names(values: Mapping[str, object]) -> None:
     types = _types()
     for name, value in values.items():
         if name not in types:
-            raise ValueError(f"There is no option {shown(name)}{nearest(name, types) or '.'}")
+            if name == "config":
+                raise ValueError(
+                    "There is no option 'config': a run file stands alone, colocate train RUN.yaml"
+                )
+            meant = _OFTEN_MEANT.get(name)
+            hint = f"; did you mean {meant!r}?" if meant else nearest(name, types) or "."
+            raise ValueError(f"There is no option {shown(name)}{hint}")
         # An option without a value on the command line arrives as True, which only a switch can be.
         if value is True and not re.search(r"\b(bool|Any)\b", types[name]):
             raise ValueError(f"{name} needs a value: --{name} VALUE ({name}=True is none)")

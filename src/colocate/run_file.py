@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def read_values(arguments: Sequence[str]) -> tuple[Path | None, dict[str, Any]]:
     Raises:
         ValueError: there is no such file or option, or an option lacks its value.
     """
-    has_file = bool(arguments) and not arguments[0].startswith("--")
+    has_file = bool(arguments) and not arguments[0].startswith("-")
     file = Path(arguments[0]) if has_file else None
     values = {} if file is None else read_file(file)
     values = override(values, read_overrides(arguments[1:] if has_file else arguments))
@@ -57,6 +58,21 @@ def read_file(path: Path) -> dict[str, Any]:
     return content
 
 
+def _stray(argument: str) -> str:
+    """What to write instead of a word that follows no option."""
+    bare = argument.lstrip("-")
+    if argument.startswith("-"):
+        return f"{shown(argument)} has one dash, and options have two: write --{bare:.100}"
+    if re.match(r"\w+=", argument):
+        return f"{shown(argument)} follows no option; write --{bare:.100}"
+    if argument.endswith((".yaml", ".yml")):
+        return (
+            f"{shown(argument)} follows no option. A run file comes first, and there is one: "
+            f"colocate train {argument:.100} --option value"
+        )
+    return f"{shown(argument)} follows no option; write --name {argument:.100}"
+
+
 def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """The options in `--key value`, `--key=value`, `--key a b c` (a list) and `--flag` (True), as text.
 
@@ -71,7 +87,7 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             values = [value] if equals else []
             overrides[key.replace("-", "_")] = values
         elif values is None:
-            raise ValueError(f"{shown(argument)} follows no option; write --name {argument:.100}")
+            raise ValueError(_stray(argument))
         else:
             values.append(argument)
     return {key: True if not v else v[0] if len(v) == 1 else v for key, v in overrides.items()}

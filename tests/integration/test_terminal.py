@@ -130,7 +130,10 @@ def needs_solution(completions, solution, weight=1.0, **_: Any) -> list[float]:
             "columns are 'prompt', 'wanted'",
         ),
         # The dataset's own prompts and completions are not handed on.
-        ({"reward_funcs": lambda prompt, **_: []}, "needs the argument 'prompt'"),
+        (
+            {"reward_funcs": lambda prompt, completion, **_: []},
+            "'prompt' and 'completion', but functions get 'prompts' and 'completions', a list with one value",
+        ),
     ],
 )
 def test_a_reward_function_without_its_column_is_refused_before_the_model_is_loaded(options, message):

@@ -317,6 +317,7 @@ BAD = {
     "colocate merge model out": "is a whole model: there is no adapter to merge",
     "colocate merge runs/sums model": "model exists already",
     "colocate merge runs/sums out --base elsewhere/model/x": "is an adapter on the model 'elsewhere/model/x'",
+    "colocate chat runs/sums --base nowhere": "and no model of this name on the Hub or in its cache",
     "colocate export runs/sums out --format gguf": "name it out.gguf",
 }
 

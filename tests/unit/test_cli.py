@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import types
@@ -48,6 +49,20 @@ def test_the_command_line_wins_over_the_file_under_either_name_of_an_option(tmp_
         for one, other in ((alias, name), (name, alias), (name, name)):
             file.write_text(f"{one}: 0.5\nseed: 3\n")
             assert read_values([str(file), f"--{other}", "0.25"])[1] == {"seed": 3, other: "0.25"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-lr 3", "'-lr' has one dash, and options have two: write --lr"),
+        ("max_steps=3", "'max_steps=3' follows no option; write --max_steps=3"),
+        ("b.yaml", "A run file comes first, and there is one: colocate train b.yaml --option value"),
+        ("b", "'b' follows no option; write --name b"),
+    ],
+)
+def test_words_that_follow_no_option_are_told_what_to_write(words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_overrides(words.split())
 
 
 @pytest.mark.parametrize(
@@ -264,6 +279,11 @@ def test_train_passes_everything_on_and_its_saved_file_repeats_the_run(calls, tm
         (["--learning_rat", "1"], "There is no option 'learning_rat'; did you mean 'learning_rate'?"),
         (["--dataset_name", "d", "--reward_funcs", "think_format_reward"], "model_name_or_path is not set"),
         (["--model_name_or_path", "m", "--dataset_name", "d"], "reward_funcs is not set"),
+        (["--model", "m"], "There is no option 'model'; did you mean 'model_name_or_path'?"),
+        (
+            ["--config", "run.yaml"],
+            "There is no option 'config': a run file stands alone, colocate train RUN.yaml",
+        ),
         (["--fp16"], "fp16=True is not supported"),
         (["--learning_rate", "fast"], "learning_rate='fast' is not a number."),
         (["--lr_scheduler_type", "a", "b"], "is not one of 'linear', 'cosine'"),
@@ -298,6 +318,21 @@ def test_user_errors_are_one_message(arguments, message, calls, capsys, tmp_path
 
     assert main(["train", *([] if about_missing else COMPLETE), *arguments, "--debug"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lora_r", "8", "--lora_alpha", "16"], "lora_r=8, lora_alpha=16: not read without use_peft."),
+        (["--use_bnb_nested_quant"], "use_bnb_nested_quant=True: not read without load_in_4bit."),
+        (["--lora_r", "8", "--use_peft"], ""),
+        ([], ""),
+    ],
+)
+def test_options_of_a_switch_that_is_off_are_told(options, message, calls, capsys, tmp_path):
+    assert main(["train", *COMPLETE, "--output_dir", str(tmp_path), *options]) == 0
+    told = capsys.readouterr().err
+    assert message in told and bool(message) == ("not read" in told)
 
 
 def test_errors_of_this_package_are_one_message_and_those_of_others_are_not(
@@ -620,6 +655,25 @@ def test_a_run_that_was_started_here_is_resumed_by_its_own_file(tmp_path, monkey
     assert writer.resume_command.startswith("torchrun --nproc_per_node 2 -m colocate train 'runs/a b/")
     monkeypatch.setenv(LAUNCH, "--launcher ray --num_nodes 2 --gpus_per_node 8")
     assert writer.resume_command.endswith("auto --launcher ray --num_nodes 2 --gpus_per_node 8")
+
+
+def test_a_run_directory_that_was_moved_is_not_begun_anew(calls, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *COMPLETE, "--output_dir", "runs/first", "--save_strategy", "no"]) == 0
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    moved = tmp_path / "elsewhere" / "first"
+    checkpoint = moved / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_text("{}")
+    for value in (["auto"], []):
+        assert main(["train", "elsewhere/first/config.yaml", "--resume_from_checkpoint", *value]) == 1
+        told = capsys.readouterr().err
+        assert "output_dir='runs/first', where there is none" in told
+        assert "elsewhere/first/checkpoint-5 is beside the run file" in told
+        assert "add --output_dir elsewhere/first." in told
+    assert len(calls.trained) == 1
+    for go_on in (["--output_dir", "elsewhere/first", "--resume_from_checkpoint", "auto"], []):
+        assert main(["train", "elsewhere/first/config.yaml", *go_on]) == 0
 
 
 def test_exit_codes_of_the_program(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers.models import WordLevel
 from transformers import GenerationConfig
 
 from colocate.engines.native.engine import NativeEngine
@@ -134,3 +135,14 @@ def test_drawn_answers_differ_from_turn_to_turn_and_not_from_run_to_run():
     first, again = (make_conversation(model, temperature=1.0) for _ in range(2))
     texts = [["".join(c.ask("1 + 2 =")) for _ in range(3)] for c in (first, again)]
     assert texts[0] == texts[1] and len(set(texts[0])) == 3
+
+
+def test_text_that_is_no_tokens_is_refused_and_the_next_is_answered():
+    """As with the quickstart's tokenizer, which has digits and signs alone, and no unknown token."""
+    conversation = make_conversation(make_model("qwen3"), has_turns=False)
+    backend = conversation._tokenizer.backend_tokenizer
+    backend.model = WordLevel(backend.get_vocab(), unk_token="<none>")
+    expected = list(conversation.ask("ab"))
+    with pytest.raises(ValueError, match="The text 'à la' has characters that are no tokens of this model's"):
+        list(conversation.ask("à la"))
+    assert list(conversation.ask("ab")) == expected != []

@@ -82,11 +82,17 @@ def test_prompts_that_cannot_be_tokenized_are_refused(tokenizer):
         tokenize_prompts([{"prompt": ask([{"type": "image", "image": "x.png"}])}], tokenizer)
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match=r"no chat template.*-Instruct.*system_prompt"):
         tokenize_prompts([{"prompt": ask("what")}], bare)
     bare.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
     with pytest.raises(ValueError, match=r"Row 1 .*has no tokens"):
         tokenize_prompts([{"prompt": "what"}, {"prompt": ""}], bare)
+
+
+def test_text_that_is_no_tokens_is_refused_with_its_row():
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")))
+    with pytest.raises(ValueError, match=r"Row 1 .*: The prompt 'b' has characters that are no tokens .*UNK"):
+        tokenize_prompts([{"prompt": "a"}, {"prompt": "b"}], words)
 
 
 SILENT = [{"role": "user"}, {"role": "user", "content": None}, {"role": "assistant", "tool_calls": []}]

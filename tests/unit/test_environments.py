@@ -323,6 +323,31 @@ def test_what_is_no_environment_is_refused(factories, words):
         EnvironmentPool(factories)
 
 
+class NeedsSize(Base):
+    def __init__(self, size):
+        raise AssertionError("never called without it")
+
+
+class Unreachable(Base):
+    def __init__(self):
+        raise ConnectionError("no server at port 7")
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (NeedsSize, r"(?s)environment_factory is .*NeedsSize.* raised TypeError.*'size'.*without arguments"),
+        (
+            {"a": Unreachable},
+            r"environment_factory\['a'\] is .* raised ConnectionError .*no server at port 7",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_constructed_is_named(factory, words):
+    with pytest.raises(RuntimeError, match=words):
+        EnvironmentPool(factory)
+
+
 def test_a_tool_and_a_method_of_one_name_are_refused():
     def zeta(word: str) -> str:
         """Zeta.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,19 @@ def warnings_of(rollouts):
 MIXED = table(accuracy_reward=[0.0, 1.0] * 8)
 
 
+CALLED = replace(
+    MIXED,
+    completions=[
+        [
+            {"role": "assistant", "content": "", "tool_calls": []},
+            {"role": "tool", "name": "weather", "content": "{'error': 'no such city'}"},
+            {"role": "assistant", "content": "I think it is 2"},
+        ]
+    ]
+    * 16,
+)
+
+
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
@@ -44,6 +58,10 @@ MIXED = table(accuracy_reward=[0.0, 1.0] * 8)
         ((metrics(1.0), table(accuracy_reward=[math.nan] * 16)), "every reward was 0 or None"),
         ((metrics(1.0), table(f=[0.0] * 16, g=[math.nan] * 16)), "every reward was 0 or None"),
         ((metrics(1.0), table(f=[0.25] * 16)), "the same reward, so no advantage differs from 0.*f 0.25"),
+        (
+            (metrics() | {"tools/failure_frequency": 1.0}, CALLED),
+            "every call of a tool failed, .*{'error': 'no such city'}. Call the tool by hand",
+        ),
         ((metrics(0.5, clipped=1.0), MIXED), "every completion was cut off at max_completion_length"),
     ],
 )
@@ -55,7 +73,7 @@ def test_a_symptom_that_lasts_is_told_once_with_a_sample(rollout, words):
     position = 0
     for part in words.split(".*"):
         position = text.index(part, position)
-    assert "prompt      … 1 + 1 =" in text and "completion  … I think it is 2" in text
+    assert "prompt      … 1 + 1 =" in text and "I think it is 2\n" in text
     assert f"rewards     {next(iter(rollout[1].rewards))} " in text
 
 

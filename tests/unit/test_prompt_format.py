@@ -67,7 +67,7 @@ def test_a_prompt_column_may_hold_conversations_and_replaces_another_prompt():
             {"prompt_column": "problem"},
             "names the column 'problem', which gsm8k does not have; it has 'question', 'answer'",
         ),
-        ({"prompt_column": "questoin"}, "does not have; did you mean 'question'"),
+        ({"prompt_column": "questoin"}, r"it has .question., .answer.; did you mean .question.\?"),
         ({}, "gsm8k has no column 'prompt'; it has 'question', 'answer'. Set prompt_column"),
         (
             {"prompt_template": "{problem}?"},

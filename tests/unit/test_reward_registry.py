@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from colocate import rewards
@@ -31,6 +33,8 @@ def test_unknown_names_name_the_nearest(tmp_path, monkeypatch):
         ("scores.brevty", ValueError, "has no function 'brevty'. Did you mean 'brevity'"),
         ("scores.py:brevty", ValueError, "has no function 'brevty'. Did you mean 'brevity'"),
         ("scores.limit", ValueError, "cannot call, 'limit'"),
+        ("scores.py:correctness", ValueError, "has no function 'correctness'. It has brevity."),
+        ("scores.py", ValueError, "'scores.py' names no reward function, only a file: write scores.py:NAME"),
         ("score.py:brevity", FileNotFoundError, r"No file 'score.py'. Did you mean 'scores.py'"),
         ("nowhere.brevity", ValueError, "no module 'nowhere'"),
         ("broken.reward", ModuleNotFoundError, "not_installed_anywhere"),
@@ -45,3 +49,47 @@ def test_a_file_that_cannot_be_imported_is_named_each_time(source, tmp_path):
     for _ in range(2):
         with pytest.raises(ValueError, match=r"mine\.py cannot be imported: \w+Error: "):
             get_reward_function(f"{tmp_path}/mine.py:f")
+
+
+POOLED = """
+import multiprocessing
+
+def double(number):
+    return 2.0 * number
+
+def pooled(completions, how="fork", **columns):
+    import beside_it  # a neighbour of the file, not imported before
+
+    with multiprocessing.get_context(how).Pool(1) as pool:
+        return pool.map(double, map(beside_it.length, completions))
+"""
+
+
+@pytest.fixture
+def directory_of_rewards(tmp_path, monkeypatch):
+    """A directory with a file of a reward function that asks other processes, and with its neighbour."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_it.py").write_text("def length(text):\n    return len(text)\n")
+    yield tmp_path
+    for name in [name for name, module in sys.modules.items() if is_within(tmp_path, module)]:
+        del sys.modules[name]
+
+
+def is_within(directory, module):
+    return str(getattr(module, "__file__", None)).startswith(str(directory))
+
+
+@pytest.mark.parametrize("name", ["rewards_with_pool", "json"])
+def test_a_function_of_a_file_may_ask_processes_and_neighbours(name, directory_of_rewards):
+    file = directory_of_rewards / f"{name}.py"
+    file.write_text(POOLED)
+    pooled = get_reward_function(f"{file}:pooled")
+    assert pooled(["abc", "a"]) == [6.0, 2.0]
+    assert get_reward_function(f"{file}:pooled") is pooled
+    assert __import__("json").loads("1") == 1
+
+
+def test_a_process_that_is_spawned_finds_the_file(directory_of_rewards):
+    file = directory_of_rewards / "rewards_with_pool.py"
+    file.write_text(POOLED)
+    assert get_reward_function(f"{file}:pooled")(["abc", "a"], how="spawn") == [6.0, 2.0]

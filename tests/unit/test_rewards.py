@@ -6,7 +6,9 @@ import itertools
 import logging
 import math
 import operator
+import os
 import pickle
+import re
 import sys
 import threading
 
@@ -23,6 +25,7 @@ from colocate.data.loading import load_prompts
 from colocate.rewards import reasoning_gym_reward
 from colocate.rewards.base import RewardFunctions
 from colocate.rewards.errors import RewardError
+from colocate.rewards.forks import EXIT_CODE
 from colocate.rewards.models import RewardModel
 from colocate.rewards.reasoning_gym import encode_entry
 
@@ -233,6 +236,7 @@ def test_an_exception_names_the_function_and_the_completion_at_hand(is_async):
     with pytest.raises(RewardError, match=r"raised ValueError: could not convert.*'it'") as caught:
         score(awaited if is_async else plain)
     assert ("'awaited'" if is_async else "'plain'") in str(caught.value)
+    assert re.search(rf"'it', at {re.escape(__file__)}:\d+ in parse\n", str(caught.value))
     assert "working on completion 1 ('it is four' to the prompt 'what is two')" in str(caught.value)
     assert type(caught.value.__cause__) is ValueError
 
@@ -269,6 +273,17 @@ def test_a_failing_function_does_not_leave_the_async_ones_running():
         with pytest.raises(RewardError, match="'broken' raised KeyError"):
             functions.score(PROMPTS, COMPLETIONS, IDS, {}, None)
         assert cancelled.wait(timeout=60)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_copy_of_the_process_that_a_function_lets_go_on_is_ended(capfd):
+    def forks(completions, **columns):
+        child = os.fork()
+        code = 0 if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return [code] * len(completions)
+
+    assert set(score([forks]).rewards.flatten().tolist()) == {EXIT_CODE}
+    assert "The reward function 'forks' has forked" in capfd.readouterr().err
 
 
 def test_memory_errors_reach_the_trainer():

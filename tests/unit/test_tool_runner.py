@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from colocate.episodes.tool_runner import ToolRunner
 from colocate.episodes.tools import ToolCall
 from colocate.rewards import time_limit
+from colocate.rewards.forks import EXIT_CODE
 
 LIMIT_S = 1.0
 PATIENCE_S = 60.0
@@ -400,6 +401,21 @@ def test_a_tool_may_use_signals_of_its_own(make):
 
     [result] = run(make(PATIENCE_S), [call(query)])
     assert result.content == "{'error': 'too slow'}"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("leave", [returns("child"), raises(SystemExit(0))], ids=["returns", "exits"])
+@pytest.mark.parametrize(("num_workers", "wrap"), EVERYWHERE)
+def test_a_copy_of_the_process_that_a_tool_lets_go_on_is_ended(make, num_workers, wrap, leave, capfd):
+    def forks():
+        child = os.fork()
+        return leave() if child == 0 else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    (result,) = run(make(num_workers=num_workers), [call(wrap(forks))])
+    assert result.content == str(EXIT_CODE) and not result.is_failure
+    told = capfd.readouterr().err
+    assert "has forked, and the child process returned from it" in told
+    assert f"the run goes on in process {os.getpid()}" in told
 
 
 @pytest.mark.parametrize(("num_workers", "wrap"), EVERYWHERE[:3])

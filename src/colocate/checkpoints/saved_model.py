@@ -71,12 +71,15 @@ def find_model(name: str, base: str | None = None) -> SavedModel:
         raise ValueError(
             f"{name} is an adapter that does not say which model it is for: name it with --base."
         )
-    if _is_path(found) and not Path(found).is_dir():
-        raise ValueError(
-            f"{name} is an adapter on the model {found!r}, and there is no such directory here. Name the "
-            "model with --base, or start the command where the run was started."
-        )
     revision = None if base is not None else config.get("revision")
+    is_here = Path(found).is_dir()
+    # What a path within the run's working directory is called, the Hub may have, too.
+    if not is_here and (_is_path(found) or found_file(found, "config.json", revision) is None):
+        raise ValueError(
+            f"{name} is an adapter on the model {found!r}, and there is no such directory here"
+            + ("" if _is_path(found) else ", and no model of this name on the Hub or in its cache here")
+            + ". Name the model with --base, or start the command where the run was started."
+        )
     return SavedModel(name, found, place, revision, _options_near(directory))
 
 

@@ -64,7 +64,7 @@ def run(known: argparse.Namespace) -> int:
     run, options = parse_run(values)
     require(vars(run), "model_name_or_path")
     require_adapters_on_4_bits(run)
-    say_unnecessary(options)
+    say_unnecessary(run, options)
     return plan_run(
         run,
         with_model_options(run, options),

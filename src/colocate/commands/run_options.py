@@ -76,10 +76,26 @@ def require_adapters_on_4_bits(run: RunConfig) -> None:
         raise ValueError("load_in_4bit=True freezes the weights, and nothing is left to train: set use_peft")
 
 
-def say_unnecessary(options: dict[str, Any]) -> None:
-    """Print one line for each option that the user has set and a natively supported model does not read."""
-    from colocate.options import UNNECESSARY_WITH_LAYOUT
+_READ_WITH = {
+    "use_peft": ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"),
+    "load_in_4bit": ("bnb_4bit_quant_type", "use_bnb_nested_quant"),
+}
+"""Switches, and the options that are read only where they are on."""
 
+
+def say_unnecessary(run: RunConfig, options: dict[str, Any]) -> None:
+    """Print one line for each option that the user has set and nothing reads, because a switch is off or the
+    model is natively supported."""
+    from dataclasses import fields
+
+    from colocate.options import UNNECESSARY_WITH_LAYOUT, default_of
+
+    defaults = {field.name: default_of(field) for field in fields(run)}
+    for switch, names in _READ_WITH.items():
+        unread = [name for name in names if getattr(run, name) != defaults[name]]
+        if unread and not getattr(run, switch):
+            given = ", ".join(f"{name}={getattr(run, name)!r}" for name in unread)
+            print(f"{given}: not read without {switch}. Set {switch}: true.", file=sys.stderr)
     for name in sorted(options.keys() & UNNECESSARY_WITH_LAYOUT.keys()):
         reason = UNNECESSARY_WITH_LAYOUT[name]
         print(f"{name}={options[name]!r} is not needed: {reason}.", file=sys.stderr)

@@ -108,7 +108,7 @@ def run(known: argparse.Namespace) -> int:
         return launch(["train", *debug, *known.run_options, *own], values, ask)
     is_main = os.environ.get("RANK", "0") == "0"
     with _header(file, values) if is_main else nullcontext():
-        _train(values, is_main)
+        _train(file, values, is_main)
     return 0
 
 
@@ -195,7 +195,7 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
     return ["--engine", "rollout_server", *on_loss]
 
 
-def _train(values: Mapping[str, Any], is_main: bool) -> None:
+def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
     from colocate.config import GRPOConfig
     from colocate.reporting.messages import model_saved, say_row
     from colocate.reporting.panel import without_bars
@@ -207,12 +207,14 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
     run, options = parse_run(values)
     _require_complete(vars(run))
     config = GRPOConfig(**with_model_options(run, options))
+    _refuse_moved(file, config)
     reward_funcs = _reward_functions(run)
     data = RunData(run, config)
     train_dataset, eval_dataset = data.load()
     config.dataset_weights = data.weights or config.dataset_weights
     if is_main:
         say_row("left out", "; ".join(data.left_out))
+        say_unnecessary(run, options)
     trainer = GRPOTrainer(
         model=run.model_name_or_path,
         reward_funcs=reward_funcs,
@@ -225,8 +227,6 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
         tools=[get_tool(name) for name in run.tools] or None,
         environment_factory=run.environment_factory and get_tool(run.environment_factory),
     )
-    if is_main:
-        say_unnecessary(options)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     with without_bars():  # one would stand between the lines that say where everything is
         trainer.save_model(str(config.run_dir))
@@ -238,7 +238,24 @@ def _train(values: Mapping[str, Any], is_main: bool) -> None:
                 str(run.model_name_or_path),
                 is_adapter=run.use_peft,
                 held_out=eval_dataset is not None and not several,
+                has_turns=bool(run.tools or run.environment_factory),
             )
+        )
+
+
+def _refuse_moved(file: Path | None, config: GRPOConfig) -> None:
+    """Raises ValueError: the run is to go on, but its checkpoints are beside its run file and not in
+    output_dir, as where its directory was copied or moved. The run would begin anew."""
+    from colocate.checkpoints.sealed import AUTO, list_checkpoints
+
+    if file is None or config.resume_from_checkpoint not in (True, AUTO) or list_checkpoints(config.run_dir):
+        return
+    if beside := list_checkpoints(file.parent):
+        raise ValueError(
+            f"resume_from_checkpoint={config.resume_from_checkpoint!r} looks for checkpoints in "
+            f"output_dir={str(config.output_dir)!r}, where there is none, and {beside[-1]} is beside the run "
+            f"file {file}. If the run's directory was moved or copied, add --output_dir "
+            f"{shlex.quote(str(file.parent))}."
         )
 
 

@@ -164,8 +164,8 @@ def _columns_of(dataset: datasets.Dataset | datasets.IterableDataset) -> list[st
 def _require(column: str, columns: Sequence[str], name: str, asked_by: str, hint: str = "") -> None:
     if column not in columns:
         raise ValueError(
-            f"{asked_by} names the column {shown(column)}, which {name} does not have"
-            f"{nearest(column, columns)}; it has {_listed(columns)}.{hint}"
+            f"{asked_by} names the column {shown(column)}, which {name} does not have; it has "
+            f"{_listed(columns)}{nearest(column, columns) or '.'}{hint}"
         )
 
 

@@ -14,6 +14,8 @@ import datasets
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from colocate.encoding import encoded
+
 logger = logging.getLogger(__name__)
 
 TrainData = TypeVar("TrainData", bound=datasets.Dataset | datasets.IterableDataset)
@@ -145,7 +147,7 @@ def tokenize_prompts(
             tools = None if schemas is None else schemas[index]
             ids = _apply_chat_template(row, tokenizer, chat_template_kwargs or {}, name, tools)
         else:
-            ids = tokenizer(text=prompt)["input_ids"]
+            ids = encoded(tokenizer, prompt, f"{name}: The prompt")
         if not ids:
             raise ValueError(
                 f"{name}: The prompt {prompt!r} has no tokens: a completion needs at least one to follow."
@@ -165,8 +167,10 @@ def _apply_chat_template(
     if not tokenizer.chat_template:
         raise ValueError(
             "The dataset's prompts are conversations, but the tokenizer "
-            f"{tokenizer.name_or_path!r} has no chat template. Pass a `processing_class` that has one, "
-            "or give the prompts as strings."
+            f"{tokenizer.name_or_path!r} has no chat template. Take a model that was trained on one (the "
+            "names of many end in -Instruct), pass a `processing_class` that has one, or give the prompts as "
+            "strings. A text becomes a conversation by system_prompt and by apply_chat_template=True: leave "
+            "them out, and write the system prompt into prompt_template."
         )
     # Arrow gives every row all the keys that any row has and fills in None; those were never set.
     own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}

@@ -250,7 +250,14 @@ class EnvironmentPool:
                 f"{_option(name)} is {factory!r:.100}, which cannot be called. Pass a class, or a function "
                 "without arguments that constructs an environment: lambda: Game(size=4)."
             )
-        instance = factory()
+        try:
+            instance = factory()
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(
+                f"{_option(name)} is {factory!r:.100}, which has raised {type(error).__name__} where it was "
+                f"to construct an environment: {error}\nIt is called without arguments; bind those that it "
+                "needs: lambda: Game(size=4)."
+            ) from error
         if not _has(type(instance), "reset"):
             raise ValueError(
                 f"The environment {type(instance).__name__} that {_option(name)} has made needs a method "

@@ -17,6 +17,7 @@ from colocate.episodes.tool_workers import Job, ToolWorkers
 from colocate.episodes.tools import ToolCall
 from colocate.rewards.arguments import own_copy
 from colocate.rewards.errors import RewardTimeout
+from colocate.rewards.forks import ended_forks
 from colocate.rewards.time_limit import TimeLimit
 
 MAX_RESULT_CHARS = 1_000_000
@@ -234,10 +235,11 @@ class ToolRunner:
         except Exception as error:  # the arguments are not those of the function
             batch.results[index] = self._failure(batch.calls[index], error, 0.0)
             return
-        batch.running[index] = self._loop.submit(self._awaited(awaitable))
+        batch.running[index] = self._loop.submit(self._awaited(batch.calls[index].name, awaitable))
 
-    async def _awaited(self, awaitable: Awaitable) -> str | list[Any]:
-        return self._content(await awaitable)
+    async def _awaited(self, name: str, awaitable: Awaitable) -> str | list[Any]:
+        with ended_forks(f"The tool {name!r}"):
+            return self._content(await awaitable)
 
     def _run_here(self, key: Hashable, batch: _Batch) -> None:
         """Run the next sync call of the first batch in the queue."""
@@ -267,7 +269,8 @@ class ToolRunner:
         one, say."""
         start = time.monotonic()
         try:
-            value = _call(call)
+            with ended_forks(f"The tool {call.name!r}"):
+                value = _call(call)
             if inspect.isawaitable(value):
                 return value
             content = self._content(value)

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
+from colocate.encoding import encoded
 from colocate.engines.base import RolloutEngine
 from colocate.episodes.renderer import Message, Renderer
 from colocate.serving.text_stream import TextStream
@@ -79,7 +80,8 @@ class Conversation:
         Closing the iterator ends the answer where it is; the conversation goes on from there.
 
         Raises:
-            ValueError: the text is empty, or the conversation has no room in the model's context.
+            ValueError: the text is empty or none that the tokenizer can write, or the conversation has no
+                room in the model's context.
         """
         limit = self._begin_turn(text)
         stream = TextStream(self._tokenizer)
@@ -121,7 +123,7 @@ class Conversation:
 
     def _rendered(self, text: str) -> list[int]:
         if self._renderer is None:
-            return list(self._tokenizer(text)["input_ids"])
+            return encoded(self._tokenizer, text, "The text")
         return self._renderer.render(self.messages)
 
     def _drawn(self, limit: int) -> Iterator[tuple[list[int], bool]]:

@@ -71,6 +71,13 @@ def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[
             "completion below is still at work; if it goes on after its answer, the model does not end its "
             "turn: see whether its chat template is applied (apply_chat_template).",
         )
+    if metrics.get("tools/failure_frequency", 0.0) >= 1:
+        yield (
+            "failing tools",
+            "every call of a tool failed, so the model learns not to call. In place of an answer it has last "
+            f"read {_read_last(table)}. Call the tool by hand with arguments like those that the model "
+            "gives.",
+        )
     nothing = [name for name, rewards in table.rewards.items() if all(_is_nothing(r) for r in rewards)]
     if len(nothing) == len(table.rewards):
         yield (
@@ -96,6 +103,13 @@ def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[
                 f"{_wanted([name])}What is never done is never rewarded: see whether the prompt asks for it, "
                 "or show an example there. If the function only punishes, this is well.",
             )
+
+
+def _read_last(table: CompletionTable) -> str:
+    """The content of the last tool's message, in one line."""
+    messages = [m for turns in table.completions if isinstance(turns, list) for m in turns]
+    read = [as_text(m.get("content")) for m in messages if m.get("role") == "tool"]
+    return " ".join(read[-1].split())[:_NUM_SHOWN] if read else "nothing"
 
 
 def _is_nothing(reward: float) -> bool:

@@ -82,20 +82,22 @@ def stopped(by: str, step: int, max_steps: int, checkpoint: Path, how_to_resume:
     return f"{saved}\nResume with: {how_to_resume}"
 
 
-def model_saved(run_dir: Path, base: str, *, is_adapter: bool, held_out: bool) -> str:
+def model_saved(run_dir: Path, base: str, *, is_adapter: bool, held_out: bool, has_turns: bool) -> str:
     """The text that `colocate train` ends with: where the model is, and what can be done with it.
 
     Args:
         base: the model that training started from, as the run names it.
         held_out: whether `colocate eval` finds prompts that the run did not train on without being told.
+        has_turns: whether the run had tools or an environment, which `colocate eval` does without.
     """
     here = shlex.quote(short_path(run_dir))
     dataset = "" if held_out else " --dataset HELD_OUT"
     lines = [
         f"Model: {short_path(run_dir)}" + (f", an adapter on {base}" if is_adapter else ""),
         f"Talk to it: colocate chat {here}",
-        f"Measure it: colocate eval {shlex.quote(base)} {here}{dataset} --num_samples 4",
     ]
+    if not has_turns:
+        lines.append(f"Measure it: colocate eval {shlex.quote(base)} {here}{dataset} --num_samples 4")
     if is_adapter:
         lines.append(f"Merge it: colocate merge {here} {here}-merged")
     return "\n".join(lines)

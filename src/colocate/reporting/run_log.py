@@ -46,6 +46,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from colocate.checkpoints.sealed import list_checkpoints
+
 if TYPE_CHECKING:
     from colocate.reporting.completions import CompletionTable
 
@@ -206,10 +208,10 @@ def earlier_record(output_dir: Path) -> str | None:
     if not last:
         return None
     kept = _free_name(output_dir / METRICS_FILE).name
-    return (
-        f"of an earlier run, {last} steps: kept as {kept} once this run has taken a step, its checkpoints as "
-        "they are; --resume_from_checkpoint auto goes on with that run instead"
-    )
+    text = f"of an earlier run, {last} steps: kept as {kept} once this run has taken a step"
+    if not list_checkpoints(output_dir):
+        return f"{text}; that run has left no checkpoint to go on from"
+    return f"{text}, its checkpoints as they are; --resume_from_checkpoint auto goes on with that run instead"
 
 
 def strict_json(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,15 +90,20 @@ def check_columns(
         if missing:
             raise ValueError(
                 f"The reward function {getattr(func, '__name__', type(func).__name__)!r} needs the argument "
-                f"{' and '.join(map(repr, missing))}, but the dataset has no such column; its columns are "
-                f"{', '.join(map(repr, columns))}. "
-                + (
-                    "Set remove_unused_columns=False, or give"
-                    if only_prompts
-                    else f"Rename a column (in a run file, columns: {{<column>: {missing[0]}}}), or give"
-                )
-                + " the argument a default value."
+                f"{' and '.join(map(repr, missing))}, but {_remedy(missing, columns, only_prompts)} the "
+                "argument a default value."
             )
+
+
+def _remedy(missing: Sequence[str], columns: Collection[str], only_prompts: bool) -> str:
+    """What there is in place of arguments that are missing, and what to do, up to "or give"."""
+    if all(f"{name}s" in _ALWAYS_GIVEN for name in missing):
+        plurals = " and ".join(repr(f"{name}s") for name in missing)
+        return f"functions get {plurals}, a list with one value per completion. Take that name, or give"
+    found = f"the dataset has no such column; its columns are {', '.join(map(repr, columns))}."
+    if only_prompts:
+        return f"{found} Set remove_unused_columns=False, or give"
+    return f"{found} Rename a column (in a run file, columns: {{<column>: {missing[0]}}}), or give"
 
 
 def _required_arguments(func: Any) -> list[str]:

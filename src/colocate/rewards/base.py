@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from colocate.rewards.arguments import REPLACED_COLUMNS, own_arguments
 from colocate.rewards.background import BackgroundLoop
 from colocate.rewards.errors import RewardError, blaming, describe
+from colocate.rewards.forks import ended_forks
 from colocate.rewards.logs import FunctionLog, merge_logs
 from colocate.rewards.models import RewardModel
 from colocate.rewards.time_limit import TimeLimit
@@ -180,7 +181,8 @@ class RewardFunctions:
                 own = own_arguments(shared) | {"log_extra": log.log_extra, "log_metric": log.log_metric}
                 with blaming(name, prompts, completions, own["completions"]):
                     call = functools.partial(_call, self._funcs[i], own, len(prompts))
-                    output = self._limit.call(name, call)
+                    with ended_forks(f"The reward function {name!r}"):
+                        output = self._limit.call(name, call)
                     if isinstance(output, Awaitable):
                         pending[i] = (self._loop.submit(output), list(own["completions"]))
                     else:

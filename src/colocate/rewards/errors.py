@@ -58,7 +58,9 @@ def blaming(
         raise RewardError(message + _circumstances(timeout, prompts, completions, own)) from timeout
     except BaseException as error:
         message = f"The reward function {function!r} raised {type(error).__name__}: {error}"
-        index = _completion_at_hand(traceback.walk_tb(error.__traceback__), own)
+        places = list(traceback.walk_tb(error.__traceback__))
+        message += _place(places)
+        index = _completion_at_hand(places, own)
         if index is not None:
             message += f"\nIt was working on {describe(prompts, completions, index)}."
         if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
@@ -86,12 +88,8 @@ def _circumstances(
 ) -> str:
     """Sentences that say where the function was, at which completion, and what to do."""
     places = list(timeout.blocked_at or traceback.walk_tb(timeout.__traceback__))
-    users = [(frame, line) for frame, line in places if not _is_machinery(frame)]
     index = _completion_at_hand(places, own)
-    text = ""
-    if users:
-        code = users[-1][0].f_code
-        text = f", at {code.co_filename}:{users[-1][1]} in {code.co_name}"
+    text = _place(places)
     if timeout.blocked_at is not None:
         text += ", which blocks the one loop of all async functions: `await asyncio.to_thread(...)` would not"
     if index is not None:
@@ -101,6 +99,17 @@ def _circumstances(
         f"{describe(prompts, completions, 0)}; which one it was working on is not known: a variable that "
         "holds one completion, as in `for completion in completions`, tells." + _REMEDY
     )
+
+
+def _place(places: Iterable[tuple[FrameType, int]]) -> str:
+    """The words ", at file:line in function" for the innermost call that is not within Python and, if there
+    is one, not within an installed package; "" if there is none."""
+    users = [(frame, line) for frame, line in places if not _is_machinery(frame)]
+    own = [place for place in users if "site-packages" not in place[0].f_code.co_filename] or users
+    if not own:
+        return ""
+    frame, line = own[-1]
+    return f", at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
 _REMEDY = "\nCorrect the function, or set a larger reward_timeout_s."

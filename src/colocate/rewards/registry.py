@@ -72,6 +72,11 @@ def _import_attribute(name: str, kind: str) -> Callable:
     Args:
         kind: what it is wanted as, for errors.
     """
+    if name.endswith((".py", ".py:")):
+        file = name.removesuffix(":")
+        raise ValueError(
+            f"{name!r} names no {kind}, only a file: write {file}:NAME, with the name in that file."
+        )
     if ".py:" in name:
         path, _, attribute = name.rpartition(":")
         module = _import_file(Path(path).expanduser())
@@ -82,7 +87,9 @@ def _import_attribute(name: str, kind: str) -> Callable:
     function = getattr(module, attribute, None)
     if not callable(function):
         problem = "has no function" if function is None else "has, but cannot call,"
-        raise ValueError(f"{path!r} {problem} {attribute!r}.{_did_you_mean(attribute, functions)}")
+        own = [key for key in functions if getattr(vars(module)[key], "__module__", None) == module.__name__]
+        hint = _did_you_mean(attribute, functions) or (f" It has {', '.join(own[:20])}." if own else "")
+        raise ValueError(f"{path!r} {problem} {attribute!r}.{hint}")
     return function
 
 
@@ -108,18 +115,23 @@ def _import_module(path: str, name: str, kind: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
+    """The module in a file, as a neighbour of the file would import it.
+
+    Its directory stays on Python's path, behind all others: the file may import its neighbours while a
+    function of it runs, and a process that is spawned finds the function by the module's name.
+    """
     if not path.is_file():
         siblings = [str(file) for file in path.parent.glob("*.py")]
         raise FileNotFoundError(f"No file {str(path)!r}.{_did_you_mean(str(path), siblings)}")
-    # Not the bare stem: a file called json.py must not stand in for the real json.
-    module_name = f"colocate_reward_file:{path.resolve()}"
+    file = path.resolve()
+    module_name = _module_name(file)
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
+    spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None and spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # pickling a function looks its module up by name
-    directory = str(path.resolve().parent)
+    directory = str(file.parent)
     sys.path.insert(0, directory)  # the file may import its neighbours, as it may when Python runs it
     try:
         spec.loader.exec_module(module)
@@ -128,4 +140,21 @@ def _import_file(path: Path) -> ModuleType:
         raise ValueError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(directory)
+    if directory not in sys.path:
+        sys.path.append(directory)
     return module
+
+
+def _module_name(file: Path) -> str:
+    """The name under which a file is imported: its own, unless that is another module's. A file called
+    json.py must not stand in for the real json."""
+    own = file.stem
+    if own in sys.modules:
+        found = getattr(sys.modules[own], "__file__", None)
+    else:
+        spec = importlib.util.find_spec(own) if own.isidentifier() else None
+        found = spec.origin if spec is not None else str(file)
+    if own.isidentifier() and found is not None and Path(found).resolve() == file:
+        return own
+    # Without a dot: to unpickle a function, Python imports what stands before it as a package.
+    return f"colocate_reward_file:{file}".replace(".", "_")

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from colocate.encoding import encoded
 from colocate.episodes.renderer import Message, Renderer
 from colocate.serving.calls import Call, ChatCall, CompletionCall
 from colocate.serving.message_stream import MessageStream
@@ -67,17 +68,23 @@ class Texts:
             number: which of the request's prompts.
 
         Raises:
-            Refusal: the prompt has no token, or there is no chat template, or none that carries tools, or one
-                that refuses the conversation.
+            Refusal: the prompt has no token, or characters that are none, or there is no chat template, or
+                none that carries tools, or one that refuses the conversation.
         """
         if isinstance(call, ChatCall):
             return self._conversation(call)
         assert isinstance(call, CompletionCall), "there are two kinds"
         prompt = call.prompts[number]
-        ids = tuple(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
+        ids = self._encoded(prompt) if isinstance(prompt, str) else prompt
         if not ids:
             raise Refusal(400, "The prompt has no token to start from.", param="prompt")
         return ids
+
+    def _encoded(self, prompt: str) -> tuple[int, ...]:
+        try:
+            return tuple(encoded(self.tokenizer, prompt, "The prompt"))
+        except ValueError as error:
+            raise Refusal(400, str(error), param="prompt") from error
 
     def token(self, token_id: int) -> tuple[str, list[int] | None]:
         """A token's text, and its bytes, which may be a part of a character's; None: they are not known."""

@@ -1,0 +1,32 @@
+"""Ends copies of the run's process that a user's function has made and let go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+EXIT_CODE = 70
+"""What such a copy ends with: an error within the program (EX_SOFTWARE)."""
+
+
+@contextmanager
+def ended_forks(function: str) -> Iterator[None]:
+    """End the child of a fork that leaves the block: it would train as a second run, and write into the files
+    of the first.
+
+    Args:
+        function: what the block calls, for the message, such as "The tool 'add'".
+    """
+    process_id = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process_id:
+            message = (
+                f"{function} has forked, and the child process returned from it. That process, "
+                f"{os.getpid()}, is ended, and the run goes on in process {process_id}. Let a child end with "
+                "os._exit().\n"
+            )
+            os.write(2, message.encode(errors="replace"))
+            os._exit(EXIT_CODE)  # nothing of the parent's is flushed or cleaned up a second time
