@@ -218,14 +218,16 @@ def train_in_child(output_dir: Path, name: str, resume: bool, slow_step_s: float
 
 
 def train_until_signalled(output_dir: Path, name: str) -> None:
-    """Train, and stay in the second rollout until there is the file `signalled`."""
+    """Train, and stay in the second rollout, which the file `staying` tells, until there is `signalled`."""
     torch.set_num_threads(1)
     trainer = build(output_dir, CASES[name], save_strategy="no")
     generate, numbers = trainer.engine.generate, itertools.count()
 
     def stay(*args: Any) -> Any:
-        while next(numbers) and not (output_dir / "signalled").exists():
-            time.sleep(0.01)
+        if next(numbers):
+            (output_dir / "staying").touch()
+            while not (output_dir / "signalled").exists():
+                time.sleep(0.01)
         return generate(*args)
 
     trainer.engine.generate = stay
@@ -247,7 +249,8 @@ def num_steps_recorded(output_dir: Path) -> int:
 
 def test_sigterm_saves_the_step_in_hand(uninterrupted, tmp_path):
     process = start(train_until_signalled, tmp_path, "two_iterations")
-    wait_for(lambda: num_steps_recorded(tmp_path) == 2, process)  # both passes over the first rollout
+    wait_for((tmp_path / "staying").exists, process)
+    assert num_steps_recorded(tmp_path) == 2  # both passes over the first rollout
     os.kill(process.pid, signal.SIGTERM)  # in the middle of step 3's rollout
     (tmp_path / "signalled").touch()
     process.join(200)
