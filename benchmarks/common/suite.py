@@ -103,6 +103,10 @@ class Suite:
         # An end from outside must not leave a server on the GPU.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         suite = cls(options, "" if options.merge else committed())
+        if options.tiny:  # figures of a trial must not replace those of a measurement
+            trial = options.records / "trial"
+            trial.mkdir(exist_ok=True)
+            os.environ.setdefault("OUT", str(trial))
         for part in [] if options.merge else options.parts:
             suite.measure(part)
         suite.merge()
