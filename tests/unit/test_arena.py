@@ -436,8 +436,8 @@ def test_scratch_that_would_misalign_the_pages_is_refused(scratch_bytes):
 @pytest.mark.parametrize("kv_cache_tokens", [None, 24])
 def test_an_engine_generates_the_same_from_an_arena(monkeypatch, kv_cache_tokens):
     class ZeroedCache(ArenaCache):
-        def allocate(self, num_pages, dtype, device):
-            super().allocate(num_pages, dtype, device)
+        def allocate(self, num_pages, *arguments, **options):
+            super().allocate(num_pages, *arguments, **options)
             # Attention in plain PyTorch multiplies masked values by 0: they must not be NaN.
             self._data[:, :, :num_pages] = 0
 
