@@ -75,8 +75,7 @@ class Choice:
         turn, token_ids = self.turn, drawn.token_ids[:used]
         logprobs = None if drawn.logprobs is None else drawn.logprobs[:used]
         turn.token_ids += token_ids
-        if drawn.num_cached_tokens is not None:
-            turn.num_cached_tokens = drawn.num_cached_tokens
+        turn.num_cached_tokens = drawn.num_cached_tokens
         if token_ids:
             turn.logprobs = None if turn.logprobs is None or logprobs is None else [*turn.logprobs, *logprobs]
         turn.finish_reason = "stop" if self._stream.is_stopped else drawn.finish_reason

@@ -41,7 +41,7 @@ class Drawn:
     sequence: int | None = None
     """The number of the sequence, where it has ended and was kept."""
     num_cached_tokens: int | None = None
-    """See `Completion.num_cached_tokens`; told with the first tokens and at the end."""
+    """See `Completion.num_cached_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -295,8 +295,8 @@ class Driver:
         """Hand out what a turn under way has drawn."""
         token_ids, logprobs = self._engine.progress(number, len(running.sent))
         if token_ids:
-            num_cached = None if running.sent else self._engine.num_cached_tokens(number)
             running.sent += token_ids
+            num_cached = self._engine.num_cached_tokens(number)
             running.job.put(Drawn(running.choice, token_ids, logprobs, num_cached_tokens=num_cached))
 
     def _end(self, batch: _Batch, number: int, completion: Completion) -> None:
