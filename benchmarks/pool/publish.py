@@ -127,9 +127,7 @@ def measure(
             seen = {member.replica.name: _answers(member, prompts) for member in present}
             now = {name: shortfall(completions) for name, completions in seen.items()}
             rows.append({"wall_s": wall_s, "stale": stale, "shortfall": now, "num_servers": len(present)})
-            print(
-                rows[-1], file=sys.stderr, flush=True
-            )  # into the log, where a run that is cut short leaves it
+            print(rows[-1], file=sys.stderr, flush=True)  # a run that is cut short leaves its log
             if number == fatal:
                 assert killed_at, "the push had one chunk alone"
                 begin_s = time.perf_counter()

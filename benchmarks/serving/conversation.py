@@ -66,18 +66,8 @@ def make_model(directory: Path) -> None:
 @contextmanager
 def served(directory: Path) -> Iterator[OpenAI]:
     """A client of `colocate serve`."""
-    words = [
-        "serve",
-        directory,
-        "--served_model_name",
-        MODEL,
-        "--use_cpu",
-        "--dtype",
-        "float32",
-        "--port",
-        "0",
-    ]
-    command = [sys.executable, "-m", "colocate", *words]
+    words = ["--served_model_name", MODEL, "--use_cpu", "--dtype", "float32", "--port", "0"]
+    command = [sys.executable, "-m", "colocate", "serve", directory, *words]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert server.stdout is not None
@@ -139,8 +129,8 @@ def complete(client: OpenAI, prompt: Sequence[int]) -> tuple[Record, list[int]]:
 
 
 def claims_of(rows: Sequence[Record]) -> dict[str, float]:
-    """Of each kind of conversation: the tokens that are read in all its turns, and the median of the seconds
-    until the first token of the last turn comes."""
+    """The tokens that a conversation of each kind reads in all its turns, the median of the seconds until the
+    first token of its last turn comes, and both as ratios."""
     claims: dict[str, float] = {}
     for name, finds in (("found", True), ("anew", False)):
         own = [row for row in rows if row["finds"] == finds]
