@@ -317,14 +317,14 @@ def test_the_page_says_what_the_algorithms_are() -> None:
 def test_engine_and_trainer_each_want_most_of_the_memory(
     warm_start: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the run file for one H200: together they would not fit, so memory is handed over."""
+    """Of the run file for one H100: together they would not fit, so memory is handed over."""
     tokenizer = warm_start.build_tokenizer(sys.modules["columns"].PHRASES)
     with torch.device("meta"):
         model = warm_start.build_model(tokenizer, **warm_start.SIZES["100m"])
     model.config.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     file = DIRECTORY / "handover.yaml"
-    asked = ["plan", str(file), "--model_name_or_path", str(tmp_path), "--gpu", "H200", "--json"]
+    asked = ["plan", str(file), "--model_name_or_path", str(tmp_path), "--gpu", "H100", "--json"]
     assert main(asked) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"]
