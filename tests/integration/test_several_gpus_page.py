@@ -160,3 +160,16 @@ def test_what_splitting_costs_is_what_was_measured() -> None:
         f"vLLM, {claims['step_7b_full_2gpu_vs_trl']:.1f} times as long",
     ):
         assert phrase in text
+
+
+def test_what_splitting_costs_on_two_h100_is_what_was_measured() -> None:
+    result = json.loads((ROOT / "benchmarks/results/sharded-h100x2.json").read_text())
+    claims, steps = result["claims"], result["setup"]["summary"]
+    half, whole = (steps[label]["phases_s"]["rollout"] for label in ("1p5b-2gpu-half", "1p5b-1gpu"))
+    text = " ".join(PAGE.split())
+    for phrase in (
+        f"two GPUs do {claims['weak_scaling_2gpu_1p5b']:.2f} times the work per GPU and second",
+        f"time divided by {2 * claims['strong_scaling_2gpu_1p5b']:.2f}: half as many rows take {half / whole:.2f}",
+        f"takes {claims['tp2_allreduce_share']:.0%} of a decode step",
+    ):
+        assert phrase in text
