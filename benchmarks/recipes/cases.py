@@ -49,7 +49,8 @@ class Case:
     peers: tuple[str, ...] = ()
     """Who trains the first algorithm, too. TRL's way to tools and environments is another."""
     predicted_s: float = 0.0
-    """Seconds of one run of ours on an H100 or H200, start included, by arithmetic; 0 for what is made for a CPU."""
+    """Seconds of one run of ours on an H100 or H200, start included, by arithmetic; 0 of what is made for a
+    CPU."""
 
 
 CASES = {
