@@ -293,6 +293,19 @@ def test_the_page_has_the_published_runs(hardware: str) -> None:
     assert {run_name(record) for record in records} <= asked
 
 
+def test_the_page_has_the_run_on_a_gpu() -> None:
+    records, claims = published_runs("h100"), summary_of("h100")["claims"]
+    assert "\n".join(recipes_table(records)) in PAGE and claims == compute_claims(records)
+    ratio = claims["train_s_ratio_addition_30m_trl"]
+    assert f"TRL takes {ratio:.2f} times our seconds, the first step's compilation included" in PAGE
+    for record in records:
+        accuracy, loss = record["evaluations"]["value"], record["imitation"]["loss"]
+        assert f"{max(accuracy):.1f}" == "1.0" and max(accuracy) - accuracy[-1] == pytest.approx(
+            0.1, abs=0.02
+        )
+        assert f"The warm start's last loss is {loss:.3f}." in PAGE
+
+
 def test_commands_and_options_on_the_pages_are_those_of_the_run_files() -> None:
     (commands,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     head = (DIRECTORY / "addition.yaml").read_text()
