@@ -18,14 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from colocate.kernels.gate import silu
-from colocate.kernels.ping_pong import DEPTH, STEP, can_multiply, descriptor, num_multiprocessors
+from colocate.kernels.ping_pong import DEPTH, STEP, can_multiply, descriptor, load_tile, num_multiprocessors
 
 COLUMN_TILE = 64
 """Rows of the weights, that is columns of the output, that a program multiplies at a time."""
@@ -101,11 +100,11 @@ def _request_weights(weight, stage, copied, column, width, k, is_wanted, IS_GATE
     gate and half of up."""
     if IS_GATED:
         HALF: gl.constexpr = COLUMNS // 2
-        tma.async_copy_global_to_shared(weight, [column, k], copied, stage.slice(0, HALF), is_wanted)
+        load_tile(weight, [column, k], copied, stage.slice(0, HALF), is_wanted)
         up = stage.slice(HALF, HALF)
-        tma.async_copy_global_to_shared(weight, [width + column, k], copied, up, is_wanted)
+        load_tile(weight, [width + column, k], copied, up, is_wanted)
     else:
-        tma.async_copy_global_to_shared(weight, [column, k], copied, stage, is_wanted)
+        load_tile(weight, [column, k], copied, stage, is_wanted)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_parts"])
@@ -138,7 +137,7 @@ def streamed_kernel(
     gdc_wait()
     for stage in gl.static_range(STAGES):
         k = (first + stage) * STEP
-        tma.async_copy_global_to_shared(x, [0, k], full.index(stage), rows.index(stage), stage < num_steps)
+        load_tile(x, [0, k], full.index(stage), rows.index(stage), stage < num_steps)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     total = gl.zeros([COLUMNS, ROWS], gl.float32, layout)
     for step in range(num_steps):
@@ -153,7 +152,7 @@ def streamed_kernel(
         copied, k = full.index(free), (first + following) * STEP
         mbarrier.expect(copied, STAGE_BYTES, is_wanted)
         _request_weights(weight, weights.index(free), copied, column, width, k, is_wanted, IS_GATED)
-        tma.async_copy_global_to_shared(x, [0, k], copied, rows.index(free), is_wanted)
+        load_tile(x, [0, k], copied, rows.index(free), is_wanted)
     total = warpgroup_mma_wait(0, deps=(total,))
     if IS_GATED:
         _store_gated(out, total, column, num_rows, width, x.dtype)
