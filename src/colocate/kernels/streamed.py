@@ -24,7 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from colocate.kernels.gate import silu
-from colocate.kernels.ping_pong import DEPTH, STEP, can_multiply, descriptor, load_tile, num_multiprocessors
+from colocate.kernels.ping_pong import (
+    DEPTH,
+    STEP,
+    can_multiply,
+    descriptor,
+    load_tile,
+    num_multiprocessors,
+    thread_barrier,
+)
 
 COLUMN_TILE = 64
 """Rows of the weights, that is columns of the output, that a program multiplies at a time."""
@@ -146,7 +154,7 @@ def streamed_kernel(
         total = warpgroup_mma(weights.index(at), rows.index(at).permute((1, 0)), total, is_async=True)
         total = warpgroup_mma_wait(1, deps=(total,))
         # The product before this one is done on all warps: its stage is free.
-        gl.thread_barrier()
+        thread_barrier()
         free, following = (step + STAGES - 1) % STAGES, step + STAGES - 1
         is_wanted = (step > 0) & (following < num_steps)
         copied, k = full.index(free), (first + following) * STEP
