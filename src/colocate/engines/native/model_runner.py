@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -81,6 +82,13 @@ class ModelRunner:
         )
         layers = (part for layer in self._layers for part in layer.identity())
         return (*(tensor.data_ptr() for tensor in shared), *layers)
+
+    def with_few_layers(self) -> ModelRunner:
+        """This runner with one layer for each width of window: it launches the kernels that all layers
+        launch."""
+        few = copy.copy(self)
+        few._layers = list({layer.sliding_window: layer for layer in self._layers}.values())
+        return few
 
     @property
     def head(self) -> Tensor:
