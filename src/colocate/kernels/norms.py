@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from colocate.kernels import e4m3
 from colocate.kernels.programs import num_programs
 
 _READ_AHEAD_BYTES = 48 * 2**10
@@ -40,7 +41,12 @@ def multiplied(normed, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float | None = None,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The residual sum and its root-mean-square norm, in the tiles of a decode step: one row a program.
 
@@ -49,13 +55,14 @@ def add_rms_norm(
         residual: [T, hidden], rows contiguous; None: there is none yet.
         weight: [hidden], the norm's.
         offset: added to the weight; see `definitions.rms_norm`.
+        factor: [] float32, a power of two: the norm is divided by it and returned as e4m3.
 
     Returns:
         The norm, [T, hidden], and the sum, [T, hidden]: the next residual, `x` itself if there was none.
     """
     block = triton.next_power_of_2(x.shape[1])
     # 8 values a thread: one 16-byte load of bfloat16.
-    return _norm(x, residual, weight, eps, offset, 1, block, min(max(block // 256, 1), 16))
+    return _norm(x, residual, weight, eps, offset, 1, block, min(max(block // 256, 1), 16), factor)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
@@ -81,30 +88,36 @@ def _norm(
     rows: int,
     block: int,
     num_warps: int,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_rows, hidden_size = x.shape
     assert x.stride(1) == 1, "a row of x must be contiguous"
     assert residual is None or residual.stride(1) == 1, "a row of the residual must be contiguous"
     assert weight.is_contiguous() and weight.shape == (hidden_size,), f"weight is not [{hidden_size}]"
-    normed = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
-    summed = x if residual is None else torch.empty_like(normed)
+    dtype = x.dtype if factor is None else e4m3.DTYPE
+    normed = torch.empty((num_rows, hidden_size), dtype=dtype, device=x.device)
+    summed = x if residual is None else torch.empty_like(normed, dtype=x.dtype)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, normed, summed, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        num_rows, hidden_size, OFFSET=offset, ROWS=rows, BLOCK=block, num_warps=num_warps,
+        x, residual, weight, factor, normed, summed, x.stride(0),
+        0 if residual is None else residual.stride(0), eps, num_rows, hidden_size, OFFSET=offset, ROWS=rows,
+        BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
     return normed, summed
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x, residual, weight, normed, summed, x_stride, residual_stride, eps, num_rows, hidden_size,
+    x, residual, weight, factor, normed, summed, x_stride, residual_stride, eps, num_rows, hidden_size,
     OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Norm ROWS rows; with `residual`, norm the sum of `x` and `residual`, which is written to `summed`."""
+    """Norm ROWS rows; with `residual`, norm the sum of `x` and `residual`, which is written to `summed`.
+
+    With `factor` the norm is divided by it and rounded to the type of `normed` after that of `x`.
+    """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < hidden_size)
-    dtype = normed.dtype.element_ty
+    dtype = x.dtype.element_ty
     value = tl.load(x + rows * x_stride + columns, mask=mask, other=0.0)
     if residual is not None:
         added = tl.load(residual + rows * residual_stride + columns, mask=mask, other=0.0)
@@ -114,6 +127,8 @@ def _rms_norm_kernel(
     inverse = inverse_rms(tl.sum(upcast * upcast, axis=1), hidden_size, eps)[:, None]
     weights = tl.load(weight + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
     output = rms_normed(upcast, inverse, weights, dtype, OFFSET)
+    if factor is not None:
+        output = (output.to(tl.float32) / tl.load(factor)).to(normed.dtype.element_ty)
     tl.store(normed + rows * hidden_size + columns, output, mask=mask)
 
 
