@@ -27,28 +27,6 @@ def mended_interpreter():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def rounds_to_e4m3():
-    """Triton 3.6's interpreter drops the carry where rounding to e4m3 reaches the next power of two."""
-    if HAS_CUDA:
-        yield
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    original = interpreter._convert_float
-
-    def converted(data, from_dtype, to_dtype, rounding):
-        if from_dtype != tl.float32 or to_dtype != tl.float8e4nv:
-            return original(data, from_dtype, to_dtype, rounding)
-        rounded = torch.from_numpy(data.view("float32").copy()).to(torch.float8_e4m3fn)
-        return rounded.view(torch.uint8).numpy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", converted)
-        yield
-
-
 @pytest.fixture(
     scope="session",
     params=[pytest.param("cuda", marks=pytest.mark.gpu) if HAS_CUDA else "cpu"],

@@ -61,7 +61,7 @@ def test_no_correction_is_told(tmp_path, caplog):
     assert "trains on completions of another policy" in caplog.text
 
 
-@pytest.mark.parametrize("engine", ["vllm", "vllm_server", "transformers"])
+@pytest.mark.parametrize("engine", ["vllm", "rollout_server", "transformers"])
 def test_other_engines_do_not_read_it(tmp_path, engine):
     with pytest.raises(ValueError, match=f"rollout_precision='fp8_kv' is not read with engine='{engine}'"):
         make(tmp_path, rollout_precision="fp8_kv", engine=engine)
@@ -98,11 +98,30 @@ def test_pages_are_copied_and_kept_with_their_exponents():
     before = cache.read_pages([1, 4])
     cache.copy_pages([1, 4], [0, 2])
     assert torch.equal(cache.read_pages([0, 2]), before)
-    kept = KeptPages(cache, [0, 2])
+    kept = KeptPages(cache, [0, 2], b"")
     cache.allocate(6, e4m3.DTYPE, torch.device("cpu"))
     assert not cache.read_pages([3, 5]).any()
     kept.restore(cache, {0: 3, 2: 5})
     assert torch.equal(cache.read_pages([3, 5]), before)
+
+
+@pytest.mark.parametrize("others", [(e4m3.DTYPE, torch.bfloat16), (torch.bfloat16, e4m3.DTYPE)])
+def test_pages_of_another_type_lose_their_names(others):
+    """What was stored in one type is never read in another; in its own it stays, exponents included."""
+    cpu, (before, after) = torch.device("cpu"), others
+    cache = KVCache(num_layers=2, num_kv_heads=2, head_dim=8, page_size=4)
+    cache.allocate(3, before, cpu)
+    (page,) = cache.pool.allocate(1)
+    cache.pool.name(page, b"name")
+    cache.pool.release([page])
+    content = cache.read_pages([page]).random_(0, 120)
+    cache.write_pages([page], content)
+    cache.allocate(6, before, cpu, has_room_to_copy=True)
+    assert cache.pool.find([b"name"]) == [page]
+    assert torch.equal(cache.read_pages([page]), content)
+    cache.allocate(6, after, cpu, has_room_to_copy=True)
+    assert not cache.pool.has_names and cache.pool.num_free == 6
+    assert not cache.read_pages([page]).any()
 
 
 @pytest.mark.parametrize("precision", ["fp8_kv", "fp8"])
