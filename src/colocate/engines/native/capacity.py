@@ -41,6 +41,22 @@ def pages_of_longest(prompts: Sequence[Prompt], max_tokens: int, page_size: int)
     return pages_for(longest_sequence(prompts, max_tokens) - 1, page_size)
 
 
+def longest_allowed(layout: Layout, max_model_len: int | None) -> tuple[int, str]:
+    """Tokens of the longest sequence that is decoded, and what says so.
+
+    Raises:
+        ValueError: `max_model_len` is more than the model allows.
+    """
+    if max_model_len is None:
+        return layout.max_position, layout.max_position_reason
+    if max_model_len > layout.max_position:
+        raise ValueError(
+            f"max_model_len={max_model_len} exceeds what the native engine can decode with this model: "
+            f"{layout.max_position_reason}. Lower max_model_len, or use the 'transformers' engine."
+        )
+    return max_model_len, f"max_model_len = {max_model_len}"
+
+
 def useful_pages(prompts: Sequence[Prompt], max_tokens: int, page_size: int, max_num_seqs: int) -> int:
     """Pages with which the rollout never waits for a page: those of the `max_num_seqs` largest sequences.
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from colocate.engines.base import BaseEngine
-from colocate.engines.native.all_reduce import make_sum
 from colocate.engines.native.backends import backend_for, default_sizes
 from colocate.engines.native.capacity import (
     FREE_MEMORY_FRACTION,
+    longest_allowed,
     longest_sequence,
     pages_of_longest,
     take_8bit,
@@ -30,12 +30,12 @@ from colocate.engines.native.prefix_cache import salt_of
 from colocate.engines.native.rollout import Rollout
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.submissions import Submissions
-from colocate.engines.native.tensor_parallel import ONE_RANK, OneRank, TensorParallel, joined_groups
+from colocate.engines.native.tensor_parallel import joined_groups, parallel_for
 from colocate.engines.requests import unextendable
 from colocate.kernels import e4m3
 from colocate.memory.recovery import Recovery
 from colocate.types import Completion, Prompt, SamplingParams
-from colocate.weights.layouts import Layout, layout_for
+from colocate.weights.layouts import layout_for
 from colocate.weights.shared_views import fuse_parameters
 
 SMALLEST_PREFILL_TOKENS = 512
@@ -105,23 +105,15 @@ class NativeEngine(BaseEngine):
                 f"kv_cache_tokens={kv_cache_tokens} is less than one page of {page_size} tokens. Raise it, "
                 "or set it to None to size the cache by the rollout."
             )
-        if max_model_len is not None and max_model_len > layout.max_position:
-            raise ValueError(
-                f"max_model_len={max_model_len} exceeds what the native engine can decode with this model: "
-                f"{layout.max_position_reason}. Lower max_model_len, or use the 'transformers' engine."
-            )
         self._model: nn.Module | None = model
         self._rollout_precision = rollout_precision
         self._max_num_seqs = max_num_seqs
         self._page_size = page_size
         self._kv_cache_tokens = kv_cache_tokens
-        self._max_len = layout.max_position if max_model_len is None else max_model_len
-        self._max_len_reason = (
-            layout.max_position_reason if max_model_len is None else f"max_model_len = {max_model_len}"
-        )
+        self._max_len, self._max_len_reason = longest_allowed(layout, max_model_len)
         self._vocab_size = layout.embed_tokens.num_embeddings
         capacity = capacity_for(max_num_seqs, self._backend)
-        self._parallel = self._backend.parallel = _parallel_for(layout, group, capacity)
+        self._parallel = self._backend.parallel = parallel_for(layout, group, capacity)
         self._cache = KVCache(
             num_layers=len(layout.layers),
             num_kv_heads=layout.num_local_kv_heads,
@@ -502,21 +494,3 @@ class NativeEngine(BaseEngine):
                 f"{page_size}) = {needed} pages of KV cache and there are {available}. {remedy}, or lower "
                 "max_completion_length."
             )
-
-
-def _parallel_for(layout: Layout, group: ProcessGroup | None, capacity: int) -> OneRank:
-    """The ranks that decode together with this one, in steps of up to `capacity` rows."""
-    num_ranks = 1 if group is None else group.size()
-    rank = 0 if group is None else group.rank()
-    part = layout.part
-    if (part.index, part.count) != (rank, num_ranks):
-        raise ValueError(
-            f"The model holds part {part.index} of {part.count} of its weights, and this is rank {rank} of "
-            f"{num_ranks} that decode together. Pass as `group` the ranks that hold its {part.count} parts, "
-            "or None for a model that was not split."
-        )
-    if group is None:
-        return ONE_RANK
-    num_bytes = capacity * layout.embed_tokens.embedding_dim * layout.dtype.itemsize
-    sums = make_sum(group, layout.device, num_bytes=num_bytes, num_rows=capacity)
-    return TensorParallel(sums, layout.device)
