@@ -236,12 +236,12 @@ def without_memory(mesh: Mesh, recorder: Recorder) -> dict[str, Any]:
     engine.wake_up()
     gated, num_calls = engine._backend.gated_linear, 0
 
-    def failing(*arguments: Any) -> torch.Tensor:
+    def failing(*arguments: Any, **options: Any) -> torch.Tensor:
         nonlocal num_calls
         num_calls += 1
         if part.index == 1 and num_calls == 3:
             raise torch.OutOfMemoryError("injected")
-        return gated(*arguments)
+        return gated(*arguments, **options)
 
     engine._backend.gated_linear = failing  # type: ignore[method-assign]
     prompts = share_of(mesh.weight_part, mesh.num_weight_parts)

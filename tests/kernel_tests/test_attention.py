@@ -389,7 +389,11 @@ def test_parts_fill_the_device_and_fit_the_scratch():
     assert num_splits_for(1, 2) == 16 and num_splits_for(512, 2) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "is_8bit"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, False)],
+    ids=["bfloat16", "8 bits", "float16", "float32"],
+)
 @pytest.mark.parametrize(
     "num_heads, num_kv_heads, head_dim, page_size",
     [
@@ -406,13 +410,13 @@ def test_parts_fill_the_device_and_fit_the_scratch():
     ],
 )
 @pytest.mark.gpu
-def test_model_shapes(num_heads, num_kv_heads, head_dim, page_size, dtype):
+def test_model_shapes(num_heads, num_kv_heads, head_dim, page_size, dtype, is_8bit):
     """The compiled kernels at the sizes of models, with prefixes cut as they are in earnest."""
     pages = 2048 // page_size
     groups = [(pages, [1, 100, 700, 0, 350, 9, 64, 65]), (pages // 4, [5, 300]), (0, [1, 257])]
     shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size)
     for num_splits, has_norms in ((1, False), (num_splits_for(12, num_kv_heads), True)):
-        options = dict(dtype=dtype, num_splits=num_splits, has_norms=has_norms)
+        options = dict(dtype=dtype, is_8bit=is_8bit, num_splits=num_splits, has_norms=has_norms)
         case = Case(groups, **shape, **options).make(torch.device("cuda"))
         case.check()
         case.check(case.prefixes())

@@ -285,6 +285,8 @@ def _fit(
     if out.is_cuda:
         # Besides the stages: the queries, the probabilities on their way between layouts, reductions.
         rest_bytes = num_queries * (padded_dim * out.element_size() + tile_tokens * 4) + 8 * 1024
+        if is_8bit(cache):  # a tile of keys and one of values again, in 16 bits
+            rest_bytes += 2 * tile_tokens * padded_dim * 2
         num_buffers = (_shared_memory_bytes(out.device.index) - rest_bytes) // stage_bytes
         # There is one buffer less than stages, except for warp-group products, which read a buffer while
         # others are filled.

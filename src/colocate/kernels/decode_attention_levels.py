@@ -199,19 +199,18 @@ def _attend_8bit(
 
     The maximum is that of score + exponent of the value: 2^(score + exponent - maximum) is at most 1 and
     multiplies a value as it is stored. The next tile's exponents are on their way while a tile is in use.
+    Nothing is carried over two tiles: Triton would not load keys and values ahead then.
     """
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     tokens = tl.arange(0, TILE)
     dims = tl.arange(0, PADDED_DIM)
     offsets = tokens[:, None] * HEAD_DIM + dims[None, :]
     end = tl.minimum(end_visible, end_tile * TILE)
-    following = first_tile + 1
-    next_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
     k_exponents = _exponents(k_head, k_stride, page, first_tile, end, HEAD_DIM, PAGE_SIZE, TILE)
     v_exponents = _exponents(v_head, v_stride, page, first_tile, end, HEAD_DIM, PAGE_SIZE, TILE)
     for tile in tl.range(first_tile, end_tile):
-        following = tile + 2
-        later_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
+        following = tile + 1
+        next_page = tl.load(table + following // TILES_PER_PAGE, mask=following < end_tile, other=0)
         next_k_exponents = _exponents(k_head, k_stride, next_page, tile + 1, end, HEAD_DIM, PAGE_SIZE, TILE)
         next_v_exponents = _exponents(v_head, v_stride, next_page, tile + 1, end, HEAD_DIM, PAGE_SIZE, TILE)
         positions = tile * TILE + tokens
@@ -235,7 +234,7 @@ def _attend_8bit(
         correction = tl.exp2(maximum - new_maximum)
         total = total * correction + tl.sum(weights * inverse_power(v_exponents)[None, :], 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
-        maximum, page, next_page = new_maximum, next_page, later_page
+        maximum, page = new_maximum, next_page
         k_exponents, v_exponents = next_k_exponents, next_v_exponents
     return maximum, total, acc
 

@@ -81,8 +81,8 @@ def take_weights(
     weights: RolloutWeights,
     cache: KVCache,
     layout: Layout,
-    kv_dtype: torch.dtype,
     *,
+    kv_dtype: torch.dtype,
     wanted_pages: int,
     needed_pages: int,
 ) -> None:

@@ -475,9 +475,8 @@ class NativeEngine(BaseEngine):
         layout, cache = self._layout, self._cache
         if self._rollout_precision == "fp8":
             take_8bit(self._in_8bit, cache, layout)
-        take_weights(
-            self._weights, cache, layout, self._kv_dtype, wanted_pages=wanted_pages, needed_pages=needed_pages
-        )
+        sizes = dict(wanted_pages=wanted_pages, needed_pages=needed_pages)
+        take_weights(self._weights, cache, layout, kv_dtype=self._kv_dtype, **sizes)
 
     def _check_pages(self, available: int, prompts: Sequence[Prompt], max_tokens: int) -> None:
         """Raises ValueError unless one sequence alone fits into the `available` pages."""
