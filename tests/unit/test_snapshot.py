@@ -47,3 +47,22 @@ def test_generators_and_numpys_numbers_survive_as_data(tmp_path):
     assert (np.random.random(4) == expected).all()
     assert part.loaded["scalar"] == 0.1 and part.loaded["pair"] == (2, None)
     assert part.loaded["array"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_the_generator_of_a_gpu_survives_on_a_machine_with_fewer_of_them(tmp_path, monkeypatch):
+    def see(*generators, current):
+        monkeypatch.setattr(torch.cuda, "default_generators", generators)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(generators))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda.random, "_lazy_call", lambda call, **_: call())
+    monkeypatch.setattr(torch.cuda.random, "current_device", lambda: torch.cuda.current_device())
+    other, own, only = (torch.Generator().manual_seed(seed) for seed in (1, 2, 3))
+    see(other, own, current=1)
+    snapshot.save_rank_state(tmp_path, 0, {})
+    expected = torch.rand(4, generator=own)
+    see(only, current=0)
+    snapshot.load_rank_state(tmp_path, 0, {})
+    assert torch.equal(torch.rand(4, generator=only), expected)

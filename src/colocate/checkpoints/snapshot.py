@@ -152,7 +152,8 @@ def _random_state() -> dict[str, Any]:
     # Sampling does not use these generators, but dropout does, and reward functions may.
     state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        # Of this process's GPU alone: a run that goes on may see fewer of them.
+        state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
@@ -162,4 +163,4 @@ def _restore_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"])
