@@ -56,8 +56,8 @@ def add_request(llm: Any, name: str, token_ids: Iterable[int], params: Any) -> N
 
 
 def step(llm: Any) -> list[tuple[str, Any]]:
-    """Let vLLM's engine take one step: the names and completions of the requests that it finishes."""
-    return [(output.request_id, output.outputs[0]) for output in llm.llm_engine.step() if output.finished]
+    """Let vLLM's engine take one step: the names and outputs of the requests that it finishes."""
+    return [(output.request_id, output) for output in llm.llm_engine.step() if output.finished]
 
 
 def abort_requests(llm: Any, names: list[str]) -> None:
