@@ -36,7 +36,7 @@ from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.engines.rollout_server.key import VARIABLE
 from colocate.engines.rollout_server.patience import patience_among
 from colocate.engines.rollout_server.weight_push import FileTransport, WeightPusher
-from colocate.engines.vllm.environment import free_port
+from colocate.parallel.ports import free_port
 from colocate.types import Completion, Prompt, SamplingParams
 from colocate.weights.layouts import WHOLE
 from colocate.weights.weight_parts import random_parts

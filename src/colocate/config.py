@@ -26,7 +26,7 @@ from colocate.engines.build import ENGINES, OLDER_NAMES
 from colocate.launchers import translate
 from colocate.memory.train_plan import ACTIVATION_POLICIES
 from colocate.nested_options import check_accelerator_config, read_generation_kwargs
-from colocate.option_names import resolve
+from colocate.option_names import TWINS, resolve
 from colocate.option_values import coerce, types_of
 from colocate.options import (
     CHOICES,
@@ -376,11 +376,11 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
     use_transformers_continuous_batching: bool = False
     transformers_continuous_batching_config: dict | str | None = None
     use_transformers_paged: bool = False
-    # TRL's names, and after them those older than TRL 1.16: `option_names.py`
+    # TRL's names, which read what the ones here do, and those older than TRL 1.16: `option_names.py`
     vllm_server_base_url: str | None = None
-    vllm_server_host: str | None = None
-    vllm_server_port: Annotated[int | None, PORT] = None
-    vllm_server_timeout: Annotated[float | None, _TIMEOUT] = None
+    vllm_server_host: str = "0.0.0.0"
+    vllm_server_port: Annotated[int, PORT] = 8000
+    vllm_server_timeout: Annotated[float, _TIMEOUT] = 240.0
     vllm_importance_sampling_cap: float | None = None
     vllm_max_model_len: int | None = None
     vllm_guided_decoding_regex: str | None = None
@@ -437,6 +437,11 @@ class GRPOConfig(AdvantageOptions, ObjectiveParams, TrainingArguments):
         if self.process_index == 0:
             for notice in (*notices, *self.unusual_pairs()):
                 logger.warning(notice)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in TWINS and hasattr(self, "_launch_dir"):  # scripts set what they have not parsed
+            super().__setattr__(TWINS[name], value)
 
     def _check_best(self, is_metric_given: bool) -> list[str]:
         """Check the options that keep the best checkpoint, beyond transformers' checks; returns notices.

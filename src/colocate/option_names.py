@@ -19,10 +19,15 @@ RENAMED: dict[str, str] = {
 OF_TRL: dict[str, str] = {
     f"vllm_server_{what}": f"rollout_server_{what}" for what in ("base_url", "host", "port", "timeout")
 }
-"""Names of TRL's, whose servers are all vLLM's, and the ones here."""
+"""Names of TRL's, whose servers are all vLLM's, and the ones here. Scripts read them, too, so that both names
+have one default and one value."""
+
+TWINS: dict[str, str] = OF_TRL | {name: of_trl for of_trl, name in OF_TRL.items()}
+"""To each name that has the same value as another one, the other."""
 
 ALIASES = RENAMED | OF_TRL
-"""All of them. An alias is itself an option, None by default, and its value is moved to the other one."""
+"""All names that stand for another. An alias is itself an option; an older one is None by default, and its
+value is moved to the present one."""
 
 
 def override(values: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +39,8 @@ def override(values: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]
 
 
 def resolve(options: Any, defaults: Mapping[str, Any]) -> list[str]:
-    """Move the values of aliases to the options that they mean; returns a line for each older name.
+    """Give options the values of their aliases, and those of TRL the values of their options; returns a line
+    for each older name.
 
     Args:
         options: an object with the options as attributes.
@@ -45,15 +51,17 @@ def resolve(options: Any, defaults: Mapping[str, Any]) -> list[str]:
     """
     notices = []
     for alias, name in ALIASES.items():
-        if (value := getattr(options, alias)) is None:
-            continue
-        if (given := getattr(options, name)) not in (value, defaults[name]):
-            raise ValueError(
-                f"{alias}={shown(value, alias)} and {name}={shown(given, name)} are two names of one option "
-                "with two values. Set one of them."
-            )
-        setattr(options, name, value)
-        setattr(options, alias, None)
-        if alias in RENAMED:
+        value, given = getattr(options, alias), getattr(options, name)
+        if value != defaults[alias]:
+            if given not in (value, defaults[name]):
+                raise ValueError(
+                    f"{alias}={shown(value, alias)} and {name}={shown(given, name)} are two names of one "
+                    "option with two values. Set one of them."
+                )
+            setattr(options, name, value)
+        if alias in OF_TRL:
+            setattr(options, alias, getattr(options, name))
+        elif value is not None:
+            setattr(options, alias, None)
             notices.append(f"{alias} is an older name: read as {name}={value!r}.")
     return notices

@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from colocate.option_names import ALIASES
+from colocate.option_names import ALIASES, OF_TRL
 from colocate.option_values import shown
 from colocate.policy.optimizer_names import OPTIMIZERS, check_optimizer
 from colocate.requirements import (
@@ -322,7 +322,8 @@ def check_support(config: Any, engine: str | None = None) -> list[str]:
         if getattr(config, name) != defaults[name]:
             value = shown(getattr(config, name), name)
             raise ValueError(f"{name}={value} is not read with engine={engine!r}. Set {remedy}.")
-    return _notices(config, judged - honoured(type(config), engine))
+    # What TRL's names are set to is judged under the names here.
+    return _notices(config, judged - honoured(type(config), engine) - OF_TRL.keys())
 
 
 def _notices(config: Any, names: Collection[str]) -> list[str]:

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
+from transformers.trainer_utils import SaveStrategy
+from transformers.training_args import OptimizerNames
 
-from colocate.checkpoints import changes, model_card, sealed, shards, snapshot
+from colocate.checkpoints import changes, disk_space, model_card, sealed, shards, snapshot
 from colocate.checkpoints.finite import check_finite_weights
 from colocate.data.loading import READERS
+from colocate.experience import ranks
 from colocate.experience.carry_over import CarryingPlayer
 from colocate.experience.refill import RefillingSelector
+from colocate.policy.footprint import MOMENTS_BYTES
+from colocate.policy.reference import is_of_reference
 from colocate.redaction import redacted
 from colocate.reporting.provenance import provenance
 from colocate.run import Run
@@ -22,6 +27,7 @@ from colocate.run_identity import versions
 from colocate.weights.adapter_files import note_base
 from colocate.weights.export import save_parts
 from colocate.weights.layouts import causal_lm
+from colocate.weights.weight_parts import sizes_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +84,55 @@ def _facts(run: Run) -> model_card.TrainingFacts:
         is_adapter=hasattr(run.model, "peft_config"),
         versions=versions(("torch", "transformers", "peft", "datasets")),
     )
+
+
+def check_space(run: Run) -> None:
+    """Compare what the checkpoints to come will take with what is free where they will be written.
+
+    All ranks must call it. They write into one directory, so that the main process looks there for all.
+
+    Raises:
+        ValueError: on all ranks, if not even one checkpoint fits.
+    """
+    args, state = run.args, run.journal.state
+    steps = disk_space.steps_to_save(run.journal.save_interval, state.global_step, state.max_steps)
+    if args.save_strategy == SaveStrategy.NO or not steps:
+        return
+    warning, refusal = None, None
+    if run.accelerator.is_main_process:
+        most = disk_space.most_at_once(args.run_dir, steps, args.save_total_limit)
+        try:
+            warning = disk_space.check(args.run_dir, _checkpoint_bytes(run), most)
+        except ValueError as error:
+            refusal = str(error)
+    refusal = ranks.of_all_ranks([refusal])[0]
+    if refusal is not None:
+        raise ValueError(refusal)
+    if warning is not None:
+        logger.warning(warning)
+
+
+def _checkpoint_bytes(run: Run) -> dict[str, int]:
+    """The bytes of a whole checkpoint by what they are for, from shapes alone.
+
+    Left out is what is small or not known before: waiting completions, generators, the state of an optimizer
+    of the user's own or of one that keeps another number of moments than is known.
+    """
+    model, optimizer = run.model, run.policy.optimizer
+    sizes, parameters = sizes_of(model), dict(model.named_parameters())
+    is_adapter = hasattr(model, "peft_config")
+    saved = [n for n, p in parameters.items() if not is_adapter or p.requires_grad or is_of_reference(n)]
+    parts = {"weights": sum(sizes[name] * parameters[name].itemsize for name in saved)}
+    if run.args.save_only_model:
+        return parts
+    steps_on = optimizer.named_leaves
+    parts["masters"] = sum(sizes[name] * leaf.itemsize for name, leaf in steps_on.items())
+    optim = None if optimizer.is_own else OptimizerNames(run.args.optim).value
+    if optim in MOMENTS_BYTES:
+        parts["moments"] = sum(MOMENTS_BYTES[optim](sizes[name]) for name in steps_on)
+    if run.args.sync_ref_model:
+        parts["the reference"] = parts["weights"]
+    return parts
 
 
 def save(run: Run) -> Path:

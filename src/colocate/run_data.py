@@ -51,6 +51,11 @@ class RunData:
         return {entry.label: entry.weight for entry in self._train if entry.weight is not None} or None
 
     @property
+    def names(self) -> list[str]:
+        """The datasets to train on, as the run names them."""
+        return [entry.name for entry in self._train]
+
+    @property
     def is_evaluated(self) -> bool:
         """Whether the run evaluates."""
         return self.config.eval_strategy != "no" or bool(self.config.eval_on_start)

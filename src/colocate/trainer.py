@@ -114,7 +114,7 @@ class GRPOTrainer(TRLNames):
                 that one, or the beginning if there is none; None: what `args` says.
 
         Raises:
-            OutputDirInUse: another run is writing into `output_dir`.
+            OutputDirInUse, ValueError: another run writes into `output_dir`; no checkpoint fits on its disk.
             CheckpointError: the checkpoint cannot be resumed, or none could be written.
             FloatingPointError: the weights are not finite any more, or `max_skipped_steps` were skipped.
         """
@@ -202,6 +202,7 @@ class GRPOTrainer(TRLNames):
                 f"This trainer has trained {self.state.global_step} steps already and its schedule is used "
                 "up. To train on, make a new trainer with model=trainer.model."
             )
+        run_checkpoints.check_space(self.run)
         start = time.time(), self.state.global_step
         self.journal.open(self.run.description(), resumed_from=directory)
         if self.args.eval_on_start and directory is None:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from colocate import start_checks
-from colocate.engines.vllm.environment import free_port
 from colocate.parallel import meeting
 from colocate.parallel.meeting import Meeting, absence, in_words, meet
+from colocate.parallel.ports import free_port
 from processes import SOURCE
 from tiny import make_model
 

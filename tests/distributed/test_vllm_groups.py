@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from colocate.engines.vllm.environment import free_port
 from colocate.engines.vllm.groups import TensorParallelGroup
+from colocate.parallel.ports import free_port
 
 
 def _worker(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from colocate.engines.vllm.environment import free_port
+from colocate.parallel.ports import free_port
 from colocate.parallel.watch import Tail
 from processes import SOURCE, TORCHRUN
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 from engine_models import greedy_completions, greedy_references, make_model, make_prompts
 
 from colocate.engines.rollout_server.engine import RolloutServerEngine
-from colocate.engines.vllm.environment import free_port
+from colocate.parallel.ports import free_port
 
 pytestmark = pytest.mark.gpu
 

@@ -385,20 +385,63 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_not_the_program(home):
     os.close(ours)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("test_split_size: 0.5", "held out a part of one"),
-        ("eval_dataset_name: test.jsonl", "test.jsonl: 2 prompts x 1, greedy"),
-    ],
-)
-def test_what_a_run_has_held_out_is_measured_where_it_has_a_name(home, capsys, tmp_path, option, message):
-    shutil.copytree("runs/sums", tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoint-*"))
-    run_file = tmp_path / "copy" / "config.yaml"
+def with_option(directory: Path, option: str) -> Path:
+    """A copy of the page's run, without its checkpoints, whose options have this one."""
+    shutil.copytree("runs/sums", directory, ignore=shutil.ignore_patterns("checkpoint-*"))
+    run_file = directory / "config.yaml"
     name = option.partition(":")[0]
     kept = [line for line in run_file.read_text().splitlines() if not line.startswith(f"{name}:")]
     run_file.write_text("\n".join([*kept, option]) + "\n")
-    assert message in run(f"colocate eval {tmp_path}/copy", capsys, code=int("held" in message))
+    return directory
+
+
+def test_what_a_run_has_evaluated_on_is_measured_where_it_has_a_name(home, capsys, tmp_path):
+    copy = with_option(tmp_path / "copy", "eval_dataset_name: test.jsonl")
+    assert "test.jsonl: 2 prompts x 1, greedy" in run(f"colocate eval {copy}", capsys)
+
+
+def test_a_share_of_a_run_that_did_not_evaluate_was_not_held_out(home, capsys, tmp_path):
+    copy = with_option(tmp_path / "copy", "test_split_size: 0.5")
+    words = run(f"colocate eval {copy}", capsys, code=1)
+    assert "test_split_size=0.5 held nothing out: all rows were trained on" in words
+    assert "train.jsonl: 6 prompts" in run(f"colocate eval {copy} --split train", capsys)
+
+
+def test_what_a_run_held_out_of_its_own_data_is_measured_on(home, capsys, monkeypatch):
+    """The rows are those that the trainer was given to evaluate on, in their order."""
+    Path("all.jsonl").write_text("".join(map(question, range(8))))
+    Path("noting.py").write_text(
+        "def noting(completions, answer, **kwargs):\n"
+        "    open('seen', 'a').writelines(f'{text!r}\\n' for text in answer)\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    options = (
+        "--dataset_name all.jsonl --max_rows 7 --test_split_size 0.4 --eval_strategy steps "
+        "--num_generations_eval 1 --max_steps 1 --save_steps 1 --output_dir runs/own"
+    )
+    evaluated: list[list[str]] = []
+    make = GRPOTrainer.__init__
+
+    def noting(trainer, *arguments, **named):
+        make(trainer, *arguments, **named)
+        evaluated.append(trainer.eval_dataset["answer"][:])
+
+    monkeypatch.setattr(GRPOTrainer, "__init__", noting)
+    printed = run(f"colocate train run.yaml {options}", capsys)
+    (rows,) = evaluated
+    assert len(rows) == 3
+    assert "Measure it: colocate eval model runs/own --num_samples 4\n" in printed
+    measure = "colocate eval model runs/own --reward_funcs noting.py:noting --output own.json"
+    printed = run(measure, capsys)
+    which = "Rows that runs/own was not trained on: test_split_size=0.4 held out 3 of 7"
+    assert printed.startswith(f"all.jsonl: 3 prompts x 1, greedy, up to 1 tokens\n{which}.\n")
+    assert Path("seen").read_text() == "".join(f"{text!r}\n" for text in rows) * 2
+    assert json.loads(Path("own.json").read_text())["held_out"] == f"{which}."
+    assert f"{which}, and these are the first 2 of them.\n" in run(f"{measure} --max_rows 2", capsys)
+
+    Path("all.jsonl").write_text("".join(map(question, (1, 0, *range(2, 8)))))
+    words = run("colocate eval runs/own", capsys, code=1)
+    assert "The data have changed since runs/own was trained: 4 rows were left to train on" in words
 
 
 def test_a_run_is_served_with_its_adapter(home, monkeypatch, capsys):

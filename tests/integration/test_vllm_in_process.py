@@ -36,8 +36,13 @@ def alone(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_shared_weights_need_no_publication(alone):
-    found = alone["shared"]
+    found = {name: value for name, value in alone["shared"].items() if name != "found"}
     assert found == {"equal": [True] * 4, "shares": True, "published_bytes": 0, "outside": 0}
+
+
+def test_a_later_turn_tells_what_it_has_found_in_the_cache(alone):
+    found = alone["shared"]["found"]
+    assert found["told"] == found["whole"] and found["told"][1] > 0 == found["told"][0]
 
 
 def test_copies_are_renewed_in_place(alone):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,7 +43,8 @@ def start(model: Any, **options: Any) -> VLLMEngine:
     """An engine; the one before it is closed, as a process has one at a time."""
     while alive:
         alive.pop().close()
-    alive.append(VLLMEngine(model, engine_kwargs=EAGER, **options))
+    kwargs = EAGER | {"block_size": 32}  # several of them in the 128 tokens of a tiny model's context
+    alive.append(VLLMEngine(model, engine_kwargs=kwargs, **options))
     return alive[-1]
 
 
@@ -121,7 +123,28 @@ def shared() -> dict[str, Any]:
         "shares": engine.shares_weights,
         "published_bytes": engine.published_bytes,
         "outside": len(set(engine._llm.apply_model(addresses)[0]) - set(addresses(model))),
+        "found": found_in_the_cache(engine, model),
     }
+
+
+def found_in_the_cache(engine: VLLMEngine, model: Any) -> dict[str, list[int]]:
+    """What each of two turns has found, and how many whole blocks there were of its context."""
+    block = engine._llm.llm_engine.vllm_config.cache_config.block_size
+    engine.wake_up()
+    told, whole = [], []
+    (prompt,) = make_prompts([2 * block + 3], seed=3)
+    (number,) = engine.submit([replace(prompt, max_tokens=(4,))], GREEDY, keep=True)
+    context = len(prompt.token_ids)
+    while engine.is_busy:
+        for completion in engine.poll().values():
+            told.append(completion.num_cached_tokens)
+            whole.append(0 if len(told) == 1 else (context - 1) // block * block)
+            context += len(completion.token_ids) + 2
+            if len(told) == 1:
+                engine.extend(number, (5, 6), 3)
+    engine.abort([number])
+    engine.sleep()
+    return {"told": told, "whole": whole}
 
 
 def in_place() -> dict[str, Any]:

@@ -68,9 +68,7 @@ OWN = {
     ),
 }
 
-OF_TRL_HERE = "TRL's default is that of the name that begins with rollout_server_"
 OTHER_DEFAULTS = {
-    **dict.fromkeys(("vllm_server_host", "vllm_server_port", "vllm_server_timeout"), OF_TRL_HERE),
     "vllm_gpu_memory_utilization": "TRL: 0.3; here vLLM gets what training leaves",
     "vllm_enable_sleep_mode": "TRL: False; here vLLM's memory is training's in turn",
 }

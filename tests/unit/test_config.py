@@ -1,6 +1,7 @@
 """GRPOConfig: every option classified, refused or explained; errors that carry the arithmetic."""
 
 import contextlib
+import copy
 import dataclasses
 import logging
 
@@ -25,6 +26,7 @@ from colocate.options import (
     default_of,
     honoured,
 )
+from colocate.reporting.provenance import changed_options
 from colocate.run_engine import sampling_params
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
@@ -216,9 +218,22 @@ def test_trls_options_of_servers_are_taken_without_a_word(of_trl, name, make, ca
         config = make(engine="rollout_server", **{of_trl: value})
         both = make(engine="rollout_server", **{of_trl: value, name: value})
     assert caplog.messages == []
-    assert getattr(config, name) == getattr(both, name) == value and getattr(config, of_trl) is None
+    assert getattr(config, name) == getattr(both, name) == value
+    assert getattr(config, of_trl) == getattr(make(engine="rollout_server", **{name: value}), of_trl) == value
+    assert getattr(make(), of_trl) == getattr(make(), name) == default_of(FIELDS[name])
+    assert changed_options(config)[name] == value and of_trl not in changed_options(config)
     with pytest.raises(ValueError, match=rf"{of_trl}=.* and {name}=.* are two names of one option.*Set one"):
         make(engine="rollout_server", **{of_trl: value, name: other})
+
+
+@pytest.mark.parametrize(("of_trl", "name"), OF_TRL.items())
+def test_both_names_of_an_option_have_its_value_whichever_is_set_later(of_trl, name, make):
+    value, other = ("http://a", "http://b") if name.endswith(("url", "host")) else (7, 8)
+    config = make(engine="rollout_server", **{name: value})
+    setattr(config, of_trl, other)
+    assert getattr(config, name) == getattr(copy.deepcopy(config), name) == other
+    setattr(config, name, value)
+    assert getattr(config, of_trl) == value
 
 
 @pytest.mark.parametrize(("old", "new", "values"), [("warmup_ratio", "warmup_steps", (0.1, 5))])

@@ -7,15 +7,15 @@ import socket
 
 import pytest
 
-from colocate.engines.vllm import environment
-from colocate.engines.vllm.environment import free_port
+from colocate.parallel import ports
+from colocate.parallel.ports import free_port
 
 
 def test_a_free_port_can_be_had_and_is_none_of_an_outgoing_connection() -> None:
     state = random.getstate()
     port = free_port()
     assert random.getstate() == state, "a seeded training draws other numbers"
-    assert port in environment.PORTS
+    assert port in ports.PORTS
     with socket.socket() as server:
         server.bind(("127.0.0.1", port))
         server.listen()
@@ -24,7 +24,7 @@ def test_a_free_port_can_be_had_and_is_none_of_an_outgoing_connection() -> None:
 def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(environment, "PORTS", (taken.getsockname()[1],))
+        monkeypatch.setattr(ports, "PORTS", (taken.getsockname()[1],))
         with pytest.raises(OSError, match="100 ports of 127"):
             free_port()
 

@@ -21,8 +21,8 @@ from packaging.version import Version
 
 from colocate.cli import main
 from colocate.engines.rollout_server.key import key_of_new_server, say_who_may_use_it
-from colocate.engines.vllm.environment import free_port
 from colocate.engines.vllm_server import serve as serve_module
+from colocate.parallel.ports import free_port
 from processes import SOURCE
 from ray_homes import marked, wait_for_end
 

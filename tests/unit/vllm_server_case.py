@@ -21,7 +21,8 @@ import psutil
 from engine_models import MAX_POSITION, make_model
 
 from colocate.engines.rollout_server.key import key_file
-from colocate.engines.vllm.environment import free_port, installed_version
+from colocate.engines.vllm.environment import installed_version
+from colocate.parallel.ports import free_port
 
 START_S = 300.0
 """Within which a server of a tiny model is up, even where two cores are shared."""

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from colocate.engines.rollout_server.connection import answers
-from colocate.engines.vllm.environment import free_port
 from colocate.parallel.launcher_variables import without_launchers
+from colocate.parallel.ports import free_port
 from colocate.parallel.process_group import ProcessGroup
 from colocate.version import __version__
 

@@ -87,24 +87,23 @@ def run(known: argparse.Namespace) -> int:
 
     from colocate.types import SamplingParams
 
-    options = next((saved.options for saved in models if saved.options), {})
-    task = _task(known, options)
-    rows = _rows(task, known, as_messages=bool(options.get("apply_chat_template")))
+    run_of = next((saved for saved in models if saved.options), models[0])
+    task = _task(known, run_of.options)
+    rows, held_out = _rows(task, known, run_of)
     rewards = _rewards(task)
     _check_columns(rewards, rows)
     greedy = 0.0 if known.num_samples == 1 else 1.0
     sampling = SamplingParams(
-        max_tokens=known.max_tokens or int(options.get("max_completion_length") or 256),
+        max_tokens=known.max_tokens or int(run_of.options.get("max_completion_length") or 256),
         temperature=greedy if known.temperature is None else known.temperature,
         top_p=known.top_p,
         seed=known.seed,
     )
     scores = [_score(saved, rows, rewards, sampling, known) for saved in models]
-    _print_table(
-        scores, ks, f"{task.dataset_name}: {len(rows)} prompts x {known.num_samples}, {_drawn(sampling)}"
-    )
+    title = f"{task.dataset_name}: {len(rows)} prompts x {known.num_samples}, {_drawn(sampling)}"
+    _print_table(scores, ks, title, held_out)
     if known.output is not None:
-        _write(known.output, scores, ks, task, sampling, known)
+        _write(known.output, scores, ks, task, held_out, sampling, known)
     return 0
 
 
@@ -146,10 +145,12 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
         if known.dataset != task.dataset_name:
             task.dataset_config, task.dataset_options = None, {}
         task.dataset_name, task.dataset_test_split = known.dataset, known.split or _split_of(known.dataset)
-    elif task.datasets or task.eval_datasets or task.test_split_size:
+    elif _is_held_out(task, known):
+        task.dataset_test_split = task.dataset_train_split
+    elif task.datasets or task.eval_datasets:
         raise ValueError(
-            "The run has read several datasets, or held out a part of one (datasets, eval_datasets, "
-            "test_split_size). Name one to measure on with --dataset."
+            "The run has read several datasets (datasets, eval_datasets). Name one to measure on with "
+            "--dataset."
         )
     elif task.eval_dataset_name is not None:
         task.dataset_name, task.dataset_options = task.eval_dataset_name, task.eval_dataset_options
@@ -162,7 +163,7 @@ def _task(known: argparse.Namespace, options: Mapping[str, Any]) -> RunConfig:
     else:
         task.dataset_test_split = known.split or task.dataset_test_split
     task.reward_funcs = known.reward_funcs or task.reward_funcs
-    if task.dataset_name is None:
+    if task.dataset_name is None and not task.datasets:
         raise ValueError("There is no dataset: no run named has one, so give --dataset.")
     if known.reward_funcs:
         task.reward_model_name_or_path = None
@@ -178,15 +179,27 @@ def _split_of(name: str) -> str:
     return "train" if Path(name).is_file() or name.startswith(TASK_PREFIX) else "test"
 
 
-def _rows(task: RunConfig, known: argparse.Namespace, *, as_messages: bool) -> list[Row]:
-    """The rows to measure on, their prompts made as in training.
+def _is_held_out(task: RunConfig, known: argparse.Namespace) -> bool:
+    """Whether the rows are those that the run held out of its training data."""
+    return known.dataset is None and known.split is None and task.test_split_size is not None
+
+
+def _rows(task: RunConfig, known: argparse.Namespace, run_of: SavedModel) -> tuple[list[Row], str]:
+    """The rows to measure on, their prompts made as in training, and what the run held out; "" if it is not
+    that.
 
     Args:
-        as_messages: whether a prompt that is text becomes a user's message.
+        run_of: the model whose run says which rows there are, and whether a text becomes a user's message.
     """
     from colocate.data.mixture import FORMAT_OPTIONS, DatasetEntry
     from colocate.data.prompts import as_conversations, validate_columns
 
+    if _is_held_out(task, known):
+        from colocate.inference.held_out import held_out_rows
+
+        held_out = held_out_rows(run_of, known.max_rows)
+        task.dataset_name = held_out.dataset
+        return held_out.rows, held_out.words
     dataset = DatasetEntry(
         str(task.dataset_name),
         config=task.dataset_config,
@@ -195,10 +208,10 @@ def _rows(task: RunConfig, known: argparse.Namespace, *, as_messages: bool) -> l
         max_rows=known.max_rows,
         **{name: getattr(task, name) for name in FORMAT_OPTIONS},
     ).load()
-    if as_messages:
+    if run_of.options.get("apply_chat_template"):
         dataset = as_conversations(dataset)
     validate_columns(dataset)
-    return [dict(row) for row in dataset]
+    return [dict(row) for row in dataset], ""
 
 
 def _rewards(task: RunConfig) -> RewardFunctions:
@@ -264,8 +277,12 @@ def _drawn(sampling: Any) -> str:
     return f"{how}, up to {sampling.max_tokens} tokens"
 
 
-def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str) -> None:
-    """Print a row for each measure and a column for each model, which fits 60 columns for two of them."""
+def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str, held_out: str) -> None:
+    """Print a row for each measure and a column for each model, which fits 60 columns for two of them.
+
+    Args:
+        held_out: which rows of the dataset were measured on, as a sentence; "": all of its split.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -286,7 +303,8 @@ def _print_table(scores: Sequence[Scores], ks: Sequence[int], title: str) -> Non
     table.add_row("truncated", *(f"{one.truncated:.1%}" for one in scores))
     # A log is read by programs: one line for each sentence, however long.
     is_log = not console.is_terminal
-    console.print(title, soft_wrap=is_log, highlight=False)
+    for line in filter(None, (title, held_out)):
+        console.print(line, soft_wrap=is_log, highlight=False, markup=False)
     console.print(table)
     for one in scores:
         if one.num_unjudged:
@@ -307,6 +325,7 @@ def _write(
     scores: Sequence[Scores],
     ks: Sequence[int],
     task: RunConfig,
+    held_out: str,
     sampling: Any,
     known: argparse.Namespace,
 ) -> None:
@@ -320,6 +339,7 @@ def _write(
     result = {
         "dataset": task.dataset_name,
         "split": task.dataset_test_split,
+        "held_out": held_out or None,
         "reward_funcs": task.reward_funcs,
         "correct_at": known.correct_at,
         "confidence": CONFIDENCE,

@@ -231,13 +231,13 @@ def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
     with without_bars():  # one would stand between the lines that say where everything is
         trainer.save_model(str(config.run_dir))
     if is_main:
-        several = run.datasets or run.eval_datasets or run.test_split_size
+        is_known = run.test_split_size or not (run.datasets or run.eval_datasets)
         print(
             model_saved(
                 config.run_dir,
                 str(run.model_name_or_path),
                 is_adapter=run.use_peft,
-                held_out=eval_dataset is not None and not several,
+                held_out=eval_dataset is not None and bool(is_known),
                 has_turns=bool(run.tools or run.environment_factory),
             )
         )

@@ -96,6 +96,8 @@ class PolicyOptimizer:
                 "unless PeftModel.from_pretrained(..., is_trainable=True)."
             )
         own_optimizer, own_scheduler = optimizers
+        self.is_own = own_optimizer is not None
+        """Whether the user has made the optimizer, so that `optim` does not say which one it is."""
         self._parameters = trainable
         self._host = HostStore(self._device)
         self._mesh = mesh
@@ -132,7 +134,12 @@ class PolicyOptimizer:
     def leaves(self) -> list[nn.Parameter]:
         """The tensors that the optimizer steps on: the masters, and the parameters that are their own
         masters."""
-        return list(self._masters.leaves.values())
+        return list(self.named_leaves.values())
+
+    @property
+    def named_leaves(self) -> dict[str, nn.Parameter]:
+        """The `leaves` by the names of the parameters; this rank's rows where ranks split them."""
+        return self._masters.leaves
 
     @property
     def num_bytes(self) -> int:

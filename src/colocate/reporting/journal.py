@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+from transformers.trainer_utils import SaveStrategy
 
 from colocate.redaction import redacted
 from colocate.reporting import messages
@@ -63,6 +64,7 @@ class JournalOptions(Protocol):
     gradient_accumulation_steps: int
     steps_per_generation: int | None
     num_iterations: int
+    save_strategy: Any
     save_only_model: bool
     restore_callback_states_from_checkpoint: bool
     log_completions: bool
@@ -298,6 +300,13 @@ class Journal:
         # Rounding must not make 3 x (1/3) epochs less than one.
         crosses = math.floor(self.state.epoch + 1e-9) > math.floor(epochs_before + 1e-9)
         return self.control.should_training_stop or crosses
+
+    @property
+    def save_interval(self) -> float | None:
+        """Optimizer steps from checkpoint to checkpoint; None where evaluations decide about them."""
+        if self.args.save_strategy == SaveStrategy.EPOCH:
+            return self._steps_per_epoch
+        return self.state.save_steps if self.args.save_strategy == SaveStrategy.STEPS else None
 
     @property
     def train_loss(self) -> float:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from colocate.option_names import OF_TRL
+
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -57,12 +59,12 @@ def changed_options(options: Any) -> dict[str, Any]:
     """The fields of a dataclass instance whose values are not their defaults, in their order.
 
     A value that was derived from other options (`generation_batch_size`) is among them; an object that
-    transformers makes of an option (`accelerator_config`) is not.
+    transformers makes of an option (`accelerator_config`) is not, nor is a second name (`option_names`).
     """
     changed = {}
     for field in dataclasses.fields(options):
         value = _plain(getattr(options, field.name))
-        if not isinstance(value, _JSON):
+        if not isinstance(value, _JSON) or field.name in OF_TRL:
             continue
         if field.default is not dataclasses.MISSING:
             default = field.default

@@ -45,8 +45,8 @@ from colocate.engines.rollout_server.weight_wire import (
     pack,
     visible_gpus,
 )
-from colocate.engines.vllm.environment import free_port
 from colocate.engines.vllm.internals import plain_segments
+from colocate.parallel.ports import free_port
 from colocate.weights.buckets import buckets, sizes, tied_head
 
 logger = logging.getLogger(__name__)

@@ -408,7 +408,7 @@ class VLLMEngine(TurnEngine):
                 use_tqdm=False,
             )
         return [
-            request.completion(output.outputs[0], self.policy_version)
+            request.completion(output, self.policy_version)
             for output, request in zip(outputs, requests, strict=True)
         ]
 

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colocate.engines.vllm.environment import environment, free_port
+from colocate.engines.vllm.environment import environment
 from colocate.memory.timeline import PooledBytes
+from colocate.parallel.ports import free_port
 
 _kept_pools: list[Any] = []
 """Memory pools of engines that have ended; see `keep_pools`."""
@@ -55,8 +56,8 @@ def add_request(llm: Any, name: str, token_ids: Iterable[int], params: Any) -> N
 
 
 def step(llm: Any) -> list[tuple[str, Any]]:
-    """Let vLLM's engine take one step: the names and completions of the requests that it finishes."""
-    return [(output.request_id, output.outputs[0]) for output in llm.llm_engine.step() if output.finished]
+    """Let vLLM's engine take one step: the names and outputs of the requests that it finishes."""
+    return [(output.request_id, output) for output in llm.llm_engine.step() if output.finished]
 
 
 def abort_requests(llm: Any, names: list[str]) -> None:

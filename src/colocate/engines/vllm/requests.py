@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from colocate.engines.requests import derived_seed
 from colocate.types import Completion, Prompt, SamplingParams
@@ -48,13 +48,15 @@ class LLMRequest:
         )
 
     def completion(self, output: Any, version: int) -> Completion:
-        """vLLM's output for this request as a completion of policy version `version`."""
-        token_ids = tuple(output.token_ids)
+        """vLLM's `RequestOutput` for this request as a completion of policy version `version`."""
+        (drawn,) = output.outputs
+        token_ids = tuple(drawn.token_ids)
         # One log-prob per position, that of the sampled token.
-        logprobs = tuple(output.logprobs.logprobs)
+        logprobs = tuple(drawn.logprobs.logprobs)
         assert len(logprobs) == len(token_ids), f"{len(logprobs)} log-probs for {len(token_ids)} tokens"
         is_stopped = token_ids[-1] in self.sampling.stop_token_ids
-        return Completion(token_ids, logprobs, "stop" if is_stopped else "length", version)
+        reason: Literal["stop", "length"] = "stop" if is_stopped else "length"
+        return Completion(token_ids, logprobs, reason, version, num_cached_tokens=output.num_cached_tokens)
 
 
 def llm_requests(prompts: Sequence[Prompt], sampling: SamplingParams) -> Iterator[LLMRequest]:

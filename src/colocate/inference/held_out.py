@@ -1,0 +1,103 @@
+"""The rows that a run of `colocate train` held out of its training data (`test_split_size`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from colocate.checkpoints.changes import RUN_FILE
+from colocate.checkpoints.saved_model import SavedModel
+from colocate.checkpoints.sealed import list_checkpoints
+from colocate.config import GRPOConfig
+from colocate.data.fingerprint import fingerprint
+from colocate.inference.measuring import Row
+from colocate.reporting.run_log import RUN_FILE as RECORD_FILE
+from colocate.run_config import parse_run
+from colocate.run_data import RunData
+
+_OF_DATA = ("apply_chat_template", "chat_template_kwargs", "trust_remote_code", "dataset_weights")
+"""Options of `GRPOConfig` that decide which rows a run trains on, and how their prompts are made."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What `test_split_size` held out.
+
+    Attributes:
+        dataset: the names of the datasets that it was taken from.
+        rows: those on which the run evaluated, in their order, with the column `prompt`.
+        words: which rows these are, as a sentence.
+    """
+
+    dataset: str
+    rows: list[Row]
+    words: str
+
+
+def held_out_rows(saved: SavedModel, max_rows: int | None = None) -> HeldOut:
+    """Split the training data of a run as the run itself did.
+
+    Args:
+        saved: a model whose run had `test_split_size`.
+        max_rows: return the first rows only, this many at most.
+
+    Raises:
+        ValueError: the run did not evaluate, so that it trained on all rows; its checkpoints say that it
+            trained on other rows than those that remain now; or the data cannot be loaded.
+        FileNotFoundError, ImportError: see `RunData.load`.
+    """
+    run, options = parse_run(saved.options)
+    size = f"test_split_size={run.test_split_size:g}"
+    if options.get("eval_strategy", "no") == "no" and not options.get("eval_on_start"):
+        raise ValueError(
+            f"{saved.name} did not evaluate (eval_strategy='no'), so {size} held nothing out: all rows were "
+            "trained on. Give --dataset with other prompts."
+        )
+    config = GRPOConfig(
+        output_dir="unused", report_to="none", gradient_checkpointing=False, bf16=False, eval_on_start=True,
+        **{name: options[name] for name in _OF_DATA if name in options},
+    )  # fmt: skip
+    data = RunData(run, config)
+    trained_on, held_out = data.load()
+    assert isinstance(held_out, datasets.Dataset) and isinstance(trained_on, datasets.Dataset)
+    _check_same(saved, trained_on)
+    rows = [dict(row) for row in held_out]
+    words = f"Rows that {saved.name} was not trained on: {size} held out {len(rows):,}"
+    words += f" of {len(trained_on) + len(rows):,}"
+    if max_rows is not None and max_rows < len(rows):
+        words += f", and these are the first {max_rows:,} of them"
+    return HeldOut(", ".join(data.names), rows[:max_rows], f"{words}.")
+
+
+def _check_same(saved: SavedModel, trained_on: datasets.Dataset) -> None:
+    """Compare the rows that remain with those that the newest checkpoint says it was trained on.
+
+    Raises:
+        ValueError: they differ, so that another split would be measured on.
+    """
+    was, now = _training_data_of(Path(saved.place)), fingerprint(trained_on)
+    if was and was["columns"] == now["columns"] and was != now:
+        raise ValueError(
+            f"The data have changed since {saved.name} was trained: {was['rows']:,} rows were left to train "
+            f"on then (digest {was['digest']}), and {now['rows']:,} are now ({now['digest']}), so that rows "
+            "held out now may have been trained on. Give --dataset with prompts that were not."
+        )
+
+
+def _training_data_of(place: Path) -> dict[str, Any]:
+    """The fingerprint of the training data in a checkpoint, or in the newest one of a run; empty if there is
+    none."""
+    checkpoint = next(iter(list_checkpoints(place)[-1:]), place)
+    description = _read(checkpoint / RUN_FILE)
+    # An earlier run's checkpoints stay in a directory that a run without checkpoints has been given.
+    if checkpoint != place and _read(place / RECORD_FILE).get("run_id") != description.get("run_id"):
+        return {}
+    return dict(description.get("others", {}).get("dataset") or {})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
