@@ -286,9 +286,13 @@ def redraw(model: Any, seed: int) -> None:
     """Draw all matrices anew, so that the last weights' greedy tokens are not those of the present ones."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    deviation = 4 * model.config.hidden_size**-0.5  # logits then differ by some units
-    for parameter in (p for p in model.parameters() if p.ndim > 1):
-        parameter.normal_(0, min(deviation, 0.25), generator=generator)
+    # Logits then differ by some units. Layers that were as wide would amplify each other's rounding: of 28 in
+    # bfloat16, a greedy token would lie 0.7 to 5 below float32's largest logit, and so 0.1 to 0.2.
+    narrow = model.config.hidden_size**-0.5
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            deviation = narrow if ".layers." in name else min(4 * narrow, 0.25)
+            parameter.normal_(0, deviation, generator=generator)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from engine_models import make_model, make_prompts
 from fake_server import BUCKET_BYTES, FakeVLLM, install_fake_vllm
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.pool import publish
 from benchmarks.pool.publish_suite import PublishSuite, is_matched
@@ -17,7 +19,7 @@ from colocate.engines import pool as pool_module
 from colocate.engines.pool import EnginePool
 from colocate.engines.rollout_server.engine import RolloutServerEngine
 from colocate.engines.rollout_server.patience import Patience
-from colocate.types import Completion
+from colocate.types import Completion, Prompt
 
 PATIENCE = Patience(
     answer_s=1.0, silence_s=0.2, max_attempts=2, first_delay_s=0.01, message_s=2.0, poll_s=0.005,
@@ -108,3 +110,28 @@ def test_the_claims_are_those_of_the_records():
     record["loss"]["shortfall"] = {"a": 0.1}
     assert suite.claims([record])["publish_loss_survived"] == 0.0
     assert set(suite.claims([]).values()) == {None}
+
+
+def test_rounding_is_matched_and_a_stale_matrix_is_not() -> None:
+    """Of the weights that are published, in as many layers as 7B has."""
+    config = Qwen3Config(
+        vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=28,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, tie_word_embeddings=False,
+        eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    publish.redraw(model, 3)
+    rounded = copy.deepcopy(model).bfloat16()
+    model.load_state_dict(rounded.state_dict())
+    prompt = Prompt(tuple(range(4, 21)), 0)
+
+    def taken_by(server: Any) -> Completion:
+        ids = server.generate(torch.tensor([prompt.token_ids]), max_new_tokens=8, do_sample=False)
+        return Completion(tuple(ids[0, len(prompt.token_ids) :].tolist()), None, "length", policy_version=0)
+
+    assert publish.shortfall_of(model, [prompt], [taken_by(rounded)]) < publish.MOST_SHORTFALL
+    for name in ("0.self_attn.o_proj", "14.mlp.up_proj", "27.mlp.down_proj"):
+        stale = copy.deepcopy(rounded)
+        weight = stale.get_submodule(f"model.layers.{name}").weight
+        torch.nn.init.normal_(weight, std=float(weight.detach().float().std()))
+        assert publish.shortfall_of(model, [prompt], [taken_by(stale)]) > publish.MOST_SHORTFALL, name
