@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from engine_models import make_model
 from transformers import BitsAndBytesConfig
+
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Linear4bit
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -21,6 +23,8 @@ def linear_4bit(
 
 
 def quantized(linear: torch.nn.Linear, device: str = "cpu", **options: Any) -> Linear4bit:
+    from bitsandbytes.nn import Linear4bit  # the other tests of a file need no bitsandbytes
+
     dtype, (num_out, num_in) = linear.weight.dtype, linear.weight.shape
     options = {"quant_type": "nf4", "compute_dtype": dtype, **options}
     layer = Linear4bit(num_in, num_out, bias=linear.bias is not None, **options)
