@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from colocate.engines.native.batch import DecodeBatch
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.kv_cache import KVCache
 from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import pages_for
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.sampler import Sampler
+from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.kernels.compile_ahead import can_compile_ahead, compiling
 from colocate.types import SamplingParams
 from colocate.weights.layouts import Layout
 
@@ -21,6 +25,10 @@ BUCKETS = (8, 32, 64)
 """Numbers of rows for which a step is captured, followed by the multiples of 128. Up to 64 rows a step takes
 the time of reading the weights, and an unused row costs next to nothing. With more rows, matrix products work
 in tiles of 128: on an H200 those with 320 rows take longer than those with 384."""
+
+
+MAX_ROWS_PER_START = 64
+"""Sequences that draw their first token together; it bounds the stacked copy of their logits, [64, V]."""
 
 
 def bucket_for(num_rows: int) -> int:
@@ -48,6 +56,7 @@ class Decoder:
         self,
         cache: KVCache,
         weights: RolloutWeights,
+        in_8bit: EightBitWeights,
         backend: TorchBackend,
         layout: Layout,
         *,
@@ -56,6 +65,7 @@ class Decoder:
     ) -> None:
         self.cache = cache
         self.weights = weights
+        self.in_8bit = in_8bit
         self.backend = backend
         capacity = capacity_for(max_num_seqs, backend)
         self.batch = DecodeBatch(
@@ -68,7 +78,7 @@ class Decoder:
         self.max_num_seqs = max_num_seqs
         self.max_len = max_len
         self._dtype = layout.dtype
-        self.runner = ModelRunner(layout, weights, cache, backend, layout.rotary_table(max_len))
+        self.runner = ModelRunner(layout, weights, cache, backend, layout.rotary_table(max_len), in_8bit)
         self._identity = self.runner.identity()
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         """Graphs by (rows, whether prefixes are shared, whether drawing the tokens is captured, too)."""
@@ -76,6 +86,8 @@ class Decoder:
         """The stop tokens on the device by (temperature, stop tokens) of the captured draws: one entry."""
         self._logits = backend.bind(cache.scratch, layout, capacity, cache.page_size)
         self._pool: Any = None
+        self._num_rows_compiled = 0
+        """Rows of the largest step whose kernels are compiled ahead."""
         self.forget_graphs()
 
     def fits(self, layout: Layout, *, max_len: int) -> bool:
@@ -90,7 +102,8 @@ class Decoder:
 
     def refresh(self, layout: Layout) -> None:
         """Look the weights up again, and forget the graphs if a weight has moved."""
-        runner = ModelRunner(layout, self.weights, self.cache, self.backend, self.runner.rotary_table)
+        table = self.runner.rotary_table
+        runner = ModelRunner(layout, self.weights, self.cache, self.backend, table, self.in_8bit)
         identity = runner.identity()
         if identity != self._identity:
             self.runner, self._identity = runner, identity
@@ -109,6 +122,35 @@ class Decoder:
                 self._captured = {drawing: self._stops}
                 self.forget_graphs()
             self._stops = self._captured[drawing]
+
+    def compile_ahead(self, prefills: Sequence[Prefill], num_rows: int) -> None:
+        """Compile the kernels that a rollout which begins with `num_rows` rows will launch: for prefills,
+        first draws and steps, with shared prefixes if there are fewer prefills than rows.
+
+        Ranks that decode together would exchange garbage, and compile each kernel when they first need it.
+        """
+        if num_rows <= self._num_rows_compiled or self.backend.parallel.num_parts > 1:
+            return
+        if not self.backend.captures_graphs or not can_compile_ahead(self.batch.device):
+            return
+        self._num_rows_compiled = num_rows
+        runner, shares_prefixes = self.runner, self.backend.shares_prefixes
+        self.runner = runner.with_few_layers()
+        try:
+            with compiling(self.batch.device):
+                self.runner.prefill(prefills)
+                self._compile_steps(num_rows, has_prefixes=len(prefills) < num_rows)
+        finally:
+            self.runner, self.backend.shares_prefixes = runner, shares_prefixes
+
+    def _compile_steps(self, num_rows: int, *, has_prefixes: bool) -> None:
+        assert self._logits is not None, "captured steps need a fixed place for their logits"
+        if self._sampler.is_plain:
+            rows = slice(0, min(num_rows, MAX_ROWS_PER_START))
+            self.backend.sample(self._logits[rows], self._sampler, self.batch, rows)
+        for self.backend.shares_prefixes in {False, has_prefixes}:
+            for bucket in sorted({bucket_for(count) for count in range(1, num_rows + 1)}):
+                self._captured_step(bucket)
 
     def begin_window(self) -> None:
         """Begin a window, that is, steps whose tokens the host will read together."""
