@@ -25,6 +25,8 @@ from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitRows,
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
 
+_PRODUCT_ROWS = 16
+"""What the rows of a product in 8 bits are filled up to a multiple of."""
 _GROUPED_QUERIES: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 always groups
     _GROUPED_QUERIES["enable_gqa"] = True
@@ -131,8 +133,11 @@ class TritonBackend(TorchBackend):
             return super().product_8bit(rows, weight, bias, out)
         # The product adds a bias before it rounds once, but not to rows whose factors are still to come.
         adds_bias = not weight.by_row and weight.dtype != torch.float32
+        # cuBLAS has refused 7 and 9 rows with a float32 result on an H100.
+        missing = -len(rows.values) % _PRODUCT_ROWS
+        values = F.pad(rows.values.view(torch.uint8), (0, 0, 0, missing)).view(rows.values.dtype)
         output = torch._scaled_mm(
-            rows.values,
+            values,
             weight.values.t(),
             weight.input_factor,
             weight.factor,
@@ -140,6 +145,7 @@ class TritonBackend(TorchBackend):
             out_dtype=weight.dtype,
             use_fast_accum=False,  # which sums in fewer bits for 1 to 10 % of the time
         )
+        output = output[: len(rows.values)]
         if weight.by_row:
             output *= rows.factors[:, None]
         if bias is not None and not adds_bias:
