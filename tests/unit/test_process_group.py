@@ -9,9 +9,11 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from colocate.parallel import process_group
 from colocate.parallel.process_group import ProcessGroup
 from processes import SOURCE
 from ray_homes import marked, wait_for_end
@@ -93,12 +95,19 @@ print(group.wait(), flush=True)
     assert int(out) == -number  # Python ends by SIGINT itself, after KeyboardInterrupt
 
 
-def test_a_signal_for_the_whole_group_leaves_the_guard(mark):
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_a_signal_for_the_whole_group_leaves_the_guard(seconds, mark, monkeypatch, tmp_path):
+    """Also one that comes before the guard has done anything."""
+    source, first = Path(process_group.__file__).read_text(), "def _guard(guarded: int) -> None:\n"
+    assert first in source
+    late = tmp_path / "process_group.py"
+    late.write_text(source.replace(first, f"{first}    __import__('time').sleep({seconds})\n"))
+    monkeypatch.setattr(process_group, "__file__", str(late))
     group = ProcessGroup(FAMILY, stdout=subprocess.PIPE, env=os.environ | {"MARK": mark})
     assert group.stdout is not None and group.stdout.readline() == b"begun\n"
     before = sorted(marked(mark))
     os.killpg(group.pid, signal.SIGTERM)
-    time.sleep(0.2)  # for a guard that would end
+    time.sleep(seconds + 0.2)  # for a guard that would end
     assert sorted(marked(mark)) == before and len(before) == 3
     group.kill()
     group.wait()

@@ -47,13 +47,15 @@ class ProcessGroup(subprocess.Popen[bytes]):
 
 
 def _become(guarded: int, command: list[str]) -> None:
-    # A process inherits what the one above blocks and ignores, as Ray's processes do with SIGINT.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_TERMINALS)
-    for number in _OF_TERMINALS:
-        signal.signal(number, signal.SIG_DFL)
+    # A signal that comes now waits: the guard must not end by it, and the command must.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _OF_TERMINALS)
     if os.fork() == 0:
         _guard(guarded)
     os.close(guarded)
+    # A process inherits what the one above blocks and ignores, as Ray's processes do with SIGINT.
+    for number in _OF_TERMINALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_TERMINALS)
     os.execvp(command[0], command)
 
 
