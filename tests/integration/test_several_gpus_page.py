@@ -155,11 +155,16 @@ def test_what_splitting_costs_is_what_was_measured() -> None:
         f"Two GPUs do {claims['weak_scaling_2gpu_1p5b']:.2f} times the work",
         f"time divided by {2 * claims['strong_scaling_2gpu_1p5b']:.2f}",
         f"| 7B, full fine-tuning | 74.5 GiB | {claims['full_7b_2x80gb_context']:,} |",
+        f"| 14B, full fine-tuning | 139.8 GiB | {claims['full_14b_2xh200_context']:,} |",
         f"| 72B, LoRA of rank 32, bf16 | 139.8 GiB | {claims['lora_72b_2xh200_context']:,} |",
         f"takes {own_s:.1f} s, and {steps['7b-trl']['step_s']:.1f} s in TRL 1.16 with FSDP2 and colocated "
         f"vLLM, {claims['step_7b_full_2gpu_vs_trl']:.1f} times as long",
     ):
         assert phrase in text
+    assert claims["resume_other_world_size_exact"] == 1 and "were the same bits" in text
+    for record in result["repetitions"]:
+        if record.get("part") == "full_14b_2xh200_context" and record["passed"]:
+            assert record["train_plan"]["offload_optimizer"]
 
 
 def test_what_splitting_costs_on_two_h100_is_what_was_measured() -> None:
