@@ -2,10 +2,10 @@
 killed in the middle of a publication, and is started again.
 
     python -m benchmarks.pool.publish --size 7b --model-dir DIRECTORY --out RECORD.json
-    python -m benchmarks.pool.publish --engine native --gpus 0 --num-publications 5 --out RECORD.json
+    python -m benchmarks.pool.publish --engine native --out RECORD.json
 
-By default each of two GPUs has a server of vLLM. The trainer is on the first one, with whose servers it takes
-turns; a native server alone stays awake, as the memory of one GPU has room for both.
+Each of two GPUs has a server, of vLLM or of the native engine. The trainer is on the first one. It takes
+turns with servers of vLLM; native ones stay awake, as one GPU has room for both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from colocate.weights.weight_parts import random_parts
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0)
 MOST_SHORTFALL = 0.5
-"""How far, in logits, a token that a server in bf16 takes greedily may lie below the trainer's largest."""
+"""How far, in logits, a token that a server in bf16 takes greedily may lie below the largest logit that the
+same weights give in float32."""
 START_S = 600.0
 
 Change = Callable[[int], None]
@@ -297,14 +298,40 @@ def redraw(model: Any, seed: int) -> None:
 
 @torch.no_grad()
 def shortfall_of(model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> float:
-    """See `Shortfall`."""
+    """See `Shortfall`. Computed in float32: in bfloat16 logits of 16 to 32 are 0.125 apart, and the trainer
+    would add a rounding of its own to the server's."""
     worst = 0.0
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=model.device)
-        logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1].float()
-        taken = logits.gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
-        worst = max(worst, float((logits.max(-1).values - taken).max()))
+    with in_float32(model):
+        for prompt, completion in zip(prompts, completions, strict=True):
+            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=model.device)
+            logits = model(ids).logits[0, len(prompt.token_ids) - 1 : -1]
+            assert logits.dtype == torch.float32
+            taken = logits.gather(1, ids[0, len(prompt.token_ids) :, None])[:, 0]
+            worst = max(worst, float((logits.max(-1).values - taken).max()))
     return worst
+
+
+@contextmanager
+def in_float32(model: Any) -> Iterator[None]:
+    """Within, the model computes in float32, each module from a copy of its weights that it gives back, as
+    there is no room for all of them beside a server. The weights themselves stay where servers read them."""
+    kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def widen(module: torch.nn.Module, inputs: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            kept[parameter] = parameter.data
+            parameter.data = parameter.data.float()
+
+    def give_back(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = kept.pop(parameter)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                hooks.callback(module.register_forward_pre_hook(widen).remove)
+                hooks.callback(module.register_forward_hook(give_back).remove)
+        yield
 
 
 if __name__ == "__main__":

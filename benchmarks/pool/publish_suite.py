@@ -1,16 +1,14 @@
-"""Weights for rollout servers on the trainer's GPUs: writes `results/pool-<hardware>.json`.
+"""Weights for rollout servers on the trainer's two GPUs: writes `results/pool-<hardware>.json`.
 
-python -m benchmarks.pool.publish_suite
-python -m benchmarks.pool.publish_suite --num_gpus 1 --hardware h100
+python -m benchmarks.pool.publish_suite [--parts vllm native]
 
-publish      50 publications of 7B to two servers of vLLM that take turns with the trainer, each followed by a
-             greedy match; in the middle of one a server is killed (publish.py). With one GPU 5 publications
-             to a native server that is awake beside the trainer: `results/pool-native-<hardware>.json`
+vllm         50 publications of 7B to two servers of vLLM that take turns with the trainer, each followed by a
+             greedy match; in the middle of one a server is killed (publish.py)
+native       the same to two servers of the native engine, which stay awake
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
@@ -18,61 +16,53 @@ from benchmarks.common.results import Record
 from benchmarks.common.suite import Claims, Suite
 from benchmarks.pool.publish import MOST_SHORTFALL
 
+PREFIXES = {"vllm": "publish", "native": "publish_native"}
+"""What the claims of each part begin with."""
+
 
 class PublishSuite(Suite):
     """Publications to servers that share the trainer's GPUs."""
 
     name, hardware = "pool", "h200x2"
-    parts = ("publish",)
-
-    def __init__(self, options: argparse.Namespace, commit: str) -> None:
-        if options.num_gpus == 1:
-            self.name = "pool-native"  # type: ignore[misc]
-            options.hardware = "h200" if options.hardware == self.hardware else options.hardware
-        super().__init__(options, commit)
-
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--num_gpus", type=int, choices=[1, 2], default=2)
+    parts = tuple(PREFIXES)
 
     @staticmethod
     def part_of(record: Record) -> str:
-        return str(record["kind"])
+        return str(record["engine"])
 
     def measure(self, part: str) -> None:
-        alone = ("--engine", "native", "--gpus", 0) if self.options.num_gpus == 1 else ()
-        number = 4 if self.options.tiny else 5 if alone else 50
         self.run(
-            *("pool.publish", "--model-dir", self.options.model_dir, *alone),
-            *("--num-publications", number, "--out", self.out(part)),
+            *("pool.publish", "--model-dir", self.options.model_dir, "--engine", part),
+            *("--num-publications", 4 if self.options.tiny else 50, "--out", self.out(part)),
         )
 
     def claims(self, records: list[Record]) -> Claims:
-        if not records:
-            return dict.fromkeys(
-                ("publish_ipc_7b_s", "publish_host_bytes", "publications_matched", "publish_loss_survived")
-            )
-        (record,) = records
-        pushes, rows, loss = record["pushes"], record["publications"], record["loss"]
-        seconds = [second for of_server in pushes["seconds"].values() for second in of_server]
-        if not loss:  # one server, of which the first push, before the publications, makes the transport
-            return {
-                "publish_native_ipc_7b_s": statistics.median(seconds),
-                "publish_native_host_bytes": sum(pushes["host_bytes"]),
-                "publications_native_matched": sum(map(is_matched, rows)),
-            }
-        after = loss["shortfall"].values()
-        return {
-            "publish_ipc_7b_s": statistics.median(seconds),
-            "publish_host_bytes": sum(pushes["host_bytes"]),
-            "publications_matched": sum(map(is_matched, rows)),
-            "publish_loss_survived": float(
-                len(after) == len(rows[0]["shortfall"]) and max(after) < MOST_SHORTFALL
-            ),
-        }
+        found = {self.part_of(record): record for record in records}
+        claims: Claims = {}
+        for part, prefix in PREFIXES.items():
+            figures = figures_of(found[part]) if part in found else dict.fromkeys(FIGURES)
+            claims |= {f"{prefix}_{name}": figures[name] for name in FIGURES}
+        return claims
 
     def setup(self, records: list[Record]) -> dict[str, Any]:
-        return {"size": "7b", "num_servers": self.options.num_gpus, "most_shortfall": MOST_SHORTFALL}
+        return {"size": "7b", "num_servers": 2, "most_shortfall": MOST_SHORTFALL}
+
+
+FIGURES = ("ipc_7b_s", "host_bytes", "matched", "loss_survived")
+
+
+def figures_of(record: Record) -> Claims:
+    """Median seconds of a push, bytes through the host, publications matched, and whether all servers had the
+    present weights after the loss of one."""
+    pushes, after = record["pushes"], record["loss"]["shortfall"].values()
+    rows = record["publications"]
+    survived = len(after) == len(rows[0]["shortfall"]) and max(after) < MOST_SHORTFALL
+    return {
+        "ipc_7b_s": statistics.median(second for of in pushes["seconds"].values() for second in of),
+        "host_bytes": sum(pushes["host_bytes"]),
+        "matched": sum(map(is_matched, rows)),
+        "loss_survived": float(survived),
+    }
 
 
 def is_matched(row: Record) -> bool:

@@ -66,7 +66,7 @@ def test_a_rehearsal_with_stand_ins(takes_turns, monkeypatch, tmp_path):
     try:
         pool.wake_up()
         sound.wake_up()
-        record = {"kind": "publish"} | publish.measure(
+        record = {"kind": "publish", "engine": "vllm"} | publish.measure(
             pool, model, prompts, change, shortfall,
             num_publications=NUM_PUBLICATIONS, kill=kill, start_again=start_again,
         )  # fmt: skip
@@ -80,7 +80,7 @@ def test_a_rehearsal_with_stand_ins(takes_turns, monkeypatch, tmp_path):
     assert set(record["loss"]["shortfall"].values()) == {0.0} and len(record["loss"]["shortfall"]) == 2
     suite: Any = PublishSuite.__new__(PublishSuite)
     claims = suite.claims([record])
-    assert claims["publications_matched"] == NUM_PUBLICATIONS and claims["publish_loss_survived"] == 1.0
+    assert claims["publish_matched"] == NUM_PUBLICATIONS and claims["publish_loss_survived"] == 1.0
     # Both servers', but for the push that was cut, and the sound one's; they went by file, through the host.
     sizes = sum(p.nbytes for p in model.parameters())
     assert claims["publish_host_bytes"] >= 2 * NUM_PUBLICATIONS * sizes
@@ -96,19 +96,18 @@ def test_the_claims_are_those_of_the_records():
     rows[2]["stale"]["a"] = 0.3  # weights that cannot be told apart
     record: dict[str, Any] = {
         "kind": "publish",
+        "engine": "native",
         "publications": rows,
         "pushes": {"seconds": {"a": [0.2, 0.4], "b": [0.3]}, "num_bytes": [9, 9, 9], "host_bytes": [0, 0, 7]},
         "loss": {"shortfall": {"a": 0.1, "b": 0.1}},
     }
     suite: Any = PublishSuite.__new__(PublishSuite)
-    assert suite.claims([record]) == {
-        "publish_ipc_7b_s": 0.3,
-        "publish_host_bytes": 7,
-        "publications_matched": 1,
-        "publish_loss_survived": 1.0,
+    claims = {"ipc_7b_s": 0.3, "host_bytes": 7, "matched": 1, "loss_survived": 1.0}
+    assert suite.claims([record]) == {f"publish_native_{name}": value for name, value in claims.items()} | {
+        f"publish_{name}": None for name in claims
     }
     record["loss"]["shortfall"] = {"a": 0.1}
-    assert suite.claims([record])["publish_loss_survived"] == 0.0
+    assert suite.claims([record])["publish_native_loss_survived"] == 0.0
     assert set(suite.claims([]).values()) == {None}
 
 
@@ -122,6 +121,7 @@ def test_rounding_is_matched_and_a_stale_matrix_is_not() -> None:
     model = Qwen3ForCausalLM(config)
     publish.redraw(model, 3)
     rounded = copy.deepcopy(model).bfloat16()
+    rounded.model.rotary_emb = model.model.rotary_emb  # which a model that is loaded in bfloat16 keeps in float32
     model.load_state_dict(rounded.state_dict())
     prompt = Prompt(tuple(range(4, 21)), 0)
 
@@ -130,8 +130,13 @@ def test_rounding_is_matched_and_a_stale_matrix_is_not() -> None:
         return Completion(tuple(ids[0, len(prompt.token_ids) :].tolist()), None, "length", policy_version=0)
 
     assert publish.shortfall_of(model, [prompt], [taken_by(rounded)]) < publish.MOST_SHORTFALL
+    # The trainer's own weights are rounded, too; its logits are not, and its weights stay where they are.
+    before = {name: (p.data_ptr(), p.dtype) for name, p in rounded.named_parameters()}
     for name in ("0.self_attn.o_proj", "14.mlp.up_proj", "27.mlp.down_proj"):
         stale = copy.deepcopy(rounded)
         weight = stale.get_submodule(f"model.layers.{name}").weight
         torch.nn.init.normal_(weight, std=float(weight.detach().float().std()))
-        assert publish.shortfall_of(model, [prompt], [taken_by(stale)]) > publish.MOST_SHORTFALL, name
+        shortfall = publish.shortfall_of(rounded, [prompt], [taken_by(stale)])
+        assert shortfall == publish.shortfall_of(model, [prompt], [taken_by(stale)]), name
+        assert shortfall > publish.MOST_SHORTFALL, name
+    assert before == {name: (p.data_ptr(), p.dtype) for name, p in rounded.named_parameters()}
