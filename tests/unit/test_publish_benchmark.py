@@ -121,7 +121,7 @@ def test_rounding_is_matched_and_a_stale_matrix_is_not() -> None:
     model = Qwen3ForCausalLM(config)
     publish.redraw(model, 3)
     rounded = copy.deepcopy(model).bfloat16()
-    rounded.model.rotary_emb = model.model.rotary_emb  # which a model that is loaded in bfloat16 keeps in float32
+    rounded.model.rotary_emb = model.model.rotary_emb  # loaded in bfloat16, it stays float32
     model.load_state_dict(rounded.state_dict())
     prompt = Prompt(tuple(range(4, 21)), 0)
 
