@@ -292,7 +292,7 @@ def redraw(model: Any, seed: int) -> None:
     narrow = model.config.hidden_size**-0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
-            deviation = narrow if ".layers." in name else min(4 * narrow, 0.25)
+            deviation = narrow if ".layers." in name else min((2 if "head" in name else 4) * narrow, 0.25)
             parameter.normal_(0, deviation, generator=generator)
 
 
