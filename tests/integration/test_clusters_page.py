@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -204,3 +205,28 @@ def test_the_replicas_of_the_page_are_asked_of_vllm():
     known, rest = cli._build_parser().parse_known_args(serve_command(native, values, "127.0.0.1", 8000))
     assert (known.engine, known.max_model_len, known.dtype, rest) == ("native", 1024, "bfloat16", [])
     assert not known.use_cpu and not known.enable_sleep_mode
+
+
+def test_what_new_weights_cost_is_what_was_measured() -> None:
+    result = json.loads((ROOT / "benchmarks/results/pool-h200x2.json").read_text())
+    claims, text = result["claims"], " ".join(PAGE.split())
+    records = {record["engine"]: record for record in result["repetitions"]}
+    vllm, native = records["vllm"], records["native"]
+
+    def of_all(record: Any, name: str) -> list[float]:
+        return [value for row in record["publications"] for value in row[name].values()]
+
+    for phrase in (
+        f"reach a server of vLLM in {claims['publish_ipc_7b_s']:.2f} s and one of the native engine in "
+        f"{claims['publish_native_ipc_7b_s']:.2f} s (medians), and no byte",
+        f"back after {vllm['loss']['back_s']:.0f} s with vLLM, {native['loss']['back_s']:.0f} s with the native",
+        f"vLLM's lay at most {max(of_all(vllm, 'shortfall')):.2f} logits below the largest one, those of the "
+        f"weights before at least {min(of_all(vllm, 'stale')):.1f}.",
+        f"which doubles all differences: at most {max(of_all(native, 'shortfall')):.2f}, and at least "
+        f"{min(of_all(native, 'stale')):.1f}.",
+    ):
+        assert phrase in text
+    assert claims["publish_host_bytes"] == claims["publish_native_host_bytes"] == 0
+    assert all(len(record["publications"]) == 50 for record in (vllm, native))
+    assert claims["publish_matched"] == 50 and claims["publish_loss_survived"] == 1
+    assert claims["publish_native_loss_survived"] == 1
