@@ -219,7 +219,7 @@ def test_what_new_weights_cost_is_what_was_measured() -> None:
     for phrase in (
         f"reach a server of vLLM in {claims['publish_ipc_7b_s']:.2f} s and one of the native engine in "
         f"{claims['publish_native_ipc_7b_s']:.2f} s (medians), and no byte",
-        f"back after {vllm['loss']['back_s']:.0f} s with vLLM, {native['loss']['back_s']:.0f} s with the native",
+        f"after {vllm['loss']['back_s']:.0f} s with vLLM, {native['loss']['back_s']:.0f} s with the native",
         f"vLLM's lay at most {max(of_all(vllm, 'shortfall')):.2f} logits below the largest one, those of the "
         f"weights before at least {min(of_all(vllm, 'stale')):.1f}.",
         f"which doubles all differences: at most {max(of_all(native, 'shortfall')):.2f}, and at least "
