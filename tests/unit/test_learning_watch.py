@@ -59,6 +59,10 @@ CALLED = replace(
         ((metrics(1.0), table(f=[0.0] * 16, g=[math.nan] * 16)), "every reward was 0 or None"),
         ((metrics(1.0), table(f=[0.25] * 16)), "the same reward, so no advantage differs from 0.*f 0.25"),
         (
+            (metrics(0.96), table(f=[1.0] * 15 + [0.0])),
+            "at least 90% of the prompts had.*The means are f 0.938. If they are high, end",
+        ),
+        (
             (metrics() | {"tools/failure_frequency": 1.0}, CALLED),
             "every call of a tool failed, .*{'error': 'no such city'}. Call the tool by hand",
         ),
@@ -75,6 +79,10 @@ def test_a_symptom_that_lasts_is_told_once_with_a_sample(rollout, words):
         position = text.index(part, position)
     assert "prompt      … 1 + 1 =" in text and "I think it is 2\n" in text
     assert f"rewards     {next(iter(rollout[1].rewards))} " in text
+
+
+def test_a_rollout_with_signal_is_not_told_of():
+    assert not any(warnings_of([(metrics(0.89), MIXED)] * (4 * NUM_ROLLOUTS)))
 
 
 def test_a_format_that_is_never_won_is_told_later_and_a_penalty_is_not():

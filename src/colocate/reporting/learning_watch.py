@@ -15,6 +15,9 @@ NUM_UNREWARDED = 4
 """How many times as long a single function may give nothing while others do: a format takes time to be
 found."""
 
+MOSTLY_ALIKE = 0.9
+"""The share of prompts without a signal from which on the few others decide where the weights go."""
+
 _FORMS = {
     "accuracy_reward": r"an answer in \boxed{...}, or as LaTeX after words like 'The final answer is $...$'",
     "reasoning_accuracy_reward": r"</think>, and after it an answer in \boxed{...}",
@@ -87,7 +90,18 @@ def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[
             "reward for partial success gives it a beginning.",
         )
         return
-    if metrics.get("frac_reward_zero_std", 0.0) >= 1:
+    alike = metrics.get("frac_reward_zero_std", 0.0)
+    if MOSTLY_ALIKE <= alike < 1:
+        yield (
+            "mostly alike",
+            f"at least {MOSTLY_ALIKE:.0%} of the prompts had completions that all earned the same. The few "
+            "others make the gradient, and Adam, which divides by its size, makes of it steps as large as "
+            f"before: a good model can become worse. The means are {_means(table)}. If they are high, end "
+            "here, or let the learning rate fall (lr_scheduler_type); load_best_model_at_end keeps the best "
+            "weights. If they are low, easier prompts teach more; max_refill_rounds replaces those that "
+            "teach nothing.",
+        )
+    if alike >= 1:
         yield (
             "alike",
             "all completions of each prompt had the same reward, so no advantage differs from 0 and the "
