@@ -52,6 +52,18 @@ def swiglu_table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def decode_table(result: dict[str, Any]) -> list[str]:
+    """Steps at few rows of two commits, the older one first, from the result of `rollout/decode_suite.py`."""
+    before, after = result["setup"]["runs"].values()
+    lines = ["| rows | before, ms | ms | floor's share before | floor's share |", "|---" * 5 + "|"]
+    for rows in result["setup"]["cases"]:
+        steps = [run[f"decode_step_s_{rows}rows"] * 1e3 for run in (before, after)]
+        shares = [run[f"decode_fraction_of_floor_{rows}rows"] for run in (before, after)]
+        cells = [*(f"{step:.2f}" for step in steps), *(f"{share:.2f}" for share in shares)]
+        lines.append(f"| {rows} | {' | '.join(cells)} |")
+    return lines
+
+
 def profile_table(result: dict[str, Any]) -> list[str]:
     """A row for each part of a profiled decode step, the longest first."""
     seconds, least = result["setup"]["seconds"], result["setup"]["least_s"]
@@ -137,6 +149,7 @@ def main() -> None:
     result = json.loads(parser.parse_args().result.read_text())
     parts = {
         "rollout": rollout_table,
+        "decode": decode_table,
         "decode-swiglu": swiglu_table,
         "decode-profile": profile_table,
         "modes": lambda result: modes_table(result["setup"]["summary"]),

@@ -40,7 +40,7 @@ NUM_STEPS = 32
 NUM_REPETITIONS = 3
 
 OWN_KERNELS = {
-    "_add_rms_norm_kernel": "norms",
+    "_rms_norm_kernel": "norms",
     "prefix_kernel": "attention, prompts",
     "suffix_kernel": "attention, completions",
     "merge_kernel": "attention, completions",
@@ -55,6 +55,8 @@ OWN_KERNELS = {
 }
 PASSES = {"_silu_mul_kernel": "activation", "_reduce_parts_kernel": "sampler"}
 """Kernels that a step has only where the product before them does not include their work."""
+STREAMED_KERNEL = "streamed_kernel"
+"""The kernel of several products, which its place tells apart."""
 LAST_KERNEL = "_end_step_kernel"
 """The kernel with which a step ends."""
 OTHERS_BEFORE = {
@@ -108,6 +110,8 @@ def roles(step: list[Kernel]) -> list[str]:
     for kernel, role, after in zip(step, own, following, strict=True):
         if role is None:
             role = OTHERS_BEFORE.get(after or "") or OTHERS_AFTER.get(before)
+            if role is None and kernel.name == STREAMED_KERNEL and before == "norms":
+                role = before = "product, gate and up"  # the activation is in it
             if role is None:
                 raise ValueError(f"{kernel.name} comes between {before} and {after}.")
         else:

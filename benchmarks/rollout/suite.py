@@ -1,6 +1,6 @@
 """The native engine beside vLLM, all cases on one GPU: writes `results/rollout-<hardware>.json`.
 
-    python -m benchmarks.rollout.suite [--peer-site DIR] [--parts 1.5b 7b floor cold_start logprobs]
+    python -m benchmarks.rollout.suite [--peer-site DIR] [--parts 1.5b 7b floor logprobs]
     python -m benchmarks.rollout.suite --merge
 
 Every measurement is a process of its own that leaves a record in --records, so the suite may be run in parts;
@@ -17,30 +17,25 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.results import Record, by_part, origin
+from benchmarks.common.results import Record, by_part
 from benchmarks.common.suite import Claims, Suite
 from benchmarks.rollout.cases import CASES, model_directory
 from benchmarks.rollout.run import VARIANTS
 
 MIN_REPETITIONS = 3
-NUM_COLD_STARTS = 3
 FLOOR_CASE = "1p5b_512seq"
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 
 
 class RolloutSuite(Suite):
     """The native engine beside vLLM."""
 
     name = "rollout"
-    parts = ("1.5b", "7b", "floor", "cold_start", "logprobs")
+    parts = ("1.5b", "7b", "floor", "logprobs")
     extends_result = True
 
     @staticmethod
@@ -60,8 +55,6 @@ class RolloutSuite(Suite):
             self.rollouts(part)
         elif part == "floor" and not self.options.tiny:  # it needs CUDA, and this case
             self.run("rollout.floor", FLOOR_CASE, "--out", self.out("floor"))
-        elif part == "cold_start":
-            self.cold_starts()
         elif part == "logprobs":
             for engine in ("native", "vllm", "trainer"):
                 words = ("rollout.logprobs", engine, self.model("1.5b"), self.records)
@@ -89,20 +82,6 @@ class RolloutSuite(Suite):
                     "--out", self.out(f"{engine}-{size}"),
                     is_peer=engine == "vllm",
                 )  # fmt: skip
-
-    def cold_starts(self) -> None:
-        directory = self.model("1.5b")
-        for _ in range(NUM_COLD_STARTS):
-            with tempfile.TemporaryDirectory() as empty:
-                start_s = time.time()
-                output = self.run("rollout.cold_start", directory, **dict.fromkeys(CACHES, empty))
-            if output is not None:
-                record = {
-                    "kind": "cold_start",
-                    "seconds": float(output.split()[-1]) - start_s,
-                    **origin(self.environment["COLOCATE_COMMIT"]),
-                }
-                self.out("cold-start").write_text(json.dumps(record, indent=1) + "\n")
 
     def claims(self, records: list[Record]) -> Claims:
         return compute_claims(records)
@@ -175,9 +154,6 @@ def claims_of_run(records: list[Record]) -> Claims:
     claims["decode_fraction_of_floor"] = None
     if floor is not None and rate is not None:
         claims["decode_fraction_of_floor"] = floor["floor_s"] / (CASES[FLOOR_CASE].num_seqs / rate)
-
-    starts = [record["seconds"] for record in records if record["kind"] == "cold_start"]
-    claims["start_cold_s"] = statistics.median(starts) if len(starts) >= MIN_REPETITIONS else None
 
     # Of vLLM's two gaps the smaller one.
     gaps = last("logprobs")

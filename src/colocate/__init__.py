@@ -58,4 +58,7 @@ def __getattr__(name: str) -> Any:
     # Loading torch and transformers takes seconds; `colocate --help` and `import colocate` should not.
     if name not in _MODULES:
         raise AttributeError(f"module 'colocate' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"colocate.{_MODULES[name]}"), name)
+    from colocate.import_ahead import importing_ahead
+
+    with importing_ahead():
+        return getattr(importlib.import_module(f"colocate.{_MODULES[name]}"), name)

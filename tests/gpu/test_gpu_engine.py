@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from engine_models import greedy_completions as greedy
 
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.sampler import BLOCK_SIZE, gumbel_noise
+from colocate.kernels import streamed
 from colocate.policy.host_activations import HostActivations
 from colocate.policy.logprobs import token_logprobs as trainer_token_logprobs
 from colocate.policy.output_head import output_head
@@ -239,6 +241,37 @@ def test_after_optimizer_steps_the_captured_graphs_use_the_new_weights(start_eng
         before = after
     assert addresses_of(model) == addresses
     assert before == greedy(start_engine(model), RAGGED), "an engine without a past differs"
+
+
+def test_weights_that_are_read_ahead_are_those_of_the_moment(start_engine, monkeypatch):
+    """In bfloat16 a product of few rows reads its weights before the kernel ahead of it has ended."""
+    streams: list[int] = []
+    product = streamed.product
+    monkeypatch.setattr(streamed, "product", lambda *args: streams.append(1) or product(*args))
+
+    def make() -> Any:
+        size = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8)
+        return make_model("qwen2", **size).bfloat16().cuda()
+
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    engine = start_engine(model)
+    found = [greedy(engine, RAGGED)]
+    states = [{name: value.clone() for name, value in model.state_dict().items()}]
+    for version in range(1, 4):
+        engine.sleep()
+        train_steps(model, optimizer)
+        engine.wake_up()
+        engine.update_weights([], version=version)
+        found.append(greedy(engine, RAGGED))
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert streams or torch.cuda.get_device_capability()[0] != 9
+    for before, after in itertools.pairwise(found):
+        assert before != after
+    for state, completions in zip(states, found, strict=True):
+        fresh = make()
+        fresh.load_state_dict(state)
+        assert greedy(start_engine(fresh), RAGGED) == completions, "an engine without a past differs"
 
 
 @pytest.mark.parametrize("which", ["all", "norms"])

@@ -99,6 +99,17 @@ def test_the_table_of_products_is_the_generated_one() -> None:
         assert result["claims"][name] == pytest.approx(two / one)
 
 
+def test_the_table_of_steps_at_few_rows_is_the_generated_one() -> None:
+    result = json.loads((RESULTS / "decode-h200.json").read_text())
+    table = "\n".join(pages.decode_table(result))
+    assert f"\n{table}\n\n" in (ROOT / "docs/benchmarks.md").read_text()
+    before, after = result["setup"]["runs"].values()
+    assert after == result["claims"]
+    assert len({run.partition(" on ")[2] for run in result["setup"]["runs"]}) == 1, "the same card"
+    for rows in result["setup"]["cases"]:
+        assert after[f"decode_step_s_{rows}rows"] < before[f"decode_step_s_{rows}rows"]
+
+
 def test_the_table_of_a_steps_parts_is_the_generated_one() -> None:
     result = json.loads((RESULTS / "decode-profile-h200.json").read_text())
     table = "\n".join(pages.profile_table(result))

@@ -55,6 +55,25 @@ def test_add_rms_norm(device, num_tokens, hidden_size, dtype, has_residual, seed
 
 @few
 @given(
+    num_parts=st.integers(1, 6),
+    hidden_size=st.sampled_from([1, 33, 896]),
+    seed=st.integers(0, 2**31),
+)
+def test_add_rms_norm_of_parts_is_that_of_their_rounded_sum(device, num_parts, hidden_size, seed):
+    generator = torch.Generator(device).manual_seed(seed)
+    parts = draw(generator, num_parts, 3, hidden_size, dtype=torch.float32)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    residual, weight = (draw(generator, *shape, dtype=dtype) for shape in ((3, hidden_size), (hidden_size,)))
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    expected = add_rms_norm(total.to(dtype), residual, weight, EPS)
+    actual = add_rms_norm(parts, residual, weight, EPS)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+
+
+@few
+@given(
     num_tokens=st.integers(1, 4),
     heads=st.sampled_from([(1, 1), (3, 1), (12, 2), (14, 2), (7, 7), (16, 8)]),
     head_dim=st.sampled_from([2, 64, 80, 96, 128, 256]),

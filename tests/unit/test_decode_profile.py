@@ -18,7 +18,7 @@ NUM_LAYERS = 3
 
 
 def step_names(
-    *, has_prefixes: bool = True, num_splits: int = 1, in_products: bool = False
+    *, has_prefixes: bool = True, num_splits: int = 1, in_products: bool = False, is_streamed: bool = False
 ) -> list[tuple[str, str]]:
     """Kernels in the order of a captured step, and what they are for."""
     attention = [
@@ -36,22 +36,26 @@ def step_names(
             [("swiglu_many_rows_kernel", "product, gate and up")],
             [("head_kernel", "product, head")],
         )
+    down = [("nvjet_tst_splitK", "product, down"), ("splitKreduce_kernel", "product, down")]
+    product = "nvjet_tst_64x128_v_bz_TNN"
+    if is_streamed:
+        product = "streamed_kernel"
+        gate_up, down = [(product, "product, gate and up")], [(product, "product, down")]
     layer = [
-        ("_add_rms_norm_kernel", "norms"),
-        ("nvjet_tst_64x128_v_bz_TNN", "product, qkv"),
+        ("_rms_norm_kernel", "norms"),
+        (product, "product, qkv"),
         *attention,
-        ("nvjet_tst_64x128_v_bz_TNN", "product, o"),
-        ("_add_rms_norm_kernel", "norms"),
+        (product, "product, o"),
+        ("_rms_norm_kernel", "norms"),
         *gate_up,
-        ("nvjet_tst_splitK", "product, down"),
-        ("splitKreduce_kernel", "product, down"),
+        *down,
     ]
     return [
         ("vectorized_elementwise_kernel", "bookkeeping"),
         ("_begin_step_kernel", "bookkeeping"),
         ("vectorized_gather_kernel", "bookkeeping"),
         *NUM_LAYERS * layer,
-        ("_add_rms_norm_kernel", "norms"),
+        ("_rms_norm_kernel", "norms"),
         *head,
         ("_draw_kernel", "sampler"),
         ("_end_step_kernel", "bookkeeping"),
@@ -68,9 +72,11 @@ def kernels(names: list[tuple[str, str]], start_s: float = 0.0) -> list[Any]:
 
 @pytest.mark.parametrize("has_prefixes", [True, False])
 @pytest.mark.parametrize("num_splits", [1, 4])
-@pytest.mark.parametrize("in_products", [False, True])
-def test_every_kernel_of_a_step_has_its_role(has_prefixes: bool, num_splits: int, in_products: bool) -> None:
-    names = step_names(has_prefixes=has_prefixes, num_splits=num_splits, in_products=in_products)
+@pytest.mark.parametrize("products", [{}, {"in_products": True}, {"is_streamed": True}], ids=str)
+def test_every_kernel_of_a_step_has_its_role(
+    has_prefixes: bool, num_splits: int, products: dict[str, bool]
+) -> None:
+    names = step_names(has_prefixes=has_prefixes, num_splits=num_splits, **products)
     assert decode_profile.roles(kernels(names)) == [role for _, role in names]
 
 
@@ -116,7 +122,7 @@ def test_a_rollout_is_traced_within_it_and_goes_on_unchanged(monkeypatch) -> Non
 
 
 def test_a_kernel_where_none_is_expected_is_named() -> None:
-    names = [("_add_rms_norm_kernel", ""), ("mystery", ""), ("_add_rms_norm_kernel", "")]
+    names = [("_rms_norm_kernel", ""), ("mystery", ""), ("_rms_norm_kernel", "")]
     with pytest.raises(ValueError, match="mystery comes between norms and norms"):
         decode_profile.roles(kernels(names))
 

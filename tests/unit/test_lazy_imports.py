@@ -1,13 +1,15 @@
-"""What a command loads: modules are counted, since seconds depend on the machine."""
+"""What a command or an import loads: modules are counted, since seconds depend on the machine."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from colocate import import_ahead
 from tiny import make_model, make_tokenizer
 
 HEAVY = {
@@ -92,3 +94,38 @@ def test_a_chat_loads_nothing_of_training_and_a_trainer_no_tracker(tmp_path):
     )
     assert {"torch", "colocate.engines.native.engine"} <= of_chat and OF_TRAINING.isdisjoint(of_chat)
     assert {"colocate.build", "datasets"} <= of_trainer and NEVER.isdisjoint(of_trainer)
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Two packages that wait for one another, which only threads can import."""
+    barrier = threading.Barrier(2, timeout=60)
+    for name in ("one_of_two", "other_of_two"):
+        (tmp_path / f"{name}.py").write_text("import threading\nthreading.barrier_of_test.wait()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(threading, "barrier_of_test", barrier, raising=False)
+    monkeypatch.setattr(import_ahead, "SYMBOLS", "one_of_two")
+    monkeypatch.setattr(import_ahead, "SCORES", "other_of_two")
+    yield {"one_of_two", "other_of_two"}
+    for name in ("one_of_two", "other_of_two"):
+        sys.modules.pop(name, None)
+
+
+def test_packages_are_imported_side_by_side_and_are_there_at_the_end(packages, monkeypatch):
+    with import_ahead.importing_ahead():
+        pass
+    assert packages.isdisjoint(sys.modules)  # PyTorch is there already
+    monkeypatch.delitem(sys.modules, "torch")
+    with import_ahead.importing_ahead():
+        pass
+    assert packages <= set(sys.modules)
+
+
+def test_what_cannot_be_imported_is_left_to_who_needs_it(packages, monkeypatch, tmp_path):
+    (tmp_path / "one_of_two.py").write_text("raise RuntimeError('broken')\n")
+    monkeypatch.setattr(import_ahead, "SCORES", "no_such_package.at_all")
+    monkeypatch.delitem(sys.modules, "torch")
+    with import_ahead.importing_ahead():
+        pass
+    with pytest.raises(RuntimeError, match="broken"):
+        import one_of_two  # noqa: F401

@@ -18,7 +18,6 @@ CLAIMS = {  # as the project's table names them
     "rollout_1p5b_longprompt_vs_vllm",
     "rollout_1p5b_ragged_vs_vllm",
     "decode_fraction_of_floor",
-    "start_cold_s",
     "logprob_gap_vs_vllm",
 }
 

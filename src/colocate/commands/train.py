@@ -196,13 +196,16 @@ def _options_with_replicas(values: Mapping[str, Any]) -> list[str]:
 
 
 def _train(file: Path | None, values: Mapping[str, Any], is_main: bool) -> None:
-    from colocate.config import GRPOConfig
-    from colocate.reporting.messages import model_saved, say_row
-    from colocate.reporting.panel import without_bars
-    from colocate.rewards.registry import get_tool
-    from colocate.run_config import RunFileWriter, parse_run
-    from colocate.run_data import RunData
-    from colocate.trainer import GRPOTrainer
+    from colocate.import_ahead import importing_ahead
+
+    with importing_ahead():
+        from colocate.config import GRPOConfig
+        from colocate.reporting.messages import model_saved, say_row
+        from colocate.reporting.panel import without_bars
+        from colocate.rewards.registry import get_tool
+        from colocate.run_config import RunFileWriter, parse_run
+        from colocate.run_data import RunData
+        from colocate.trainer import GRPOTrainer
 
     run, options = parse_run(values)
     _require_complete(vars(run))

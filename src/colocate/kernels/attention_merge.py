@@ -38,7 +38,11 @@ def merge_attention(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tens
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+# Strides of log-sum-exps are numbers of tokens, and would have a kernel each where 16 divides them.
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["lse_head_stride", "other_lse_head_stride"],
+)
 def _merge_attention_kernel(
     out, lse, other_out, other_lse, out_stride, other_out_stride, lse_head_stride, lse_token_stride,
     other_lse_head_stride, other_lse_token_stride, num_tokens,

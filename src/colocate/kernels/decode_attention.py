@@ -25,6 +25,7 @@ from torch import Tensor
 
 from colocate.kernels.decode_attention_levels import merge_kernel, prefix_kernel, suffix_kernel
 from colocate.kernels.definitions import Rotation
+from colocate.kernels.overlap import can_overlap
 from colocate.kernels.prefixes import (
     MAX_PARTIALS,
     NUM_ITEM_FIELDS,
@@ -99,9 +100,10 @@ def num_splits_for(num_rows: int, num_kv_heads: int) -> int:
     """The number of parts to cut each row's keys into, so that a small batch occupies the whole device.
 
     It is a power of two and depends on the batch only: a captured graph has to serve contexts of any length.
+    One program on each multiprocessor is enough to keep memory busy, and fewer parts are merged sooner.
     """
     num_splits = 1
-    while num_splits < MAX_SPLITS and 2 * num_splits * num_rows * num_kv_heads <= TARGET_PROGRAMS:
+    while num_splits < MAX_SPLITS and 4 * num_splits * num_rows * num_kv_heads <= TARGET_PROGRAMS:
         num_splits *= 2
     return num_splits
 
@@ -128,8 +130,9 @@ def decode_attention(
 
     Args:
         qkv: [B, H + 2 K, D], queries, keys and values, bfloat16, float16 or float32 (which is multiplied
-            exactly, for comparisons); rows may be any distance apart. It stays as it is.
-        rotation: its tables have the type of `qkv` and a row for every position of a context.
+            exactly, for comparisons); rows may be any distance apart. Or parts of it, [parts, B, H + 2 K, D]
+            float32, which are summed in their order and rounded to the cache's type. It stays as it is.
+        rotation: its tables have the cache's type and a row for every position of a context.
         slots: [B] int32, where keys and values go: page * page_size + offset in the page, that of the block
             table's position context - 1. Negative if and only if the row is finished.
         k_cache: [num_pages, K, page_size, D] of the same type, pages any distance apart; what is behind a
@@ -157,10 +160,11 @@ def decode_attention(
     )
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     ratio = num_heads // num_kv_heads
-    overlaps = prefixes is not None and _can_overlap(qkv)
+    overlaps = can_overlap(qkv)
     common = dict(
         scale_log2=scale * math.log2(math.e),
         eps=rotation.eps,
+        NUM_PARTS=len(qkv) if qkv.dim() == 4 else 1,
         OFFSET=rotation.offset,
         NUM_KV_HEADS=num_kv_heads,
         RATIO=ratio,
@@ -170,21 +174,22 @@ def decode_attention(
         WINDOW=sliding_window or 0,
         OVERLAPS=overlaps,
     )
-    strides = (qkv.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0))
+    strides = (qkv.stride(-3), qkv.stride(0), k_cache.stride(0), v_cache.stride(0), block_tables.stride(0))
     queries = (qkv, rotation.cos, rotation.sin, rotation.q_norm)
     cached = (k_cache, v_cache, block_tables, context_lens)
     partials = (scratch.outputs, scratch.lses)
     rows: tuple[Tensor | None, ...] = (None, None, None)
     if prefixes is not None:
         rows = (prefixes.prefix_lens, prefixes.first_slots, prefixes.num_partials)
-        launch = _fit(PREFIX_LAUNCH, padded_dim, page_size, PREFIX_QUERIES, qkv)
+        launch = _fit(PREFIX_LAUNCH, padded_dim, page_size, PREFIX_QUERIES, out)
         prefix_kernel[(TARGET_PROGRAMS,)](
             *queries, *cached, prefixes.items, prefixes.num_items, *partials, *strides, **common,
             NUM_QUERIES=PREFIX_QUERIES, TILE=launch.max_tile_tokens, ROWS_PER_TILE=prefixes.rows_per_tile,
-            NUM_FIELDS=NUM_ITEM_FIELDS, num_warps=launch.num_warps, num_stages=launch.num_stages,
+            NUM_FIELDS=NUM_ITEM_FIELDS, launch_pdl=overlaps, num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
         )  # fmt: skip
     num_queries = max(MIN_QUERIES, triton.next_power_of_2(ratio))
-    launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, qkv)
+    launch = _fit(SUFFIX_LAUNCH, padded_dim, page_size, num_queries, out)
     num_stages = launch.num_stages
     if num_kv_heads * num_splits * num_rows > TARGET_PROGRAMS:
         # Several programs on each multiprocessor load side by side; with deeper queues fewer would fit.
@@ -201,7 +206,8 @@ def decode_attention(
         merge_kernel[(num_heads, num_rows)](
             context_lens, *rows[1:], *partials, out, out.stride(0), scratch.num_prefix_slots,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, NUM_SPLITS=num_splits,
-            MAX_PREFIX_PARTIALS=MAX_PARTIALS if prefixes is not None else 0, num_warps=4,
+            MAX_PREFIX_PARTIALS=MAX_PARTIALS if prefixes is not None else 0, OVERLAPS=overlaps,
+            launch_pdl=overlaps, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -223,17 +229,18 @@ def _check(
     num_rows, num_heads, head_dim = out.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads over {num_kv_heads} key-value heads"
-    assert qkv.shape == (num_rows, num_heads + 2 * num_kv_heads, head_dim), (
+    assert qkv.shape[-3:] == (num_rows, num_heads + 2 * num_kv_heads, head_dim), (
         f"{list(qkv.shape)} is not [{num_rows}, {num_heads} + 2 * {num_kv_heads}, {head_dim}]"
     )
     assert head_dim % 2 == 0, f"rotary embedding turns pairs, and a head has {head_dim} values"
     for table in (rotation.cos, rotation.sin):
-        assert table.is_contiguous() and table.dtype == qkv.dtype, "rotary tables have gaps or another type"
+        assert table.is_contiguous() and table.dtype == out.dtype, "rotary tables have gaps or another type"
     assert page_size >= 16 and page_size & (page_size - 1) == 0, f"a page size of {page_size}"
-    assert qkv.stride()[1:] == (head_dim, 1) and out.stride()[1:] == (head_dim, 1), (
+    assert qkv.stride()[-2:] == (head_dim, 1) and out.stride()[1:] == (head_dim, 1), (
         "qkv or out: heads are apart"
     )
-    assert qkv.dtype == k_cache.dtype == v_cache.dtype == out.dtype, (
+    expected = torch.float32 if qkv.dim() == 4 else out.dtype
+    assert qkv.dtype == expected and k_cache.dtype == v_cache.dtype == out.dtype, (
         f"{qkv.dtype} queries, {k_cache.dtype} cache"
     )
     for cache in (k_cache, v_cache):
@@ -249,32 +256,23 @@ def _check(
 
 
 def _fit(
-    launches: dict[tuple[int, int], Launch], padded_dim: int, page_size: int, num_queries: int, qkv: Tensor
+    launches: dict[tuple[int, int], Launch], padded_dim: int, page_size: int, num_queries: int, out: Tensor
 ) -> Launch:
     """The launch for this head size, its tile no longer than a page, its stages within shared memory."""
-    item_bytes = qkv.element_size()
+    item_bytes = out.element_size()
     launch = launches.get((padded_dim, item_bytes), OTHER_LAUNCH)
     tile_tokens = min(launch.max_tile_tokens, page_size)
     stage_bytes = 2 * tile_tokens * padded_dim * item_bytes
     num_stages = launch.num_stages
-    if qkv.is_cuda:
+    if out.is_cuda:
         # Besides the stages: the queries, the probabilities on their way between layouts, reductions.
         rest_bytes = num_queries * (padded_dim * item_bytes + tile_tokens * 4) + 8 * 1024
-        num_buffers = (_shared_memory_bytes(qkv.device.index) - rest_bytes) // stage_bytes
+        num_buffers = (_shared_memory_bytes(out.device.index) - rest_bytes) // stage_bytes
         # There is one buffer less than stages, except for warp-group products, which read a buffer while
         # others are filled.
-        is_warp_group = num_queries >= 64 and torch.cuda.get_device_capability(qkv.device) >= (9, 0)
+        is_warp_group = num_queries >= 64 and torch.cuda.get_device_capability(out.device) >= (9, 0)
         num_stages = min(num_stages, num_buffers if is_warp_group else num_buffers + 1)
     return Launch(tile_tokens, launch.num_warps, max(1, num_stages))
-
-
-def _can_overlap(tensor: Tensor) -> bool:
-    """Whether a kernel may start before the kernel launched ahead of it has ended.
-
-    From compute capability 9.0 on: CUDA C++ Programming Guide, "Programmatic Dependent Launch and
-    Synchronization".
-    """
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
 
 
 @functools.cache

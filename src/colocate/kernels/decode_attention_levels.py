@@ -5,9 +5,10 @@ query's running softmax (arXiv 1805.02867) is `maximum`, the largest score so fa
 of the weights 2^(score - maximum); and `acc` [D], the sum of the values with these weights. The output is
 acc / total, and the log-sum-exp, in base 2, maximum + log2(total). Arguments of several kernels:
 
-    data        qkv [B, H + 2K, D] as the product left it; cos, sin [positions, D]; q_norm, k_norm [D] or
-                None; k_cache, v_cache [pages, K, PAGE_SIZE, D]; block_tables [B, pages], page numbers;
-                context_lens [B], the new token included, 0 where a row is finished; out [B, H, D]
+    data        qkv [NUM_PARTS, B, H + 2K, D] as the product left it, the parts yet to be summed; cos, sin
+                [positions, D]; q_norm, k_norm [D] or None; k_cache, v_cache [pages, K, PAGE_SIZE, D];
+                block_tables [B, pages], page numbers; context_lens [B], the new token included, 0 where a row
+                is finished; out [B, H, D]
     partial     partial_outputs [slots, H, D] and partial_lses [slots, H] float32: normalised outputs over
                 some of a row's keys. The slots of shared prefixes come first; from num_prefix_slots on each
                 row has NUM_SPLITS of its own. Row r's prefix has num_partials[r] slots from first_slots[r] on
@@ -46,24 +47,34 @@ def _angles(cos, sin, positions, dims, mask, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def _rotated(heads, dims, mask, cosine, sine, norm, eps, HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr):
+def _head_values(pointers, mask, part_stride, NUM_PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """Values of heads in the model's type: `qkv` is the sum of NUM_PARTS parts, `part_stride` apart."""
+    values = tl.load(pointers, mask=mask, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        values += tl.load(pointers + part * part_stride, mask=mask, other=0.0)
+    return values.to(DTYPE)
+
+
+@triton.jit
+def _rotated(
+    heads, part_stride, dims, mask, cosine, sine, norm, eps,
+    NUM_PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     """The heads [queries, D] that begin at `heads`, normed (if there is a norm) and rotated.
 
     Values are rounded where `rotary.rotate_and_store` rounds, so that prompts and completions get equal keys.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     partners = tl.where(dims < HALF, dims + HALF, dims - HALF)
-    loaded = tl.load(heads + dims, mask=mask, other=0.0)
-    dtype = loaded.dtype
-    x = loaded.to(tl.float32)
-    partner = tl.load(heads + partners, mask=mask, other=0.0).to(tl.float32)
+    x = _head_values(heads + dims, mask, part_stride, NUM_PARTS, DTYPE).to(tl.float32)
+    partner = _head_values(heads + partners, mask, part_stride, NUM_PARTS, DTYPE).to(tl.float32)
     if norm is not None:
         inverse = inverse_rms(tl.sum(x * x, axis=1), HEAD_DIM, eps)[:, None]
         weight = tl.load(norm + dims, mask=mask, other=0.0).to(tl.float32)
         partner_weight = tl.load(norm + partners, mask=mask, other=0.0).to(tl.float32)
-        x = rms_normed(x, inverse, weight, dtype, OFFSET).to(tl.float32)
-        partner = rms_normed(partner, inverse, partner_weight, dtype, OFFSET).to(tl.float32)
-    return turned(x, partner, cosine, sine, 1, dtype, True)
+        x = rms_normed(x, inverse, weight, DTYPE, OFFSET).to(tl.float32)
+        partner = rms_normed(partner, inverse, partner_weight, DTYPE, OFFSET).to(tl.float32)
+    return turned(x, partner, cosine, sine, 1, DTYPE, True)
 
 
 @triton.jit
@@ -128,10 +139,11 @@ def _finish(maximum, total, acc):
 @triton.jit
 def prefix_kernel(
     qkv, cos, sin, q_norm, k_cache, v_cache, block_tables, context_lens, items, num_items, partial_outputs,
-    partial_lses, qkv_stride, k_stride, v_stride, table_stride, scale_log2, eps,
-    OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr,
-    TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr, NUM_FIELDS: tl.constexpr, OVERLAPS: tl.constexpr,
+    partial_lses, qkv_stride, part_stride, k_stride, v_stride, table_stride, scale_log2, eps,
+    NUM_PARTS: tl.constexpr, OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, ROWS_PER_TILE: tl.constexpr, NUM_FIELDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention over shared pages, for several rows at once: one work item and head after the other.
 
@@ -143,6 +155,8 @@ def prefix_kernel(
     block table of its first row serves for all. A finished row's slots are left as they are.
     """
     if OVERLAPS:
+        # In this order: the suffix kernel reads `qkv` as soon as it starts.
+        gdc_wait()
         gdc_launch_dependents()
     TILES_PER_PAGE: tl.constexpr = PAGE_SIZE // TILE
     dims = tl.arange(0, PADDED_DIM)
@@ -169,7 +183,10 @@ def prefix_kernel(
         page = tl.load(table + first_tile // TILES_PER_PAGE, mask=first_tile < end_tile, other=0)
         cosine, sine = _angles(cos, sin, contexts[:, None] - 1, dims[None, :], mask, HEAD_DIM)
         maximum, total, acc = _attend(
-            _rotated(q_heads, dims[None, :], mask, cosine, sine, q_norm, eps, HEAD_DIM, OFFSET),
+            _rotated(
+                q_heads, part_stride, dims[None, :], mask, cosine, sine, q_norm, eps, NUM_PARTS, HEAD_DIM,
+                OFFSET, cos.dtype.element_ty,
+            ),
             tl.full([NUM_QUERIES], _LOWEST, tl.float32), tl.zeros([NUM_QUERIES], tl.float32),
             tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32), k_cache + kv_head * (PAGE_SIZE * HEAD_DIM),
             v_cache + kv_head * (PAGE_SIZE * HEAD_DIM), k_stride, v_stride, table, page, first_tile, end_tile,
@@ -186,11 +203,12 @@ def prefix_kernel(
 @triton.jit
 def suffix_kernel(
     qkv, cos, sin, q_norm, k_norm, slots, k_cache, v_cache, block_tables, context_lens, prefix_lens,
-    first_slots, num_partials, partial_outputs, partial_lses, out, qkv_stride, k_stride, v_stride,
-    table_stride, out_stride, num_prefix_slots, scale_log2, eps,
-    OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, NUM_QUERIES: tl.constexpr,
-    TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_PREFIXES: tl.constexpr, OVERLAPS: tl.constexpr,
+    first_slots, num_partials, partial_outputs, partial_lses, out, qkv_stride, part_stride, k_stride,
+    v_stride, table_stride, out_stride, num_prefix_slots, scale_log2, eps,
+    NUM_PARTS: tl.constexpr, OFFSET: tl.constexpr, NUM_KV_HEADS: tl.constexpr, RATIO: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    NUM_QUERIES: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_PREFIXES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one row and key-value head over one part of the row's own keys, which follow its prefix.
 
@@ -236,6 +254,10 @@ def suffix_kernel(
     table = block_tables + row * table_stride
     page = tl.load(table + first_tile // (PAGE_SIZE // TILE), mask=first_tile < end_tile, other=0)
 
+    if OVERLAPS:
+        gdc_launch_dependents()
+        if not HAS_PREFIXES:
+            gdc_wait()
     row_heads = qkv + row * qkv_stride
     q_heads = row_heads + heads[:, None] * HEAD_DIM
     # The one new key and value are copied for each query, in the queries' layout; the first copy is stored.
@@ -244,9 +266,16 @@ def suffix_kernel(
     is_new = is_query & (slot >= 0) & (split == NUM_SPLITS - 1)
     new_mask = is_new[:, None] & (dims < HEAD_DIM)
     cosine, sine = _angles(cos, sin, context - 1, dims, mask, HEAD_DIM)
-    q = _rotated(q_heads, dims, mask, cosine, sine, q_norm, eps, HEAD_DIM, OFFSET)
-    k = _rotated(k_heads, dims, new_mask, cosine, sine, k_norm, eps, HEAD_DIM, OFFSET)
-    v = tl.load(k_heads + NUM_KV_HEADS * HEAD_DIM + dims, mask=new_mask, other=0.0)
+    q = _rotated(
+        q_heads, part_stride, dims, mask, cosine, sine, q_norm, eps, NUM_PARTS, HEAD_DIM, OFFSET,
+        cos.dtype.element_ty,
+    )  # fmt: skip
+    k = _rotated(
+        k_heads, part_stride, dims, new_mask, cosine, sine, k_norm, eps, NUM_PARTS, HEAD_DIM, OFFSET,
+        cos.dtype.element_ty,
+    )  # fmt: skip
+    v_heads = k_heads + NUM_KV_HEADS * HEAD_DIM
+    v = _head_values(v_heads + dims, new_mask, part_stride, NUM_PARTS, cos.dtype.element_ty)
     first_mask = new_mask & (queries == 0)[:, None]
     new_page = (slot // PAGE_SIZE).to(tl.int64)
     in_page = (kv_head * PAGE_SIZE + slot % PAGE_SIZE + copies) * HEAD_DIM + dims
@@ -303,9 +332,12 @@ def _weigh(partial_outputs, partial_lses, slots, is_used, NUM_HEADS, HEAD_DIM, P
 def merge_kernel(
     context_lens, first_slots, num_partials, partial_outputs, partial_lses, out, out_stride, num_prefix_slots,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    MAX_PREFIX_PARTIALS: tl.constexpr,
+    MAX_PREFIX_PARTIALS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """The output of one row and head: the mean of all its partial outputs, weighted with 2^lse of each."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     outputs, lses = _weigh(

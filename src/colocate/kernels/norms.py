@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from colocate.kernels.overlap import can_overlap
 from colocate.kernels.programs import num_programs
 
 _READ_AHEAD_BYTES = 48 * 2**10
@@ -45,7 +47,9 @@ def add_rms_norm(
     """The residual sum and its root-mean-square norm, in the tiles of a decode step: one row a program.
 
     Args:
-        x: [T, hidden], rows contiguous; output of the attention or the MLP, or the embeddings.
+        x: [T, hidden], rows contiguous; output of the attention or the MLP, or the embeddings. Or its parts,
+            [parts, T, hidden] float32, contiguous, which are summed in their order and rounded to the type of
+            the residual (`streamed.product`).
         residual: [T, hidden], rows contiguous; None: there is none yet.
         weight: [hidden], the norm's.
         offset: added to the weight; see `definitions.rms_norm`.
@@ -53,9 +57,10 @@ def add_rms_norm(
     Returns:
         The norm, [T, hidden], and the sum, [T, hidden]: the next residual, `x` itself if there was none.
     """
-    block = triton.next_power_of_2(x.shape[1])
+    block = triton.next_power_of_2(x.shape[-1])
     # 8 values a thread: one 16-byte load of bfloat16.
-    return _norm(x, residual, weight, eps, offset, 1, block, min(max(block // 256, 1), 16))
+    tile = 1, block, min(max(block // 256, 1), 16)
+    return _norm(x, residual, weight, eps, offset, *tile, overlaps=can_overlap(x))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
@@ -81,16 +86,22 @@ def _norm(
     rows: int,
     block: int,
     num_warps: int,
+    *,
+    overlaps: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    num_rows, hidden_size = x.shape
-    assert x.stride(1) == 1, "a row of x must be contiguous"
+    num_parts = len(x) if x.dim() == 3 else 1
+    num_rows, hidden_size = x.shape[-2:]
+    assert x.stride(-1) == 1, "a row of x must be contiguous"
+    assert x.dim() == 2 or (x.is_contiguous() and residual is not None), "parts have gaps, or no residual"
     assert residual is None or residual.stride(1) == 1, "a row of the residual must be contiguous"
     assert weight.is_contiguous() and weight.shape == (hidden_size,), f"weight is not [{hidden_size}]"
-    normed = torch.empty((num_rows, hidden_size), dtype=x.dtype, device=x.device)
+    dtype = x.dtype if residual is None else residual.dtype
+    normed = torch.empty((num_rows, hidden_size), dtype=dtype, device=x.device)
     summed = x if residual is None else torch.empty_like(normed)
     _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, normed, summed, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        num_rows, hidden_size, OFFSET=offset, ROWS=rows, BLOCK=block, num_warps=num_warps,
+        x, residual, weight, normed, summed, x.stride(-2), 0 if residual is None else residual.stride(0), eps,
+        num_rows, hidden_size, OFFSET=offset, ROWS=rows, BLOCK=block, NUM_PARTS=num_parts, OVERLAPS=overlaps,
+        launch_pdl=overlaps, num_warps=num_warps,
     )  # fmt: skip
     return normed, summed
 
@@ -98,21 +109,33 @@ def _norm(
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x, residual, weight, normed, summed, x_stride, residual_stride, eps, num_rows, hidden_size,
-    OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, NUM_PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Norm ROWS rows; with `residual`, norm the sum of `x` and `residual`, which is written to `summed`."""
+    """Norm ROWS rows; with `residual`, norm the sum of `x` and `residual`, which is written to `summed`.
+
+    `x` is the sum of NUM_PARTS matrices that lie one behind the other.
+    """
+    if OVERLAPS:
+        gdc_launch_dependents()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     mask = (rows < num_rows) & (columns < hidden_size)
     dtype = normed.dtype.element_ty
+    weights = tl.load(weight + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        gdc_wait()
     value = tl.load(x + rows * x_stride + columns, mask=mask, other=0.0)
+    for part in tl.static_range(1, NUM_PARTS):
+        pointers = x + (part * num_rows + rows) * x_stride + columns
+        value += tl.load(pointers, mask=mask, other=0.0)
+    value = value.to(dtype)
     if residual is not None:
         added = tl.load(residual + rows * residual_stride + columns, mask=mask, other=0.0)
         value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
         tl.store(summed + rows * hidden_size + columns, value, mask=mask)
     upcast = value.to(tl.float32)
     inverse = inverse_rms(tl.sum(upcast * upcast, axis=1), hidden_size, eps)[:, None]
-    weights = tl.load(weight + columns, mask=columns < hidden_size, other=0.0).to(tl.float32)
     output = rms_normed(upcast, inverse, weights, dtype, OFFSET)
     tl.store(normed + rows * hidden_size + columns, output, mask=mask)
 

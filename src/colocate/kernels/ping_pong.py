@@ -27,11 +27,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _Shared = gl.shared_memory_descriptor
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-"""Start a copy from a descriptor's tensor to shared memory; Triton 3.9 has renamed these three."""
+"""Start a copy from a descriptor's tensor to shared memory; Triton 3.9 has renamed these four."""
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 """Start a copy from shared memory to a descriptor's tensor."""
 reinterpret = getattr(_Shared, "reinterpret", None) or _Shared._reinterpret
 """Shared memory as one of another shape and layout, and as many bytes."""
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+"""Wait for all threads of the program."""
 
 ROW_TILE = 128
 COLUMN_TILE = 128

@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colocate.kernels.gate import gated
+from colocate.kernels.overlap import can_overlap
 from colocate.kernels.ping_pong import (
     DEPTH,
     can_multiply,
@@ -87,21 +89,27 @@ def few_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
     num_rows, width = output.shape
     # With more columns a program, x is read less often; with fewer, more programs run beside each other.
     columns, num_stages = (32, 4) if num_rows <= FEW_ROWS else (64, 3)
+    overlaps = can_overlap(x)
     swiglu_few_rows_kernel[(triton.cdiv(num_rows, FEW_ROWS) * triton.cdiv(width, columns),)](
         TensorDescriptor.from_tensor(x, [FEW_ROWS, DEPTH]),
         TensorDescriptor.from_tensor(weight.view(2, width, -1), [2, columns, DEPTH]),
         TensorDescriptor.from_tensor(output, [FEW_ROWS, columns]), num_rows, x.shape[1],
-        ROWS=FEW_ROWS, COLUMNS=columns, DEPTH=DEPTH, num_warps=4, num_stages=num_stages,
+        ROWS=FEW_ROWS, COLUMNS=columns, DEPTH=DEPTH, OVERLAPS=overlaps, launch_pdl=overlaps, num_warps=4,
+        num_stages=num_stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "depth"])
 def swiglu_few_rows_kernel(
-    x, weight, output, num_rows, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
-):
+    x, weight, output, num_rows, depth,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Compute one tile [ROWS, COLUMNS] of silu(gate) * up, with gate and up as one product of 2 * COLUMNS
     columns. Program numbers count row tiles first, so that programs that run at the same time read the same
     weights."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     row_tiles = tl.cdiv(num_rows, ROWS)
     first_row = tl.program_id(0) % row_tiles * ROWS
     first_column = tl.program_id(0) // row_tiles * COLUMNS

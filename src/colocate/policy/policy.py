@@ -28,6 +28,7 @@ from colocate.policy.optimizer_state import Read, Shapes
 from colocate.policy.output_head import output_head
 from colocate.policy.pack import groups_of
 from colocate.policy.reference import FrozenCopy, Reference
+from colocate.policy.rehearsal import compile_ahead
 from colocate.policy.self_check import check_stack
 from colocate.policy.stack import DecoderStack, runs_packed
 from colocate.policy.stacks import Stacks
@@ -77,6 +78,7 @@ def check_trainable(model: nn.Module) -> None:
             (`check_causal`), or computes something else than its layout says (`check_stack`).
     """
     if runs_packed(model):
+        compile_ahead(model)  # or the check would wait for one kernel after the other
         # Fuses the parameters, now and not in the first step: an engine may capture graphs before it.
         check_stack(model)
     else:

@@ -109,6 +109,8 @@ class AdaptedLinear:
     """The adapters whose A are stored in the weights' type; None: they are read where PEFT keeps them."""
     stacked_a: Tensor | None = None  # [rows of `stack`, in]
     """The A of `stack`; None: they lie below the weights."""
+    is_written_before_use: bool = False
+    """Whether a kernel writes `weight` before every product with it: no product may read it any earlier."""
 
     @property
     def num_rows_below(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from colocate.engines.native.model_runner import ModelRunner
 from colocate.engines.native.pages import pages_for
 from colocate.engines.native.rollout_weights import RolloutWeights
 from colocate.engines.native.sampler import Sampler
+from colocate.engines.native.scheduler import Prefill
 from colocate.engines.native.torch_backend import TorchBackend
+from colocate.kernels.compile_ahead import can_compile_ahead, compiling
 from colocate.types import SamplingParams
 from colocate.weights.layouts import Layout
 
@@ -21,6 +24,10 @@ BUCKETS = (8, 32, 64)
 """Numbers of rows for which a step is captured, followed by the multiples of 128. Up to 64 rows a step takes
 the time of reading the weights, and an unused row costs next to nothing. With more rows, matrix products work
 in tiles of 128: on an H200 those with 320 rows take longer than those with 384."""
+
+
+MAX_ROWS_PER_START = 64
+"""Sequences that draw their first token together; it bounds the stacked copy of their logits, [64, V]."""
 
 
 def bucket_for(num_rows: int) -> int:
@@ -76,6 +83,8 @@ class Decoder:
         """The stop tokens on the device by (temperature, stop tokens) of the captured draws: one entry."""
         self._logits = backend.bind(cache.scratch, layout, capacity, cache.page_size)
         self._pool: Any = None
+        self._num_rows_compiled = 0
+        """Rows of the largest step whose kernels are compiled ahead."""
         self.forget_graphs()
 
     def fits(self, layout: Layout, *, max_len: int) -> bool:
@@ -109,6 +118,35 @@ class Decoder:
                 self._captured = {drawing: self._stops}
                 self.forget_graphs()
             self._stops = self._captured[drawing]
+
+    def compile_ahead(self, prefills: Sequence[Prefill], num_rows: int) -> None:
+        """Compile the kernels that a rollout which begins with `num_rows` rows will launch: for prefills,
+        first draws and steps, with shared prefixes if there are fewer prefills than rows.
+
+        Ranks that decode together would exchange garbage, and compile each kernel when they first need it.
+        """
+        if num_rows <= self._num_rows_compiled or self.backend.parallel.num_parts > 1:
+            return
+        if not self.backend.captures_graphs or not can_compile_ahead(self.batch.device):
+            return
+        self._num_rows_compiled = num_rows
+        runner, shares_prefixes = self.runner, self.backend.shares_prefixes
+        self.runner = runner.with_few_layers()
+        try:
+            with compiling(self.batch.device):
+                self.runner.prefill(prefills)
+                self._compile_steps(num_rows, has_prefixes=len(prefills) < num_rows)
+        finally:
+            self.runner, self.backend.shares_prefixes = runner, shares_prefixes
+
+    def _compile_steps(self, num_rows: int, *, has_prefixes: bool) -> None:
+        assert self._logits is not None, "captured steps need a fixed place for their logits"
+        if self._sampler.is_plain:
+            rows = slice(0, min(num_rows, MAX_ROWS_PER_START))
+            self.backend.sample(self._logits[rows], self._sampler, self.batch, rows)
+        for self.backend.shares_prefixes in {False, has_prefixes}:
+            for bucket in sorted({bucket_for(count) for count in range(1, num_rows + 1)}):
+                self._captured_step(bucket)
 
     def begin_window(self) -> None:
         """Begin a window, that is, steps whose tokens the host will read together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -82,6 +83,13 @@ class ModelRunner:
         layers = (part for layer in self._layers for part in layer.identity())
         return (*(tensor.data_ptr() for tensor in shared), *layers)
 
+    def with_few_layers(self) -> ModelRunner:
+        """This runner with one layer for each width of window: it launches the kernels that all layers
+        launch."""
+        few = copy.copy(self)
+        few._layers = list({layer.sliding_window: layer for layer in self._layers}.values())
+        return few
+
     @property
     def head(self) -> Tensor:
         """The weight of the output head, [V, hidden]; this rank's rows, where ranks split the weights."""
@@ -120,7 +128,7 @@ class ModelRunner:
             scale = self.layout.scaling
             return self.backend.decode_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
 
-        return self._normed(*self._forward(batch.last_tokens[rows], attend))
+        return self._normed(*self._forward(batch.last_tokens[rows], attend, in_parts=True))
 
     def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
         context = PrefillContext(pieces, self.cache.page_size, self.layout.device)
@@ -132,12 +140,14 @@ class ModelRunner:
             return self.backend.prefill_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
 
         parallel = self.backend.parallel
-        x, residual = self._forward(context.tokens[0], attend)
+        x, residual = self._forward(context.tokens[0], attend, in_parts=False)
         logits = parallel.attempt(partial(self._last_logits, context.last_tokens, x, residual), x)
         parallel.least(0)  # raises if memory ran out on a rank
         return logits
 
-    def _forward(self, token_ids: Tensor, attend: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, token_ids: Tensor, attend: Callable[..., Tensor], *, in_parts: bool
+    ) -> tuple[Tensor, Tensor]:
         """Run all decoder layers over token ids [T].
 
         A layer's output is added to the residual by the norm that follows, so that one kernel does both: the
@@ -146,36 +156,42 @@ class ModelRunner:
         Args:
             attend: rotates q and k of a layer's packed q, k, v [T, H + 2 K, D], stores keys and values in the
                 cache, and returns the attended values [T, H, D].
+            in_parts: products whose reader can add up parts may leave it to the reader, `attend` included
+                (`TorchBackend.linear_in_parts`).
 
         Returns:
-            The last layer's output and the residual to add it to, each [T, hidden].
+            The last layer's output, [T, hidden] or in parts, and the residual to add it to, [T, hidden].
         """
         parallel = self.backend.parallel
         x = parallel.embed(token_ids, self.layout.embed_tokens.weight)
         residual: Tensor | None = None
         for index in range(len(self._layers)):
-            for block in (partial(self._attention, index, attend), partial(self._mlp, index)):
+            for block in (
+                partial(self._attention, index, attend, in_parts),
+                partial(self._mlp, index, in_parts),
+            ):
                 x, residual = parallel.attempt(partial(block, x, residual), (x, x))
                 x = parallel.sum(x)
         assert residual is not None, "the model has no layers"
         return x, residual
 
     def _attention(
-        self, index: int, attend: Callable[..., Tensor], x: Tensor, residual: Tensor | None
+        self, index: int, attend: Callable[..., Tensor], in_parts: bool, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The attention block of a layer without its sum over ranks: its output and the residual."""
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
         x, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
-        qkv = layer.qkv(backend, x).view(len(x), -1, self.layout.head_dim)
+        qkv = layer.qkv(backend, x, in_parts=in_parts).unflatten(-1, (-1, self.layout.head_dim))
         rotation = Rotation(*self.rotary_table, layer.q_norm, layer.k_norm, eps)
         attended = attend(qkv, rotation, *self.cache.layer(index), layer.sliding_window)
-        return layer.o(backend, attended.flatten(1)), residual
+        return layer.o(backend, attended.flatten(1), in_parts=in_parts), residual
 
-    def _mlp(self, index: int, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _mlp(self, index: int, in_parts: bool, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The MLP of a layer without its sum over ranks: its output and the residual."""
         layer, backend, eps = self._layers[index], self.backend, self.layout.rms_norm_eps
         x, residual = backend.add_rms_norm(x, residual, layer.post_attention_norm, eps)
-        return layer.down(backend, layer.gate_up.gated(backend, layer.activation, x)), residual
+        gated = layer.gate_up.gated(backend, layer.activation, x)
+        return layer.down(backend, gated, in_parts=in_parts), residual
 
     def _last_logits(self, last: Tensor, x: Tensor, residual: Tensor) -> Tensor:
         """The logits [items, V] at the tokens `last` [items] of T."""

@@ -28,9 +28,13 @@ class Projection:
         self.bias = None if linears[0].bias is None else self._bias([linear.bias for linear in linears])
         self.adapters = local_adapters(modules, part)
 
-    def __call__(self, backend: TorchBackend, x: Tensor) -> Tensor:
-        """x [T, in] times the weights, plus biases and adapters; [T, out], layer beside layer."""
-        return backend.linear(x, self._adapted())
+    def __call__(self, backend: TorchBackend, x: Tensor, *, in_parts: bool = False) -> Tensor:
+        """x [T, in] times the weights, plus biases and adapters; [T, out], layer beside layer.
+
+        With `in_parts` it may be parts of the sum (`TorchBackend.linear_in_parts`).
+        """
+        adapted = self._adapted()
+        return backend.linear_in_parts(x, adapted) if in_parts else backend.linear(x, adapted)
 
     def gated(self, backend: TorchBackend, activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """activation(gate) * up from x [T, in], if the layers are gate and up; [T, out / 2]."""
@@ -38,7 +42,14 @@ class Projection:
 
     def _adapted(self) -> AdaptedLinear:
         weight = self.weight
-        return AdaptedLinear(weight.read(), self.bias, self.adapters, weight.stack, weight.stacked_a)
+        return AdaptedLinear(
+            weight.read(),
+            self.bias,
+            self.adapters,
+            weight.stack,
+            weight.stacked_a,
+            is_written_before_use=bool(weight.linears),
+        )
 
     def _bias(self, biases: Sequence[Tensor]) -> Tensor:
         """The joined biases, one element for each row of the weights, those of A below them included."""
@@ -67,7 +78,9 @@ class PartialProjection(Projection):
         if part.index > 0:
             self.bias = None  # what every rank has is added once
 
-    def __call__(self, backend: TorchBackend, x: Tensor) -> Tensor:
+    def __call__(self, backend: TorchBackend, x: Tensor, *, in_parts: bool = False) -> Tensor:
+        if backend.parallel.num_parts == 1:
+            return super().__call__(backend, x, in_parts=in_parts)
         adapted = self._adapted()
         out = backend.parallel.room(len(x), len(adapted.weight), x.dtype)
         return backend.linear(x, adapted, out)

@@ -8,16 +8,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from colocate.engines.native.batch import Window
-from colocate.engines.native.decoder import Decoder
+from colocate.engines.native.decoder import MAX_ROWS_PER_START, Decoder
 from colocate.engines.native.kept_pages import HostRoom, KeptPages
 from colocate.engines.native.pages import pages_for
 from colocate.engines.native.prefix_cache import PrefixCache
 from colocate.engines.native.scheduler import Scheduler
 from colocate.engines.native.sequences import Sequence as RunningSequence
 from colocate.types import SamplingParams
-
-MAX_ROWS_PER_START = 64
-"""Sequences that draw their first token together; it bounds the stacked copy of their logits, [64, V]."""
 
 
 class Rollout:
@@ -141,7 +138,9 @@ class Rollout:
         """Start waiting sequences: fill their pages and draw their first tokens."""
         admission = self.scheduler.admit()
         if admission.prefills:
-            logits = self.decoder.runner.prefill([prefill for prefill, _ in admission.prefills])
+            prefills = [prefill for prefill, _ in admission.prefills]
+            self.decoder.compile_ahead(prefills, len(admission.started))
+            logits = self.decoder.runner.prefill(prefills)
             for row, (_, owner) in zip(logits, admission.prefills, strict=True):
                 owner.logits = row
         if admission.page_copies:

@@ -92,10 +92,17 @@ class TorchBackend:
         """
         return self.linear(x, adapted), None
 
+    def linear_in_parts(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
+        """`linear`, or [parts, T, out] float32, which `add_rms_norm` and `decode_attention` add up."""
+        return self.linear(x, adapted)
+
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The RMS norm of x + residual, and x + residual itself, both [T, hidden]; None counts as 0."""
+        """The RMS norm of x + residual, and x + residual itself, both [T, hidden]; None counts as 0.
+
+        `x` may be in parts (`linear_in_parts`).
+        """
         if residual is not None:
             x = x + residual
         return definitions.rms_norm(x, weight, eps, offset), x
@@ -163,6 +170,8 @@ class TorchBackend:
         scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
         """`rotate_and_store` one token per row, `qkv` [B, H + 2 K, D], then attention of its query.
+
+        `qkv` may be in parts (`linear_in_parts`).
 
         Returns:
             Attended values, [B, H, D]. `qkv` may be overwritten.

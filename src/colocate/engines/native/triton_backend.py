@@ -106,6 +106,21 @@ class TritonBackend(TorchBackend):
             tuple(adapter.scaling for adapter in stack.adapters),
         )
 
+    def linear_in_parts(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
+        if not adapted.adapters and self._streams(x, adapted):
+            from colocate.kernels import streamed
+
+            return streamed.product(x, adapted.weight, adapted.bias)
+        return self.linear(x, adapted)
+
+    def _streams(self, x: Tensor, adapted: AdaptedLinear) -> bool:
+        """Whether `kernels.streamed`, which reads weights ahead, can multiply by these."""
+        if not HAS_GLUON_KERNELS or adapted.is_written_before_use or self.parallel.num_parts > 1:
+            return False
+        from colocate.kernels.streamed import can_stream
+
+        return can_stream(x, adapted.weight)
+
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -149,8 +164,10 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         is_plain = adapted.bias is None and not adapted.adapters and is_silu(activation)
         if is_plain and HAS_GLUON_KERNELS:
-            from colocate.kernels import swiglu
+            from colocate.kernels import streamed, swiglu
 
+            if len(x) <= streamed.MAX_GATED_ROWS and self._streams(x, adapted):
+                return streamed.swiglu(x, adapted.weight)
             if swiglu.is_faster(x, adapted.weight):
                 return swiglu.swiglu(x, adapted.weight)
         return super().gated_linear(activation, x, adapted)
@@ -203,9 +220,9 @@ class TritonBackend(TorchBackend):
         window: int | None,
     ) -> Tensor:
         assert self._scratch is not None, "the backend is not bound to a decoder"
-        num_rows, num_parts, head_dim = qkv.shape
+        num_rows, num_all_heads, head_dim = qkv.shape[-3:]
         num_kv_heads = k_cache.shape[1]
-        num_heads = num_parts - 2 * num_kv_heads
+        num_heads = num_all_heads - 2 * num_kv_heads
         return decode_attention(
             qkv,
             rotation,
@@ -219,7 +236,7 @@ class TritonBackend(TorchBackend):
             scale=scale,
             sliding_window=window,
             num_splits=num_splits_for(num_rows, num_kv_heads),
-            out=qkv.new_empty(num_rows, num_heads, head_dim),
+            out=k_cache.new_empty(num_rows, num_heads, head_dim),
         )
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

@@ -1,0 +1,89 @@
+"""Kernels compiled before they are needed, side by side.
+
+Triton compiles a kernel where it is first launched, and the program waits for one after the other: a decode
+step and a training step have some ten each, of 0.1 to 2 s. Nearly all of that is LLVM, the assembler and a C
+compiler, which run without Python's lock. So the code that launches kernels is run once as a rehearsal, in
+which no kernel is launched, and all that it asks for are compiled at the same time. There is no list of
+kernels to keep: what is compiled is what the same code will launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 16
+"""Kernels compiled at a time; 0: none ahead, each where it is first launched."""
+
+
+def can_compile_ahead(device: torch.device) -> bool:
+    """Whether kernels are compiled for this device: on a GPU, and not in Triton's interpreter."""
+    if device.type != "cuda" or not MAX_THREADS:
+        return False
+    import triton
+
+    return not triton.knobs.runtime.interpret
+
+
+@contextmanager
+def compiling(device: torch.device) -> Iterator[None]:
+    """Within the block this thread's kernels are compiled and not launched; it ends when all are ready.
+
+    What the kernels would have written is undefined, so nothing may depend on it: no result, and no index.
+    A kernel that fails to compile raises where it is launched, after the block. An exception in the block
+    ends the rehearsal with a warning and not the run, which then compiles each kernel when it needs it.
+
+    Args:
+        device: the kernels are loaded on it.
+    """
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    run, thread = JITFunction.run, threading.get_ident()
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        is_rehearsal = threading.get_ident() == thread
+        return run(kernel, *args, grid=grid, warmup=warmup or is_rehearsal, **options)
+
+    JITFunction.run = compile_only
+    try:
+        num_threads = min(os.cpu_count() or 1, MAX_THREADS)
+        with (
+            _Loading(num_threads, "compile_ahead", _use, (device,)) as executor,
+            AsyncCompileMode(executor, ignore_errors=True),
+        ):
+            yield
+    except Exception as error:
+        logger.warning(
+            f"Kernels are compiled one after the other, when each is needed: compiling them ahead has failed "
+            f"({type(error).__name__}: {error})."
+        )
+    finally:
+        JITFunction.run = run
+
+
+def _use(device: torch.device) -> None:
+    """Load kernels on this device in this thread, whose device is else the first one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+class _Loading(ThreadPoolExecutor):
+    """Compiles kernels, and loads each where it was compiled: its launcher in C is compiled, too."""
+
+    def submit(self, compile_kernel: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
+        def work() -> Any:
+            kernel = compile_kernel()
+            kernel.run  # noqa: B018 - the property makes the launcher and loads the binary
+            return kernel
+
+        return super().submit(work)

@@ -1,0 +1,74 @@
+"""Kernels are compiled ahead by Triton's own compiler, for GPUs that need not be here; none is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from colocate.kernels.compile_ahead import can_compile_ahead, compiling
+
+HERE = Path(__file__).parent
+KERNELS = [
+    "_combine_splits_kernel", "_reduce_split_kernel", "_rms_norm_backward_kernel", "_rms_norm_kernel",
+    "_rotate_kernel", "_silu_mul_kernel",
+]  # fmt: skip
+
+
+OTHERS = [pytest.param(capability, marks=pytest.mark.slow) for capability in ("80", "89", "100", "120")]
+
+
+def run(worker: str, *words: str) -> Any:
+    """What a worker prints in JSON."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(HERE.parents[0] / "unit"), str(HERE.parents[0]), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, str(HERE / worker), *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("capability", ["90", *OTHERS])
+def test_what_is_launched_in_the_block_is_compiled_beside_it_once_and_loaded(capability, tmp_path):
+    result = run("absent_gpu.py", str(tmp_path), capability)
+    # Another thread compiles and launches as ever.
+    assert result["compiled"] == {"ahead": KERNELS, "as needed": ["_silu_mul_kernel"]}
+    assert result["launched_elsewhere"] == [1] and result["launched_within"] == 1
+    assert result["loaded"] == sorted([*KERNELS, "_silu_mul_kernel"])
+    # The block has left nothing to compile; seven launches, as the norm has two.
+    assert result["compiled_after"] == 0 and result["launched_after"] == 7
+
+
+def test_a_rollout_and_a_step_find_all_their_kernels_compiled_and_all_else_as_it_was(tmp_path):
+    result = run("rehearsal_worker.py", str(tmp_path))
+    assert set(result) == {"rollout", "training"}
+    for counts in result.values():
+        assert counts["ahead"] > 0 and counts["as needed"] == 0, result
+
+
+def test_a_rehearsal_that_fails_ends_with_a_warning(caplog):
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+    with compiling(torch.device("meta")):
+        raise torch.OutOfMemoryError("no memory")
+    assert JITFunction.run is launch
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "(OutOfMemoryError: no memory)" in record.message
+
+
+def test_nothing_is_compiled_for_a_cpu_nor_in_the_interpreter(monkeypatch):
+    import triton
+
+    assert not can_compile_ahead(torch.device("cpu"))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert not can_compile_ahead(torch.device("cuda", 0))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert can_compile_ahead(torch.device("cuda", 0))
