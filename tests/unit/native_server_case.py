@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -44,7 +45,7 @@ class NativeServer:
     """
 
     def __init__(self, model: Any, **options: Any) -> None:
-        self._directory = config_only(model, Path(tempfile.mkdtemp(prefix="native-server-")))
+        self._model = model
         self._options = NativeOptions(**{"max_num_seqs": 4, "dtype": "float32", "use_cpu": True, **options})
         self.port = 0
         self.start()
@@ -54,6 +55,7 @@ class NativeServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
+        self._directory = config_only(self._model, Path(tempfile.mkdtemp(prefix="native-server-")))
         listening = bound_socket("127.0.0.1", self.port)
         self.port = listening.getsockname()[1]
         self.key = key_of_new_server(self.port)
@@ -77,6 +79,7 @@ class NativeServer:
     def close(self) -> None:
         self._may_go_on.set()
         self._server.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
         key_file(socket.gethostname(), self.port).unlink(missing_ok=True)
 
 
