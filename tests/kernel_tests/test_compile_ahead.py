@@ -64,7 +64,7 @@ def test_a_rehearsal_that_fails_ends_with_a_warning(caplog):
     assert record.levelname == "WARNING" and "(OutOfMemoryError: no memory)" in record.message
 
 
-def test_nothing_is_compiled_for_a_cpu_nor_in_the_interpreter(monkeypatch):
+def test_nothing_is_compiled_for_a_cpu_in_the_interpreter_nor_by_a_triton_that_cannot(monkeypatch):
     import triton
 
     assert not can_compile_ahead(torch.device("cpu"))
@@ -72,3 +72,5 @@ def test_nothing_is_compiled_for_a_cpu_nor_in_the_interpreter(monkeypatch):
     assert not can_compile_ahead(torch.device("cuda", 0))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert can_compile_ahead(torch.device("cuda", 0))
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    assert not can_compile_ahead(torch.device("cuda", 0))

@@ -26,12 +26,13 @@ MAX_THREADS = 16
 
 
 def can_compile_ahead(device: torch.device) -> bool:
-    """Whether kernels are compiled for this device: on a GPU, and not in Triton's interpreter."""
+    """Whether kernels are compiled for this device, by a Triton that can compile several at a time: on a GPU,
+    and not in Triton's interpreter."""
     if device.type != "cuda" or not MAX_THREADS:
         return False
     import triton
 
-    return not triton.knobs.runtime.interpret
+    return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
 
 
 @contextmanager
