@@ -220,4 +220,4 @@ def test_options_that_the_pages_name_exist(page):
                 assert code in known or code in TRAINER_METRICS or code in WORDS, (page, code)
 
 
-WORDS = {"output_dir", "vllm_server"}
+WORDS = {"output_dir", "rollout_server"}
