@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from colocate.kernels import compile_ahead
 from colocate.kernels.compile_ahead import can_compile_ahead, compiling
 
 HERE = Path(__file__).parent
@@ -72,5 +74,54 @@ def test_nothing_is_compiled_for_a_cpu_in_the_interpreter_nor_by_a_triton_that_c
     assert not can_compile_ahead(torch.device("cuda", 0))
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert can_compile_ahead(torch.device("cuda", 0))
-    monkeypatch.delattr(triton, "AsyncCompileMode")
+    with compiling(torch.device("meta")):  # the caller's own
+        assert not can_compile_ahead(torch.device("cuda", 0))
+    monkeypatch.setattr(compile_ahead, "_ASYNC_COMPILE", "triton.runtime.absent")
     assert not can_compile_ahead(torch.device("cuda", 0))
+
+
+def test_two_threads_rehearse_one_after_the_other():
+    from triton.runtime.jit import JITFunction
+
+    launch, order = JITFunction.run, []
+
+    def rehearse() -> None:
+        with compiling(torch.device("meta")):
+            order.append("second")
+
+    second = threading.Thread(target=rehearse)
+    with compiling(torch.device("meta")):
+        second.start()
+        second.join(0.2)
+        order.append("first")
+    second.join()
+    assert order == ["first", "second"] and JITFunction.run is launch
+
+
+@pytest.mark.parametrize("where", ["in the block", "while kernels are compiled"])
+def test_after_ctrl_c_kernels_are_launched_and_compiled_as_ever(where, monkeypatch):
+    from triton.runtime import _async_compile
+    from triton.runtime.jit import JITFunction
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    launch = JITFunction.run
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if where == "while kernels are compiled":
+            patch.setattr(_async_compile, "as_completed", interrupt)
+        with compiling(torch.device("meta")):
+            if where == "in the block":
+                interrupt()
+    assert JITFunction.run is launch and _async_compile.active_mode.get() is None
+    with compiling(torch.device("meta")):
+        assert JITFunction.run is not launch
+
+
+def test_processes_share_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(24)))
+    assert compile_ahead._num_threads() == compile_ahead.MAX_THREADS
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert compile_ahead._num_threads() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert compile_ahead._num_threads() == 1

@@ -81,13 +81,15 @@ def test_a_captured_graph_reads_what_the_kernel_before_it_writes():
     """The kernels of a layer start early, and each still sees the whole result of the one before."""
     generator = torch.Generator("cuda").manual_seed(0)
     weights = [draw(generator, 1536, 1536, dtype=torch.bfloat16) / 40 for _ in range(6)]
+    gated = {weight: weight.repeat(2, 1) for weight in weights}
     x, norm = draw(generator, 8, 1536, dtype=torch.bfloat16), draw(generator, 1536, dtype=torch.bfloat16)
 
     def chain(after_each: Callable[[], None]) -> torch.Tensor:
         y = x
         for weight in weights:
-            for kernel in (streamed.product, lambda y, w: streamed.swiglu(y, w.repeat(2, 1))):
-                parts = kernel(y, weight)
+            # Weights are read before the kernel ahead has ended, so it must not be what writes them.
+            for kernel, of_kernel in ((streamed.product, weight), (streamed.swiglu, gated[weight])):
+                parts = kernel(y, of_kernel)
                 after_each()
                 parts = parts if parts.dim() == 3 else parts.float()[None]
                 y, _ = add_rms_norm(parts, x, norm, 1e-6)

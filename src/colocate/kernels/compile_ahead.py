@@ -9,6 +9,8 @@ kernels to keep: what is compiled is what the same code will launch.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -23,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
 """Kernels compiled at a time; 0: none ahead, each where it is first launched."""
+_ASYNC_COMPILE = "triton.runtime._async_compile"
+_rehearsal = threading.Lock()
+"""Held by the one rehearsal of the process, as all of them change the same function of Triton's."""
 
 
 def can_compile_ahead(device: torch.device) -> bool:
@@ -32,7 +37,9 @@ def can_compile_ahead(device: torch.device) -> bool:
         return False
     import triton
 
-    return hasattr(triton, "AsyncCompileMode") and not triton.knobs.runtime.interpret
+    if triton.knobs.runtime.interpret or importlib.util.find_spec(_ASYNC_COMPILE) is None:
+        return False
+    return importlib.import_module(_ASYNC_COMPILE).active_mode.get() is None  # or the caller compiles ahead
 
 
 @contextmanager
@@ -46,30 +53,38 @@ def compiling(device: torch.device) -> Iterator[None]:
     Args:
         device: the kernels are loaded on it.
     """
-    from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    run, thread = JITFunction.run, threading.get_ident()
+    async_compile = importlib.import_module(_ASYNC_COMPILE)
+    with _rehearsal:
+        run, thread = JITFunction.run, threading.get_ident()
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        is_rehearsal = threading.get_ident() == thread
-        return run(kernel, *args, grid=grid, warmup=warmup or is_rehearsal, **options)
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            is_rehearsal = threading.get_ident() == thread
+            return run(kernel, *args, grid=grid, warmup=warmup or is_rehearsal, **options)
 
-    JITFunction.run = compile_only
-    try:
-        num_threads = min(os.cpu_count() or 1, MAX_THREADS)
-        with (
-            _Loading(num_threads, "compile_ahead", _use, (device,)) as executor,
-            AsyncCompileMode(executor, ignore_errors=True),
-        ):
-            yield
-    except Exception as error:
-        logger.warning(
-            f"Kernels are compiled one after the other, when each is needed: compiling them ahead has failed "
-            f"({type(error).__name__}: {error})."
-        )
-    finally:
-        JITFunction.run = run
+        JITFunction.run = compile_only
+        try:
+            with _Loading(_num_threads(), "compile_ahead", _use, (device,)) as executor:
+                try:
+                    with async_compile.AsyncCompileMode(executor, ignore_errors=True):
+                        yield
+                finally:  # nothing, but after Ctrl-C: then kernels still wait, and the mode is still on
+                    executor.shutdown(wait=False, cancel_futures=True)
+                    async_compile.active_mode.set(None)
+        except Exception as error:
+            logger.warning(
+                "Kernels are compiled one after the other, when each is needed: compiling them ahead has "
+                f"failed ({type(error).__name__}: {error})."
+            )
+        finally:
+            JITFunction.run = run
+
+
+def _num_threads() -> int:
+    """This process's part of the cores that it may use."""
+    num_cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(num_cores, 1), MAX_THREADS)
 
 
 def _use(device: torch.device) -> None:

@@ -42,7 +42,13 @@ def multiplied(normed, DTYPE: tl.constexpr, OFFSET: tl.constexpr):
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    offset: float | None = None,
+    *,
+    follows_kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The residual sum and its root-mean-square norm, in the tiles of a decode step: one row a program.
 
@@ -53,6 +59,8 @@ def add_rms_norm(
         residual: [T, hidden], rows contiguous; None: there is none yet.
         weight: [hidden], the norm's.
         offset: added to the weight; see `definitions.rms_norm`.
+        follows_kernel: what comes before on the stream is a kernel, whose end the norm may overlap with;
+            between ranks that split the weights it is a copy, or another stream's event.
 
     Returns:
         The norm, [T, hidden], and the sum, [T, hidden]: the next residual, `x` itself if there was none.
@@ -60,7 +68,7 @@ def add_rms_norm(
     block = triton.next_power_of_2(x.shape[-1])
     # 8 values a thread: one 16-byte load of bfloat16.
     tile = 1, block, min(max(block // 256, 1), 16)
-    return _norm(x, residual, weight, eps, offset, *tile, overlaps=can_overlap(x))
+    return _norm(x, residual, weight, eps, offset, *tile, overlaps=follows_kernel and can_overlap(x))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:

@@ -83,8 +83,9 @@ class Decoder:
         """The stop tokens on the device by (temperature, stop tokens) of the captured draws: one entry."""
         self._logits = backend.bind(cache.scratch, layout, capacity, cache.page_size)
         self._pool: Any = None
-        self._num_rows_compiled = 0
-        """Rows of the largest step whose kernels are compiled ahead."""
+        self._compiled: dict[tuple[bool, bool, bool], int] = {}
+        """Rows of the largest step whose kernels are compiled ahead, by whether it shares prefixes, whether
+        its draw is captured, and whether that takes the largest logit."""
         self.forget_graphs()
 
     def fits(self, layout: Layout, *, max_len: int) -> bool:
@@ -103,6 +104,7 @@ class Decoder:
         identity = runner.identity()
         if identity != self._identity:
             self.runner, self._identity = runner, identity
+            self._compiled.clear()
             self.forget_graphs()
 
     def start_rollout(self, sampling: SamplingParams) -> None:
@@ -125,17 +127,19 @@ class Decoder:
 
         Ranks that decode together would exchange garbage, and compile each kernel when they first need it.
         """
-        if num_rows <= self._num_rows_compiled or self.backend.parallel.num_parts > 1:
+        has_prefixes = len(prefills) < num_rows
+        kind = has_prefixes, self._sampler.is_plain, self._sampler.sampling.temperature == 0
+        if bucket_for(num_rows) <= self._compiled.get(kind, 0) or self.backend.parallel.num_parts > 1:
             return
         if not self.backend.captures_graphs or not can_compile_ahead(self.batch.device):
             return
-        self._num_rows_compiled = num_rows
+        self._compiled[kind] = bucket_for(num_rows)
         runner, shares_prefixes = self.runner, self.backend.shares_prefixes
         self.runner = runner.with_few_layers()
         try:
             with compiling(self.batch.device):
                 self.runner.prefill(prefills)
-                self._compile_steps(num_rows, has_prefixes=len(prefills) < num_rows)
+                self._compile_steps(num_rows, has_prefixes=has_prefixes)
         finally:
             self.runner, self.backend.shares_prefixes = runner, shares_prefixes
 

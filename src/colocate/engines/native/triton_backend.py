@@ -124,7 +124,8 @@ class TritonBackend(TorchBackend):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
     ) -> tuple[Tensor, Tensor]:
-        return norms.add_rms_norm(x, residual, weight, eps, offset)
+        is_alone = self.parallel.num_parts == 1
+        return norms.add_rms_norm(x, residual, weight, eps, offset, follows_kernel=is_alone)
 
     def rotate_and_store(
         self,
