@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from colocate.memory import host
+
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
@@ -55,7 +57,7 @@ def compiling(device: torch.device) -> Iterator[None]:
     """
     from triton.runtime.jit import JITFunction
 
-    async_compile = importlib.import_module(_ASYNC_COMPILE)
+    async_compile, num_threads = importlib.import_module(_ASYNC_COMPILE), _num_threads()
     with _rehearsal:
         run, thread = JITFunction.run, threading.get_ident()
 
@@ -65,7 +67,7 @@ def compiling(device: torch.device) -> Iterator[None]:
 
         JITFunction.run = compile_only
         try:
-            with _Loading(_num_threads(), "compile_ahead", _use, (device,)) as executor:
+            with _Loading(num_threads, "compile_ahead", _use, (device,)) as executor:
                 try:
                     with async_compile.AsyncCompileMode(executor, ignore_errors=True):
                         yield
@@ -83,7 +85,7 @@ def compiling(device: torch.device) -> Iterator[None]:
 
 def _num_threads() -> int:
     """This process's part of the cores that it may use."""
-    num_cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_cores = len(os.sched_getaffinity(0)) // host.num_processes()
     return min(max(num_cores, 1), MAX_THREADS)
 
 

@@ -1,12 +1,18 @@
-"""How much host memory this process may use."""
+"""How much of the host this process may use."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_processes() -> int:
+    """Processes of the run on this machine, which take from its memory and its cores at the same moment."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def limit_bytes() -> int:

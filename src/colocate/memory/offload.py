@@ -19,7 +19,6 @@ and lays the tensors out in them end to end.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -139,7 +138,7 @@ class HostStore:
         if rest:
             slabs.append(max(_SMALLEST_SLAB_BYTES, 1 << (rest - 1).bit_length()))
         # The processes of this machine do it at the same moment, each for its own share.
-        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_processes = host.num_processes()
         needed, available = num_processes * sum(slabs), host.available_bytes()
         if needed > available:
             gib = 2**30

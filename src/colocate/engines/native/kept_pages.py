@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -55,7 +54,7 @@ class HostRoom:
     def has(self, size_bytes: int) -> bool:
         """Whether there is room, and a warning where there is none for the first time."""
         # The processes of this machine do it at the same moment.
-        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_processes = host.num_processes()
         missing, available = num_processes * (size_bytes - self._held_bytes), host.available_bytes()
         if missing <= available:
             self._held_bytes = max(self._held_bytes, size_bytes)
