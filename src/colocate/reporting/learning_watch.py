@@ -91,7 +91,15 @@ def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[
         )
         return
     alike = metrics.get("frac_reward_zero_std", 0.0)
-    if MOSTLY_ALIKE <= alike < 1:
+    if alike >= 1:
+        yield (
+            "alike",
+            "all completions of each prompt had the same reward, so no advantage differs from 0 and the "
+            f"weights are not moved by rewards. The means are {_means(table)}. Rewards that are all high "
+            "call for harder prompts, rewards that are all low for easier ones; a reward in steps tells more "
+            "completions apart.",
+        )
+    elif alike >= MOSTLY_ALIKE:
         yield (
             "mostly alike",
             f"at least {MOSTLY_ALIKE:.0%} of the prompts had completions that all earned the same. The few "
@@ -100,14 +108,6 @@ def _symptoms(metrics: Mapping[str, float], table: CompletionTable) -> Iterator[
             "here, or let the learning rate fall (lr_scheduler_type); load_best_model_at_end keeps the best "
             "weights. If they are low, easier prompts teach more; max_refill_rounds replaces those that "
             "teach nothing.",
-        )
-    if alike >= 1:
-        yield (
-            "alike",
-            "all completions of each prompt had the same reward, so no advantage differs from 0 and the "
-            f"weights are not moved by rewards. The means are {_means(table)}. Rewards that are all high "
-            "call for harder prompts, rewards that are all low for easier ones; a reward in steps tells more "
-            "completions apart.",
         )
     for name in nothing:
         if not any(word in name for word in _PENALTIES):

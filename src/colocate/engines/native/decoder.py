@@ -148,7 +148,8 @@ class Decoder:
         if self._sampler.is_plain:
             rows = slice(0, min(num_rows, MAX_ROWS_PER_START))
             self.backend.sample(self._logits[rows], self._sampler, self.batch, rows)
-        for self.backend.shares_prefixes in {False, has_prefixes}:
+        for shares_prefixes in {False, has_prefixes}:
+            self.backend.shares_prefixes = shares_prefixes
             for bucket in sorted({bucket_for(count) for count in range(1, num_rows + 1)}):
                 self._captured_step(bucket)
 
