@@ -161,6 +161,7 @@ def test_what_splitting_costs_is_what_was_measured() -> None:
         f"vLLM, {claims['step_7b_full_2gpu_vs_trl']:.1f} times as long",
     ):
         assert phrase in text
+    assert f"The older H200 file says {claims['tp2_allreduce_share']:.0%}:" in text
     assert claims["resume_other_world_size_exact"] == 1 and "were the same bits" in text
     for record in result["repetitions"]:
         if record.get("part") == "full_14b_2xh200_context" and record["passed"]:
