@@ -18,6 +18,7 @@ from benchmarks.pool.publish import MOST_SHORTFALL
 
 PREFIXES = {"vllm": "publish", "native": "publish_native"}
 """What the claims of each part begin with."""
+FIGURES = ("ipc_7b_s", "host_bytes", "matched", "loss_survived")
 
 
 class PublishSuite(Suite):
@@ -41,14 +42,11 @@ class PublishSuite(Suite):
         claims: Claims = {}
         for part, prefix in PREFIXES.items():
             figures = figures_of(found[part]) if part in found else dict.fromkeys(FIGURES)
-            claims |= {f"{prefix}_{name}": figures[name] for name in FIGURES}
+            claims |= {f"{prefix}_{name}": figure for name, figure in figures.items()}
         return claims
 
     def setup(self, records: list[Record]) -> dict[str, Any]:
         return {"size": "7b", "num_servers": 2, "most_shortfall": MOST_SHORTFALL}
-
-
-FIGURES = ("ipc_7b_s", "host_bytes", "matched", "loss_survived")
 
 
 def figures_of(record: Record) -> Claims:
