@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from quantized_models import make_4bit_model
 
 from colocate.engines.native import engine as native_engine
+from colocate.engines.native.eight_bit_weights import EightBitWeights
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.model_runner import LayerWeights
 from colocate.engines.native.rollout_weights import RolloutWeights
@@ -168,7 +169,7 @@ class Half:
 
     def prepared(self) -> LayerWeights:
         self.weights.prepare(self.layout)
-        return LayerWeights(self.weights, self.layout.layers[1], self.part)
+        return LayerWeights(self.weights, EightBitWeights(), self.layout.layers[1], self.part)
 
     def of_inputs(self, x: torch.Tensor) -> torch.Tensor:
         return x.chunk(2, dim=1)[self.part.index]

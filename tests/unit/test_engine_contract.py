@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from eight_bit_models import with_8bit_kv, with_8bit_products
 from engine_models import (
     MAX_POSITION,
     greedy_completions,
@@ -73,6 +74,10 @@ class EngineCase:
     ones have left in the cache."""
     is_kept: bool = False
     """It takes long to start: one serves all tests, and gets the first weights back before each."""
+
+
+ONE_ROUNDING = 5e-3
+"""How far a log-prob moves when one number in 8 bits is rounded the other way, as float32's last bit does."""
 
 
 def min_p_first(logits: torch.Tensor, sampling: SamplingParams, seen: torch.Tensor) -> torch.Tensor:
@@ -150,6 +155,16 @@ ENGINES = {
     "native-4bit": EngineCase(
         lambda: make_4bit_model("qwen3"), lambda model: NativeEngine(model, max_num_seqs=4, page_size=4)
     ),
+    "native-fp8-kv": EngineCase(
+        lambda: with_8bit_kv(make_model("qwen3")),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8_kv"),
+        logprob_atol=ONE_ROUNDING,
+    ),
+    "native-fp8": EngineCase(
+        lambda: with_8bit_products(with_8bit_kv(make_model("qwen3"))),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8"),
+        logprob_atol=ONE_ROUNDING,
+    ),
     "transformers": EngineCase(
         lambda: make_model("qwen3"),
         lambda model: TransformersEngine(model, pad_token_id=0, max_num_seqs=4),
@@ -168,6 +183,17 @@ ENGINES = {
     ),
 }
 ENGINES_ON_GPU = {
+    # Sides of matrices that products in 8 bits have.
+    "native-fp8-cuda": EngineCase(
+        lambda: with_8bit_products(with_8bit_kv(make_model("qwen3", head_dim=16, hidden_size=64).cuda())),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16, rollout_precision="fp8"),
+        logprob_atol=2 * ONE_ROUNDING,
+    ),
+    "native-fp8-kv-cuda": EngineCase(
+        lambda: with_8bit_kv(make_model("qwen3", head_dim=16).cuda()),
+        lambda model: NativeEngine(model, max_num_seqs=4, page_size=16, rollout_precision="fp8_kv"),
+        logprob_atol=ONE_ROUNDING,
+    ),
     "native-cuda": EngineCase(
         lambda: make_model("qwen3").cuda(),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=16),

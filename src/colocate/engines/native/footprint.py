@@ -63,17 +63,18 @@ def rollout_rows(
     Args:
         room_bytes: device memory that the rest of the run leaves; None: without limit.
     """
-    per_token = shapes.kv_bytes_per_token(workload.parameter_dtype)
+    per_token = shapes.kv_bytes_per_token(workload.kv_dtype)
     others, scratch = _prefill_rows(shapes, workload), workload.decode_scratch_bytes
     usable = None
     if room_bytes is not None:
         share = int(FREE_MEMORY_FRACTION["cuda"] * room_bytes)
         usable = min(share, room_bytes - total_bytes(others)) - scratch
-    weights = _rollout_weights_row(shapes, workload, usable)
-    if weights is not None:
-        others.append(weights)
-        if usable is not None:
-            usable -= weights.size_bytes
+    for row_of in (_8bit_row, _rollout_weights_row):
+        weights = row_of(shapes, workload, usable)
+        if weights is not None:
+            others.append(weights)
+            if usable is not None:
+                usable -= weights.size_bytes
     if usable is not None and workload.is_gpu:
         usable = (usable + scratch) // HANDLE_BYTES * HANDLE_BYTES - scratch
     tokens = _kv_tokens(workload, per_token, usable)
@@ -135,6 +136,14 @@ def _prefill_rows(shapes: ModelShapes, workload: Workload) -> list[Row]:
     ]
 
 
+def _8bit_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row | None:
+    """The row of the weights in 8 bits, all projections but o."""
+    if workload.rollout_precision != "fp8":
+        return None
+    count = shapes.num_projection_weights - shapes.num_layers * shapes.q_size * shapes.hidden_size
+    return Row("weights in 8 bits", "rollout", count, f"{count:,} × 1 B, all projections but o")
+
+
 def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: int | None) -> Row | None:
     """The row of the dequantised weights, a copy or one matrix, chosen as `capacity.take_weights` does; or of
     the adapters' A beside split weights; or of the weights that are gathered."""
@@ -150,7 +159,7 @@ def _rollout_weights_row(shapes: ModelShapes, workload: Workload, usable_bytes: 
     count = shapes.num_projection_weights + shapes.num_stacked
     how = f"a copy: {count:,} × {b} B"
     if usable_bytes is not None:
-        per_token = shapes.kv_bytes_per_token(workload.parameter_dtype)
+        per_token = shapes.kv_bytes_per_token(workload.kv_dtype)
         wanted = workload.kv_cache_tokens or useful_kv_tokens(workload)
         copy, left = count * b, usable_bytes - count * b
         is_copy_faster = left >= COPY_BREAK_EVEN * copy

@@ -9,21 +9,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
+from colocate.engines.native.attention import tokens_at
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend, product
-from colocate.kernels import fallbacks, gate, lora, norms, rotary, sampling, steps
+from colocate.kernels import e4m3, fallbacks, gate, lora, norms, quantize, rotary, sampling, steps
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.definitions import Rotation, is_silu
 from colocate.kernels.prefixes import SharedPrefixes
-from colocate.weights.adapters import AdaptedLinear, AdapterStack
+from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitRows, EightBitWeight, base_linear
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
 
+_PRODUCT_ROWS = 16
+"""What the rows of a product in 8 bits are filled up to a multiple of: cuBLAS wants pointers and sides of
+matrices in 8 bits aligned to 16 bytes, and has refused 15 rows (github.com/pytorch/pytorch/issues/167882)."""
 _GROUPED_QUERIES: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 always groups
     _GROUPED_QUERIES["enable_gqa"] = True
@@ -54,6 +58,26 @@ class TritonBackend(TorchBackend):
                 "None for 64."
             )
 
+    def check_precision(self, rollout_precision: str, layout: Layout) -> None:
+        device = layout.device
+        if rollout_precision == "bf16" or device.type != "cuda":
+            return
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"rollout_precision={rollout_precision!r} computes with e4m3 numbers, which GPUs have from "
+                f"compute capability 8.9 on; {device} is a {torch.cuda.get_device_name(device)} with "
+                f"{capability[0]}.{capability[1]}. Set rollout_precision='bf16'."
+            )
+        if rollout_precision == "fp8":
+            fallbacks.tell(fallbacks.of_products_8bit(layout.dtype))
+            sizes = {size for modules in layout.layers[0].projection_groups() for size in _size(modules)}
+            if odd := [size for size in sorted(sizes) if size % 16]:
+                raise ValueError(
+                    f"rollout_precision='fp8': matrices in 8 bits have sides that are multiples of 16, and "
+                    f"this model has {', '.join(map(str, odd))}. Set rollout_precision='fp8_kv'."
+                )
+
     def tell_fallbacks(self, layout: Layout) -> None:
         if layout.device.type == "cuda":  # and not Triton's interpreter
             model = layout.dtype, layout.head_dim, layout.layers[0].activation
@@ -81,19 +105,70 @@ class TritonBackend(TorchBackend):
         assert self._prefixes is not None, "the backend is not bound to a decoder"
         self.shares_prefixes = self._prefixes.update(rows_by_group) > 0
 
-    def linear(self, x: Tensor, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor | EightBitRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         stack = adapted.stack
-        if stack is None or len(x) > lora.MAX_ROWS:
+        if stack is None or isinstance(x, EightBitRows) or len(x) > lora.MAX_ROWS:
             return super().linear(x, adapted, out)
-        output, reduced = _products(x, adapted, stack, out)
+        output, reduced = self._products(x, adapted, stack, out)
         lora.expand(output, reduced, stack)
         return output
+
+    def _products(
+        self, x: Tensor, adapted: AdaptedLinear, stack: AdapterStack, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """W x [T, out], written to `out` if that is given, and the adapters' A x [T, the stack's rows]."""
+        if adapted.in_8bit is not None:
+            assert adapted.stacked_a is not None, "there are no rows below weights in 8 bits"
+            output = self.product_8bit(x, adapted.in_8bit, adapted.bias, out)
+            return output, F.linear(x, adapted.stacked_a)
+        if adapted.stacked_a is not None:
+            return product(x, adapted.weight, adapted.bias, out), F.linear(x, adapted.stacked_a)
+        assert out is None, "weights with adapters below them are whole, and their products are not summed"
+        both = F.linear(x, adapted.weight, adapted.bias)
+        return both[:, : -stack.num_rows], both[:, -stack.num_rows :]
+
+    def product_8bit(
+        self, x: Tensor | EightBitRows, weight: EightBitWeight, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        rows = self.rounded(x, weight)
+        # In Triton's interpreter, and for models in float32, which are for comparisons: with a result in
+        # float32 cuBLAS has refused products, and a rounded one would differ from the reference.
+        if not rows.values.is_cuda or weight.dtype == torch.float32:
+            return super().product_8bit(rows, weight, bias, out)
+        # The result is in bfloat16: float16 would overflow before the rows' factors. The product adds a bias
+        # before it rounds once, but not to rows whose factors are still to come, and none but bfloat16.
+        adds_bias = not weight.by_row and weight.dtype == torch.bfloat16
+        missing = -len(rows.values) % _PRODUCT_ROWS
+        values = F.pad(rows.values.view(torch.uint8), (0, 0, 0, missing)).view(rows.values.dtype)
+        output = torch._scaled_mm(
+            values,
+            weight.values.t(),
+            weight.input_factor,
+            weight.factor,
+            bias=bias if adds_bias else None,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=False,  # which sums in fewer bits for 1 to 10 % of the time
+        )
+        output = output[: len(rows.values)]
+        if weight.by_row:
+            output *= rows.factors[:, None]
+        output = output.to(weight.dtype)
+        if bias is not None and not adds_bias:
+            output += bias
+        return output if out is None else out.copy_(output)
+
+    def rounded(self, x: Tensor | EightBitRows, weight: EightBitWeight) -> EightBitRows:
+        if isinstance(x, Tensor) and weight.by_row:
+            return EightBitRows(*quantize.rows(x))
+        if isinstance(x, Tensor) and not e4m3.is_8bit(x):
+            x = quantize.scaled(x.contiguous(), weight.input_factor)
+        return super().rounded(x, weight)
 
     def linear_in_two_terms(self, x: Tensor, adapted: AdaptedLinear) -> tuple[Tensor, LowRank | None]:
         stack = adapted.stack
         if stack is None or len(x) > lora.MAX_ROWS or stack.padded_rank > MAX_RANK:
             return self.linear(x, adapted), None
-        output, reduced = _products(x, adapted, stack)
+        output, reduced = self._products(x, adapted, stack)
         if not stack.covers(output.shape[1]):
             lora.expand(output, reduced, stack)
             return output, None
@@ -106,8 +181,8 @@ class TritonBackend(TorchBackend):
             tuple(adapter.scaling for adapter in stack.adapters),
         )
 
-    def linear_in_parts(self, x: Tensor, adapted: AdaptedLinear) -> Tensor:
-        if not adapted.adapters and self._streams(x, adapted):
+    def linear_in_parts(self, x: Tensor | EightBitRows, adapted: AdaptedLinear) -> Tensor:
+        if not isinstance(x, EightBitRows) and not adapted.adapters and self._streams(x, adapted):
             from colocate.kernels import streamed
 
             return streamed.product(x, adapted.weight, adapted.bias)
@@ -115,17 +190,25 @@ class TritonBackend(TorchBackend):
 
     def _streams(self, x: Tensor, adapted: AdaptedLinear) -> bool:
         """Whether `kernels.streamed`, which reads weights ahead, can multiply by these."""
-        if not HAS_GLUON_KERNELS or adapted.is_written_before_use or self.parallel.num_parts > 1:
+        if not HAS_GLUON_KERNELS or adapted.in_8bit is not None or self.parallel.num_parts > 1:
+            return False
+        if adapted.is_written_before_use:
             return False
         from colocate.kernels.streamed import can_stream
 
         return can_stream(x, adapted.weight)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        offset: float | None = None,
+        factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         is_alone = self.parallel.num_parts == 1
-        return norms.add_rms_norm(x, residual, weight, eps, offset, follows_kernel=is_alone)
+        return norms.add_rms_norm(x, residual, weight, eps, offset, factor, follows_kernel=is_alone)
 
     def rotate_and_store(
         self,
@@ -161,10 +244,17 @@ class TritonBackend(TorchBackend):
         return gate.silu_mul(gate_up) if low_rank is None else gate.silu_mul_low_rank(gate_up, low_rank)
 
     def gated_linear(
-        self, activation: Callable[[Tensor], Tensor], x: Tensor, adapted: AdaptedLinear
-    ) -> Tensor:
-        is_plain = adapted.bias is None and not adapted.adapters and is_silu(activation)
-        if is_plain and HAS_GLUON_KERNELS:
+        self,
+        activation: Callable[[Tensor], Tensor],
+        x: Tensor,
+        adapted: AdaptedLinear,
+        *,
+        in_8bit: bool = False,
+    ) -> Tensor | EightBitRows:
+        is_plain = not adapted.adapters and is_silu(activation)
+        if is_plain and in_8bit and adapted.in_8bit is not None:
+            return EightBitRows(*quantize.rows(self.linear(x, adapted), is_gate_up=True))
+        if is_plain and adapted.in_8bit is None and adapted.bias is None and HAS_GLUON_KERNELS:
             from colocate.kernels import streamed, swiglu
 
             if len(x) <= streamed.MAX_GATED_ROWS and self._streams(x, adapted):
@@ -183,7 +273,7 @@ class TritonBackend(TorchBackend):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        head_dim, num_kv_heads, page_size = qkv.shape[2], k_cache.shape[1], k_cache.shape[2]
+        head_dim, num_kv_heads = qkv.shape[2], k_cache.shape[1]
         if fallbacks.why_not_flash(qkv.dtype, head_dim) is not None:
             return super().prefill_attention(qkv, rotation, k_cache, v_cache, context, scale, window)
         _, positions, slots = context.tokens
@@ -192,8 +282,7 @@ class TritonBackend(TorchBackend):
         q, k, v = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         context_slots = context.context_slots
         if context_slots is not None:
-            pages, offsets = context_slots // page_size, context_slots % page_size
-            k, v = k_cache[pages, :, offsets], v_cache[pages, :, offsets]
+            k, v = (tokens_at(cache, context_slots, qkv.dtype) for cache in (k_cache, v_cache))
         cu_queries, cu_contexts = context.cu_seqlens
         output = varlen_attn(
             q,
@@ -237,7 +326,7 @@ class TritonBackend(TorchBackend):
             scale=scale,
             sliding_window=window,
             num_splits=num_splits_for(num_rows, num_kv_heads),
-            out=k_cache.new_empty(num_rows, num_heads, head_dim),
+            out=rotation.cos.new_empty(num_rows, num_heads, head_dim),
         )
 
     def logits(self, hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -324,15 +413,10 @@ class TritonBackend(TorchBackend):
         )
 
 
-def _products(
-    x: Tensor, adapted: AdaptedLinear, stack: AdapterStack, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """W x [T, out], written to `out` if that is given, and the adapters' A x [T, the stack's rows]."""
-    if adapted.stacked_a is not None:
-        return product(x, adapted.weight, adapted.bias, out), F.linear(x, adapted.stacked_a)
-    assert out is None, "weights with adapters below them are whole, and their products are not summed"
-    both = F.linear(x, adapted.weight, adapted.bias)
-    return both[:, : -stack.num_rows], both[:, -stack.num_rows :]
+def _size(modules: Sequence[nn.Module]) -> tuple[int, int]:
+    """Rows and columns of layers that read the same input, one below the other."""
+    linears = [base_linear(module) for module in modules]
+    return sum(linear.out_features for linear in linears), linears[0].in_features
 
 
 def _sizes(layout: Layout, capacity: int) -> dict[str, int]:

@@ -1,0 +1,28 @@
+"""What the benchmarks of rollouts in 8 bits run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from benchmarks.rollout.cases import CASES, Case
+
+PRECISIONS = ("bf16", "fp8_kv", "fp8")
+
+SPEED_CASES = {
+    # Contexts of 4,096 to 4,288 tokens that no two sequences share: what is timed is decoding.
+    "1p5b_4k_256seq": Case("1.5b", 256, 1, 4096, 192),
+    "7b_256seq": CASES["7b_256seq"],
+    "1p5b_512seq": CASES["1p5b_512seq"],
+}
+MEASURED = {
+    "1p5b_4k_256seq": ("bf16", "fp8_kv", "fp8"),
+    "7b_256seq": ("bf16", "fp8"),
+    "1p5b_512seq": ("bf16", "fp8_kv", "fp8"),
+}
+
+
+def tiny(case: Case) -> Case:
+    """The case made small enough for any machine."""
+    return dataclasses.replace(
+        case, model="tiny", num_prompts=2, num_generations=2, prompt_tokens=24, completion_tokens=12
+    )

@@ -1,0 +1,176 @@
+"""The option `rollout_precision`: what it chooses, and what it refuses with which words."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from eight_bit_models import with_8bit_kv, with_8bit_products
+from engine_models import assert_logprobs_are_the_models, make_lora, make_model, make_prompts
+from quantized_models import make_4bit_model
+
+from colocate import GRPOConfig
+from colocate.engines.native.engine import NativeEngine
+from colocate.engines.native.kept_pages import KeptPages
+from colocate.engines.native.kv_cache import KVCache
+from colocate.kernels import e4m3
+from colocate.types import SamplingParams
+from colocate.weights.shapes import ModelShapes
+
+ONE_ROUNDING = 1e-2
+"""How far a log-prob moves when numbers in 8 bits are rounded the other way, as float32's last bit does."""
+
+
+def make(tmp_path, **options) -> GRPOConfig:
+    return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+@pytest.mark.parametrize("precision", ["fp8_kv", "fp8"])
+def test_tokens_are_corrected_one_by_one(tmp_path, precision, caplog):
+    with caplog.at_level(logging.WARNING):
+        config = make(tmp_path, rollout_precision=precision, max_completion_length=2048)
+    assert config.vllm_importance_sampling_mode == "token_truncate"
+    assert "exp(-0.03² · 2048) = 16% of the samples" in caplog.text
+
+
+def test_16_bits_keep_trls_correction(tmp_path):
+    assert make(tmp_path).vllm_importance_sampling_mode == "sequence_mask"
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "token_truncate"])
+def test_a_correction_of_tokens_stays(tmp_path, mode):
+    config = make(tmp_path, rollout_precision="fp8", vllm_importance_sampling_mode=mode)
+    assert config.vllm_importance_sampling_mode == mode
+
+
+def test_a_correction_of_sequences_is_refused_with_the_arithmetic(tmp_path):
+    with pytest.raises(ValueError, match=r"'sequence_truncate' weighs whole.*0\.03 · √512 = 0\.68.*63%"):
+        make(
+            tmp_path,
+            rollout_precision="fp8",
+            vllm_importance_sampling_mode="sequence_truncate",
+            max_completion_length=512,
+        )
+
+
+def test_no_correction_is_told(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        make(tmp_path, rollout_precision="fp8", vllm_importance_sampling_correction=False)
+    assert "trains on completions of another policy" in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["vllm", "rollout_server", "transformers"])
+def test_other_engines_do_not_read_it(tmp_path, engine):
+    with pytest.raises(ValueError, match=f"rollout_precision='fp8_kv' is not read with engine='{engine}'"):
+        make(tmp_path, rollout_precision="fp8_kv", engine=engine)
+
+
+def test_an_old_gpu_is_refused_with_the_reason(monkeypatch):
+    pytest.importorskip("triton")
+    from colocate.engines.native.triton_backend import TritonBackend
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    layout = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"compute capability 8\.9 on; cuda:0 is a A100 with 8\.0"):
+        TritonBackend().check_precision("fp8_kv", layout)
+    TritonBackend().check_precision("bf16", layout)
+
+
+def test_a_page_takes_the_bytes_that_are_planned():
+    model = make_model("qwen3", head_dim=32)
+    cache = KVCache(num_layers=2, num_kv_heads=2, head_dim=32, page_size=16)
+    planned = ModelShapes.of(model).kv_bytes_per_token(e4m3.DTYPE)
+    assert cache.page_bytes(e4m3.DTYPE) == 16 * planned == 16 * 2 * 2 * 2 * (32 + 1)
+    cache.allocate(3, e4m3.DTYPE, torch.device("cpu"))
+    assert cache.num_bytes == cache.bytes_of(3) == 3 * 16 * planned
+
+
+def test_pages_are_copied_and_kept_with_their_exponents():
+    cache = KVCache(num_layers=2, num_kv_heads=2, head_dim=8, page_size=4)
+    cache.allocate(6, e4m3.DTYPE, torch.device("cpu"))
+    for layer in range(2):
+        for tensor in cache.layer(layer):
+            tensor.view(torch.uint8).random_(0, 120)
+            e4m3.exponents_of(tensor).random_(110, 130)
+    before = cache.read_pages([1, 4])
+    cache.copy_pages([1, 4], [0, 2])
+    assert torch.equal(cache.read_pages([0, 2]), before)
+    kept = KeptPages(cache, [0, 2], b"")
+    cache.allocate(6, e4m3.DTYPE, torch.device("cpu"))
+    assert not cache.read_pages([3, 5]).any()
+    kept.restore(cache, {0: 3, 2: 5})
+    assert torch.equal(cache.read_pages([3, 5]), before)
+
+
+@pytest.mark.parametrize("others", [(e4m3.DTYPE, torch.bfloat16), (torch.bfloat16, e4m3.DTYPE)])
+def test_pages_of_another_type_lose_their_names(others):
+    """What was stored in one type is never read in another; in its own it stays, exponents included."""
+    cpu, (before, after) = torch.device("cpu"), others
+    cache = KVCache(num_layers=2, num_kv_heads=2, head_dim=8, page_size=4)
+    cache.allocate(3, before, cpu)
+    (page,) = cache.pool.allocate(1)
+    cache.pool.name(page, b"name")
+    cache.pool.release([page])
+    content = cache.read_pages([page]).random_(0, 120)
+    cache.write_pages([page], content)
+    cache.allocate(6, before, cpu, has_room_to_copy=True)
+    assert cache.pool.find([b"name"]) == [page]
+    assert torch.equal(cache.read_pages([page]), content)
+    cache.allocate(6, after, cpu, has_room_to_copy=True)
+    assert not cache.pool.has_names and cache.pool.num_free == 6
+    assert not cache.read_pages([page]).any()
+
+
+@pytest.mark.parametrize("precision", ["fp8_kv", "fp8"])
+def test_a_preempted_sequence_draws_what_it_would_have(precision):
+    """Keys and values are read in 8 bits by prompts, too, so that those computed anew are the same."""
+    prompts = make_prompts([5, 9, 3], 3)
+    sampling = SamplingParams(max_tokens=24, temperature=1.0, seed=4)
+    drawn = []
+    for kv_cache_tokens in (None, 64):
+        engine = NativeEngine(
+            make_model("qwen3"),
+            max_num_seqs=9,
+            page_size=4,
+            kv_cache_tokens=kv_cache_tokens,
+            rollout_precision=precision,
+        )
+        engine.wake_up()
+        drawn.append([completion.token_ids for completion in engine.generate(prompts, sampling)])
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("make_base", [lambda: make_lora("qwen2"), lambda: make_4bit_model("qwen3")])
+def test_adapters_are_added_and_4_bits_are_dequantised_before(make_base):
+    reference = make_base()
+    engine = NativeEngine(reference, max_num_seqs=4, page_size=4, rollout_precision="fp8")
+    prompts = make_prompts([5, 9, 3], 2)
+    engine.wake_up()
+    completions = engine.generate(prompts, SamplingParams(max_tokens=12, temperature=1.0, seed=5))
+    engine.close()
+    with_8bit_products(with_8bit_kv(reference))
+    assert_logprobs_are_the_models(reference, prompts, completions, atol=ONE_ROUNDING)
+
+
+def test_weights_in_8_bits_are_the_trainers_of_now():
+    """They are made anew for every rollout, and asleep the engine has no memory for them."""
+    model = make_model("qwen3")
+    engine = NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8")
+    prompts, sampling = make_prompts([5, 9], 2), SamplingParams(max_tokens=10, temperature=1.0, seed=5)
+    engine.wake_up()
+    before = engine.generate(prompts, sampling)
+    assert engine.rollout_weight_bytes > 0
+    engine.sleep()
+    assert engine.rollout_weight_bytes == 0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    engine.update_weights([], version=1)
+    engine.wake_up()
+    after = engine.generate(prompts, sampling)
+    engine.close()
+    assert [c.logprobs for c in after] != [c.logprobs for c in before]
+    assert_logprobs_are_the_models(with_8bit_products(with_8bit_kv(model)), prompts, after, atol=ONE_ROUNDING)
