@@ -78,11 +78,10 @@ class Projection:
                 weight.stacked_a,
                 is_written_before_use=bool(weight.linears),
             )
-        stacked_a = weight.stacked_a
-        if weight.stack is not None and stacked_a is None:
-            stacked_a = weight.storage[-weight.stack.num_rows :]
         values = self.in_8bit.values
-        return AdaptedLinear(values, self.bias, self.adapters, weight.stack, stacked_a, self.in_8bit)
+        return AdaptedLinear(
+            values, self.bias, self.adapters, weight.stack, weight.read_stack(), self.in_8bit
+        )
 
     def _bias(self, biases: Sequence[Tensor]) -> Tensor:
         """The joined biases, one element for each row of the weights, those of A below them included."""

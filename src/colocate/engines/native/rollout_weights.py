@@ -64,6 +64,14 @@ class ProjectionWeight:
         if self.stack is not None:
             fill_stacks([(self.stack, self.storage)])
 
+    def read_stack(self) -> Tensor | None:
+        """The adapters' A alone, [the stack's rows, in], valid until another weight is read; None: no A."""
+        if self.stack is None or self.stacked_a is not None:
+            return self.stacked_a
+        if self.linears:
+            fill_stacks([(self.stack, self.storage)])
+        return self.storage[-self.stack.num_rows :]
+
     def identity(self) -> Iterator[object]:
         """The addresses and sizes that a captured graph that reads these weights depends on."""
         yield self.storage.data_ptr(), None if self.stack is None else self.stack.num_rows
