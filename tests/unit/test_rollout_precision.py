@@ -155,6 +155,23 @@ def test_adapters_are_added_and_4_bits_are_dequantised_before(make_base):
     assert_logprobs_are_the_models(reference, prompts, completions, atol=ONE_ROUNDING)
 
 
+def test_weights_that_are_gathered_do_not_count_in_what_is_kept(monkeypatch):
+    """Those of `decode_shard` are given back after the engine has fallen asleep, all of them."""
+
+    class Gathered(NativeEngine):
+        rollout_weight_bytes = 10**6
+
+    engine = Gathered(make_model("qwen3"), max_num_seqs=4, page_size=4, rollout_precision="fp8")
+    engine.wake_up()
+    engine.generate(make_prompts([5]), SamplingParams(max_tokens=2))
+    kept: list[int] = []
+    in_8bit = engine._in_8bit.num_bytes
+    monkeypatch.setattr(engine._in_8bit, "free", kept.append)
+    monkeypatch.setattr(engine._cache, "free", kept.append)
+    engine.sleep(in_8bit + 1000)
+    assert in_8bit > 0 and kept == [in_8bit + 1000, 1000]
+
+
 def test_weights_in_8_bits_are_the_trainers_of_now():
     """They are made anew for every rollout, and asleep the engine has no memory for them."""
     model = make_model("qwen3")

@@ -373,9 +373,9 @@ class NativeEngine(BaseEngine):
         The engine keeps the memory for rollout weights first, then that of the KV cache, but no contents.
         """
         self._suspend()
-        self._weights.free(keep_bytes)
-        self._in_8bit.free(max(0, keep_bytes - self._weights.num_bytes))
-        self._cache.free(max(0, keep_bytes - self.rollout_weight_bytes))
+        for memory in (self._weights, self._in_8bit, self._cache):
+            memory.free(keep_bytes)
+            keep_bytes = max(0, keep_bytes - memory.num_bytes)
         if not self._backend.captures_graphs:
             self._decoder = None  # cheap to make again, and it refers to weights that may be moved
         super().sleep()
