@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +11,15 @@ from engine_models import assert_logprobs_are_the_models, make_lora, make_model,
 from quantized_models import make_4bit_model
 
 from colocate import GRPOConfig
+from colocate.engines.native.eight_bit_weights import check_gpu
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.kept_pages import KeptPages
 from colocate.engines.native.kv_cache import KVCache
 from colocate.kernels import e4m3
 from colocate.types import SamplingParams
+from colocate.weights.layouts import Layout, WeightPart, layout_for
 from colocate.weights.shapes import ModelShapes
+from colocate.weights.weight_parts import split_weights
 
 ONE_ROUNDING = 1e-2
 """How far a log-prob moves when numbers in 8 bits are rounded the other way, as float32's last bit does."""
@@ -67,16 +69,60 @@ def test_other_engines_do_not_read_it(tmp_path, engine):
         make(tmp_path, rollout_precision="fp8_kv", engine=engine)
 
 
-def test_an_old_gpu_is_refused_with_the_reason(monkeypatch):
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """A backend that takes layouts to be on a GPU of this name and compute capability."""
     pytest.importorskip("triton")
     from colocate.engines.native.triton_backend import TritonBackend
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    layout = SimpleNamespace(device=torch.device("cuda", 0))
-    with pytest.raises(ValueError, match=r"compute capability 8\.9 on; cuda:0 is a A100 with 8\.0"):
-        TritonBackend().check_precision("fp8_kv", layout)
-    TritonBackend().check_precision("bf16", layout)
+    def check(precision: str, name: str, capability: tuple[int, int], **sizes: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(Layout, "device", torch.device("cuda", 0))
+        model = make_model("qwen3", **{"hidden_size": 64, "head_dim": 16, **sizes})
+        TritonBackend().check_precision(precision, layout_for(model))
+
+    return check
+
+
+def test_an_old_gpu_is_refused_with_the_reason(on_gpu):
+    with pytest.raises(ValueError, match=r"compute capability 8\.9 on; cuda:0, A100, has 8\.0"):
+        on_gpu("fp8_kv", "A100", (8, 0))
+    on_gpu("bf16", "A100", (8, 0))
+    on_gpu("fp8", "L4", (8, 9))
+
+
+def test_matrices_that_products_in_8_bits_do_not_take_are_refused(on_gpu):
+    """o is not among them: it reads 4 · 12 columns of heads, and q, k and v have 8 · 12 rows."""
+    with pytest.raises(ValueError, match=r"multiples of 16, and those of q, .* have 24, 40\. Set .*fp8_kv"):
+        on_gpu("fp8", "H100", (9, 0), hidden_size=24, intermediate_size=40)
+    on_gpu("fp8_kv", "H100", (9, 0), hidden_size=24, intermediate_size=40)
+    on_gpu("fp8", "H100", (9, 0), head_dim=6, num_key_value_heads=2)
+
+
+def test_a_rank_is_judged_by_its_part():
+    model = make_model("llama", hidden_size=64, intermediate_size=48, vocab_size=98)
+    check_gpu("fp8", layout_for(model), (9, 0), "")
+    split_weights(model, WeightPart(0, 2))
+    with pytest.raises(ValueError, match="have 24"):
+        check_gpu("fp8", layout_for(model), (9, 0), "")
+
+
+def test_the_engine_knows_no_other_precision():
+    with pytest.raises(ValueError, match="rollout_precision='fp16' is unknown; it is one of bf16"):
+        NativeEngine(make_model("qwen3"), rollout_precision="fp16")
+
+
+@pytest.mark.parametrize(("num_rows", "is_copied"), [(1, True), (16, False), (33, True), (256, False)])
+def test_rows_of_a_product_are_filled_up_if_they_must_be(num_rows, is_copied):
+    pytest.importorskip("triton")
+    from colocate.engines.native.triton_backend import _filled_up
+
+    values = torch.randn(num_rows, 32).to(e4m3.DTYPE)
+    filled = _filled_up(values)
+    assert (filled.data_ptr() != values.data_ptr()) == is_copied and len(filled) % 16 == 0
+    assert torch.equal(filled[:num_rows].view(torch.uint8), values.view(torch.uint8))
+    assert not filled[num_rows:].view(torch.uint8).any()
 
 
 def test_a_page_takes_the_bytes_that_are_planned():

@@ -26,12 +26,48 @@ from colocate.weights.adapters import EightBitWeight, base_linear
 from colocate.weights.layouts import Layout
 from colocate.weights.quantized import is_4bit
 
+LEAST_CAPABILITY = (8, 9)
+"""The compute capability from which on GPUs have e4m3 numbers."""
+SIDE = 16
+"""What the sides of matrices in 8 bits are multiples of: cuBLAS wants pointers and sides aligned to 16 bytes,
+and has refused 15 rows (github.com/pytorch/pytorch/issues/167882)."""
 ROWS_AT_A_TIME = 4096
 """Rows of a weight that are quantised at a time where no kernel does it."""
 _FACTORS_BYTES = 2 * ALIGNMENT_BYTES
 """Room of the weight's factor and the input's, each aligned as a tensor of its own would be. With the second
 4 bytes behind the first, cuBLAS refused products with a result in float32 in the words that it has for
 pointers that are not aligned (github.com/pytorch/pytorch/issues/141749)."""
+
+
+def check_gpu(rollout_precision: str, layout: Layout, capability: tuple[int, int], gpu: str) -> None:
+    """Refuse a GPU, or a model on it, for which there is nothing in 8 bits.
+
+    Args:
+        layout: of the model, or of this rank's part of it; it may be on the meta device.
+        gpu: which GPU has this compute capability, for the message.
+
+    Raises:
+        ValueError: the GPU has no e4m3 numbers, or products in 8 bits do not take the model's matrices.
+    """
+    if rollout_precision == "bf16":
+        return
+    if capability < LEAST_CAPABILITY:
+        raise ValueError(
+            f"rollout_precision={rollout_precision!r} computes with e4m3 numbers, which GPUs have from "
+            f"compute capability {_dotted(LEAST_CAPABILITY)} on; {gpu} has {_dotted(capability)}. Set "
+            "rollout_precision='bf16'."
+        )
+    sides = {side for modules, _ in _groups(layout) for side in _shape(modules, layout)}
+    odd = [str(side) for side in sorted(sides) if side % SIDE]
+    if rollout_precision == "fp8" and odd:
+        raise ValueError(
+            f"rollout_precision='fp8': products in 8 bits take matrices whose sides are multiples of {SIDE}, "
+            f"and those of q, k, v, gate, up and down have {', '.join(odd)}. Set rollout_precision='fp8_kv'."
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 class EightBitWeights:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colocate.engines.build import ROLLOUT_PRECISIONS
 from colocate.engines.native.attention import PagedAttention
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
@@ -54,6 +55,9 @@ class TorchBackend:
 
     def check_precision(self, rollout_precision: str, layout: Layout) -> None:
         """Raises ValueError if these operations cannot compute in this precision with this model."""
+        if rollout_precision not in ROLLOUT_PRECISIONS:
+            known = ", ".join(ROLLOUT_PRECISIONS)
+            raise ValueError(f"rollout_precision={rollout_precision!r} is unknown; it is one of {known}.")
 
     def tell_fallbacks(self, layout: Layout) -> None:
         """Log which operations have no kernel for this model and take a slower way."""

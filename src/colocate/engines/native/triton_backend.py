@@ -9,25 +9,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from colocate.engines.native.attention import tokens_at
 from colocate.engines.native.batch import DecodeBatch
 from colocate.engines.native.context import DecodeContext, PrefillContext
+from colocate.engines.native.eight_bit_weights import SIDE, check_gpu
 from colocate.engines.native.sampler import Sampler
 from colocate.engines.native.torch_backend import TorchBackend, product
 from colocate.kernels import e4m3, fallbacks, gate, lora, norms, quantize, rotary, sampling, steps
 from colocate.kernels.decode_attention import DecodeScratch, decode_attention, num_splits_for
 from colocate.kernels.definitions import Rotation, is_silu
 from colocate.kernels.prefixes import SharedPrefixes
-from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitRows, EightBitWeight, base_linear
+from colocate.weights.adapters import AdaptedLinear, AdapterStack, EightBitRows, EightBitWeight
 from colocate.weights.layouts import Layout
 from colocate.weights.low_rank import MAX_RANK, LowRank
 
-_PRODUCT_ROWS = 16
-"""What the rows of a product in 8 bits are filled up to a multiple of: cuBLAS wants pointers and sides of
-matrices in 8 bits aligned to 16 bytes, and has refused 15 rows (github.com/pytorch/pytorch/issues/167882)."""
 _GROUPED_QUERIES: dict[str, Any] = {}
 if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # from torch 2.12 on; 2.11 always groups
     _GROUPED_QUERIES["enable_gqa"] = True
@@ -59,24 +57,14 @@ class TritonBackend(TorchBackend):
             )
 
     def check_precision(self, rollout_precision: str, layout: Layout) -> None:
+        super().check_precision(rollout_precision, layout)
         device = layout.device
         if rollout_precision == "bf16" or device.type != "cuda":
             return
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 9):
-            raise ValueError(
-                f"rollout_precision={rollout_precision!r} computes with e4m3 numbers, which GPUs have from "
-                f"compute capability 8.9 on; {device} is a {torch.cuda.get_device_name(device)} with "
-                f"{capability[0]}.{capability[1]}. Set rollout_precision='bf16'."
-            )
+        gpu = f"{device}, {torch.cuda.get_device_name(device)},"
+        check_gpu(rollout_precision, layout, torch.cuda.get_device_capability(device), gpu)
         if rollout_precision == "fp8":
             fallbacks.tell(fallbacks.of_products_8bit(layout.dtype))
-            sizes = {size for modules in layout.layers[0].projection_groups() for size in _size(modules)}
-            if odd := [size for size in sorted(sizes) if size % 16]:
-                raise ValueError(
-                    f"rollout_precision='fp8': matrices in 8 bits have sides that are multiples of 16, and "
-                    f"this model has {', '.join(map(str, odd))}. Set rollout_precision='fp8_kv'."
-                )
 
     def tell_fallbacks(self, layout: Layout) -> None:
         if layout.device.type == "cuda":  # and not Triton's interpreter
@@ -138,10 +126,8 @@ class TritonBackend(TorchBackend):
         # The result is in bfloat16: float16 would overflow before the rows' factors. The product adds a bias
         # before it rounds once, but not to rows whose factors are still to come, and none but bfloat16.
         adds_bias = not weight.by_row and weight.dtype == torch.bfloat16
-        missing = -len(rows.values) % _PRODUCT_ROWS
-        values = F.pad(rows.values.view(torch.uint8), (0, 0, 0, missing)).view(rows.values.dtype)
         output = torch._scaled_mm(
-            values,
+            _filled_up(rows.values),
             weight.values.t(),
             weight.input_factor,
             weight.factor,
@@ -413,10 +399,12 @@ class TritonBackend(TorchBackend):
         )
 
 
-def _size(modules: Sequence[nn.Module]) -> tuple[int, int]:
-    """Rows and columns of layers that read the same input, one below the other."""
-    linears = [base_linear(module) for module in modules]
-    return sum(linear.out_features for linear in linears), linears[0].in_features
+def _filled_up(values: Tensor) -> Tensor:
+    """Rows in 8 bits, with rows of zeros below them where a product wants more; else the very tensor."""
+    missing = -len(values) % SIDE
+    if not missing:  # `pad` would copy them all the same
+        return values
+    return F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
 
 
 def _sizes(layout: Layout, capacity: int) -> dict[str, int]:
