@@ -11,7 +11,7 @@ from engine_models import assert_logprobs_are_the_models, make_lora, make_model,
 from quantized_models import make_4bit_model
 
 from colocate import GRPOConfig
-from colocate.engines.native.eight_bit_weights import check_gpu
+from colocate.engines.native.eight_bit_weights import EightBitWeights, check_gpu
 from colocate.engines.native.engine import NativeEngine
 from colocate.engines.native.kept_pages import KeptPages
 from colocate.engines.native.kv_cache import KVCache
@@ -132,6 +132,17 @@ def test_a_page_takes_the_bytes_that_are_planned():
     assert cache.page_bytes(e4m3.DTYPE) == 16 * planned == 16 * 2 * 2 * 2 * (32 + 1)
     cache.allocate(3, e4m3.DTYPE, torch.device("cpu"))
     assert cache.num_bytes == cache.bytes_of(3) == 3 * 16 * planned
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_weights_in_8_bits_take_the_bytes_that_are_planned(num_parts):
+    """Beside the factors of each of the three groups of a layer."""
+    model = make_model("llama", vocab_size=98, hidden_size=512, intermediate_size=2048)
+    planned = ModelShapes.of(model).part(num_parts).num_8bit_weights
+    if num_parts > 1:
+        split_weights(model, WeightPart(0, num_parts))
+    layout = layout_for(model)
+    assert EightBitWeights().needed_bytes(layout) == planned + 3 * len(layout.layers) * 2 * 512
 
 
 def test_pages_are_copied_and_kept_with_their_exponents():

@@ -201,6 +201,12 @@ class ModelShapes:
         return self.num_layers * sum(self.group_sizes)
 
     @property
+    def num_8bit_weights(self) -> int:
+        """Weights of q, k, v, gate, up and down, which a rollout in 8 bits multiplies in e4m3."""
+        qkv, _, gate_up, down = self.group_sizes
+        return self.num_layers * (qkv + gate_up + down)
+
+    @property
     def num_head_weights(self) -> int:
         return self.vocab_size * self.hidden_size
 
