@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.rollout.cases import CASES, Case
-
-PRECISIONS = ("bf16", "fp8_kv", "fp8")
+from colocate.engines.build import ROLLOUT_PRECISIONS as PRECISIONS
 
 SPEED_CASES = {
     # Contexts of 4,096 to 4,288 tokens that no two sequences share: what is timed is decoding.
@@ -15,9 +14,9 @@ SPEED_CASES = {
     "1p5b_512seq": CASES["1p5b_512seq"],
 }
 MEASURED = {
-    "1p5b_4k_256seq": ("bf16", "fp8_kv", "fp8"),
+    "1p5b_4k_256seq": PRECISIONS,
     "7b_256seq": ("bf16", "fp8"),
-    "1p5b_512seq": ("bf16", "fp8_kv", "fp8"),
+    "1p5b_512seq": PRECISIONS,
 }
 
 
