@@ -7,6 +7,8 @@ import dataclasses
 from benchmarks.rollout.cases import CASES, Case
 from colocate.engines.build import ROLLOUT_PRECISIONS as PRECISIONS
 
+STEPS_PER_LOOK = 8
+"""Decode steps from one look at a GPU to the next (`TritonBackend.steps_per_look`)."""
 SPEED_CASES = {
     # Contexts of 4,096 to 4,288 tokens that no two sequences share: what is timed is decoding.
     "1p5b_4k_256seq": Case("1.5b", 256, 1, 4096, 192),
