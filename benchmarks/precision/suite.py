@@ -64,7 +64,7 @@ def compute_claims(records: list[Record]) -> Claims:
 
     - `*_speedup_<case>`: time in bf16 over that in 8 bits, medians; of whole rollouts, in the case of 4,096
       tokens of decoding alone.
-    - `step_ms_<case>_<precision>`: of a decode step, medians; `kv_cache_gb_…` and `weight_gb_…`: memory of the
+    - `step_ms_<case>_<precision>`: of a decode step, medians; `kv_cache_gb_…`, `weight_gb_…`: memory of the
       KV cache, and of weights beside the trainer's.
     - `log_ratio_sd_<precision>`, `log_ratio_max_<precision>`: of a token's log-ratio.
     - `effective_share_<precision>_<tokens>`: of the samples, weighted by the ratios of whole sequences.
