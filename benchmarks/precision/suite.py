@@ -64,8 +64,8 @@ def compute_claims(records: list[Record]) -> Claims:
 
     - `*_speedup_<case>`: time in bf16 over that in 8 bits, medians; of whole rollouts, in the case of 4,096
       tokens of decoding alone.
-    - `step_ms_<case>_<precision>`: of a decode step, medians; `kv_cache_gb_…`, `weight_gb_…`: memory of the
-      KV cache, and of weights beside the trainer's.
+    - `step_ms_<case>_<precision>` and `rollout_s_…`: of a decode step and of a whole rollout, medians.
+    - `kv_cache_gb_…` and `weight_gb_…`: memory of the KV cache, and of weights beside the trainer's.
     - `log_ratio_sd_<precision>`, `log_ratio_max_<precision>`: of a token's log-ratio.
     - `effective_share_<precision>_<tokens>`: of the samples, weighted by the ratios of whole sequences.
     """
@@ -78,6 +78,7 @@ def compute_claims(records: list[Record]) -> Claims:
     for case, runs in cases.items():
         for precision, run in runs.items():
             claims[f"step_ms_{case}_{precision}"] = 1e3 * _median(run, "decode_s_per_look") / STEPS_PER_LOOK
+            claims[f"rollout_s_{case}_{precision}"] = _median(run, "seconds")
             claims[f"kv_cache_gb_{case}_{precision}"] = run["kv_cache_bytes"] / 1e9
             claims[f"weight_gb_{case}_{precision}"] = run["weight_bytes"] / 1e9
     for record in (record for record in records if record["kind"] == "log_ratios"):
