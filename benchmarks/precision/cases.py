@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks.rollout.cases import CASES, Case
+from colocate.engines.build import ROLLOUT_PRECISIONS as PRECISIONS
 
-PRECISIONS = ("bf16", "fp8_kv", "fp8")
-
+STEPS_PER_LOOK = 8
+"""Decode steps from one look at a GPU to the next (`TritonBackend.steps_per_look`)."""
 SPEED_CASES = {
     # Contexts of 4,096 to 4,288 tokens that no two sequences share: what is timed is decoding.
     "1p5b_4k_256seq": Case("1.5b", 256, 1, 4096, 192),
@@ -15,9 +16,9 @@ SPEED_CASES = {
     "1p5b_512seq": CASES["1p5b_512seq"],
 }
 MEASURED = {
-    "1p5b_4k_256seq": ("bf16", "fp8_kv", "fp8"),
+    "1p5b_4k_256seq": PRECISIONS,
     "7b_256seq": ("bf16", "fp8"),
-    "1p5b_512seq": ("bf16", "fp8_kv", "fp8"),
+    "1p5b_512seq": PRECISIONS,
 }
 
 

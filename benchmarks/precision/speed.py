@@ -19,7 +19,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.common.results import origin
-from benchmarks.precision.cases import MEASURED, PRECISIONS, SPEED_CASES, tiny
+from benchmarks.precision.cases import MEASURED, PRECISIONS, SPEED_CASES, STEPS_PER_LOOK, tiny
 from benchmarks.rollout.cases import SHAPES, Case
 from colocate.engines.native.engine import NativeEngine
 from colocate.types import Prompt, SamplingParams
@@ -98,7 +98,7 @@ def main() -> None:
         record["runs"][precision] = {"repetitions": runs, **memory}
         print(options.case, precision, *(f"{run['seconds']:.3f}" for run in runs), memory, flush=True)
         for run in runs:
-            print(f"  {run['decode_s_per_look'] * 1e3 / 8:.3f} ms a step", flush=True)
+            print(f"  {run['decode_s_per_look'] * 1e3 / STEPS_PER_LOOK:.3f} ms a step", flush=True)
         engine.close()
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
 """The speed of rollouts in 8 bits, and how far they are from the policy: writes
-`results/precision-h200.json`.
+`results/precision-<hardware>.json`.
 
-    python -m benchmarks.precision.suite [--parts 7b_256seq log_ratios] [--limit-s 300]
+    python -m benchmarks.precision.suite --hardware h100 [--parts 7b_256seq log_ratios] [--limit-s 300]
 
 A part is a case of `cases.py`, measured in 16 and in 8 bits in turn by one process, or "log_ratios", for
 which a model is trained first. Parts that are not measured anew keep their published records.
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.results import Record
 from benchmarks.common.suite import Claims, Suite
-from benchmarks.precision.cases import SPEED_CASES
+from benchmarks.precision.cases import SPEED_CASES, STEPS_PER_LOOK
 
 SPEEDUPS = {
     "fp8_kv_speedup_1p5b_4k_256seq": ("1p5b_4k_256seq", "fp8_kv", "decode_s_per_look"),
@@ -64,6 +64,8 @@ def compute_claims(records: list[Record]) -> Claims:
 
     - `*_speedup_<case>`: time in bf16 over that in 8 bits, medians; of whole rollouts, in the case of 4,096
       tokens of decoding alone.
+    - `step_ms_<case>_<precision>` and `rollout_s_…`: of a decode step and of a whole rollout, medians.
+    - `kv_cache_gb_…` and `weight_gb_…`: memory of the KV cache, and of weights beside the trainer's.
     - `log_ratio_sd_<precision>`, `log_ratio_max_<precision>`: of a token's log-ratio.
     - `effective_share_<precision>_<tokens>`: of the samples, weighted by the ratios of whole sequences.
     """
@@ -73,6 +75,12 @@ def compute_claims(records: list[Record]) -> Claims:
         runs = cases.get(case, {})
         is_measured = "bf16" in runs and precision in runs
         claims[name] = _median(runs["bf16"], time) / _median(runs[precision], time) if is_measured else None
+    for case, runs in cases.items():
+        for precision, run in runs.items():
+            claims[f"step_ms_{case}_{precision}"] = 1e3 * _median(run, "decode_s_per_look") / STEPS_PER_LOOK
+            claims[f"rollout_s_{case}_{precision}"] = _median(run, "seconds")
+            claims[f"kv_cache_gb_{case}_{precision}"] = run["kv_cache_bytes"] / 1e9
+            claims[f"weight_gb_{case}_{precision}"] = run["weight_bytes"] / 1e9
     for record in (record for record in records if record["kind"] == "log_ratios"):
         for precision, figures in record["precisions"].items():
             claims[f"log_ratio_sd_{precision}"] = figures["sd"]

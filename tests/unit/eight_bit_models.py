@@ -17,6 +17,8 @@ from colocate.weights.adapters import base_linear
 from colocate.weights.layouts import causal_lm
 from colocate.weights.quantized import dequantize, is_4bit
 
+ONE_ROUNDING = 1e-2
+"""How far a log-prob moves when numbers in 8 bits are rounded the other way, as float32's last bit does."""
 E4M3_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 E4M3_NUMBERS = E4M3_NUMBERS[E4M3_NUMBERS.isfinite()].unique()  # in ascending order
 

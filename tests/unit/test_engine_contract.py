@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from eight_bit_models import with_8bit_kv, with_8bit_products
+from eight_bit_models import ONE_ROUNDING, with_8bit_kv, with_8bit_products
 from engine_models import (
     MAX_POSITION,
     greedy_completions,
@@ -74,10 +74,6 @@ class EngineCase:
     ones have left in the cache."""
     is_kept: bool = False
     """It takes long to start: one serves all tests, and gets the first weights back before each."""
-
-
-ONE_ROUNDING = 5e-3
-"""How far a log-prob moves when one number in 8 bits is rounded the other way, as float32's last bit does."""
 
 
 def min_p_first(logits: torch.Tensor, sampling: SamplingParams, seen: torch.Tensor) -> torch.Tensor:
@@ -158,12 +154,12 @@ ENGINES = {
     "native-fp8-kv": EngineCase(
         lambda: with_8bit_kv(make_model("qwen3")),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8_kv"),
-        logprob_atol=ONE_ROUNDING,
+        logprob_atol=ONE_ROUNDING / 2,
     ),
     "native-fp8": EngineCase(
         lambda: with_8bit_products(with_8bit_kv(make_model("qwen3"))),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=4, rollout_precision="fp8"),
-        logprob_atol=ONE_ROUNDING,
+        logprob_atol=ONE_ROUNDING / 2,
     ),
     "transformers": EngineCase(
         lambda: make_model("qwen3"),
@@ -187,12 +183,12 @@ ENGINES_ON_GPU = {
     "native-fp8-cuda": EngineCase(
         lambda: with_8bit_products(with_8bit_kv(make_model("qwen3", head_dim=16, hidden_size=64).cuda())),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=16, rollout_precision="fp8"),
-        logprob_atol=2 * ONE_ROUNDING,
+        logprob_atol=ONE_ROUNDING,
     ),
     "native-fp8-kv-cuda": EngineCase(
         lambda: with_8bit_kv(make_model("qwen3", head_dim=16).cuda()),
         lambda model: NativeEngine(model, max_num_seqs=4, page_size=16, rollout_precision="fp8_kv"),
-        logprob_atol=ONE_ROUNDING,
+        logprob_atol=ONE_ROUNDING / 2,
     ),
     "native-cuda": EngineCase(
         lambda: make_model("qwen3").cuda(),

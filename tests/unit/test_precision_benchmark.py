@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks.precision import curves, log_ratios, speed
+from benchmarks.precision.cases import STEPS_PER_LOOK
 from benchmarks.precision.suite import compute_claims
 
 
@@ -21,6 +22,13 @@ def test_speed_is_measured_at_every_precision(tmp_path, monkeypatch):
     assert sizes["fp8"] == sizes["fp8_kv"] == sizes["bf16"] * 33 // 64  # heads of 32 values and an exponent
     claims = compute_claims([record])
     assert claims["fp8_speedup_1p5b_512seq"] > 0 and claims["fp8_speedup_7b_256seq"] is None
+
+
+def test_steps_are_those_of_a_gpu():
+    pytest.importorskip("triton")
+    from colocate.engines.native.triton_backend import TritonBackend
+
+    assert TritonBackend.steps_per_look == STEPS_PER_LOOK
 
 
 def test_log_ratios_of_a_model_that_was_trained(tmp_path, monkeypatch):
@@ -39,10 +47,14 @@ def test_log_ratios_of_a_model_that_was_trained(tmp_path, monkeypatch):
 
 def test_speedups_are_of_medians():
     def run(*seconds: float) -> dict:
-        return {"repetitions": [{"seconds": s, "decode_s_per_look": s / 100} for s in seconds]}
+        repetitions = [{"seconds": s, "decode_s_per_look": s / 100} for s in seconds]
+        return {"repetitions": repetitions, "kv_cache_bytes": 3e9, "weight_bytes": 1e9}
 
     record = {"kind": "speed", "case": "7b_256seq", "runs": {"bf16": run(3, 9, 4), "fp8": run(2, 2, 8)}}
-    assert compute_claims([record])["fp8_speedup_7b_256seq"] == 2
+    claims = compute_claims([record])
+    assert claims["fp8_speedup_7b_256seq"] == 2
+    assert claims["step_ms_7b_256seq_bf16"] == pytest.approx(40 / 8)
+    assert claims["kv_cache_gb_7b_256seq_fp8"] == 3 and claims["weight_gb_7b_256seq_fp8"] == 1
 
 
 def test_differences_of_rewards_are_paired():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from eight_bit_models import ONE_ROUNDING
 from engine_models import VOCAB_SIZE, make_lora, make_model, make_prompts
 from engine_pressure import Pressure, Windowed, awake
 from hypothesis import given, settings
@@ -21,8 +22,6 @@ from colocate.engines.requests import turn_key
 from colocate.types import Completion, Prompt, SamplingParams
 
 EXAMPLES = 12
-ONE_ROUNDING = 1e-2
-"""How far a log-prob moves when numbers in 8 bits are rounded the other way, as float32's last bit does."""
 LONGEST = 44
 MOST_DRAWN = 6
 BEGINNINGS = tuple(prompt.token_ids for prompt in make_prompts([9, 9, 17], seed=3))

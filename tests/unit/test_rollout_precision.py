@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from eight_bit_models import with_8bit_kv, with_8bit_products
+from eight_bit_models import ONE_ROUNDING, with_8bit_kv, with_8bit_products
 from engine_models import assert_logprobs_are_the_models, make_lora, make_model, make_prompts
 from quantized_models import make_4bit_model
 
@@ -20,9 +20,6 @@ from colocate.types import SamplingParams
 from colocate.weights.layouts import Layout, WeightPart, layout_for
 from colocate.weights.shapes import ModelShapes
 from colocate.weights.weight_parts import split_weights
-
-ONE_ROUNDING = 1e-2
-"""How far a log-prob moves when numbers in 8 bits are rounded the other way, as float32's last bit does."""
 
 
 def make(tmp_path, **options) -> GRPOConfig:

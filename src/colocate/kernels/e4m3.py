@@ -2,9 +2,9 @@
 
 e4m3 has 3 bits of mantissa and reaches from 2^-6 (2^-9 with fewer bits) to 448 (Micikevicius et al. 2022,
 arXiv:2209.05433). A vector is divided by the smallest power of two that lets its largest value fit, as in the
-OCP Microscaling formats (2023, section 5.2), whose e8m0 the stored exponents are. Any other factor would give
-no more precision, because the mantissa's step is relative; a power of two makes the values read back exact in
-bfloat16, so that the same number is read whether a kernel multiplies it in bfloat16, float16 or float32.
+OCP Microscaling formats (2023, section 5.2), whose e8m0 the stored exponents are. Another factor would give
+little more precision, because the mantissa's step is relative; a power of two makes what is read back exact
+in bfloat16, so that the same number is read whether a kernel multiplies it in bfloat16, float16 or float32.
 """
 
 from __future__ import annotations
