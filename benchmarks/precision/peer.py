@@ -17,11 +17,8 @@ from typing import Any
 
 from benchmarks.common.random_model import config_of
 from benchmarks.common.results import origin
-from benchmarks.precision.cases import SPEED_CASES, tiny
+from benchmarks.precision.cases import KV_CACHES, SPEED_CASES, tiny
 from benchmarks.rollout.run import VARIANTS, Vllm, measure
-
-KV_CACHES = {"fp8": "fp8", "fp8_weights": "auto"}
-"""vLLM's `kv_cache_dtype` by what the record calls it."""
 
 
 def main() -> None:
