@@ -78,7 +78,7 @@ def compute_claims(records: list[Record]) -> Claims:
 
     - `*_speedup_<case>`: time in bf16 over that in 8 bits, medians; of whole rollouts, in the case of 4,096
       tokens of decoding alone.
-    - `fp8_7b_256seq_vs_vllm_fp8`: vLLM's time, with weights in 8 bits and the faster of its KV caches, over ours.
+    - `fp8_7b_256seq_vs_vllm_fp8`: vLLM's time over ours, with the faster of its KV caches.
     - `step_ms_<case>_<precision>` and `rollout_s_…`: of a decode step and of a whole rollout, medians.
     - `kv_cache_gb_…` and `weight_gb_…`: memory of the KV cache, and of weights beside the trainer's.
     - `log_ratio_sd_<precision>`, `log_ratio_max_<precision>`: of a token's log-ratio.
