@@ -354,11 +354,16 @@ def test_prefixes_change_between_steps(device):
 
 
 @pytest.mark.usefixtures("short_prefixes_count")
-@pytest.mark.parametrize("is_8bit", [False, True])
-@pytest.mark.parametrize(("num_parts", "has_norms", "num_splits"), [(2, True, 2), (5, False, 1)])
-def test_parts_of_a_product_are_summed_in_their_order(device, num_parts, has_norms, num_splits, is_8bit):
+@pytest.mark.parametrize(
+    ("num_parts", "has_norms", "num_splits", "num_kv_heads", "is_8bit"),
+    [(2, True, 2, 2, False), (5, False, 1, 2, False), (3, True, 1, 1, True)],
+)
+def test_parts_of_a_product_are_summed_in_their_order(
+    device, num_parts, has_norms, num_splits, num_kv_heads, is_8bit
+):
     """Outputs and stored keys and values are bit for bit those of the rounded sum."""
-    sizes = dict(num_heads=6, num_kv_heads=2, head_dim=24, page_size=16, dtype=torch.float16)
+    heads = dict(num_heads=3 * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=24)
+    sizes = dict(**heads, page_size=16, dtype=torch.float16)
     options = dict(has_norms=has_norms, num_splits=num_splits, is_8bit=is_8bit)
     case = Case([(2, [3, 20]), (0, [18, 0])], **sizes, **options)
     case.make(device)

