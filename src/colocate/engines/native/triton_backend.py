@@ -93,6 +93,10 @@ class TritonBackend(TorchBackend):
         assert self._prefixes is not None, "the backend is not bound to a decoder"
         self.shares_prefixes = self._prefixes.update(rows_by_group) > 0
 
+    def would_share(self, rows_by_group: Sequence[tuple[Sequence[int], int]]) -> bool:
+        assert self._prefixes is not None, "the backend is not bound to a decoder"
+        return self._prefixes.would_share(rows_by_group)
+
     def linear(self, x: Tensor | EightBitRows, adapted: AdaptedLinear, out: Tensor | None = None) -> Tensor:
         stack = adapted.stack
         if stack is None or isinstance(x, EightBitRows) or len(x) > lora.MAX_ROWS:
